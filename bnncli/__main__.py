@@ -1,0 +1,39 @@
+"""The `bnncli` command: keeps stdout for results, then runs the command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+
+def main() -> None:
+    """Run the command line of this process and exit with its code."""
+    results = _claim_stdout()
+    from bnncli.cli.execute import run_command_line
+
+    code = run_command_line(sys.argv[1:], results)
+    try:
+        results.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        code = code or 141
+    os._exit(code) if code == 141 else sys.exit(code)
+
+
+def _claim_stdout() -> TextIO:
+    """A stream on the real stdout; descriptor 1 itself becomes stderr, so that stray prints never reach a pipe."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed on entry, as in some cron jobs
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    real = os.dup(1)
+    os.dup2(2, 1)
+    return open(real, "w", encoding="utf-8", errors="surrogateescape", newline="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The Typer application, made from the list of commands and the option classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnncli import __version__
+from bnncli.cli.commands import COMMANDS, Argument, Command
+from bnncli.cli.settings import default_of, option_fields
+from bnncli.option import choices_of
+
+Execute = Callable[[Command, dict[str, Any]], None]
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
+
+Each command reads files and writes files. In order: extract-features, fit-laplace, refine, hmc, predict, evaluate. Try
+`bnncli demo` first.
+
+Exit codes: 0 done or up to date, 2 usage, 3 check failed, 65 bad data, 66 input missing, 69 device, 70 numeric, 73 output
+exists, 74 write failed, 75 locked, 77 untrusted, 78 config, 128+n signal n.
+"""
+
+
+def build_app(execute: Execute) -> typer.Typer:
+    """The application; `execute` is called with the command and the parsed values."""
+    app = typer.Typer(
+        name="bnncli",
+        help=ABOUT,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        context_settings=SETTINGS,
+    )
+    app.callback()(_root)
+    groups: dict[str, typer.Typer] = {}
+    for command in COMMANDS:
+        parent, name = app, command.name
+        if command.parent:
+            if command.parent not in groups:
+                groups[command.parent] = typer.Typer(
+                    help="Show how options are set.",
+                    rich_markup_mode=None,
+                    no_args_is_help=True,
+                    context_settings=SETTINGS,
+                )
+                app.add_typer(groups[command.parent], name=command.parent)
+            parent, name = groups[command.parent], command.name.removeprefix(command.parent + "-")
+        examples = "Examples:\n\n" + "\n\n".join(f"  {example}" for example in command.examples)
+        parent.command(
+            name,
+            help=f"{command.summary}\n\n{command.details}",
+            short_help=command.summary,
+            epilog=examples,
+            context_settings=SETTINGS,
+            no_args_is_help=any(not a.is_optional for a in command.arguments),
+        )(_function(command, execute))
+    return app
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"bnncli {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    return None
+
+
+def _function(command: Command, execute: Execute) -> Callable[..., None]:
+    """A function whose signature is the command's arguments and options, as Typer reads them."""
+    parameters = [_argument(argument) for argument in command.arguments]
+    parameters += [_option(name, spec, hint) for name, (spec, hint) in option_fields(command).items()]
+
+    def body(**values: Any) -> None:
+        execute(command, values)
+
+    body.__name__ = command.stage
+    body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return body
+
+
+def _argument(argument: Argument) -> inspect.Parameter:
+    hint: Any = list[Path] if argument.is_many else Path
+    default: Any = inspect.Parameter.empty
+    if argument.is_optional:
+        hint, default = str | None, None
+    metavar = argument.name.upper() + ("..." if argument.is_many else "")
+    info = typer.Argument(
+        help=argument.help, metavar=f"[{metavar}]" if argument.is_optional else metavar, show_default=False
+    )
+    return inspect.Parameter(
+        argument.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info]
+    )
+
+
+def _option(name: str, spec: Any, hint: Any) -> inspect.Parameter:
+    meta = spec.metadata
+    flag = "--" + name.replace("_", "-")
+    names = [flag, *([meta["short"]] if meta["short"] else [])]
+    default = default_of(spec)
+    choices = choices_of(meta)
+    text = meta["help"]
+    if meta["family"]:
+        text = f"{text} One of: {', '.join(choices)}."
+    is_count = name == "verbose"
+    keywords: dict[str, Any] = {
+        "help": text,
+        "show_default": default is not None and default is not False and default not in ([], "") and not is_count,
+    }
+    if is_count:
+        keywords["count"] = True
+    elif meta["metavar"]:
+        keywords["metavar"] = meta["metavar"]
+    elif choices:
+        keywords["metavar"] = "|".join(choices)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint, typer.Option(*names, **keywords)],
+    )

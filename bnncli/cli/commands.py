@@ -1,0 +1,164 @@
+"""The list of commands: name, help, arguments, options, examples. The Typer application is made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli import options as o
+
+COMPUTE = (o.ComputeOptions, o.WriteOptions, o.RunOptions, o.CommonOptions)
+READ = (o.RunOptions, o.CommonOptions)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A positional argument; `is_many` takes one or more, `is_optional` none or one."""
+
+    name: str
+    help: str
+    is_many: bool = False
+    is_optional: bool = False
+
+
+CKPT = Argument("ckpt", "The checkpoint; its artifacts lie in the run folder CKPT.bnn beside it.")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand. `stage` is the module of bnncli.stages whose `run` does the work."""
+
+    name: str
+    summary: str
+    details: str
+    groups: tuple[type, ...]
+    examples: tuple[str, ...]
+    arguments: tuple[Argument, ...] = (CKPT,)
+    parent: str = ""
+
+    @property
+    def stage(self) -> str:
+        """Module name in bnncli.stages."""
+        return self.name.replace("-", "_")
+
+
+COMMANDS = (
+    Command(
+        "extract-features",
+        "Run the network over the data once, and keep penultimate features and the last linear layer.",
+        "Writes features/<split>.h5 for every split and posteriors/map.safetensors, the network as trained. Every later "
+        "command works from these files and needs no network code. The last linear layer is found, and proved: features "
+        "times head must equal the network's output.",
+        (o.ExtractFeaturesOptions, *COMPUTE),
+        (
+            "bnncli extract-features ckpt.pt --model lenet5 --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000 --ood mnist=npz:mnist.npz",
+            "bnncli extract-features ckpt.pt --model net.py:make --model-arg width=4 --data train=images:train --resize 256 --crop 224",
+            "bnncli extract-features myrun --from-npz features.npz",
+        ),
+    ),
+    Command(
+        "fit-laplace",
+        "Fit a Gaussian posterior over the last layer.",
+        "Finds the exact mode of the target by Newton's method and puts the Laplace approximation there. The prior "
+        "precision is chosen on the val split (data that the network was not trained on) or by the marginal likelihood, "
+        "unless a number is given. Writes posteriors/laplace.safetensors.",
+        (o.FitLaplaceOptions, o.NameOptions, *COMPUTE),
+        (
+            "bnncli fit-laplace ckpt.pt",
+            "bnncli fit-laplace ckpt.pt --structure kron --prior-precision 510 --name kron",
+        ),
+    ),
+    Command(
+        "refine",
+        "Refine a Gaussian posterior with a normalizing flow.",
+        "Maximises the ELBO of a flow pushed from the base Gaussian and says, with standard errors, whether it helped. "
+        "Writes posteriors/refine.safetensors.",
+        (o.RefineOptions, o.NameOptions, *COMPUTE),
+        (
+            "bnncli refine ckpt.pt --flow radial --length 5 --epochs 20",
+            "bnncli refine ckpt.pt --base prior --name naive",
+        ),
+    ),
+    Command(
+        "hmc",
+        "Draw from the exact posterior by Hamiltonian Monte Carlo.",
+        "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
+        "rank-normalised split R-hat and the smallest effective sample size. Writes posteriors/hmc.nc, which ArviZ opens.",
+        (o.HmcOptions, o.NameOptions, *COMPUTE),
+        ("bnncli hmc ckpt.pt", "bnncli hmc ckpt.pt --chains 32 --draws 100 --max-rhat 1.01"),
+    ),
+    Command(
+        "predict",
+        "Turn posteriors into class probabilities.",
+        "Predicts every split but train with every posterior of the run, or those named. Writes "
+        "predictions/<posterior>.<integrator>/<split>.h5.",
+        (o.PredictOptions, o.NameOptions, *COMPUTE),
+        (
+            "bnncli predict ckpt.pt",
+            "bnncli predict ckpt.pt --posterior refine --integrator mc --samples 100 --split test",
+        ),
+    ),
+    Command(
+        "evaluate",
+        "Score predictions: accuracy, NLL, Brier, ECE, OOD detection, distance to HMC.",
+        "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
+        "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason.",
+        (o.EvaluateOptions, *COMPUTE),
+        ("bnncli evaluate ckpt.pt", "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'"),
+    ),
+    Command(
+        "status",
+        "List the artifacts of a run: fresh, stale, missing or invalid.",
+        "An artifact is stale when an input it was made from has changed since, by content.",
+        (o.StatusOptions, *READ),
+        ("bnncli status ckpt.pt", "bnncli status ckpt.pt --check || bnncli fit-laplace ckpt.pt"),
+    ),
+    Command(
+        "inspect",
+        "Show what a file is: kind, shapes, parameters, provenance, digests.",
+        "Works on checkpoints and artifacts. Never runs code from the file.",
+        (o.CommonOptions,),
+        ("bnncli inspect ckpt.pt", "bnncli inspect ckpt.pt.bnn/posteriors/laplace.safetensors --json"),
+        (Argument("file", "A checkpoint or an artifact."),),
+    ),
+    Command(
+        "verify",
+        "Check artifacts in full: digest and every invariant. Exit 65 when one is bad.",
+        "Reads every byte; `inspect` and `status` read headers only.",
+        (o.CommonOptions,),
+        ("bnncli verify ckpt.pt.bnn/features/*.h5 ckpt.pt.bnn/posteriors/*",),
+        (Argument("file", "Artifacts to check.", is_many=True),),
+    ),
+    Command(
+        "convert",
+        "Write a checkpoint's weights as a safetensors state dict.",
+        "The only command that may unpickle code, and only with --trust-pickle.",
+        (o.ConvertOptions, o.WriteOptions, o.CommonOptions),
+        ("bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle",),
+        (Argument("source", "The checkpoint."), Argument("target", "The safetensors file to write.")),
+    ),
+    Command(
+        "clean",
+        "Remove what dead runs left behind: temporary files and resume states. Never an artifact.",
+        "Files of processes that still run are kept.",
+        (*READ,),
+        ("bnncli clean ckpt.pt",),
+    ),
+    Command(
+        "demo",
+        "Run the whole pipeline on the embedded Fashion-MNIST case, into ./bnncli-demo/.",
+        "A LeNet-5 and subsets of Fashion-MNIST and MNIST travel with the package; under a minute on two cores.",
+        (o.DemoOptions, o.ComputeOptions, o.CommonOptions),
+        ("bnncli demo",),
+        (),
+    ),
+    Command(
+        "config-show",
+        "Print the value of every option of a command, and where it comes from.",
+        "Flags win over environment variables (BNNCLI_<COMMAND>_<OPTION>), these over the configuration file, this over "
+        "the defaults.",
+        (o.CommonOptions,),
+        ("bnncli config show refine", "BNNCLI_REFINE_EPOCHS=5 bnncli config show refine --json"),
+        (Argument("of", "A command; all when not given.", is_optional=True),),
+        parent="config",
+    ),
+)

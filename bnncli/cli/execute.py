@@ -1,0 +1,245 @@
+"""Runs one command: options in, stage, result out; every error becomes a line, a code and, with --json, a document."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import fields
+from typing import Any, TextIO
+
+from bnncli import signals
+from bnncli.cli.build import build_app
+from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.settings import config_path, read_config, resolve, resolve_named
+from bnncli.cli.tables import print_table
+from bnncli.console import Console
+from bnncli.errors import BnnError, DeviceError, Exit, MissingInput, OutputExists, UsageError, WriteError
+from bnncli.options import CommonOptions, ComputeOptions, NameOptions, RunOptions, WriteOptions
+
+
+def run_command_line(argv: list[str], results: TextIO) -> int:
+    """The exit code of one invocation. Results go to `results`, everything else to stderr.
+
+    Never raises for an expected failure; a traceback is shown only for a bug of ours, or with -v.
+    """
+    invocation = _Invocation(argv, results)
+    signals.install_handlers()
+    stdout = sys.stdout
+    sys.stdout = results
+    try:
+        return invocation.run()
+    except BrokenPipeError:
+        _forget(results)
+        return 141
+    finally:
+        sys.stdout = stdout
+
+
+class _Invocation:
+    """One command line, from parsing to the exit code."""
+
+    def __init__(self, argv: list[str], results: TextIO) -> None:
+        self.argv, self.results = argv, results
+        self.command = next((word for word in argv if not word.startswith("-")), "bnncli")
+        self.console = Console(self.command, CommonOptions())
+        self.is_json = "--json" in argv
+        self.started = time.monotonic()
+        self.code: int = Exit.OK
+
+    def run(self) -> int:
+        try:
+            app = build_app(self.execute)
+            app(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=self._defaults())
+        except Exception as error:
+            self._fail(error)
+        except SystemExit as error:  # from a user's factory
+            self._fail(RuntimeError(f"the code that was run called exit({error.code!r})"))
+        finally:
+            self.console.close()
+        self.results.flush()
+        return int(self.code)
+
+    def _defaults(self) -> dict[str, Any]:
+        """Values from the environment and the configuration file, for the command that is being run."""
+        command = self._named_command()
+        if command is None or "--help" in self.argv or "-h" in self.argv:
+            return {}
+        config = read_config(config_path(_value_of(self.argv, "--config"), os.environ))
+        settings = resolve(command, config)
+        values = {name: setting.value for name, setting in settings.items() if setting.source != "default"}
+        if not command.parent:
+            return {command.name: values}
+        return {command.parent: {command.name.removeprefix(command.parent + "-"): values}}
+
+    def _named_command(self) -> Command | None:
+        words = [word for word in self.argv if not word.startswith("-")]
+        for command in COMMANDS:
+            if command.parent and words[:2] == [
+                command.parent,
+                command.name.removeprefix(command.parent + "-"),
+            ]:
+                return command
+            if not command.parent and words[:1] == [command.name]:
+                return command
+        return None
+
+    def execute(self, command: Command, values: dict[str, Any]) -> None:
+        """Build the options, run the stage, print the result."""
+        self.command = command.name
+        options = {group: group(**{spec.name: values[spec.name] for spec in fields(group)}) for group in command.groups}
+        common = options[CommonOptions]
+        self.is_json = common.json
+        self.console = Console(command.name, common)
+        from bnncli.stages._run import Run
+
+        arguments = {argument.name: values[argument.name] for argument in command.arguments}
+        if command.name == "config-show":
+            arguments["resolved"] = resolve_named(arguments["of"], common.config)
+        own = next((options[group] for group in command.groups if group not in _SHARED), None)
+        run = Run(
+            command=command.name,
+            argv=self.argv,
+            arguments=arguments,
+            console=self.console,
+            run_options=options.get(RunOptions, RunOptions()),
+            write=options.get(WriteOptions, WriteOptions()),
+            compute=options.get(ComputeOptions, ComputeOptions()),
+            naming=options.get(NameOptions, NameOptions()),
+        )
+        sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
+        try:
+            result = importlib.import_module(f"bnncli.stages.{command.stage}").run(run, own)
+        finally:
+            sys.stdout = self.results
+        self.console.close()
+        self._print(run, result)
+
+    def _print(self, run: Any, result: Any) -> None:
+        for line in result.summary:
+            self.console.info(line)
+        failure = result.failure
+        if self.is_json:
+            document = self._document(run, result)
+            if failure is not None:
+                document |= {"ok": False, "exit": int(failure.exit), "error": _error_json(failure)}
+            self._print_json(document)
+        else:
+            for table in result.tables:
+                print_table(table, self.results)
+            paths = [output["path"] for output in result.outputs] if not result.tables else []
+            for line in result.lines or paths:
+                print(line, file=self.results)
+        if failure is not None:
+            self.console.error(failure)
+            self.code = failure.exit
+
+    def _document(self, run: Any, result: Any) -> dict[str, Any]:
+        document: dict[str, Any] = {"schema": "bnncli.result/1", "ok": True, "command": self.command}
+        if result.action:
+            document["action"] = result.action
+            document["outputs"], document["inputs"] = result.outputs, result.inputs
+            document["seed"] = run.compute.seed
+            device = run.__dict__.get("device")
+            document["device"] = str(device) if device is not None else None
+        if result.metrics:
+            document["metrics"] = result.metrics
+        return document | result.extra | {"warnings": self.console.warnings, "seconds": round(run.seconds, 3)}
+
+    def _print_json(self, document: dict[str, Any]) -> None:
+        print(json.dumps(document, allow_nan=False), file=self.results)
+
+    def _fail(self, error: Exception) -> None:
+        """Turn an exception into an exit code, its lines on stderr, and the JSON document of a failure."""
+        if isinstance(error, BrokenPipeError):
+            raise error
+        known = _as_bnn_error(error)
+        if known is None:
+            if type(error).__name__ == "Exit":
+                self.code = getattr(error, "exit_code", 0)
+                return
+            if type(error).__name__ == "NoArgsIsHelpError":
+                self.code = Exit.USAGE
+                print(getattr(error, "message", ""), file=sys.stderr)
+                return
+            known = BnnError(f"{type(error).__name__}: {error}", hint="this is a bug in bnncli; please report it")
+            self.console.close()
+            traceback.print_exception(error, file=sys.stderr)
+        elif self.console.options.verbose:
+            traceback.print_exception(error, file=sys.stderr)
+        self.console.close()
+        self.code = known.exit
+        if self.is_json:
+            self._print_json(
+                {
+                    "schema": "bnncli.result/1",
+                    "ok": False,
+                    "command": self.command,
+                    "exit": int(known.exit),
+                    "error": _error_json(known),
+                    "warnings": self.console.warnings,
+                }
+            )
+        self.console.error(known)
+
+
+_SHARED = (CommonOptions, RunOptions, WriteOptions, ComputeOptions, NameOptions)
+
+
+def _error_json(error: BnnError) -> dict[str, Any]:
+    return {"code": error.code, "message": error.message, "path": error.path, "hint": error.hint}
+
+
+def _as_bnn_error(error: Exception) -> BnnError | None:
+    """The user's error behind an exception; None for a bug, or for Typer's way of leaving early."""
+    if isinstance(error, BnnError):
+        return error
+    if hasattr(error, "format_message") and getattr(error, "exit_code", None) == Exit.USAGE:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return None
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "bnncli"
+        return UsageError(error.format_message(), hint=f"{path} --help")
+    if isinstance(error, OSError):
+        return _from_os_error(error)
+    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
+        return DeviceError(
+            f"the device failed: {' '.join(str(error).split())[:200]}",
+            hint="use a smaller --batch-size, or --device cpu",
+        )
+    if isinstance(error, MemoryError):
+        return DeviceError("out of memory", hint="use fewer rows, or a smaller structure")
+    return None
+
+
+def _from_os_error(error: OSError) -> BnnError:
+    name = error.filename if error.filename is not None else "a file"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    message = f"{name}: {reason}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+        return WriteError(message)
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+        return OutputExists(message, code="not_writable")
+    return MissingInput(message)
+
+
+def _value_of(argv: list[str], flag: str) -> str | None:
+    """The value of an option in raw words, given as two words or with `=`."""
+    for position, word in enumerate(argv):
+        if word == flag and position + 1 < len(argv):
+            return argv[position + 1]
+        if word.startswith(flag + "="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _forget(stream: TextIO) -> None:
+    """Send what is still buffered for a closed pipe nowhere."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except (OSError, ValueError):
+        return

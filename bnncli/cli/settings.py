@@ -1,0 +1,194 @@
+"""Where an option's value comes from when the command line does not give it: environment, config file, default.
+
+Precedence: flag, BNNCLI_<COMMAND>_<OPTION>, (BNNCLI_<OPTION> for options common to commands), config, default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import typing
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bnncli.cli.commands import COMMANDS, Command
+from bnncli.errors import ConfigError, MissingInput, UsageError
+from bnncli.option import check_value
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it came from: default, config, or the environment variable's name."""
+
+    value: Any
+    source: str
+
+
+def option_fields(command: Command) -> dict[str, tuple[Field[Any], Any]]:
+    """Every option of a command by name, with its dataclass field and its resolved type."""
+    found: dict[str, tuple[Field[Any], Any]] = {}
+    for group in command.groups:
+        hints = typing.get_type_hints(group)
+        for spec in fields(group):
+            found[spec.name] = (spec, hints[spec.name])
+    return found
+
+
+def default_of(spec: Field[Any]) -> Any:
+    """The default a field was declared with."""
+    return spec.default_factory() if spec.default_factory is not MISSING else spec.default
+
+
+def config_path(argument: str | None, environ: typing.Mapping[str, str]) -> Path | None:
+    """The configuration file: --config, then BNNCLI_CONFIG, then ./bnncli.toml where it exists."""
+    for given in (argument, environ.get("BNNCLI_CONFIG")):
+        if given:
+            return Path(given)
+    local = Path("bnncli.toml")
+    return local if local.is_file() else None
+
+
+def read_config(path: Path | None) -> dict[str, dict[str, Any]]:
+    """The tables of a configuration file, checked; {} without one.
+
+    Raises:
+        MissingInput: when the file named does not exist.
+        ConfigError: not TOML, too large, an unknown table or key, a value of the wrong type.
+    """
+    if path is None:
+        return {}
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise MissingInput(f"cannot read the configuration file {path}: {error.strerror}", path=path) from None
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes; got {len(raw)}", path=path)
+    try:
+        tables = tomllib.loads(raw.decode("utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", path=path) from None
+    known = {command.name: option_fields(command) for command in COMMANDS}
+    known["common"] = {name: entry for options in known.values() for name, entry in options.items()}
+    return {table: _check_table(path, raw, table, keys, known) for table, keys in tables.items()}
+
+
+def _check_table(
+    path: Path, raw: bytes, table: str, keys: Any, known: dict[str, dict[str, tuple[Field[Any], Any]]]
+) -> dict[str, Any]:
+    if table not in known or not isinstance(keys, dict):
+        raise ConfigError(
+            f"{path}{_line_of(raw, table)}: unknown table [{table}]{_closest(table, list(known))}", path=path
+        )
+    checked = {}
+    for key, value in keys.items():
+        name = key.replace("-", "_")
+        if name not in known[table]:
+            choices = [entry.replace("_", "-") for entry in known[table]]
+            message = f"{path}{_line_of(raw, key)}: unknown key {key!r} in [{table}]{_closest(key, choices)}"
+            raise ConfigError(message, path=path)
+        spec, hint = known[table][name]
+        if not _has_type(value, hint):
+            wanted = _type_name(hint)
+            message = f"{path}{_line_of(raw, key)}: [{table}] {key}: expected {wanted}; got {value!r}"
+            raise ConfigError(message, path=path)
+        try:
+            check_value(spec, value, f"{path}{_line_of(raw, key)}: [{table}] {key}")
+        except UsageError as error:
+            raise ConfigError(error.message, path=path) from None
+        checked[name] = value
+    return checked
+
+
+def resolve(
+    command: Command, config: dict[str, dict[str, Any]], environ: typing.Mapping[str, str] | None = None
+) -> dict[str, Setting]:
+    """The value and source of each option of a command, before the command line is looked at."""
+    environ = os.environ if environ is None else environ
+    settings = {}
+    for name, (spec, hint) in option_fields(command).items():
+        setting = Setting(default_of(spec), "default")
+        for table in ("common", command.name):
+            if name in config.get(table, {}):
+                setting = Setting(config[table][name], f"config [{table}]")
+        variables = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
+        for variable in (entry.upper().replace("-", "_") for entry in variables):
+            if variable in environ and variable != "BNNCLI_CONFIG":
+                setting = Setting(_from_text(environ[variable], hint, variable), variable)
+                check_value(spec, setting.value, variable)
+                break
+        settings[name] = setting
+    return settings
+
+
+def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, Setting]]:
+    """The settings of the command called `name`, or of all. Raises UsageError for an unknown one."""
+    config = read_config(config_path(config_file, os.environ))
+    wanted = [command for command in COMMANDS if name in (None, command.name)]
+    if not wanted:
+        raise UsageError(f"config show: expected one of {', '.join(c.name for c in COMMANDS)}; got {name!r}")
+    return {command.name: resolve(command, config) for command in wanted}
+
+
+def _from_text(text: str, hint: Any, variable: str) -> Any:
+    """The value an environment variable says; lists are separated by semicolons."""
+    base = _base_type(hint)
+    if base is bool:
+        word = text.strip().lower()
+        if word in ("1", "true", "yes", "on"):
+            return True
+        if word in ("0", "false", "no", "off", ""):
+            return False
+        raise UsageError(f"{variable}: expected true or false; got {text!r}")
+    if base is list:
+        return [item.strip() for item in text.split(";") if item.strip()]
+    try:
+        return base(text)
+    except ValueError:
+        raise UsageError(f"{variable}: expected {_type_name(hint)}; got {text!r}") from None
+
+
+def _base_type(hint: Any) -> Any:
+    """int for `int | None`, list for `list[str]`, the type itself otherwise."""
+    arguments = [item for item in typing.get_args(hint) if item is not type(None)]
+    if typing.get_origin(hint) is list:
+        return list
+    return arguments[0] if arguments else hint
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    base = _base_type(hint)
+    if base is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if base is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if base is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, base)
+
+
+def _type_name(hint: Any) -> str:
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        list: "a list of texts",
+    }
+    return names[_base_type(hint)]
+
+
+def _closest(word: str, choices: list[str]) -> str:
+    near = difflib.get_close_matches(word.replace("_", "-"), choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; expected one of {', '.join(sorted(choices))}"
+
+
+def _line_of(raw: bytes, word: str) -> str:
+    """`:7` when the word first stands on line 7."""
+    for number, line in enumerate(raw.decode("utf-8", "replace").splitlines(), start=1):
+        if line.strip().startswith((word, f"[{word}]", f'"{word}"')):
+            return f":{number}"
+    return ""

@@ -1,0 +1,36 @@
+"""Tables for people, on stdout: drawn by rich, in plain characters, as wide as they need off a terminal."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+from bnncli.names import printable
+
+WIDE = 100_000
+
+
+def print_table(table: Any, stream: TextIO) -> None:
+    """Print a Table (bnncli.stages._run.Table): title, header, rows, notes."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, emoji=False, markup=False)
+    console.begin_capture()  # rich itself would answer a broken pipe by leaving the program
+    if table.title:
+        console.print(printable(table.title), soft_wrap=True)
+    drawn = Table(box=box.ASCII2 if not stream.isatty() else box.SIMPLE_HEAD, show_edge=stream.isatty(), pad_edge=False)
+    for position, column in enumerate(table.columns):
+        is_number = position > 0 and all(_is_number(row[position]) for row in table.rows)
+        drawn.add_column(Text(column), justify="right" if is_number else "left", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(drawn)
+    for note in table.notes:
+        console.print(printable(note), soft_wrap=True)
+    stream.write(console.end_capture())
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0] in "-+.0123456789"

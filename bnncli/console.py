@@ -1,0 +1,185 @@
+"""What a person sees while a command runs: log lines, warnings, progress; all on stderr.
+
+On a terminal progress is a bar; elsewhere it is a log line at the start, at the end, and every 30 seconds or 5 %,
+whichever is rarer, so that a long job in cron does not look dead and does not flood its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from bnncli import signals
+from bnncli.errors import BnnError
+from bnncli.names import printable
+from bnncli.options import CommonOptions
+from bnncli.progress import Task
+
+LOG_EVERY_SECONDS = 30.0
+LOG_EVERY_SHARE = 0.05
+
+
+@dataclass
+class Console:
+    """The one place that writes to stderr. Collects warnings, for the JSON result and for provenance."""
+
+    command: str
+    options: CommonOptions
+    warnings: list[str] = field(default_factory=list)
+    _file: TextIO | None = None
+    _rich: Any = None
+    _live: Any = None
+
+    def __post_init__(self) -> None:
+        if self.options.log_file is not None:
+            self._file = open(self.options.log_file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+
+    @property
+    def is_terminal(self) -> bool:
+        """True when stderr is a terminal that can redraw lines, outside CI."""
+        with contextlib.suppress(ValueError, AttributeError):
+            return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and "CI" not in os.environ
+        return False
+
+    def debug(self, text: str) -> None:
+        """A line for -v."""
+        if self.options.verbose >= 1:
+            self._line("DEBUG", text)
+
+    def info(self, text: str) -> None:
+        """A line that -q silences."""
+        self._line("INFO", text)
+
+    def warn(self, text: str) -> None:
+        """A warning: shown unless -q, and kept for the result and the provenance."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            self._line("WARNING", text)
+
+    def error(self, error: BnnError) -> None:
+        """The error as its two last lines: what is wrong, and what to do."""
+        self._line("ERROR", error.message)
+        if error.hint:
+            self._line("HINT", error.hint)
+
+    def poll(self, where: str = "") -> None:
+        """Raise Interrupted when a signal has come."""
+        signals.raise_if_interrupted(where)
+
+    def task(self, name: str, total: int) -> Task:
+        """A task of the progress protocol, drawn or logged as --progress says."""
+        style = self.options.progress
+        if style == "auto":
+            style = "bar" if self.is_terminal else "log"
+        if self.options.quiet or style == "none":
+            return _QuietTask()
+        return _BarTask(self, name, total) if style == "bar" else _LogTask(self, name, total)
+
+    def bar(self) -> Any:
+        """The live rich bar of this command, started on first use."""
+        if self._live is None:
+            from rich.console import Console as RichConsole
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._rich = RichConsole(file=sys.stderr)
+            self._live = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._rich,
+                transient=True,
+            )
+            self._live.start()
+        return self._live
+
+    def close(self) -> None:
+        """Take the bar off the screen and close the log file."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _line(self, level: str, text: str) -> None:
+        text = printable(text)
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        if self._file is not None:
+            print(self._format(level, text, stamp), file=self._file, flush=True)
+        if self.options.quiet and level not in ("ERROR", "HINT"):
+            return
+        if self.options.log_format == "json":
+            shown = self._format(level, text, stamp)
+        elif level in ("ERROR", "HINT"):
+            shown = f"{level.lower()}: {text}"
+        elif self.is_terminal:
+            shown = f"warning: {text}" if level == "WARNING" else text
+        else:
+            shown = self._format(level, text, stamp)
+        self._write(shown)
+
+    def _format(self, level: str, text: str, stamp: str) -> str:
+        if self.options.log_format == "json":
+            return json.dumps({"time": stamp, "level": level, "command": self.command, "message": text})
+        return f"{stamp} {level} {self.command} {text}"
+
+    def _write(self, line: str) -> None:
+        """One line on stderr; a closed or broken stderr never stops the work."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if self._live is not None:
+                self._rich.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                encoding = sys.stderr.encoding or "ascii"
+                print(line.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr, flush=True)
+
+
+class _QuietTask:
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        signals.raise_if_interrupted()
+
+
+class _BarTask:
+    def __init__(self, console: Console, name: str, total: int) -> None:
+        self._name, self._total, self._done = name, total, 0
+        self._bar = console.bar()
+        self._id = self._bar.add_task(name, total=total or None, note="")
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self._done += amount
+        signals.raise_if_interrupted(f"{self._name} {self._done}/{self._total}")
+        fields = {"note": note} if note else {}
+        self._bar.update(self._id, advance=amount, **fields)
+        if self._total and self._done >= self._total:
+            self._bar.update(self._id, visible=False)
+
+
+class _LogTask:
+    def __init__(self, console: Console, name: str, total: int) -> None:
+        self._console, self._name, self._total, self._done = console, name, total, 0
+        self._start = self._last_time = time.monotonic()
+        self._last_done = 0
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self._done += amount
+        signals.raise_if_interrupted(f"{self._name} {self._done}/{self._total}")
+        now = time.monotonic()
+        is_last = self._total > 0 and self._done >= self._total
+        share = (self._done - self._last_done) / self._total if self._total else 1.0
+        is_due = now - self._last_time >= LOG_EVERY_SECONDS and share >= LOG_EVERY_SHARE
+        if not is_last and not is_due:
+            return
+        elapsed = now - self._start
+        if is_last and elapsed < 1.0:
+            return  # too short a loop to be worth a line
+        self._last_time, self._last_done = now, self._done
+        remaining = elapsed * (self._total - self._done) / self._done if self._total else 0.0
+        tail = f"took={elapsed:.0f}s" if is_last else f"eta={remaining:.0f}s"
+        self._console.info(f"{self._name} {self._done}/{self._total or '?'} {note + ' ' if note else ''}{tail}")

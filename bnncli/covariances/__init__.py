@@ -1,0 +1,64 @@
+"""Structures of a Gaussian's covariance over theta: each file knows its curvature, its square root and its storage.
+
+Sigma = (H + prior_precision I)^{-1} = L L^T, H the Hessian of the summed negative log likelihood. Statistics of H are
+summed over blocks of examples, so that H is never built example by example.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from bnncli.layout import HeadLayout
+
+
+class Covariance(Protocol):
+    """What every structure offers; theta order throughout, float64 unless moved with `to`."""
+
+    structure: ClassVar[str]
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+
+    @staticmethod
+    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+        """Float64 sums over one block: features (n, F), a column of ones last if there is a bias; (K, n)."""
+
+    @staticmethod
+    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
+        """H under its names in a posterior file (`hessian.*`), from the summed curvature_sums."""
+
+    @classmethod
+    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Self:
+        """Sigma. Raises NumericError when it is not positive definite."""
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """z L^T, (S, P): draws of N(0, Sigma) from draws z of N(0, I)."""
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """L^{-1} x, (S, P): the inverse of unwhiten."""
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """gradient L, (S, P): the gradient in z, given the gradient in theta."""
+
+    def log_det_scale(self) -> float:
+        """log|det L|: half the log determinant of Sigma."""
+
+    def variance(self) -> Tensor:
+        """The diagonal of Sigma, (P,)."""
+
+    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact covariance of the logits, J Sigma J^T, (n, K, K), at features (n, D)."""
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """What a posterior file stores of it."""
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+        """The inverse of to_tensors."""
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """A copy elsewhere or in another precision."""

@@ -1,0 +1,171 @@
+"""The full covariance: every pair of parameters.
+
+The Hessian of a softmax is -p_k p_l off its diagonal and its rows sum to zero, so the K (K - 1) / 2 off-diagonal blocks
+sum_n p_k p_l x x^T give all of H. In logit space it is exact: for a last linear layer the generalised Gauss-Newton
+matrix is the Hessian.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli.covariances._products import pack_quadratic_form, packed_products, unpack_symmetric
+from bnncli.errors import NumericError
+from bnncli.layout import HeadLayout
+
+# Relative to the mean diagonal of the precision; beyond the last step the matrix is wrong, not rounded.
+JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6)
+_BLOCK_EXAMPLES = 1024
+
+
+@dataclass(frozen=True)
+class Full:
+    """Sigma = L L^T with L lower triangular.
+
+    Args:
+        scale_tril: L, (P, P).
+        jitter: what had to be added to the precision's diagonal before it could be factored; 0 nearly always.
+    """
+
+    structure: ClassVar[str] = "full"
+    scale_tril: Tensor
+    jitter: float = 0.0
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        return self.scale_tril.shape[0]
+
+    @staticmethod
+    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+        """sum_n p_k p_l x x^T for each pair k < l (p (1 - p) for a single output), packed, (pairs, F (F + 1) / 2)."""
+        total: Tensor | int = 0
+        for start in range(0, features.shape[0], _BLOCK_EXAMPLES):
+            rows = slice(start, start + _BLOCK_EXAMPLES)
+            weights = _pair_weights(probabilities[:, rows])
+            total = total + (weights @ packed_products(features[rows]).T).double()
+        return (torch.as_tensor(total),)
+
+    @staticmethod
+    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
+        """`hessian.full`, (P, P) float64."""
+        size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
+        pairs = unpack_symmetric(sums[0], size)
+        if outputs == 1:
+            return {"hessian.full": _to_theta_order(pairs[0], layout)}
+        blocks = pairs.new_zeros(outputs, outputs, size, size)
+        first, second = torch.triu_indices(outputs, outputs, 1, device=pairs.device)
+        blocks[first, second] = -pairs
+        blocks[second, first] = -pairs
+        every = torch.arange(outputs, device=pairs.device)
+        blocks[every, every] = -blocks.sum(dim=1)
+        return {"hessian.full": _to_theta_order(blocks.transpose(1, 2).reshape(layout.num_params, -1), layout)}
+
+    @classmethod
+    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Full:
+        """(H + prior_precision I)^{-1}, factored in float64.
+
+        Raises:
+            NumericError: when even the largest jitter leaves the precision without a Cholesky factor.
+        """
+        precision = hessian["hessian.full"].double().clone()
+        diagonal = precision.diagonal()
+        diagonal += prior_precision
+        size = float(diagonal.mean())
+        eye = torch.eye(precision.shape[0], dtype=precision.dtype, device=precision.device)
+        for step in JITTERS:
+            # With the order of the parameters reversed, the inverse of the factor is lower triangular again.
+            factor, failed = torch.linalg.cholesky_ex((precision + step * size * eye).flip(0, 1))
+            if not failed:
+                upper = factor.flip(0, 1)
+                scale = torch.linalg.solve_triangular(upper, eye, upper=True).T.contiguous()
+                if torch.isfinite(scale).all():
+                    return cls(scale, jitter=step * size)
+        raise NumericError(
+            "the posterior precision is not positive definite",
+            hint="use a larger --prior-precision, or --structure kron",
+        )
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """z L^T, (S, P)."""
+        return z.to(self.scale_tril) @ self.scale_tril.T
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """L^{-1} x, (S, P)."""
+        return torch.linalg.solve_triangular(self.scale_tril, x.to(self.scale_tril).T, upper=False).T
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """gradient L, (S, P)."""
+        return gradient.to(self.scale_tril) @ self.scale_tril
+
+    def log_det_scale(self) -> float:
+        """log|det L|."""
+        return float(self.scale_tril.diagonal().double().log().sum())
+
+    def variance(self) -> Tensor:
+        """The diagonal of Sigma, (P,)."""
+        return self.scale_tril.square().sum(dim=1)
+
+    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact J Sigma J^T, (n, K, K): quadratic forms x^T Sigma_kl x, all pairs of outputs in one product."""
+        forms = self._quadratic_forms(layout)
+        first, second = torch.triu_indices(layout.num_outputs, layout.num_outputs, device=features.device)
+        out = features.new_empty(features.shape[0], layout.num_outputs, layout.num_outputs)
+        for start in range(0, features.shape[0], _BLOCK_EXAMPLES):
+            block = layout.augment_features(features[start : start + _BLOCK_EXAMPLES]).to(forms.dtype)
+            values = (forms @ packed_products(block)).T.to(out.dtype)
+            rows = out[start : start + _BLOCK_EXAMPLES]
+            rows[:, first, second] = values
+            rows[:, second, first] = values
+        return out
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """`cov.scale_tril` (P, P) and `cov.jitter` (1,), float64."""
+        jitter = torch.tensor([self.jitter], dtype=torch.float64)
+        return {"cov.scale_tril": self.scale_tril.double().cpu().contiguous(), "cov.jitter": jitter}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Full:
+        """The inverse of to_tensors."""
+        return cls(tensors["cov.scale_tril"], jitter=float(tensors["cov.jitter"]))
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Full:
+        """A copy elsewhere or in another precision."""
+        return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
+
+    def _quadratic_forms(self, layout: HeadLayout) -> Tensor:
+        """Sigma_kl for k <= l, packed, (K (K + 1) / 2, F (F + 1) / 2)."""
+        size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
+        place = _theta_places(layout, self.scale_tril.device)
+        sigma = self._sigma[place][:, place].view(outputs, size, outputs, size)
+        first, second = torch.triu_indices(outputs, outputs, device=sigma.device)
+        return pack_quadratic_form(sigma[first, :, second])
+
+    @cached_property
+    def _sigma(self) -> Tensor:
+        return self.scale_tril @ self.scale_tril.T
+
+
+def _pair_weights(probabilities: Tensor) -> Tensor:
+    """p_k p_l for each pair k < l, (pairs, n), of probabilities (K, n); p (1 - p) for a single output."""
+    outputs = probabilities.shape[0]
+    if outputs == 1:
+        return probabilities * (1 - probabilities)
+    first, second = torch.triu_indices(outputs, outputs, 1, device=probabilities.device)
+    return probabilities[first] * probabilities[second]
+
+
+def _theta_places(layout: HeadLayout, device: torch.device) -> Tensor:
+    """For each parameter in augmented order (output by output, the bias last), its place in theta, (P,)."""
+    return layout.augment(torch.arange(layout.num_params, device=device)).flatten()
+
+
+def _to_theta_order(matrix: Tensor, layout: HeadLayout) -> Tensor:
+    """A (P, P) matrix in augmented order, in theta order."""
+    order = _theta_places(layout, matrix.device).argsort()
+    return matrix[order][:, order]

@@ -1,0 +1,126 @@
+"""The Kronecker-factored covariance: H is approximated by B kron A, outputs times features.
+
+A = mean_n x x^T (with a one for the bias), B = sum_n (diag(p) - p p^T), after Martens and Grosse (2015),
+arXiv:1503.05671. With A = V diag(a) V^T and B = U diag(b) U^T, Sigma = (U kron V) diag(1 / (b_i a_j + precision))
+(U kron V)^T exactly. L is its symmetric root, which does not depend on the signs and the order of eigenvectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import NumericError
+from bnncli.layout import HeadLayout
+
+
+@dataclass(frozen=True)
+class Kron:
+    """(B kron A + prior_precision I)^{-1} by its joint eigenbasis; build with from_hessian.
+
+    Args:
+        feature_factor, output_factor: A (F, F) with F = D + 1 (D without a bias), B (K, K).
+        feature_basis, output_basis: V (F, F), U (K, K): eigenvectors in columns.
+        scales: (K, F), (b_i a_j + prior_precision)^{-1/2}.
+        prior_precision: of the isotropic prior.
+        layout: how the augmented matrix (K, F) lies in theta.
+    """
+
+    structure: ClassVar[str] = "kron"
+    feature_factor: Tensor
+    output_factor: Tensor
+    feature_basis: Tensor
+    output_basis: Tensor
+    scales: Tensor
+    prior_precision: float
+    layout: HeadLayout
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        return self.scales.numel()
+
+    @staticmethod
+    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+        """sum_n x x^T (F, F) and sum_n (diag(p) - p p^T) (K, K)."""
+        if probabilities.shape[0] == 1:
+            outputs = (probabilities * (1 - probabilities)).sum(dim=1, keepdim=True)
+        else:
+            outputs = probabilities.sum(dim=1).diag() - probabilities @ probabilities.T
+        return (features.T @ features).double(), outputs.double()
+
+    @staticmethod
+    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
+        """`hessian.kron.A` (F, F) and `hessian.kron.B` (K, K), float64."""
+        return {"hessian.kron.A": sums[0] / num_examples, "hessian.kron.B": sums[1]}
+
+    @classmethod
+    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Kron:
+        """(B kron A + prior_precision I)^{-1}. Raises NumericError when a factor is not finite."""
+        feature_factor, output_factor = hessian["hessian.kron.A"].double(), hessian["hessian.kron.B"].double()
+        if not (torch.isfinite(feature_factor).all() and torch.isfinite(output_factor).all()):
+            raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
+        feature_values, feature_basis = torch.linalg.eigh(feature_factor)
+        output_values, output_basis = torch.linalg.eigh(output_factor)
+        curvature = torch.outer(output_values.clamp(min=0), feature_values.clamp(min=0))
+        scales = (curvature + prior_precision).rsqrt()
+        return cls(feature_factor, output_factor, feature_basis, output_basis, scales, prior_precision, layout)
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """z L^T, (S, P)."""
+        return self._in_eigenbasis(z, self.scales)
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """L^{-1} x, (S, P)."""
+        return self._in_eigenbasis(x, 1 / self.scales)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """gradient L, (S, P); L is symmetric."""
+        return self.unwhiten(gradient)
+
+    def log_det_scale(self) -> float:
+        """log|det L|."""
+        return float(self.scales.double().log().sum())
+
+    def variance(self) -> Tensor:
+        """The diagonal of Sigma, (P,)."""
+        squares = self.output_basis.square() @ self.scales.square() @ self.feature_basis.square().T
+        return self.layout.flatten(squares)
+
+    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact J Sigma J^T, (n, K, K): diagonal in the outputs' eigenbasis, O(F^2 + F K) an example before that."""
+        projected = layout.augment_features(features).to(self.feature_basis) @ self.feature_basis
+        variances = projected.square() @ self.scales.square().T
+        out = (self.output_basis * variances.unsqueeze(1)) @ self.output_basis.T
+        return out.to(features.dtype)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """`hessian.kron.A`, `hessian.kron.B` and `prior.precision` (1,); the eigenbasis is computed again on load."""
+        return {
+            "hessian.kron.A": self.feature_factor.double().cpu().contiguous(),
+            "hessian.kron.B": self.output_factor.double().cpu().contiguous(),
+            "prior.precision": torch.tensor([self.prior_precision], dtype=torch.float64),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Kron:
+        """The inverse of to_tensors."""
+        return cls.from_hessian(tensors, float(tensors["prior.precision"]), layout)
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kron:
+        """A copy elsewhere or in another precision."""
+        tensors: dict[str, Any] = {
+            field.name: value.to(device=device, dtype=dtype)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+    def _in_eigenbasis(self, x: Tensor, factors: Tensor) -> Tensor:
+        """x (S, P) with its coordinates in the joint eigenbasis multiplied by factors (K, F)."""
+        matrix = self.layout.augment(x.to(self.scales))
+        rotated = (self.output_basis.T @ matrix @ self.feature_basis) * factors
+        return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)

@@ -1,0 +1,22 @@
+"""Data by name: one file in this folder for each kind of spec (npz, idx, images, py)."""
+
+from __future__ import annotations
+
+from bnncli.data._feature_arrays import FeatureArrays, read_feature_arrays
+from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._spec import load_split, parse_split
+from bnncli.data._split import Batch, Split
+
+__all__ = [
+    "Batch",
+    "FeatureArrays",
+    "Preprocess",
+    "Split",
+    "hold_out",
+    "hold_out_rows",
+    "load_split",
+    "parse_hold_out",
+    "parse_split",
+    "read_feature_arrays",
+]

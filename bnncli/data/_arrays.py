@@ -1,0 +1,154 @@
+"""Arrays in memory as a source, the rules for labels, and arrays out of npz files without pickle."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError, Untrusted
+from bnncli.inputs import open_regular
+from bnncli.names import listed, quoted
+from bnncli.progress import Progress
+
+# Deflate cannot shrink data further than this; what claims more is a bomb.
+_MAX_RATIO = 1032
+_SLACK = 4096
+_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, OSError, MemoryError)
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySource:
+    """Inputs (rows, ...) and labels (rows,) in memory, in the type they were stored in."""
+
+    inputs: Tensor
+    labels: Tensor | None
+    classes: tuple[str, ...] | None = None
+    is_sized: bool = False
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Inputs and labels of the rows; a run of neighbours is not copied."""
+        first, last = int(rows[0]), int(rows[-1])
+        index = slice(first, last + 1) if bool((rows.diff() == 1).all()) else rows
+        return self.inputs[index], None if self.labels is None else self.labels[index]
+
+    def identity(self, progress: Progress) -> Mapping[str, Tensor]:
+        """The arrays themselves."""
+        return {"x": self.inputs} if self.labels is None else {"x": self.inputs, "y": self.labels}
+
+
+def array_source(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -> ArraySource:
+    """A source of NumPy arrays, checked.
+
+    Raises:
+        DataError: inputs without rows or of an odd type, labels that break a rule.
+    """
+    if inputs.ndim < 2:
+        raise DataError(f"{where}: expected inputs (N, ...) of at least two axes, got shape {inputs.shape}")
+    if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
+        raise DataError(
+            f"{where}: expected inputs of type uint8 or floating point, got {inputs.dtype}",
+            hint="save them as uint8 (scaled to [0, 1] here) or float32 (used as they are)",
+        )
+    native = np.ascontiguousarray(inputs, dtype=inputs.dtype.newbyteorder("="))
+    if native.dtype.itemsize > 8:
+        native = native.astype(np.float64)
+    checked = None if labels is None else check_labels(labels, num_rows=len(inputs), where=where)
+    return ArraySource(torch.from_numpy(native), checked)
+
+
+def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> Tensor:
+    """Labels (N,) as int64: whole numbers from 0 on, one for each row.
+
+    Raises:
+        DataError: another shape or type, or a negative label, naming the rule and the first bad row.
+    """
+    rule = "labels must be whole numbers of shape (N,), counted from 0"
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        raise DataError(f"{where}: {rule}; got shape {labels.shape}", hint="save labels[:, 0]", code="bad_labels")
+    if labels.ndim == 2:
+        raise DataError(
+            f"{where}: {rule}; got shape {labels.shape} (one-hot?)", hint="save labels.argmax(1)", code="bad_labels"
+        )
+    if labels.shape != (num_rows,):
+        raise DataError(f"{where}: {rule}; got shape {labels.shape} for {num_rows} rows", code="bad_labels")
+    if labels.dtype.kind not in "iu":
+        raise DataError(f"{where}: {rule}; got {labels.dtype}", hint="save labels.astype('int64')", code="bad_labels")
+    negative = np.flatnonzero(labels < 0)
+    if len(negative):
+        first = negative[0]
+        raise DataError(f"{where}: {rule}; row {first} has {labels[first]}", code="bad_labels")
+    return torch.from_numpy(labels.astype(np.int64))
+
+
+def npz_names(path: Path) -> list[str]:
+    """Names of the arrays in an npz file. Raises MissingInput or DataError."""
+    with open_regular(path) as stream:
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+        except _DAMAGE as error:
+            raise DataError(f"{quoted(path, limit=300)} is not an npz file ({error})", path=path) from error
+    return names
+
+
+def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """The named arrays of an npz file; pickled objects in it are never loaded.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: not an npz file, damaged, no such array, or sizes that do not add up.
+        Untrusted: an array of Python objects, which only a pickle can hold.
+    """
+    available = npz_names(path)
+    arrays = {}
+    with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
+        for name in names:
+            if name not in available:
+                raise DataError(
+                    f"{quoted(path, limit=300)} has no array {quoted(name)}; it has {listed(available, limit=20)}",
+                    hint="name the arrays: npz:FILE:INPUTS,LABELS", path=path,
+                )  # fmt: skip
+            try:
+                arrays[name] = _read_member(archive, f"{name}.npy", path)
+            except _DAMAGE as error:
+                where = f"{quoted(path, limit=300)}: array {quoted(name)}"
+                raise DataError(f"{where} is truncated or damaged ({error})", path=path) from error
+    return arrays
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
+    """One array, after its header was checked against the archive."""
+    info = archive.getinfo(name)
+    with archive.open(name) as member:
+        version = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(member)
+        start = member.tell()
+    if dtype.hasobject:
+        raise Untrusted(
+            f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))} holds Python objects, which only a pickle can",
+            hint="save it as a plain array of numbers", path=path,
+        )  # fmt: skip
+    if start + math.prod(shape) * dtype.itemsize != info.file_size:
+        raise ValueError(f"shape {shape} does not fit {info.file_size} bytes")
+    if info.file_size > _MAX_RATIO * info.compress_size + _SLACK:
+        raise ValueError(f"{info.compress_size} bytes cannot hold the {info.file_size} they claim")
+    with archive.open(name) as member:
+        array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
+    return array

@@ -1,0 +1,111 @@
+"""`--from-npz FILE`: features, labels and head from the user's own extractor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bnncli.data._arrays import check_labels, npz_names, read_npz
+from bnncli.errors import DataError
+
+_FEATURES, _LABELS = "features_", "labels_"
+_EXPECTED = "features_<split> (N, D), labels_<split> (N,), head_weight (K, D), head_bias (K,)"
+
+
+@dataclass(frozen=True)
+class FeatureArrays:
+    """What an npz file of features holds.
+
+    Attributes:
+        features: split name to (N, D) float32.
+        labels: split name to (N,) int64; splits without labels are absent.
+        head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or it has no bias.
+    """
+
+    features: Mapping[str, np.ndarray]
+    labels: Mapping[str, np.ndarray]
+    head_weight: np.ndarray | None
+    head_bias: np.ndarray | None
+
+
+def read_feature_arrays(path: Path | str) -> FeatureArrays:
+    """Features, labels and head out of an npz file, shapes, types and values checked.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: no features, labels without features, unknown arrays, shapes that do not fit, NaN or infinite
+            values, labels that break a rule or are not classes of the head.
+        Untrusted: an array of Python objects.
+    """
+    path = Path(path)
+    names = npz_names(path)
+    splits = [name.removeprefix(_FEATURES) for name in names if name.startswith(_FEATURES)]
+    known = {f"{kind}{split}" for split in splits for kind in (_FEATURES, _LABELS)} | {"head_weight", "head_bias"}
+    unknown = [name for name in names if name not in known]
+    if not splits or unknown:
+        came = (
+            f"unexpected {', '.join(map(repr, unknown))[:200]}" if unknown else f"only {', '.join(names) or 'nothing'}"
+        )
+        raise DataError(f"{path}: expected {_EXPECTED}; got {came}", path=path)
+    arrays = read_npz(path, names)
+    head_weight, head_bias = (_floats(arrays.get(name), name, path) for name in ("head_weight", "head_bias"))
+    features = {split: _finite(arrays[f"{_FEATURES}{split}"], f"{_FEATURES}{split}", path) for split in splits}
+    _check_shapes(features, head_weight, head_bias, path)
+    labels = {
+        split: check_labels(arrays[key], num_rows=len(features[split]), where=f"{path}: {key}").numpy()
+        for split in splits if (key := f"{_LABELS}{split}") in arrays
+    }  # fmt: skip
+    if head_weight is not None:
+        _check_range(labels, max(len(head_weight), 2), path)
+    return FeatureArrays(features, labels, head_weight, head_bias)
+
+
+def _floats(array: np.ndarray | None, name: str, path: Path) -> np.ndarray | None:
+    return None if array is None else _finite(array, name, path)
+
+
+def _finite(array: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """The array as float32. Raises DataError for other types and for values that are not finite."""
+    if array.dtype.kind != "f":
+        raise DataError(f"{path}: {name} has type {array.dtype}, expected floating point", path=path)
+    with np.errstate(over="ignore"):
+        narrow = np.ascontiguousarray(array, np.float32)
+    bad = np.argwhere(~np.isfinite(narrow))
+    if len(bad):
+        raise DataError(
+            f"{path}: {name} has {len(bad)} values that are not finite in float32, the first in row {bad[0][0]}",
+            code="not_finite", path=path,
+        )  # fmt: skip
+    return narrow
+
+
+def _check_shapes(
+    features: Mapping[str, np.ndarray], weight: np.ndarray | None, bias: np.ndarray | None, path: Path
+) -> None:
+    """Raises DataError unless all features have the same D, the head's, and the bias fits the weight."""
+    for split, array in features.items():
+        if array.ndim != 2 or len(array) == 0:
+            raise DataError(f"{path}: features_{split} has shape {array.shape}, expected (N, D) with N > 0", path=path)
+    shapes = {split: array.shape[1] for split, array in features.items()}
+    if len(set(shapes.values())) > 1:
+        raise DataError(f"{path}: splits differ in the number of features D: {shapes}", path=path)
+    num_features = next(iter(shapes.values()))
+    if weight is None and bias is not None:
+        raise DataError(f"{path}: has head_bias but no head_weight", path=path)
+    if weight is not None and (weight.ndim != 2 or weight.shape[1] != num_features):
+        raise DataError(f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features})", path=path)
+    if weight is not None and bias is not None and bias.shape != (len(weight),):
+        raise DataError(f"{path}: head_bias has shape {bias.shape}, expected ({len(weight)},)", path=path)
+
+
+def _check_range(labels: Mapping[str, np.ndarray], num_classes: int, path: Path) -> None:
+    for split, array in labels.items():
+        bad = np.flatnonzero(array >= num_classes)
+        if len(bad):
+            raise DataError(
+                f"{path}: labels_{split} row {bad[0]} is {array[bad[0]]}, expected 0 to {num_classes - 1}",
+                code="bad_labels", path=path,
+            )  # fmt: skip

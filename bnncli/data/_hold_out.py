@@ -1,0 +1,51 @@
+"""Moving random rows of one split into another, so that tuning never sees what is tested on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bnncli.data._split import Split
+from bnncli.errors import UsageError
+from bnncli.option import check_split_name
+
+
+def hold_out_rows(num_rows: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Positions that stay (num_rows - count,) and that move (count,), both ascending; the generator chooses."""
+    if not 0 < count < num_rows:
+        raise ValueError(f"expected 0 < count < {num_rows} rows, got {count}")
+    order = torch.randperm(num_rows, generator=generator)
+    return order[count:].sort().values, order[:count].sort().values
+
+
+def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
+    """NEW, OLD and N of `NEW=OLD:N`, for splits of these sizes.
+
+    Raises:
+        UsageError: another form, no such split, NEW exists, or OLD has not more than N rows.
+    """
+    match = re.fullmatch(r"([^=]+)=([^:]+):(\d+)", text)
+    if match is None:
+        raise UsageError(f"--hold-out: expected NEW=OLD:N, as val=test:2000; got {text!r}")
+    new, old, count = check_split_name(match[1], "--hold-out"), match[2], int(match[3])
+    if old not in sizes:
+        raise UsageError(f"--hold-out: expected one of {', '.join(sizes)} before the colon; got {old!r}")
+    if new in sizes:
+        raise UsageError(f"--hold-out: there is a split {new!r} already")
+    if not 0 < count < sizes[old]:
+        raise UsageError(f"--hold-out: {old!r} has {sizes[old]} rows, expected fewer to move; got {count}")
+    return new, old, count
+
+
+def hold_out(splits: Mapping[str, Split], text: str, *, generator: torch.Generator) -> dict[str, Split]:
+    """The splits after `NEW=OLD:N` moved N random rows of OLD into NEW.
+
+    Raises:
+        UsageError: as parse_hold_out.
+    """
+    new, old, count = parse_hold_out(text, {name: len(split) for name, split in splits.items()})
+    stay, move = hold_out_rows(len(splits[old]), count, generator)
+    return {**splits, old: splits[old].take(stay), new: splits[old].take(move)}

@@ -1,0 +1,163 @@
+"""From stored arrays to what a network takes: scaling, channel order, size, normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bnncli.errors import DataError, UsageError
+
+# Grey and RGB before RGBA: a width or height of 4 is likelier than four channels.
+_CHANNEL_COUNTS = ((1, 3), (4,))
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What is done to inputs; the same for every split of a run.
+
+    uint8 arrays are scaled to [0, 1], get a channel axis if they lack one, and are moved to channels-first.
+    Floating-point arrays are used as they are.
+
+    Attributes:
+        mean, std: one value, or one for each channel, in units of the scaled input.
+        resize: pixels of the shorter side, bilinear with antialiasing; None keeps the size.
+        crop: pixels of the centre square cut out after resizing; None keeps all.
+    """
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    resize: int | None = None
+    crop: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.std is not None and min(self.std) <= 0:
+            raise UsageError(f"--std: expected numbers above 0, got {self.std}")
+        if self.mean and self.std and len(self.mean) != len(self.std):
+            raise UsageError(f"--mean has {len(self.mean)} values and --std has {len(self.std)}, expected as many")
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        mean: str | None = None,
+        std: str | None = None,
+        resize: int | None = None,
+        crop: int | None = None,
+    ) -> Preprocess:
+        """The preprocessing that option texts ask for; means and deviations are comma-separated numbers.
+
+        Raises:
+            UsageError: not numbers, not as many of both, or a deviation that is not positive.
+        """
+        return cls(_numbers(mean, "--mean"), _numbers(std, "--std"), resize, crop)
+
+    def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:
+        """Float32 inputs (n, ...) from stored ones (n, ...), on the same device.
+
+        Args:
+            raw: uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W), uint8 rows (n, D), or any floating-point array.
+            is_sized: True where images were resized and cropped when they were read.
+
+        Raises:
+            DataError: another type or shape, or images smaller than the crop.
+            UsageError: the number of channels is not that of mean and std.
+        """
+        inputs = _scale(raw)
+        if not is_sized and (self.resize or self.crop):
+            if inputs.ndim != 4:
+                raise UsageError(f"--resize and --crop need images (N, C, H, W), got {tuple(inputs.shape)}")
+            inputs = self._size(inputs)
+        return self._normalise(inputs)
+
+    def to_json(self) -> dict[str, object]:
+        """What feature files record."""
+        return {
+            "scale": "uint8 to [0, 1]",
+            "mean": list(self.mean) if self.mean else None,
+            "std": list(self.std) if self.std else None,
+            "resize": self.resize,
+            "crop": self.crop,
+            "interpolation": "bilinear, antialiased" if self.resize else None,
+            "augment": "none",
+        }
+
+    def resized_shape(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width after resizing: the shorter side is `resize`, the other keeps the ratio, rounded down."""
+        if self.resize is None:
+            return height, width
+        short = min(height, width)
+        return height * self.resize // short, width * self.resize // short
+
+    def crop_corner(self, height: int, width: int) -> tuple[int, int]:
+        """Top and left of the centre square. Raises DataError when the image is smaller than it."""
+        if self.crop is None:
+            return 0, 0
+        if min(height, width) < self.crop:
+            raise DataError(f"--crop {self.crop}: the image is only {height} x {width}", hint="--resize it first")
+        return (height - self.crop) // 2, (width - self.crop) // 2
+
+    def _size(self, images: Tensor) -> Tensor:
+        height, width = self.resized_shape(*images.shape[-2:])
+        if self.resize is not None:
+            images = functional.interpolate(images, (height, width), mode="bilinear", antialias=True)
+        if self.crop is None:
+            return images
+        top, left = self.crop_corner(height, width)
+        return images[..., top : top + self.crop, left : left + self.crop]
+
+    def _normalise(self, inputs: Tensor) -> Tensor:
+        for values, option in ((self.mean, "--mean"), (self.std, "--std")):
+            if values is None:
+                continue
+            if len(values) != 1 and (inputs.ndim < 3 or inputs.shape[1] != len(values)):
+                raise UsageError(f"{option} has {len(values)} values, the inputs have shape {tuple(inputs.shape)}")
+            shape = (1, -1) + (1,) * (inputs.ndim - 2)
+            scale = torch.tensor(values, dtype=inputs.dtype, device=inputs.device).reshape(shape)
+            inputs = inputs - scale if option == "--mean" else inputs / scale
+        return inputs
+
+
+def channels_axis(shape: tuple[int, ...]) -> int | None:
+    """Which axis of uint8 images (n, ...) holds the channels: 3, 1, or None where there is none.
+
+    Raises:
+        DataError: the shape is not that of images or of rows.
+    """
+    if len(shape) in (2, 3):
+        return None
+    for counts in _CHANNEL_COUNTS if len(shape) == 4 else ():
+        for axis in (3, 1):
+            if shape[axis] in counts:
+                return axis
+    raise DataError(
+        f"expected uint8 images (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels, got {tuple(shape)}"
+    )
+
+
+def _scale(raw: Tensor) -> Tensor:
+    """Floating-point inputs, channels first; uint8 in [0, 1]."""
+    if raw.is_floating_point():
+        return raw.float()
+    if raw.dtype != torch.uint8:
+        dtype = str(raw.dtype).removeprefix("torch.")
+        raise DataError(
+            f"expected inputs of type uint8 or floating point, got {dtype}", hint="save them as uint8 or float32"
+        )
+    axis = channels_axis(tuple(raw.shape))
+    if raw.ndim == 3:
+        raw = raw.unsqueeze(1)
+    elif axis == 3:
+        raw = raw.movedim(3, 1)
+    return raw.contiguous().float().div_(255)
+
+
+def _numbers(text: str | None, option: str) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{option}: expected numbers like 0.5 or 0.485,0.456,0.406; got {text!r}") from None

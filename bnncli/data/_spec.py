@@ -1,0 +1,55 @@
+"""From `SPLIT=KIND:PLACE[@N]` to a split."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from bnncli import registry
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._split import Split
+from bnncli.errors import DataError, UsageError
+from bnncli.option import check_split_name
+
+_FAMILY = "data"
+_FORMS = "npz:FILE[:x,y], idx:IMAGES,LABELS, images:DIR or py:module:factory, each with @N for the first N rows"
+
+
+def parse_split(text: str, *, option: str = "--data") -> tuple[str, str]:
+    """Name and spec out of `SPLIT=SPEC`.
+
+    Raises:
+        UsageError: there is no `=`, or the name could not be a file's name.
+    """
+    name, equals, spec = text.partition("=")
+    if not equals or not spec:
+        raise UsageError(f"{option}: expected SPLIT=SPEC, as train=npz:train.npz; got {text!r}")
+    return check_split_name(name, option), spec
+
+
+def load_split(spec: str, *, preprocess: Preprocess | None = None) -> Split:
+    """The split that `KIND:PLACE[@N]` names, its files open or in memory.
+
+    A trailing `@N` belongs to the file name where such a file exists.
+
+    Raises:
+        UsageError: unknown kind or form.
+        MissingInput: a file does not exist.
+        DataError: a file is damaged, labels break a rule, or there are fewer than N rows.
+        Untrusted: reading it would unpickle.
+    """
+    kind, colon, place = spec.partition(":")
+    if not colon or not place or kind not in registry.names(_FAMILY):
+        raise UsageError(f"--data: expected {_FORMS}; got {spec!r}")
+    module = registry.load_module(_FAMILY, kind)
+    match = re.fullmatch(r"(.+)@(\d+)", place)
+    count = None
+    if match and not module.exists(place):
+        place, count = match[1], int(match[2])
+    preprocess = preprocess or Preprocess()
+    source = module.open_source(place, preprocess)
+    if count is not None and not 1 <= count <= len(source):
+        raise DataError(f"{spec}: {count} rows asked for, there are {len(source)}", code="too_few_rows")
+    rows = torch.arange(len(source) if count is None else count)
+    return Split(spec, source, rows, preprocess, source.is_labeled)

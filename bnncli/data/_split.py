@@ -1,0 +1,150 @@
+"""A named set of examples: rows of a source, what is done to them, and batches of them on a device."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from bnncli.data._preprocess import Preprocess
+from bnncli.digests import tensor_digest
+from bnncli.errors import BnnError, DataError
+from bnncli.progress import SILENT, Progress
+
+
+class Source(Protocol):
+    """Where examples are stored.
+
+    Attributes:
+        labels: (rows,) int64, or None without labels and where labels are only known when an example is read.
+        is_labeled: whether `read` returns labels.
+        classes: names in the order of the labels, or None where the source has no names.
+        is_sized: whether images were resized and cropped by `read`.
+    """
+
+    labels: Tensor | None
+    is_labeled: bool
+    classes: tuple[str, ...] | None
+    is_sized: bool
+
+    def __len__(self) -> int:
+        """Examples stored."""
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Inputs (n, ...) as stored and labels (n,) of the rows (n,)."""
+
+    def identity(self, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
+        """Arrays that change when the content does; None where that cannot be told without reading everything."""
+
+
+class Batch(NamedTuple):
+    """Inputs (n, ...) float32 on the device, labels (n,) int64 on the CPU or None."""
+
+    inputs: Tensor
+    labels: Tensor | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of a source in a fixed order.
+
+    Attributes:
+        spec: the text that named the data.
+        rows: (N,) int64, ascending: the row of each example in its source, which is its sample id.
+        is_labeled: whether batches have labels.
+    """
+
+    spec: str
+    source: Source
+    rows: Tensor
+    preprocess: Preprocess
+    is_labeled: bool
+
+    def __post_init__(self) -> None:
+        if len(self.rows) == 0:
+            raise DataError(f"{self.spec}: no examples", code="empty_split")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Labels (N,) int64; None without labels, or where they are known only when read (py:)."""
+        known = self.source.labels
+        return known[self.rows] if self.is_labeled and known is not None else None
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, index = label; None where the data has no names."""
+        return self.source.classes
+
+    def take(self, positions: Tensor) -> Split:
+        """The split of the examples at these positions (n,), in this order."""
+        return replace(self, rows=self.rows[positions])
+
+    def without_labels(self) -> Split:
+        """The same examples, as unlabelled."""
+        return replace(self, is_labeled=False)
+
+    def content_digest(self, progress: Progress = SILENT) -> str | None:
+        """Digest of the stored content and of the choice of rows; None for a source that cannot tell (py:)."""
+        identity = self.source.identity(progress)
+        return None if identity is None else tensor_digest({**identity, "rows": self.rows})
+
+    def describe(self, progress: Progress = SILENT) -> dict[str, Any]:
+        """What provenance records: spec, sizes, digest."""
+        return {
+            "spec": self.spec,
+            "num_examples": len(self),
+            "num_stored": len(self.source),
+            "is_labeled": self.is_labeled,
+            "content_digest": self.content_digest(progress),
+        }
+
+    def batches(self, batch_size: int, *, device: torch.device | str = "cpu", num_workers: int = 0) -> Iterator[Batch]:
+        """Batches in order, preprocessed on the device; `num_workers` processes read and decode ahead.
+
+        Raises:
+            DataError: an example cannot be read, or has another shape than the others.
+        """
+        chunks = _Chunks(self.source, self.rows.split(batch_size))
+        loader = DataLoader(chunks, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker)
+        for outcome in loader:
+            if isinstance(outcome, BnnError):
+                raise outcome
+            raw, labels = outcome
+            try:
+                inputs = self.preprocess.apply(raw.to(device), is_sized=self.source.is_sized)
+            except DataError as error:
+                raise DataError(f"{self.spec}: {error.message}", hint=error.hint) from error
+            yield Batch(inputs, labels if self.is_labeled else None)
+
+
+class _Chunks(Dataset[Any]):
+    """Whole batches as the items of a data set; an expected error is an item too, so that workers can hand it over."""
+
+    def __init__(self, source: Source, chunks: tuple[Tensor, ...]) -> None:
+        self.source = source
+        self.chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor | None] | BnnError:
+        try:
+            return self.source.read(self.chunks[index])
+        except BnnError as error:
+            return error
+
+
+def _quiet_worker(worker: int) -> None:
+    """Workers do not run the parent's signal handlers: the parent stops them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,0 +1,79 @@
+"""`idx:IMAGES,LABELS`: the files in which MNIST and its relatives are published, gzipped or not.
+
+Format: two zero bytes, a type code, the number of axes, each size as a big-endian 32-bit number, then the elements.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+from typing import IO, cast
+
+import numpy as np
+
+from bnncli.data._arrays import ArraySource, array_source
+from bnncli.data._preprocess import Preprocess
+from bnncli.errors import DataError
+from bnncli.inputs import open_regular
+from bnncli.names import quoted
+
+_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def exists(place: str) -> bool:
+    """Whether the text names files as it stands."""
+    return all(path.is_file() for path in _divide(place))
+
+
+def open_source(place: str, preprocess: Preprocess) -> ArraySource:
+    """Images, and labels where a second file is named.
+
+    Raises:
+        MissingInput: a file does not exist.
+        DataError: a file is not idx, or labels break a rule.
+    """
+    arrays = [read_idx(path) for path in _divide(place)]
+    return array_source(arrays[0], arrays[1] if len(arrays) == 2 else None, where=f"idx:{place}")
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The array in an idx file, in native byte order. Raises MissingInput or DataError."""
+    with open_regular(path) as stream:
+        is_zipped = stream.read(2) == _GZIP_MAGIC
+        stream.seek(0)
+        plain = cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if is_zipped else stream
+        try:
+            return _parse(plain)
+        except (ValueError, EOFError, OSError, zlib.error, struct.error) as error:
+            raise DataError(f"{quoted(path, limit=300)} is not a whole idx file: {error}", path=path) from error
+
+
+def _parse(stream: IO[bytes]) -> np.ndarray:
+    zeros, code, num_axes = struct.unpack(">HBB", stream.read(4))
+    if zeros != 0 or code not in _TYPES or num_axes == 0:
+        raise ValueError("it does not begin with the idx magic number")
+    shape = struct.unpack(f">{num_axes}I", stream.read(4 * num_axes))
+    dtype = np.dtype(_TYPES[code])
+    expected = math.prod(shape) * dtype.itemsize
+    # Read in blocks: the claimed size may be far more than what is there.
+    data = bytearray()
+    while block := stream.read(min(1 << 24, expected + 1 - len(data))):
+        data += block
+    if len(data) != expected:
+        came = "more" if len(data) > expected else f"{len(data)}"
+        raise ValueError(f"shape {shape} needs {expected} bytes, there are {came}")
+    return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _divide(place: str) -> list[Path]:
+    """One or two files; of several commas the one that divides existing files counts, else the last one."""
+    whole = Path(place).expanduser()
+    commas = [i for i, letter in enumerate(place) if letter == ","]
+    if whole.exists() or not commas:
+        return [whole]
+    choices = [[Path(place[:i]).expanduser(), Path(place[i + 1 :]).expanduser()] for i in commas]
+    return next((pair for pair in choices if all(path.is_file() for path in pair)), choices[-1])

@@ -1,0 +1,160 @@
+"""`images:DIR`: image files in one folder for each class, or unlabelled images directly in DIR.
+
+Classes are the folder names, sorted. Images are grey when the first image of every class is, else RGB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from bnncli.data._preprocess import Preprocess
+from bnncli.errors import DataError, MissingInput
+from bnncli.names import quoted
+from bnncli.progress import Progress
+
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".gif"}
+_GREY = {"L", "1", "LA"}
+_DAMAGE = (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSource:
+    """Image files, decoded when they are read."""
+
+    folder: Path
+    files: tuple[str, ...]
+    labels: Tensor | None
+    classes: tuple[str, ...] | None
+    mode: str
+    preprocess: Preprocess
+    is_sized: bool = True
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are class folders."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Images (n, H, W, C) uint8 and labels (n,). Raises DataError for a damaged file or another size."""
+        arrays: list[np.ndarray] = []
+        for row in rows.tolist():
+            arrays.append(self._decode(self.files[row]))
+            if arrays[-1].shape != arrays[0].shape:
+                raise DataError(
+                    f"images differ in size: {quoted(self.files[row])} is {_size(arrays[-1])}, "
+                    f"{quoted(self.files[int(rows[0])])} is {_size(arrays[0])}",
+                    hint="--resize N --crop N makes them equal",
+                )
+        return torch.from_numpy(np.stack(arrays)), None if self.labels is None else self.labels[rows]
+
+    def identity(self, progress: Progress) -> Mapping[str, np.ndarray]:
+        """Names and digests of all files, and the mode they are decoded to."""
+        hashes = []
+        task = progress.task("hash images", len(self))
+        for name in self.files:
+            with open(self.folder / name, "rb") as stream:
+                hashes.append(hashlib.file_digest(stream, "sha256").hexdigest())
+            task.advance()
+        return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode])}
+
+    def _decode(self, name: str) -> np.ndarray:
+        """One image (H, W, C), resized and cropped."""
+        try:
+            with Image.open(self.folder / name) as image:
+                check_mode(image, self.mode, name)
+                return self._sized(image.convert(self.mode), name)
+        except _DAMAGE as error:
+            raise DataError(
+                f"cannot decode {quoted(name)} in {self.folder}: {error}", path=self.folder / name
+            ) from error
+
+    def _sized(self, image: Image.Image, name: str) -> np.ndarray:
+        width, height = image.size
+        new_height, new_width = self.preprocess.resized_shape(height, width)
+        if (new_height, new_width) != (height, width):
+            image = image.resize((new_width, new_height), Image.Resampling.BILINEAR)
+        if crop := self.preprocess.crop:
+            try:
+                top, left = self.preprocess.crop_corner(new_height, new_width)
+            except DataError as error:
+                raise DataError(f"{quoted(name)}: {error.message}", hint=error.hint) from error
+            image = image.crop((left, top, left + crop, top + crop))
+        array = np.array(image)
+        return array[:, :, None] if array.ndim == 2 else array
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a folder as it stands."""
+    return Path(place).expanduser().is_dir()
+
+
+def open_source(place: str, preprocess: Preprocess) -> ImageSource:
+    """The images of a folder, in the order of their sorted names within sorted classes.
+
+    Raises:
+        MissingInput: no such folder.
+        DataError: no images in it, or images both in it and in class folders.
+    """
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    loose = sorted(entry.name for entry in folder.iterdir() if _is_image(entry.name) and entry.is_file())
+    if loose and classes:
+        raise DataError(f"{folder} has both images and folders; expected one folder for each class", path=folder)
+    groups = [_images_under(folder, name) for name in classes] if classes else [loose]
+    files = tuple(name for group in groups for name in group)
+    if not files:
+        raise DataError(f"no images in {folder}", code="empty_split", path=folder)
+    sizes = torch.tensor([len(group) for group in groups])
+    labels = torch.arange(len(groups)).repeat_interleave(sizes) if classes else None
+    mode = _mode(folder, [group[0] for group in groups if group])
+    return ImageSource(folder, files, labels, tuple(classes) or None, mode, preprocess)
+
+
+def check_mode(image: Image.Image, mode: str, name: str) -> None:
+    """Nothing, when the image can be decoded to the mode without losing colour or depth. Raises DataError."""
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"{quoted(name)} has more than 8 bits a channel ({image.mode}), expected 8")
+    if mode == "L" and image.mode not in _GREY:
+        raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are grey")
+
+
+def _mode(folder: Path, first_files: list[str]) -> str:
+    """L when the first image of every class is grey, else RGB."""
+    modes = set()
+    for name in first_files:
+        try:
+            with Image.open(folder / name) as image:
+                modes.add(image.mode)
+        except _DAMAGE as error:
+            raise DataError(f"cannot decode {quoted(name)} in {folder}: {error}", path=folder / name) from error
+    return "L" if modes <= _GREY else "RGB"
+
+
+def _images_under(folder: Path, class_name: str) -> list[str]:
+    """Images of one class at any depth, as sorted paths relative to the folder."""
+    found = []
+    for parent, _, names in os.walk(folder / class_name, followlinks=True):
+        found += [os.path.relpath(os.path.join(parent, name), folder) for name in names if _is_image(name)]
+    return sorted(found)
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in _SUFFIXES and not name.startswith(".")
+
+
+def _size(array: np.ndarray) -> str:
+    return f"{array.shape[0]} x {array.shape[1]}"

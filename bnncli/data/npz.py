@@ -1,0 +1,43 @@
+"""`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bnncli.data._arrays import ArraySource, array_source, npz_names, read_npz
+from bnncli.data._preprocess import Preprocess
+from bnncli.errors import UsageError
+
+DEFAULT_NAMES = ("x", "y")
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a file as it stands."""
+    return Path(place).expanduser().is_file()
+
+
+def open_source(place: str, preprocess: Preprocess) -> ArraySource:
+    """Inputs and labels of the archive; without labels where only one array is named, or there is no y.
+
+    Raises:
+        MissingInput, DataError, Untrusted: see read_npz; labels that break a rule.
+        UsageError: more than two names.
+    """
+    path, names = _divide(place)
+    if names is None:
+        names = [name for name in DEFAULT_NAMES if name == "x" or name in npz_names(path)]
+    if not 1 <= len(names) <= 2:
+        raise UsageError(f"npz: expected FILE, FILE:INPUTS or FILE:INPUTS,LABELS; got {place!r}")
+    arrays = read_npz(path, names)
+    labels = arrays[names[1]] if len(names) == 2 else None
+    return array_source(arrays[names[0]], labels, where=f"npz:{path}")
+
+
+def _divide(place: str) -> tuple[Path, list[str] | None]:
+    """The file and the names of its arrays; a colon belongs to the file name where that file exists."""
+    path = Path(place).expanduser()
+    match = re.fullmatch(r"(.+):([^:/]+)", place)
+    if path.exists() or match is None:
+        return path, None
+    return Path(match[1]).expanduser(), match[2].split(",")

@@ -1,0 +1,102 @@
+"""`py:module:factory` or `py:file.py:factory`: a torch Dataset that the user's code makes.
+
+Items are (input, label) or just the input. Inputs are what the network takes, except that uint8 is scaled to [0, 1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from bnncli import user_code
+from bnncli.data._preprocess import Preprocess
+from bnncli.errors import DataError, UsageError
+from bnncli.progress import Progress
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetSource:
+    """A map-style data set; labels are known when an example is read."""
+
+    dataset: Any
+    spec: str
+    is_labeled: bool
+    classes: tuple[str, ...] | None
+    labels: None = None
+    is_sized: bool = False
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Inputs (n, ...) and labels (n,). Raises DataError for unequal shapes or labels that break the rule."""
+        inputs: list[Tensor] = []
+        labels: list[int | None] = []
+        for row in rows.tolist():
+            value, label = _item(self.dataset[row], f"{self.spec} row {row}")
+            if inputs and value.shape != inputs[0].shape:
+                raise DataError(
+                    f"{self.spec}: row {row} has shape {tuple(value.shape)}, others {tuple(inputs[0].shape)}"
+                )
+            if self.is_labeled != (label is not None):
+                raise DataError(
+                    f"{self.spec}: some items have labels and some have none (row {row})", code="bad_labels"
+                )
+            inputs.append(value)
+            labels.append(label)
+        return torch.stack(inputs), torch.tensor(labels) if self.is_labeled else None
+
+    def identity(self, progress: Progress) -> None:
+        """None: the content is whatever the user's code returns."""
+
+
+def exists(place: str) -> bool:
+    """Whether the text is a factory as it stands: @ cannot be part of one."""
+    return False
+
+
+def open_source(place: str, preprocess: Preprocess) -> DatasetSource:
+    """The data set that the factory returns.
+
+    Raises:
+        UsageError: no such factory, or it returns something without length and items.
+        MissingInput: the Python file does not exist.
+        DataError: the first item is not an input, or an input and a label.
+    """
+    factory = user_code.load_factory(place, option="--data py")
+    user_code.check_arguments(factory, {}, option="--data py")
+    dataset = factory()
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not has_items:
+        raise UsageError(f"--data py: {place!r} returned {type(dataset).__name__}, expected a map-style Dataset")
+    if len(dataset) == 0:
+        raise DataError(f"py:{place}: no examples", code="empty_split")
+    _, label = _item(dataset[0], f"py:{place} row 0")
+    names = getattr(dataset, "classes", None)
+    is_named = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    return DatasetSource(dataset, f"py:{place}", label is not None, tuple(names) if is_named else None)  # type: ignore[arg-type]
+
+
+def _item(item: Any, where: str) -> tuple[Tensor, int | None]:
+    """The input as a tensor, the label as a number or None."""
+    value, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
+    if not isinstance(value, Tensor):
+        array = np.asarray(value)
+        if array.dtype.kind not in "fu":
+            raise DataError(f"{where}: expected an input that is a tensor, array or image, got {type(value).__name__}")
+        value = torch.from_numpy(np.array(array))
+    return value, None if label is None else _label(label, where)
+
+
+def _label(label: Any, where: str) -> int:
+    array = np.asarray(label)
+    if array.ndim != 0 or array.dtype.kind not in "iu" or array < 0:
+        raise DataError(
+            f"{where}: labels must be whole numbers, counted from 0; got {label!r}"[:300], code="bad_labels"
+        )
+    return int(array)

@@ -1,0 +1,55 @@
+"""The device a command computes on: what was asked for, or the best there is."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from bnncli.errors import DeviceError, UsageError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called `name`: auto (a GPU where there is one), cpu, cuda or cuda:N.
+
+    Raises:
+        UsageError: for any other name.
+        DeviceError: when a GPU was asked for by name and is not there; an explicit device never falls back.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise DeviceError(
+            f"--device {name}: this machine has {count} CUDA device(s)",
+            hint="use --device auto or --device cpu",
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def configure_torch(*, threads: int | None, deterministic: bool) -> None:
+    """Set the number of CPU threads and, when asked, deterministic kernels, for this process."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can be claimed on the device: free GPU memory, or what the system says is available."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as stream:
+            for line in stream:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

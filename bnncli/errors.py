@@ -1,0 +1,143 @@
+"""Every error bnncli raises on purpose, each with its exit code and a stable machine-readable name.
+
+A message says what was expected, what came and what to do. `code` is the stable name that `--json` reports;
+the text of a message may change, the code does not. 65 to 78 are the values of BSD sysexits.h.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from pathlib import Path
+
+
+class Exit(IntEnum):
+    """The exit codes of every command; a signal n exits with 128 + n."""
+
+    OK = 0
+    BUG = 1
+    USAGE = 2
+    CHECK = 3
+    DATA = 65
+    NOINPUT = 66
+    DEVICE = 69
+    NUMERIC = 70
+    EXISTS = 73
+    IO = 74
+    LOCKED = 75
+    UNTRUSTED = 77
+    CONFIG = 78
+
+
+class BnnError(Exception):
+    """An expected failure: one clear line, an optional hint (a command to run), an exit code.
+
+    Args:
+        message: what was expected, what came.
+        hint: what to do, best a command that can be pasted.
+        code: stable name for scripts; the class's own when not given.
+        path: the file that the error is about.
+    """
+
+    exit: int = Exit.BUG
+    default_code: str = "bug"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        code: str | None = None,
+        path: Path | str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.code = code or self.default_code
+        self.path = None if path is None else str(path)
+
+
+class UsageError(BnnError):
+    """A wrong option, argument or name."""
+
+    exit = Exit.USAGE
+    default_code = "usage"
+
+
+class CheckFailed(BnnError):
+    """The command ran well and its verdict is negative."""
+
+    exit = Exit.CHECK
+    default_code = "check_failed"
+
+
+class DataError(BnnError):
+    """An input is corrupt, of the wrong kind, not finite, or does not belong with the others."""
+
+    exit = Exit.DATA
+    default_code = "bad_data"
+
+
+class MissingInput(BnnError):
+    """An input does not exist or cannot be read."""
+
+    exit = Exit.NOINPUT
+    default_code = "missing_input"
+
+
+class DeviceError(BnnError):
+    """The device asked for is absent, or its memory is too small."""
+
+    exit = Exit.DEVICE
+    default_code = "device"
+
+
+class NumericError(BnnError):
+    """A fit failed: not positive definite, not finite, every chain diverged."""
+
+    exit = Exit.NUMERIC
+    default_code = "numeric"
+
+
+class OutputExists(BnnError):
+    """The output is there and differs, or its folder cannot be written."""
+
+    exit = Exit.EXISTS
+    default_code = "exists"
+
+
+class WriteError(BnnError):
+    """Writing failed: disk full, quota, input/output error."""
+
+    exit = Exit.IO
+    default_code = "write_failed"
+
+
+class Locked(BnnError):
+    """Another bnncli is writing the same artifact."""
+
+    exit = Exit.LOCKED
+    default_code = "locked"
+
+
+class Untrusted(BnnError):
+    """Reading the input would run its code or follow its links."""
+
+    exit = Exit.UNTRUSTED
+    default_code = "untrusted"
+
+
+class ConfigError(BnnError):
+    """The configuration file is wrong."""
+
+    exit = Exit.CONFIG
+    default_code = "config"
+
+
+class Interrupted(BnnError):
+    """A signal asked the command to stop; raised where long loops report progress."""
+
+    default_code = "interrupted"
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.exit = 128 + signum

@@ -1,0 +1,1 @@
+"""How good predictions, draws and chains are: scores, calibration, detection, discrepancy, convergence."""

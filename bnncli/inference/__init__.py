@@ -1,0 +1,1 @@
+"""From a target to a posterior: mode, Laplace, refinement, sampling, and the ELBO that judges them."""

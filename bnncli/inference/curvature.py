@@ -1,0 +1,59 @@
+"""Hessians of the summed negative log likelihood, without the prior, streamed over the examples.
+
+For a last linear layer the generalised Gauss-Newton matrix (GGN) is the Hessian itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.targets.last_layer import LastLayerTarget
+
+_BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
+
+
+def ggn(target: LastLayerTarget, theta: Tensor, structure: str) -> dict[str, Tensor]:
+    """The Hessian of -log likelihood at theta (P,), in the parts and under the names of that structure.
+
+    full: `hessian.full` (P, P); kron: `hessian.kron.A` (F, F), `hessian.kron.B` (K, K); diag: `hessian.diag` (P,).
+    Sums over the examples (twice the data, twice the Hessian), times the target's likelihood_scale; float64.
+
+    Raises:
+        UsageError: when there is no such structure.
+    """
+    kind = registry.load_class("covariances", structure)
+    layout = target.layout
+    probabilities = target.probabilities(theta)
+    total: tuple[Tensor, ...] = ()
+    size = _BLOCK_EXAMPLES.get(target.device.type, 2**13)
+    for start in range(0, target.num_examples, size):
+        rows = slice(start, start + size)
+        sums = kind.curvature_sums(layout.augment_features(target.features[rows]), probabilities[:, rows])
+        total = tuple(a + b for a, b in zip(total, sums, strict=True)) if total else sums
+    hessian: dict[str, Tensor] = kind.hessian(total, layout, target.num_examples)
+    return {name: _scaled(name, part, target.likelihood_scale) for name, part in hessian.items()}
+
+
+def ggn_full(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    """The Hessian (P, P) float64 of -log likelihood at theta (P,)."""
+    return ggn(target, theta, "full")["hessian.full"]
+
+
+def ggn_kron(target: LastLayerTarget, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """A (F, F) and B (K, K), float64, whose Kronecker product B kron A approximates the Hessian at theta (P,)."""
+    parts = ggn(target, theta, "kron")
+    return parts["hessian.kron.A"], parts["hessian.kron.B"]
+
+
+def ggn_diag(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    """The diagonal (P,) float64 of the Hessian of -log likelihood at theta (P,)."""
+    return ggn(target, theta, "diag")["hessian.diag"]
+
+
+def _scaled(name: str, part: Tensor, likelihood_scale: float) -> Tensor:
+    """The part times the scale of the likelihood; of a Kronecker pair only the outputs' factor carries it."""
+    if name == "hessian.kron.A" or likelihood_scale == 1.0:
+        return part
+    return torch.mul(part, likelihood_scale)

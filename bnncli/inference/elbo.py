@@ -1,0 +1,86 @@
+"""The evidence lower bound of a Gaussian or flow posterior, on all data, with its standard error.
+
+The log importance weights log p(D, theta) - log q(theta) over draws of q have the ELBO as mean; their spread says how
+far q is from the posterior, and Pareto k is made from them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bnncli.posteriors.flow import Flow
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.progress import SILENT, Progress
+from bnncli.targets.last_layer import LastLayerTarget
+
+_BLOCK_DRAWS = 64
+
+
+@dataclass(frozen=True)
+class ElboEstimate:
+    """A Monte Carlo estimate.
+
+    Args:
+        value: nats.
+        standard_error: of value, nats.
+        log_weights: (S,) float64, log p(D, theta) - log q(theta).
+        log_weight_sd: their standard deviation, nats; 0 when q is the posterior.
+    """
+
+    value: float
+    standard_error: float
+    log_weights: Tensor
+    log_weight_sd: float
+
+
+def elbo(
+    target: LastLayerTarget,
+    posterior: Gaussian | Flow,
+    *,
+    generator: torch.Generator,
+    num_samples: int = 512,
+    progress: Progress = SILENT,
+) -> ElboEstimate:
+    """The ELBO of posterior on target.
+
+    Args:
+        target: the log posterior, with all data.
+        posterior: q.
+        generator: of the draws.
+        num_samples: S; the standard error is log_weight_sd / sqrt(S).
+        progress: advanced once a draw.
+    """
+    noise = posterior.noise(num_samples, generator)
+    weights = _log_weights(target, posterior, noise, progress)
+    sd = float(weights.std())
+    return ElboEstimate(float(weights.mean()), sd / math.sqrt(num_samples), weights, sd)
+
+
+def elbo_gain(
+    target: LastLayerTarget,
+    before: Gaussian | Flow,
+    after: Gaussian | Flow,
+    *,
+    generator: torch.Generator,
+    num_samples: int = 512,
+    progress: Progress = SILENT,
+) -> tuple[float, float]:
+    """ELBO of after minus ELBO of before, and its standard error, nats: both from the same noise, draw by draw."""
+    noise = before.noise(num_samples, generator)
+    gains = _log_weights(target, after, noise, progress) - _log_weights(target, before, noise, progress)
+    return float(gains.mean()), float(gains.std()) / math.sqrt(num_samples)
+
+
+def _log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, progress: Progress) -> Tensor:
+    """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P)."""
+    task = progress.task("elbo", noise.shape[0])
+    parts = []
+    for block in noise.split(_BLOCK_DRAWS):
+        theta, log_density = posterior.from_noise(block)
+        parts.append(target.log_joint(theta) - log_density)
+        task.advance(block.shape[0])
+    return torch.cat(parts)

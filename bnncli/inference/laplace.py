@@ -1,0 +1,82 @@
+"""The Laplace approximation of the last layer: a Gaussian with the curvature of the log posterior.
+
+MacKay (1992), Neural Computation 4(3); for networks Daxberger et al. (2021), arXiv:2106.14806. Centred on the exact mode
+of the target; on the network's own weights as those papers have it, when asked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.covariances import Covariance
+from bnncli.inference.curvature import ggn
+from bnncli.inference.mode import Mode, find_mode
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.progress import SILENT, Progress
+from bnncli.targets.last_layer import LastLayerTarget
+
+CENTERS = ("mode", "checkpoint")
+
+
+@dataclass(frozen=True)
+class LaplaceFit:
+    """A fitted Gaussian.
+
+    Args:
+        gaussian: the posterior.
+        mode: how exact the centre is; None when centred on the checkpoint.
+        log_marginal_likelihood: Laplace's estimate of log p(D), nats.
+        hessian: of the summed negative log likelihood at the centre, without the prior: the prior can be changed.
+    """
+
+    gaussian: Gaussian
+    mode: Mode | None
+    log_marginal_likelihood: float
+    hessian: dict[str, Tensor]
+
+
+def fit_gaussian(
+    target: LastLayerTarget,
+    *,
+    start: Tensor,
+    structure: str = "full",
+    center: str = "mode",
+    mode_hessian: dict[str, Tensor] | None = None,
+    progress: Progress = SILENT,
+) -> LaplaceFit:
+    """The Gaussian at the mode of target, or at start, with covariance (H + prior_precision I)^{-1}.
+
+    Args:
+        target: the log posterior.
+        start: (P,), the checkpoint's head.
+        structure: of the covariance: full, kron, diag.
+        center: mode, or checkpoint for start itself.
+        mode_hessian: passed to find_mode, a Hessian from near the mode.
+        progress: passed to find_mode.
+
+    Raises:
+        NumericError: when there is no mode to be found or the precision is not positive definite.
+        UsageError: when there is no such structure.
+    """
+    if center not in CENTERS:
+        raise ValueError(f"center: expected one of {', '.join(CENTERS)}; got {center!r}")
+    kind = registry.load_class("covariances", structure)
+    mode = None
+    theta = start.to(target.device).double()
+    if center == "mode":
+        mode = find_mode(target, theta, hessian=mode_hessian, progress=progress)
+        theta = mode.theta
+    hessian = ggn(target, theta, structure)
+    covariance = kind.from_hessian(hessian, target.prior_precision, target.layout)
+    gaussian = Gaussian(theta, covariance, target.layout, target.prior_precision)
+    log_joint = mode.log_joint if mode else float(target.log_joint(theta.unsqueeze(0)))
+    return LaplaceFit(gaussian, mode, laplace_evidence(log_joint, covariance), hessian)
+
+
+def laplace_evidence(log_joint: float, covariance: Covariance) -> float:
+    """Laplace's estimate of the log marginal likelihood: log p(D, m) + P / 2 log(2 pi) + log|det L|, nats."""
+    return log_joint + 0.5 * covariance.num_params * math.log(2 * math.pi) + covariance.log_det_scale()

@@ -1,0 +1,148 @@
+"""Integrators turn a posterior and features into class probabilities; the files here are the choices.
+
+Each integrator is a frozen dataclass that says in `needs` which capability of a posterior it uses: `center`
+(a representative theta), `sample` (draws of theta) or `logit_moments` (exact mean and covariance of the
+logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import NumericError, UsageError
+from bnncli.layout import HeadLayout
+from bnncli.progress import SILENT, Progress
+from bnncli.registry import check_name, load_class, names
+from bnncli.shapes import check_shapes
+
+# Logits held at once. On a CPU a chunk that stays in the cache decides the speed (2 MB of float32 measured
+# best); on a GPU a chunk must be large enough to fill the device.
+_CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
+
+
+class HasLayout(Protocol):
+    """What every posterior over the head has; capabilities come on top."""
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Sizes of the head."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Class probabilities of a split.
+
+    Args:
+        probs: (N, C) float32, rows sum to one; with a single logit C = 2 and the columns are [1 - p, p].
+        entropy: (N,) float32, nats, of the mean probabilities.
+        mutual_info: (N,) float32, nats: entropy of the mean minus mean entropy of the draws, at least 0; None
+            where the integrator has no draws.
+
+    Raises:
+        NumericError: the probabilities are not finite.
+    """
+
+    probs: Tensor
+    entropy: Tensor
+    mutual_info: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        tensors = {"probs": (self.probs, "N C"), "entropy": (self.entropy, "N")}
+        if self.mutual_info is not None:
+            tensors["mutual_info"] = (self.mutual_info, "N")
+        check_shapes(**tensors)
+        # A sum of probabilities is finite exactly when all are, and needs no (N, C) mask.
+        if not torch.isfinite(self.probs.sum()):
+            num_bad = int((~torch.isfinite(self.probs)).any(dim=1).sum())
+            raise NumericError(
+                f"expected finite class probabilities, {num_bad} of {len(self.probs)} examples have none",
+                hint="the posterior or the features are not finite; bnncli verify says which file",
+            )
+
+    @classmethod
+    def from_probs(cls, probs: Tensor) -> Prediction:
+        """The prediction of an integrator without draws, from probs (N, C)."""
+        return cls(probs=probs.float(), entropy=entropy(probs).float())
+
+
+class Integrator(Protocol):
+    """One way of turning a posterior into class probabilities."""
+
+    needs: ClassVar[str]
+    is_sampling: ClassVar[bool]
+
+    def predict(
+        self,
+        posterior: Any,
+        features: Tensor,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities of features (N, D) under the posterior."""
+
+
+def load_integrator(name: str) -> Integrator:
+    """The integrator called `name`. Raises UsageError with the choices when there is none."""
+    check_name("integrators", name, option="--integrator")
+    integrator: Integrator = load_class("integrators", name)()
+    return integrator
+
+
+def supports(name: str, posterior: HasLayout) -> bool:
+    """Whether the posterior has what the integrator called `name` needs."""
+    return getattr(posterior, load_integrator(name).needs, None) is not None
+
+
+def require_support(name: str, posterior: HasLayout) -> None:
+    """Pass when the integrator called `name` works for this posterior.
+
+    Raises:
+        UsageError: naming what the posterior lacks and the integrators that do work for it.
+    """
+    needs = load_integrator(name).needs
+    if supports(name, posterior):
+        return
+    kind = getattr(posterior, "type", type(posterior).__name__.lower())
+    choices = [choice for choice in names("integrators") if supports(choice, posterior)]
+    raise UsageError(
+        f"--integrator {name} needs a posterior with {needs}; a {kind} posterior has none",
+        hint=f"integrators for a {kind} posterior: {', '.join(choices) or 'none'}",
+        code="unsupported_integrator",
+    )
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """Entropy (N,) float64 in nats of probs (N, C); 0 log 0 counts as 0."""
+    result = probs.new_empty(probs.shape[0], dtype=torch.float64)
+    for rows in slices(probs.shape[0], max(1, chunk_budget(probs) // probs.shape[1])):
+        result[rows] = torch.special.entr(probs[rows].double()).sum(dim=1)
+    return result
+
+
+def with_reference_class(logits: Tensor, *, dim: int) -> Tensor:
+    """Logits of all classes along `dim`: a single logit f becomes [0, f], whose softmax is [1 - p, p]."""
+    if logits.shape[dim] > 1:
+        return logits
+    return torch.cat([torch.zeros_like(logits), logits], dim=dim)
+
+
+def chunk_budget(tensor: Tensor) -> int:
+    """How many logits to hold at once on the device of the tensor."""
+    return _CHUNK_LOGITS.get(tensor.device.type, _CHUNK_LOGITS["cuda"])
+
+
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of at most `size`, covering range(total)."""
+    return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
+
+
+def check_features(layout: HeadLayout, features: Tensor) -> None:
+    """Pass when features are (N, D) with the head's D. Raises ValueError otherwise."""
+    check_shapes(features=(features, f"N {layout.num_features}"))

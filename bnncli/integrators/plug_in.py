@@ -1,0 +1,70 @@
+"""Plug-in prediction: the softmax at one theta, as a network without uncertainty predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from bnncli.integrators import (
+    HasLayout,
+    Prediction,
+    check_features,
+    chunk_budget,
+    require_support,
+    slices,
+    with_reference_class,
+)
+from bnncli.progress import SILENT, Progress
+
+
+class HasCenter(HasLayout, Protocol):
+    """A posterior with a representative theta: the point, the Gaussian's mean, the mean of the draws."""
+
+    @property
+    def center(self) -> Tensor | None:
+        """theta (P,), or None where there is no such point."""
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """Softmax of the logits at the posterior's center; with a single logit, the sigmoid."""
+
+    needs: ClassVar[str] = "center"
+    is_sampling: ClassVar[bool] = False
+
+    def predict(
+        self,
+        posterior: HasCenter,
+        features: Tensor,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities at the posterior's center.
+
+        Args:
+            posterior: with a center; of a samples posterior that is the mean of the draws.
+            features: (N, D).
+            num_samples: not used, there are no draws.
+            generator: not used.
+            progress: advances once per example.
+
+        Raises:
+            UsageError: the posterior has no center.
+        """
+        require_support("plug-in", posterior)
+        layout, center = posterior.layout, posterior.center
+        assert center is not None
+        check_features(layout, features)
+        theta = center.to(features).unsqueeze(0)
+        probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
+        task = progress.task("predict", features.shape[0])
+        for rows in slices(features.shape[0], max(1, chunk_budget(features) // layout.num_classes)):
+            logits = layout.logits(features[rows], theta)[0]
+            probs[rows] = torch.softmax(with_reference_class(logits, dim=1), dim=1)
+            task.advance(rows.stop - rows.start)
+        return Prediction.from_probs(probs)

@@ -1,0 +1,81 @@
+"""How the head's weight and bias lie in theta, written once.
+
+theta is the weight (K, D) row-major, then the bias (K,), the order of torch.nn.utils.parameters_to_vector. With one
+output (K = 1) the network has two classes and a Bernoulli likelihood; otherwise K outputs are K classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Sizes of the last linear layer: K outputs, D features, with or without a bias."""
+
+    num_outputs: int
+    num_features: int
+    has_bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_outputs < 1 or self.num_features < 1:
+            raise ValueError(f"a head needs at least one output and one feature, got {self}")
+
+    @property
+    def num_params(self) -> int:
+        """P: K * D, plus K with a bias."""
+        return self.num_outputs * (self.num_features + self.has_bias)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes: K, or 2 for a single logit."""
+        return max(self.num_outputs, 2)
+
+    def split(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight (..., K, D) and bias (..., K), or None, as views of theta (..., P)."""
+        size = self.num_outputs * self.num_features
+        weight = theta[..., :size].unflatten(-1, (self.num_outputs, self.num_features))
+        return weight, theta[..., size:] if self.has_bias else None
+
+    def join(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """theta (..., P) from weight (..., K, D) and bias (..., K); the inverse of split."""
+        flat = weight.flatten(-2)
+        return flat if bias is None else torch.cat([flat, bias], dim=-1)
+
+    def augment(self, theta: Tensor) -> Tensor:
+        """theta (..., P) as one matrix (..., K, D + 1) whose last column is the bias; (..., K, D) without a bias."""
+        weight, bias = self.split(theta)
+        return weight if bias is None else torch.cat([weight, bias.unsqueeze(-1)], dim=-1)
+
+    def flatten(self, augmented: Tensor) -> Tensor:
+        """theta (..., P) from the matrix that augment made."""
+        if not self.has_bias:
+            return augmented.flatten(-2)
+        return self.join(augmented[..., :-1], augmented[..., -1])
+
+    def augment_features(self, features: Tensor) -> Tensor:
+        """Features (N, D) with a column of ones for the bias, (N, D + 1); unchanged without a bias."""
+        if not self.has_bias:
+            return features
+        return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
+
+    def logits(self, features: Tensor, theta: Tensor) -> Tensor:
+        """Logits (S, N, K) of features (N, D) under theta (S, P), as one matrix product."""
+        weight, bias = self.split(theta)
+        stacked = weight.reshape(-1, self.num_features)
+        flat = features @ stacked.T
+        out = flat.unflatten(1, (theta.shape[0], self.num_outputs)).transpose(0, 1)
+        return out if bias is None else out + bias.unsqueeze(1)
+
+    def to_json(self) -> list[dict[str, object]]:
+        """The layout as posterior files state it: name, shape and offset of each part."""
+        parts: list[dict[str, object]] = [
+            {"name": "head.weight", "shape": [self.num_outputs, self.num_features], "offset": 0}
+        ]
+        if self.has_bias:
+            offset = self.num_outputs * self.num_features
+            parts.append({"name": "head.bias", "shape": [self.num_outputs], "offset": offset})
+        return parts

@@ -1,0 +1,7 @@
+"""Networks by name: built in (one file each in this folder), importable, or in a Python file."""
+
+from __future__ import annotations
+
+from bnncli.networks._load import load_network
+
+__all__ = ["load_network"]

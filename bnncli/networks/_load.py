@@ -1,0 +1,111 @@
+"""A network built from its name and filled with a checkpoint's tensors, strictly: every name and shape must fit."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from bnncli import registry, user_code
+from bnncli.errors import DataError, UsageError
+from bnncli.names import listed, quoted
+
+_FAMILY = "networks"
+_PREFIXES = ("model.", "net.", "module.")
+_COUNTER = ".num_batches_tracked"
+
+
+def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, Tensor] | None) -> nn.Module:
+    """The network that `spec` names, with the weights of `state`, in evaluation mode, float32, on the CPU.
+
+    Args:
+        spec: a built-in name, `package.module:factory` or `file.py:factory`; the last two run the user's code.
+        model_args: arguments of the factory, as typed; what is absent is inferred from the shapes in `state`
+            (built-in networks) or left to the factory's defaults.
+        state: tensors by name, after prefix clean-up; None for a network without weights.
+
+    Raises:
+        UsageError: unknown name, argument or value.
+        MissingInput: the Python file does not exist.
+        DataError: names or shapes of `state` do not fit the network.
+    """
+    factory, inferred = _factory(spec, state or {})
+    given = user_code.convert_arguments(factory, model_args, option=f"--model-arg of {spec}")
+    arguments = {**inferred, **given}
+    user_code.check_arguments(factory, arguments, option=f"--model-arg of {spec}")
+    network = factory(**arguments)
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"--model: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
+    network = network.float()
+    if state is not None and (state or network.state_dict()):
+        _fill(network, state, spec)
+    return network.eval()
+
+
+def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The factory and the arguments that the checkpoint's shapes imply."""
+    if ":" in spec:
+        return user_code.load_factory(spec, option="--model"), {}
+    if spec not in (choices := registry.names(_FAMILY)):
+        raise UsageError(
+            f"--model: expected one of {', '.join(choices)}, package.module:factory or file.py:factory; got {spec!r}"
+        )
+    module = registry.load_module(_FAMILY, spec)
+    infer: Callable[[Mapping[str, Tensor]], dict[str, Any]] = getattr(module, "arguments_from", lambda state: {})
+    return module.build, infer(state)
+
+
+def _fill(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> None:
+    """Copies the tensors into the network, or raises with what does not fit."""
+    expected = network.state_dict()
+    state = _with_counters(_with_prefix(state, expected), expected)
+    if not state.keys() & expected.keys() and not expected:
+        raise DataError(f"the checkpoint has {len(state)} tensors but the network {spec!r} has none")
+    missing = [name for name in expected if name not in state]
+    unexpected = [name for name in state if name not in expected]
+    if missing or unexpected:
+        raise DataError(_mismatch(spec, missing, unexpected), hint=_rename(missing, unexpected, expected, state))
+    for name, tensor in expected.items():
+        if isinstance(tensor, Tensor) and state[name].shape != tensor.shape:
+            raise DataError(
+                f"{quoted(name)} has shape {tuple(state[name].shape)} in the checkpoint "
+                f"and {tuple(tensor.shape)} in the network {spec!r}",
+                hint="pass the network's sizes with --model-arg NAME=VALUE",
+            )
+    network.load_state_dict(dict(state), strict=True)
+
+
+def _with_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The state with a prefix put back that clean-up took away although the network itself has it."""
+    for prefix in _PREFIXES:
+        if expected and {prefix + name for name in state} == expected.keys():
+            return {prefix + name: tensor for name, tensor in state.items()}
+    return state
+
+
+def _with_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """The state with batch-norm counters where a checkpoint from before torch 0.4.1 has none; prediction needs none."""
+    return {**{name: value for name, value in expected.items() if name.endswith(_COUNTER)}, **state}
+
+
+def _mismatch(spec: str, missing: list[str], unexpected: list[str]) -> str:
+    parts = [f"the checkpoint does not fit the network {spec!r}"]
+    if missing:
+        parts.append(f"missing from the checkpoint ({len(missing)}): {listed(missing)}")
+    if unexpected:
+        parts.append(f"unknown to the network ({len(unexpected)}): {listed(unexpected)}")
+    return "; ".join(parts)
+
+
+def _rename(
+    missing: list[str], unexpected: list[str], expected: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> str | None:
+    """The likeliest rename: the first missing name that has a similar unexpected one of the same shape."""
+    for name in missing:
+        same_shape = [other for other in unexpected if state[other].shape == getattr(expected[name], "shape", None)]
+        nearest = difflib.get_close_matches(name, same_shape, n=1)
+        if nearest:
+            return f"perhaps {quoted(nearest[0])} of the checkpoint is {quoted(name)} of the network"
+    return None

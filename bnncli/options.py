@@ -1,0 +1,280 @@
+"""Every option of every command, written once: name, type, default, help, and whether it changes numbers.
+
+The command line, the environment variables, the configuration file and the parameters recorded in artifacts are all
+made from these classes. A field named prior_precision is the option --prior-precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, check_artifact_name, option, parse_positive
+
+
+@dataclass(frozen=True)
+class CommonOptions(Checked):
+    """Options of every command: streams, verbosity, configuration."""
+
+    json: bool = option(False, "Print one JSON document on stdout instead of text.", numeric=False, env_common=True)
+    quiet: bool = option(False, "Print errors only.", short="-q", numeric=False, env_common=True)
+    verbose: int = option(
+        0, "Print more; twice for the libraries' own messages.", short="-v", numeric=False, env_common=True
+    )
+    log_format: str = option(
+        "text", "Form of log lines: text or json.", choices=("text", "json"), numeric=False, env_common=True
+    )
+    log_file: str | None = option(
+        None, "Write log lines to this file as well.", metavar="FILE", numeric=False, env_common=True
+    )
+    progress: str = option(
+        "auto",
+        "auto (a bar on a terminal, else log lines), bar, log or none.",
+        choices=("auto", "bar", "log", "none"),
+        numeric=False,
+        env_common=True,
+    )
+    config: str | None = option(
+        None,
+        "TOML file with defaults [BNNCLI_CONFIG, then ./bnncli.toml].",
+        metavar="FILE",
+        numeric=False,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class RunOptions(Checked):
+    """Options of every command that has a run."""
+
+    run_dir: str | None = option(
+        None,
+        "The run folder, when it is not CKPT.bnn beside the checkpoint.",
+        metavar="DIR",
+        numeric=False,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class WriteOptions(Checked):
+    """Options of commands that write artifacts."""
+
+    force: bool = option(False, "Recompute, and replace what is there.", short="-f", numeric=False)
+    dry_run: bool = option(False, "Say what would be done, and do nothing.", short="-n", numeric=False)
+    wait: float = option(
+        0.0,
+        "Seconds to wait for another bnncli that writes the same artifact.",
+        minimum=0,
+        numeric=False,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class ComputeOptions(Checked):
+    """Options of commands that compute."""
+
+    seed: int = option(0, "Seed of every random stream.", minimum=0, numeric=False, env_common=True)
+    device: str = option(
+        "auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", numeric=False, env_common=True
+    )
+    threads: int | None = option(None, "CPU threads; all cores by default.", minimum=1, numeric=False, env_common=True)
+    deterministic: bool = option(False, "Use deterministic kernels only.", numeric=False, env_common=True)
+
+
+@dataclass(frozen=True)
+class NameOptions(Checked):
+    """Options that say where one artifact goes."""
+
+    name: str | None = option(None, "Name of the artifact, instead of its method's.", metavar="NAME", numeric=False)
+    out: str | None = option(None, "Write to exactly this file.", short="-o", metavar="FILE", numeric=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is not None and self.out is not None:
+            raise UsageError("--name and --out exclude each other: give one")
+        if self.name is not None:
+            check_artifact_name(self.name, "--name")
+
+
+@dataclass(frozen=True)
+class ExtractFeaturesOptions(Checked):
+    """Options of extract-features."""
+
+    model: str | None = option(
+        None,
+        "Network: a built-in name (lenet5, mlp, resnet20, wide-resnet, flatten), package.module:factory or file.py:factory. A factory is your code and is run.",
+        metavar="MODEL",
+    )
+    model_arg: list[str] = option([], "Argument of the network, as key=value; repeatable.", metavar="KEY=VALUE")
+    data: list[str] = option(
+        [],
+        "A split whose labels are the network's classes: npz:FILE[:x,y], idx:IMAGES,LABELS, images:DIR, py:module:factory; @N takes the first N rows. Repeatable.",
+        metavar="SPLIT=SPEC",
+    )
+    ood: list[str] = option(
+        [],
+        "An out-of-distribution split, stored without labels; SPEC as for --data. Repeatable.",
+        metavar="SPLIT=SPEC",
+    )
+    hold_out: list[str] = option(
+        [],
+        "Move N random rows (seeded) of one split into another, as val=test:2000. Validation rows must be rows that the network was not trained on.",
+        metavar="NEW=OLD:N",
+    )
+    from_npz: str | None = option(
+        None,
+        "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias. CKPT is then just the run's name.",
+        metavar="FILE",
+    )
+    last_layer: str | None = option(
+        None, "Name of the last linear layer, when it is not the last one called.", metavar="NAME"
+    )
+    mean: str | None = option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]")
+    std: str | None = option(None, "Standard deviation of each channel.", metavar="S[,S,S]")
+    resize: int | None = option(None, "Resize the shorter side of images to this many pixels.", minimum=1)
+    crop: int | None = option(None, "Crop the centre square of this many pixels.", minimum=1)
+    dtype: str = option("float32", "Type the features are stored in.", choices=("float32", "float16"))
+    batch_size: int = option(512, "Inputs a batch.", minimum=1, numeric=False)
+    num_workers: int = option(0, "Processes that decode images.", minimum=0, numeric=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) == (self.from_npz is None):
+            raise UsageError("give either --model MODEL with --data SPLIT=SPEC, or --from-npz FILE")
+        if self.model is not None and not (self.data or self.ood):
+            raise UsageError("--data: give at least one split, as --data train=npz:train.npz")
+
+
+@dataclass(frozen=True)
+class FitLaplaceOptions(Checked):
+    """Options of fit-laplace."""
+
+    structure: str = option(
+        "auto",
+        "Structure of the covariance: full, kron, diag; auto is full where it fits in memory, else kron.",
+        choices=("auto", "full", "kron", "diag"),
+    )
+    center: str = option(
+        "mode",
+        "Where the Gaussian is centred: the exact mode of the target, or the checkpoint's weights.",
+        choices=("mode", "checkpoint"),
+    )
+    prior_precision: str = option(
+        "auto",
+        "A number; val (lowest NLL on the val split, which must be data the network was not trained on); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
+        metavar="NUMBER|val|marglik|auto",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior_precision not in ("auto", "val", "marglik"):
+            parse_positive(self.prior_precision, "--prior-precision", "auto, val, marglik or a positive number")
+
+
+@dataclass(frozen=True)
+class RefineOptions(Checked):
+    """Options of refine."""
+
+    base: str = option(
+        "laplace",
+        "Gaussian to refine: an artifact's name or file, or `prior` (the prior itself).",
+        metavar="NAME|FILE|prior",
+        numeric=False,
+    )
+    flow: str = option("radial", "Flow layer.", family="flows")
+    length: int = option(5, "Number of flow layers.", minimum=1)
+    epochs: int = option(20, "Passes over the training split.", minimum=1)
+    batch_size: int = option(128, "Examples a step.", minimum=1)
+    learning_rate: float = option(1e-3, "First learning rate of Adam; it decays to 0 along a cosine.", minimum=1e-12)
+    space: str = option(
+        "whitened",
+        "Where the flow acts: coordinates whitened by the base, or weight space.",
+        choices=("whitened", "weight"),
+    )
+    num_draws: int = option(1, "Draws from the flow a step.", minimum=1)
+    elbo_draws: int = option(256, "Fresh draws for the ELBO before and after, on the full data.", minimum=2)
+    prior_precision: float | None = option(
+        None,
+        "Prior precision of the target; the base's by default (needed with --base prior and no laplace).",
+        minimum=1e-30,
+    )
+
+
+@dataclass(frozen=True)
+class HmcOptions(Checked):
+    """Options of hmc."""
+
+    base: str = option(
+        "laplace", "Artifact whose prior precision defines the target.", metavar="NAME|FILE", numeric=False
+    )
+    prior_precision: float | None = option(None, "Prior precision of the target, instead of the base's.", minimum=1e-30)
+    chains: int = option(16, "Chains, run as one batch.", minimum=1)
+    warmup: int = option(50, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
+    draws: int = option(160, "Draws kept of each chain.", minimum=4)
+    target_accept: float = option(0.8, "Acceptance that the step size aims at.", minimum=0.1, maximum=0.99)
+    dynamics: str = option(
+        "split",
+        "split: the Gaussian at the mode moves exactly, only the rest is stepped; leapfrog: plain.",
+        choices=("split", "leapfrog"),
+    )
+    sampler: str = option("hmc", "hmc, or Pyro's nuts as the independent (slow) reference.", choices=("hmc", "nuts"))
+    max_rhat: float | None = option(None, "Exit 3 when the largest R-hat is above this.", minimum=1.0, numeric=False)
+
+
+@dataclass(frozen=True)
+class PredictOptions(Checked):
+    """Options of predict."""
+
+    posterior: list[str] = option(
+        [],
+        "Posterior to predict with, by name or file; all of the run by default. Repeatable.",
+        metavar="NAME|FILE",
+        numeric=False,
+    )
+    integrator: str | None = option(
+        None,
+        "How the posterior becomes probabilities; plug-in for map, mc for all others by default.",
+        family="integrators",
+    )
+    samples: int | None = option(None, "Draws of a sampling integrator; 20 by default, all draws for hmc.", minimum=1)
+    split: list[str] = option(
+        [], "Split to predict; all but train by default. Repeatable.", metavar="SPLIT", numeric=False
+    )
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(Checked):
+    """Options of evaluate."""
+
+    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
+    integrator: list[str] = option(
+        [], "Only this integrator's predictions. Repeatable.", family="integrators", numeric=False
+    )
+    split: list[str] = option([], "Only this in-distribution split. Repeatable.", metavar="SPLIT", numeric=False)
+    reference: str = option("hmc", "Sample posterior that MMD^2 is measured to.", metavar="NAME")
+    bins: int = option(15, "Equal-width bins of ECE and MCE.", minimum=1)
+
+
+@dataclass(frozen=True)
+class StatusOptions(Checked):
+    """Options of status."""
+
+    check: bool = option(False, "Exit 3 unless every artifact is fresh.", numeric=False)
+
+
+@dataclass(frozen=True)
+class ConvertOptions(Checked):
+    """Options of convert."""
+
+    trust_pickle: bool = option(
+        False, "Unpickle IN although that can run any code in it. Only for files you trust.", numeric=False
+    )
+
+
+@dataclass(frozen=True)
+class DemoOptions(Checked):
+    """Options of demo."""
+
+    dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR", numeric=False)

@@ -1,0 +1,124 @@
+"""A Gaussian pushed through invertible layers: what refinement returns.
+
+Kristiadi, Eschenhagen, Hennig (2022), arXiv:2205.10041, equation 3, with the Jacobian evaluated at the layer's input:
+log q(F(z)) = log N(z) - sum_l log|det J_l(z_{l-1})|.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.flows import FlowLayer
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
+
+SPACES = ("whitened", "weight")
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A base Gaussian and the layers, applied in order.
+
+    Args:
+        base: N(m, L L^T).
+        layers: float64 modules of one kind.
+        kind: the layers' name in the registry.
+        space: whitened, theta = m + L F(z), or weight, theta = F(m + L z), z standard normal.
+    """
+
+    type: ClassVar[str] = "flow"
+    base: Gaussian
+    layers: tuple[FlowLayer, ...]
+    kind: str
+    space: str = "whitened"
+
+    def __post_init__(self) -> None:
+        if self.space not in SPACES:
+            raise ValueError(f"space: expected one of {', '.join(SPACES)}; got {self.space!r}")
+
+    @property
+    def layout(self) -> HeadLayout:
+        """How weight and bias lie in theta."""
+        return self.base.layout
+
+    @property
+    def prior_precision(self) -> float:
+        """Of the target that it was fitted to."""
+        return self.base.prior_precision
+
+    @property
+    def center(self) -> None:
+        """None: the mean of a flow has no closed form."""
+        return None
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Standard normal draws (S, P) float64, for from_noise."""
+        return self.base.noise(num_samples, generator)
+
+    @torch.no_grad()
+    def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """theta (S, P) and its log density (S,), both float64, for standard normal noise (S, P)."""
+        base_theta, base_log_density = self.base.from_noise(noise)
+        x, log_det = self._push(noise if self.space == "whitened" else base_theta)
+        theta = self.base.mean + self.base.covariance.unwhiten(x) if self.space == "whitened" else x
+        return theta, base_log_density - log_det
+
+    def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
+        """Draws (S, P), float32."""
+        return self.from_noise(self.noise(num_samples or 1, generator))[0].float()
+
+    @torch.no_grad()
+    def log_density(self, theta: Tensor) -> Tensor:
+        """log q(theta), (S,) float64, for any theta (S, P): through the inverse of each layer."""
+        theta = theta.to(self.base.mean)
+        whiten = self.base.covariance.whiten
+        x = whiten(theta - self.base.mean) if self.space == "whitened" else theta
+        for layer in reversed(self.layers):
+            x = layer.inverse(x)
+        noise = x if self.space == "whitened" else whiten(x - self.base.mean)
+        return self.from_noise(noise)[1]
+
+    def to(self, device: torch.device | str) -> Flow:
+        """A copy on another device."""
+        kind = registry.load_class("flows", self.kind)
+        layers = tuple(kind.from_tensors(layer.to_tensors()).to(device=device) for layer in self.layers)
+        return replace(self, base=self.base.to(device), layers=layers)
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The base's tensors and `flow.<i>.<parameter>`; kind, length and space as JSON."""
+        tensors, meta = self.base.to_tensors()
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"flow.{i}.{name}": value for name, value in layer.to_tensors().items()}
+        flow_meta = {"type": self.type, "flow": self.kind, "length": len(self.layers), "space": self.space}
+        return tensors, {**meta, **flow_meta}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Flow:
+        """The inverse of to_tensors."""
+        kind = registry.load_class("flows", meta["flow"])
+        layers = []
+        for i in range(meta["length"]):
+            prefix = f"flow.{i}."
+            own = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
+            layers.append(kind.from_tensors(own))
+        return cls(Gaussian.from_tensors(tensors, meta), tuple(layers), meta["flow"], meta["space"])
+
+    def _push(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (S, P) through all layers, and the sum of their log determinants (S,)."""
+        log_det = x.new_zeros(x.shape[0])
+        for layer in self.layers:
+            x, step = layer(x)
+            log_det = log_det + step
+        return x, log_det
+
+
+def is_idle(layers: tuple[FlowLayer, ...], threshold: float = 1e-2) -> bool:
+    """Whether radial layers do next to nothing: every |beta| below the threshold. False for other layers."""
+    betas = [layer.summary().get("beta", math.inf) for layer in layers]
+    return all(abs(beta) < threshold for beta in betas)

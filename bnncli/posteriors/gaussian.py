@@ -1,0 +1,91 @@
+"""A Gaussian over theta: what the Laplace approximation returns and what refine starts from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.covariances import Covariance
+from bnncli.layout import HeadLayout
+from bnncli.posteriors import layout_from_meta, layout_to_meta, standard_normal
+from bnncli.shapes import check_shapes
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """N(mean, Sigma), Sigma = L L^T of any structure.
+
+    Args:
+        mean: (P,), float64.
+        covariance: Sigma.
+        layout: how weight and bias lie in theta.
+        prior_precision: of the target that it was fitted to.
+    """
+
+    type: ClassVar[str] = "gaussian"
+    mean: Tensor
+    covariance: Covariance
+    layout: HeadLayout
+    prior_precision: float
+
+    def __post_init__(self) -> None:
+        check_shapes(mean=(self.mean, str(self.layout.num_params)))
+        if self.covariance.num_params != self.layout.num_params:
+            raise ValueError(
+                f"covariance has {self.covariance.num_params} parameters, the head {self.layout.num_params}"
+            )
+
+    @property
+    def center(self) -> Tensor:
+        """The mean, (P,)."""
+        return self.mean
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Standard normal draws (S, P) float64, for from_noise."""
+        return standard_normal(num_samples, self.layout.num_params, generator, self.mean.device)
+
+    def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """theta = mean + L z (S, P) and its log density (S,), both float64, for noise z (S, P)."""
+        constant = 0.5 * self.layout.num_params * math.log(2 * math.pi) + self.covariance.log_det_scale()
+        return self.mean + self.covariance.unwhiten(noise), -0.5 * noise.square().sum(dim=1) - constant
+
+    def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
+        """Draws (S, P), float32."""
+        return self.from_noise(self.noise(num_samples or 1, generator))[0].float()
+
+    def log_density(self, theta: Tensor) -> Tensor:
+        """log N(theta | mean, Sigma), (S,) float64, for theta (S, P)."""
+        return self.from_noise(self.covariance.whiten(theta.to(self.mean) - self.mean))[1]
+
+    @property
+    def entropy(self) -> float:
+        """Nats."""
+        return 0.5 * self.layout.num_params * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
+
+    def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Exact mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
+        mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
+        return mean, self.covariance.logit_covariance(features, self.layout)
+
+    def to(self, device: torch.device | str) -> Gaussian:
+        """A copy on another device."""
+        return replace(self, mean=self.mean.to(device), covariance=self.covariance.to(device=device))
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """`mean`, `prior.precision` and the structure's tensors, float64; structure and layout as JSON."""
+        prior_precision = torch.tensor([self.prior_precision], dtype=torch.float64)
+        tensors = {"mean": self.mean.double().cpu().contiguous(), "prior.precision": prior_precision}
+        meta = {"type": self.type, "structure": self.covariance.structure, **layout_to_meta(self.layout)}
+        return {**tensors, **self.covariance.to_tensors()}, meta
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian:
+        """The inverse of to_tensors."""
+        layout = layout_from_meta(meta)
+        covariance = registry.load_class("covariances", meta["structure"]).from_tensors(tensors, layout)
+        return cls(tensors["mean"], covariance, layout, float(tensors["prior.precision"]))

@@ -1,0 +1,52 @@
+"""A single theta: the network as trained, or temperature-scaled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli.layout import HeadLayout
+from bnncli.posteriors import layout_from_meta, layout_to_meta
+from bnncli.shapes import check_shapes
+
+
+@dataclass(frozen=True)
+class Point:
+    """All mass on theta (P,)."""
+
+    type: ClassVar[str] = "point"
+    theta: Tensor
+    layout: HeadLayout
+
+    def __post_init__(self) -> None:
+        check_shapes(theta=(self.theta, str(self.layout.num_params)))
+
+    @property
+    def center(self) -> Tensor:
+        """theta, (P,)."""
+        return self.theta
+
+    def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
+        """theta, repeated, (S, P) float32."""
+        return self.theta.float().expand(num_samples or 1, -1).clone()
+
+    def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (n, K) at features (n, D), and their covariance, zero, (n, K, K)."""
+        mean = self.layout.logits(features, self.theta.to(features.dtype).unsqueeze(0))[0]
+        return mean, mean.new_zeros(*mean.shape, mean.shape[1])
+
+    def to(self, device: torch.device | str) -> Point:
+        """A copy on another device."""
+        return replace(self, theta=self.theta.to(device))
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """`mean` (P,) float64, and the layout as JSON."""
+        return {"mean": self.theta.double().cpu().contiguous()}, {"type": self.type, **layout_to_meta(self.layout)}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Point:
+        """The inverse of to_tensors."""
+        return cls(tensors["mean"], layout_from_meta(meta))

@@ -1,0 +1,39 @@
+"""How long loops report how far they are, without knowing what a terminal is.
+
+Every long loop opens a task and calls `advance` once a step. The command line passes an implementation that
+draws a bar, or writes log lines, and that raises `Interrupted` after a signal: a loop that advances can be stopped.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Task(Protocol):
+    """One running loop."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """Report `amount` more units done; `note` is shown beside the bar. Raises Interrupted after a signal."""
+
+
+class Progress(Protocol):
+    """Where loops report."""
+
+    def task(self, name: str, total: int) -> Task:
+        """A task called `name` that will advance `total` units; total 0 means unknown."""
+
+
+class _SilentTask:
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        return None
+
+
+class SilentProgress:
+    """Reports nowhere; the default outside the command line."""
+
+    def task(self, name: str, total: int) -> Task:
+        """A task that reports nowhere."""
+        return _SilentTask()
+
+
+SILENT = SilentProgress()

@@ -1,0 +1,28 @@
+"""Shape checks at public boundaries: one axis letter means one size within a call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_shapes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
+    """The size of each axis letter, when all tensors agree on them.
+
+    `check_shapes(features=(features, "N D"), labels=(labels, "N"))` returns {"N": ..., "D": ...}. A number in the
+    pattern must match literally.
+
+    Raises:
+        ValueError: naming the tensor, the expected pattern and the shape that came.
+    """
+    sizes: dict[str, int] = {}
+    for name, (tensor, pattern) in tensors.items():
+        axes = pattern.split()
+        if tensor.ndim != len(axes):
+            raise ValueError(f"{name}: expected shape ({', '.join(axes)}), got {tuple(tensor.shape)}")
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            expected = int(axis) if axis.isdigit() else sizes.setdefault(axis, size)
+            if size != expected:
+                raise ValueError(
+                    f"{name}: expected shape ({', '.join(axes)}) with {axis} = {expected}, got {tuple(tensor.shape)}"
+                )
+    return sizes

@@ -1,0 +1,44 @@
+"""What INT, TERM and HUP do: set a flag that long loops poll; the second one ends the process at once.
+
+Nothing is saved from inside a handler: the loop that sees the flag raises Interrupted, and clean-up happens on the way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+
+from bnncli.errors import Interrupted
+
+_received: list[int] = []
+
+
+def install_handlers() -> None:
+    """Catch INT, TERM and HUP; a HUP that was ignored on entry (nohup) stays ignored."""
+    _received.clear()
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(name) is signal.SIG_IGN and name is signal.SIGHUP:
+            continue
+        with contextlib.suppress(ValueError):  # only the main thread may install handlers
+            signal.signal(name, _handle)
+
+
+def restore_default_handlers() -> None:
+    """For forked data workers: die of a signal as any process does."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_DFL)
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    if _received:
+        os._exit(128 + signum)
+    _received.append(signum)
+
+
+def raise_if_interrupted(where: str = "") -> None:
+    """Raise Interrupted when a signal has come; `where` says how far the work was."""
+    if _received:
+        name = signal.Signals(_received[0]).name
+        raise Interrupted(_received[0], f"interrupted by {name}" + (f" at {where}" if where else ""))

@@ -1,0 +1,164 @@
+"""What stages read: feature splits and posteriors of the run, checked to be fresh and of the run's checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.errors import DataError, MissingInput
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.samples import Samples
+from bnncli.stages._run import Run
+from bnncli.storage.features import FeatureSplit, head_digest, read_features
+from bnncli.storage.freshness import check_fresh
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.posteriors import read_posterior
+from bnncli.storage.provenance import Source
+from bnncli.storage.samples import SampleFile, read_samples
+from bnncli.targets.last_layer import LastLayerTarget
+
+EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--data", "test=SPEC")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A feature split ready to use: its content, its identity, the record of its checkpoint."""
+
+    content: FeatureSplit
+    source: Source
+    checkpoint: dict[str, Any] | None
+
+    @property
+    def layout(self) -> HeadLayout:
+        """The head's layout; without a head, one output a class, with a bias."""
+        weight = self.content.head_weight
+        if weight is None:
+            return HeadLayout(len(self.content.classes), self.content.features.shape[1])
+        return HeadLayout(weight.shape[0], weight.shape[1], has_bias=self.content.head_bias is not None)
+
+    def features(self, device: torch.device) -> Tensor:
+        """(N, D) float32 on the device."""
+        return torch.from_numpy(self.content.features).to(device=device, dtype=torch.float32)
+
+    def labels(self, device: torch.device) -> Tensor:
+        """(N,) int64 on the device. Raises DataError for a split without labels."""
+        if self.content.labels is None:
+            raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
+        return torch.from_numpy(self.content.labels).to(device)
+
+    def target(self, prior_precision: float, device: torch.device) -> LastLayerTarget:
+        """The log posterior of the head given this split."""
+        return LastLayerTarget(self.features(device), self.labels(device), self.layout, prior_precision)
+
+    def head(self) -> Tensor | None:
+        """theta (P,) float64 of the network as trained; None without a head."""
+        return head_theta(self.content.head_weight, self.content.head_bias)
+
+    def start(self) -> Tensor:
+        """Where the search for the mode starts: the network's head, or zero without one."""
+        head = self.head()
+        return torch.zeros(self.layout.num_params, dtype=torch.float64) if head is None else head
+
+
+def head_theta(weight: np.ndarray | None, bias: np.ndarray | None) -> Tensor | None:
+    """theta (P,) float64 of a weight (K, D) and a bias (K,); None without a weight."""
+    if weight is None:
+        return None
+    layout = HeadLayout(weight.shape[0], weight.shape[1], has_bias=bias is not None)
+    return layout.join(torch.from_numpy(weight).double(), None if bias is None else torch.from_numpy(bias).double())
+
+
+def load_split(run: Run, name: str) -> Split:
+    """The features of a split of the run.
+
+    Raises:
+        MissingInput: not there, with the command that makes it and the splits there are.
+        DataError: damaged, or of another checkpoint.
+    """
+    path = run.folder.features(name)
+    if not path.is_file():
+        there = run.folder.splits()
+        has = f"splits there: {', '.join(there)}" if there else "there are none"
+        raise MissingInput(
+            f"no features of split {name!r} for {run.checkpoint_path} (looked for {path}; {has})",
+            hint=run.suggest(*EXTRACT),
+            path=path,
+        )
+    content = read_features(path)
+    assert content.header is not None
+    checkpoint = run.belongs(content.header)
+    first = run.heads.setdefault("head", (name, head_digest(content)))
+    if first[1] != head_digest(content):
+        raise DataError(
+            f"splits {first[0]!r} and {name!r} have different heads: they come from different networks or layers",
+            code="wrong_head",
+            hint="extract all splits again in one command, with --force",
+            path=path,
+        )
+    return Split(content, Source(f"features.{name}", path, content.header.content_digest), checkpoint)
+
+
+def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:
+    """Header and identity of a posterior file, once it is known to be fresh and of this run's checkpoint."""
+    header = read_header(path)
+    if header.kind not in ("posterior", "samples"):
+        raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
+    checkpoint = run.belongs(header)
+    check_fresh(header, weights_digest=checkpoint["weights_digest"] if checkpoint else None)
+    return header, Source(role, path, header.content_digest)
+
+
+def open_posterior(path: Path) -> tuple[Any, Header]:
+    """The posterior in a file, on the CPU, and its header; every byte is checked.
+
+    Raises:
+        DataError: damaged, or of a type this version does not know.
+    """
+    header = read_header(path)
+    if header.kind == "samples":
+        content = read_samples(path)
+        assert content.header is not None
+        try:
+            return samples_of(content), content.header
+        except (ValueError, RuntimeError) as error:
+            raise _damaged(path, error) from None
+    tensors, header = read_posterior(path)
+    kind = str(header.meta.get("type"))
+    if kind not in registry.names("posteriors"):
+        raise DataError(f"{path}: unknown posterior type {kind!r}", code="wrong_kind", path=path)
+    try:
+        return registry.load_class("posteriors", kind).from_tensors(tensors, header.meta), header
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is damaged: {' '.join(str(error).split())[:120]}", code="damaged", path=path)
+
+
+def samples_of(content: SampleFile) -> Samples:
+    """The draws (C, T, P) of a sample file as a posterior."""
+    weight = torch.from_numpy(content.head_weight)
+    layout = HeadLayout(
+        content.head_weight.shape[2], content.head_weight.shape[3], has_bias=content.head_bias is not None
+    )
+    bias = None if content.head_bias is None else torch.from_numpy(content.head_bias)
+    return Samples(layout.join(weight, bias), layout)
+
+
+def gaussian_prior_precision(path: Path, header: Header) -> float:
+    """The prior precision recorded in a posterior's header. Raises DataError where there is none."""
+    value = header.meta.get("prior_precision")
+    if not isinstance(value, int | float) or not value > 0:
+        raise DataError(
+            f"{path}: has no prior precision",
+            hint="give --prior-precision NUMBER, or --base with a fitted posterior",
+            path=path,
+        )
+    return float(value)

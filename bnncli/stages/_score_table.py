@@ -1,0 +1,42 @@
+"""The table that evaluate prints: a row for each split, posterior and integrator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bnncli.stages._run import Table
+
+_PLAIN = (
+    ("accuracy", "accuracy", 4),
+    ("nll", "NLL", 4),
+    ("brier", "Brier", 4),
+    ("ece", "ECE", 4),
+    ("mce", "MCE", 4),
+)
+
+
+def score_table(rows: Sequence[dict[str, Any]], notes: list[str]) -> Table:
+    """The rows of evaluate as a Table; an undefined score is a dash."""
+    others = list(dict.fromkeys(m["ood"] for row in rows for m in row["metrics"] if "ood" in m))
+    columns = ["split", "posterior", "integrator", *(title for _, title, _ in _PLAIN)]
+    for name in others:
+        columns += [f"AUROC {name}", f"FPR95 {name}"]
+    columns += ["MMD^2", "MMD^2 biased"]
+    ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
+    return Table(columns, [_cells(row, others) for row in ordered], notes=notes)
+
+
+def _cells(row: dict[str, Any], others: list[str]) -> list[str]:
+    cells = [row["split"], row["posterior"], row["integrator"]]
+    cells += [_cell(row, digits, name=name) for name, _, digits in _PLAIN]
+    for other in others:
+        cells += [_cell(row, 3, name="auroc", ood=other), _cell(row, 3, name="fpr95", ood=other)]
+    return cells + [_cell(row, 4, name="mmd2", estimator=estimator) for estimator in ("unbiased", "biased")]
+
+
+def _cell(row: dict[str, Any], digits: int, **wanted: str) -> str:
+    for metric in row["metrics"]:
+        if all(metric.get(key) == value for key, value in wanted.items()):
+            return "-" if metric["value"] is None else f"{metric['value']:.{digits}f}"
+    return "-"

@@ -1,0 +1,102 @@
+"""The splits a user named on extract-features, whatever they come from: data through a network, or ready features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bnncli import data
+from bnncli.digests import file_sha256, json_sha256
+from bnncli.errors import DataError, UsageError
+from bnncli.options import ExtractFeaturesOptions
+
+
+@dataclass(frozen=True)
+class NamedSplit:
+    """One split asked for.
+
+    Attributes:
+        source: the text that named it.
+        content_digest: of the examples in it; None where that cannot be told without running user code.
+        held_out: the --hold-out that made it or took rows from it, or None.
+    """
+
+    name: str
+    content: data.Split
+    source: str
+    content_digest: str | None
+    is_ood: bool
+    held_out: str | None
+
+    @property
+    def order_digest(self) -> str:
+        """Identity of the examples and their order."""
+        return self.content_digest or json_sha256([self.source, self.content.rows.tolist()])
+
+
+def open_splits(options: ExtractFeaturesOptions, stream: Callable[[str], torch.Generator]) -> list[NamedSplit]:
+    """Every split that --data, --ood and --hold-out name, opened and checked; train first.
+
+    Raises:
+        UsageError: a name twice, a malformed spec.
+        MissingInput, DataError: as the data's readers say.
+    """
+    preprocess = data.Preprocess.parse(mean=options.mean, std=options.std, resize=options.resize, crop=options.crop)
+    splits: dict[str, data.Split] = {}
+    outside = []
+    for flag, texts in (("--data", options.data), ("--ood", options.ood)):
+        for text in texts:
+            name, spec = data.parse_split(text, option=flag)
+            if name in splits:
+                raise UsageError(f"{flag}: split {name!r} is named twice")
+            split = data.load_split(spec, preprocess=preprocess)
+            splits[name] = split.without_labels() if flag == "--ood" else split
+            outside += [name] if flag == "--ood" else []
+    held: dict[str, str] = {}
+    for text in options.hold_out:
+        splits = data.hold_out(splits, text, generator=stream("extract-features/hold-out"))
+        new, old = text.split("=")[0], text.split("=")[1].split(":")[0]
+        held |= {new: text, old: text}
+        outside += [new] if old in outside else []
+    return [
+        NamedSplit(name, split, split.spec, split.content_digest(), name in outside, held.get(name))
+        for name, split in sorted(splits.items(), key=lambda item: item[0] != "train")
+    ]
+
+
+def class_names(splits: list[NamedSplit], num_classes: int) -> list[str]:
+    """Names of the classes: the data's own where they have names, else 0, 1, 2, ...
+
+    Raises:
+        DataError: the data name another number of classes than the network has, or differ in their names.
+    """
+    named = {split.name: list(split.content.classes) for split in splits if split.content.classes and not split.is_ood}
+    for name, names in named.items():
+        first_name, first = next(iter(named.items()))
+        if names != first:
+            odd = sorted({*names} ^ {*first})[:5]
+            raise DataError(
+                f"splits {first_name!r} and {name!r} have different classes (first differences: {odd})",
+                code="class_mismatch",
+            )
+        if len(names) != num_classes:
+            raise DataError(
+                f"split {name!r} has {len(names)} classes, the network has {num_classes}", code="class_mismatch"
+            )
+    return next(iter(named.values()), [str(index) for index in range(num_classes)])
+
+
+def model_identity(options: ExtractFeaturesOptions) -> dict[str, Any]:
+    """What of the network's definition changes numbers: its name, arguments, layer, and the user's own file."""
+    place = (options.model or "").rpartition(":")[0]
+    digest = file_sha256(Path(place)) if place.endswith(".py") and Path(place).is_file() else None
+    return {
+        "model": options.model,
+        "model_arg": sorted(options.model_arg),
+        "last_layer": options.last_layer,
+        "model_file": digest,
+    }

@@ -1,0 +1,22 @@
+"""config show: every option's value, and where it comes from. The command line resolves; this arranges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.stages._run import Result, Run, Table
+
+
+def run(run: Run, options: Any) -> Result:
+    """A table of command, option, value and source."""
+    resolved: dict[str, dict[str, Any]] = run.arguments["resolved"]
+    rows = [
+        [command, name.replace("_", "-"), "" if setting.value is None else str(setting.value), setting.source]
+        for command, settings in resolved.items()
+        for name, setting in settings.items()
+    ]
+    document = {
+        command: {name: {"value": setting.value, "source": setting.source} for name, setting in settings.items()}
+        for command, settings in resolved.items()
+    }
+    return Result(extra={"settings": document}, tables=[Table(["command", "option", "value", "source"], rows)])

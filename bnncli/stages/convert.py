@@ -1,0 +1,46 @@
+"""convert: a checkpoint in, a plain safetensors state dict out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import OutputExists, UsageError
+from bnncli.inputs import open_regular
+from bnncli.options import ConvertOptions
+from bnncli.stages._run import Result, Run
+from bnncli.storage.atomic import check_writable, publish_bytes
+from bnncli.storage.checkpoints import convert_checkpoint
+from bnncli.storage.freshness import is_same_file
+from bnncli.storage.sniff import sniff
+
+
+def run(run: Run, options: ConvertOptions) -> Result:
+    """Write the weights of a checkpoint; with --trust-pickle the file's own code may run."""
+    from safetensors.torch import save
+
+    from bnncli.digests import tensor_digest
+
+    source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
+    if is_same_file(source, target):
+        raise UsageError("the output is the input; give another name")
+    if target.exists() and not run.write.force:
+        raise OutputExists(f"{target} exists", hint="add --force to replace it", path=target)
+    if target.exists() and not target.is_file():
+        raise OutputExists(f"{target} is not a file", path=target)
+    if target.exists():
+        with open_regular(target) as stream:
+            if sniff(stream) not in ("safetensors", "empty"):
+                raise OutputExists(f"{target} is not a safetensors file", hint="give another name", path=target)
+    check_writable(target.parent)
+    state = convert_checkpoint(source, trust_pickle=options.trust_pickle)
+    size = sum(tensor.nbytes for tensor in state.values())
+    digest = tensor_digest(state)
+    output: dict[str, Any] = {"role": "state_dict", "path": str(target), "content_digest": digest}
+    summary = [f"{len(state)} tensors, {size / 1e6:.1f} MB, weights digest {digest[:27]}"]
+    if run.write.dry_run:
+        return Result("planned", [output], lines=[f"write {target} ({size / 1e6:.1f} MB)"], summary=summary)
+    content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()})
+    action = "replaced" if target.exists() else "computed"
+    publish_bytes(target, content, may_replace=run.write.force)
+    return Result(action, [output], summary=summary)

@@ -1,0 +1,260 @@
+"""evaluate: predictions in, scores out: one metrics file for each posterior and integrator, one table for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bnncli.errors import DataError, MissingInput
+from bnncli.evaluation.rows import check_probabilities, detection_rows, in_distribution_rows, mmd_rows
+from bnncli.options import EvaluateOptions
+from bnncli.stages._inputs import open_posterior
+from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._run import Result, Run
+from bnncli.stages._score_table import score_table
+from bnncli.storage.freshness import check_fresh
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.metrics import write_metrics
+from bnncli.storage.predictions import PredictionFile, read_predictions
+from bnncli.storage.provenance import Source
+
+ALGO_REV = 1
+MMD_DRAWS = 600
+
+
+@dataclass(frozen=True)
+class Group:
+    """The predictions of one posterior by one integrator: a header for each split, the posterior's own file."""
+
+    name: str
+    headers: list[Header]
+
+    @property
+    def posterior(self) -> str:
+        """The posterior's name."""
+        return str(self.headers[0].meta["posterior"])
+
+    @property
+    def integrator(self) -> str:
+        """The integrator's name."""
+        return str(self.headers[0].meta["integrator"])
+
+    @property
+    def posterior_path(self) -> Path | None:
+        """The posterior's file, where it was when the predictions were made."""
+        for entry in self.headers[0].inputs:
+            if entry["role"] == "posterior":
+                return self.headers[0].input_path(entry)
+        return None
+
+
+def run(run: Run, options: EvaluateOptions) -> Result:
+    """Score every group of predictions and print one table."""
+    groups = _groups(run, options)
+    reference = _reference_path(run, options)
+    shared: dict[str, Any] = {}
+    total = Result()
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        result = _evaluate(run, options, group, reference, shared)
+        total.add(result)
+        rows += result.metrics["rows"] if result.metrics else []
+    total.extra["rows"] = rows
+    if not run.write.dry_run:
+        notes = [
+            "accuracy, ECE, AUROC and FPR95 are fractions; ECE: 15 equal-width bins; detection by maximum probability, "
+            "in-distribution positive"
+            if options.bins == 15
+            else f"ECE: {options.bins} equal-width bins",
+            f"scores with their definitions: {run.folder.root / 'metrics'}",
+        ]
+        total.tables.append(score_table(rows, notes))
+    return total
+
+
+def _groups(run: Run, options: EvaluateOptions) -> list[Group]:
+    """The predictions of the run, grouped; those of stale posteriors are skipped unless they were named."""
+    found: dict[str, list[Header]] = {}
+    for path in run.folder.prediction_files():
+        header = read_header(path)
+        if header.kind == "predictions":
+            found.setdefault(path.parent.name, []).append(header)
+    groups = [Group(name, headers) for name, headers in found.items()]
+    there = ", ".join(group.name for group in groups) or "none"
+    wanted = [
+        group
+        for group in groups
+        if (not options.posterior or {group.posterior, group.name} & set(options.posterior))
+        and (not options.integrator or group.integrator in options.integrator)
+    ]
+    for name in options.posterior:
+        if not any(name in (group.posterior, group.name) for group in groups):
+            raise MissingInput(
+                f"no predictions of posterior {name!r} (there: {there})",
+                hint=run.suggest("predict", "--posterior", name),
+            )
+    if not wanted:
+        raise MissingInput(
+            f"{run.checkpoint_path} has no such predictions (there: {there})",
+            hint=run.suggest("predict"),
+        )
+    kept = []
+    for group in wanted:
+        try:
+            for header in group.headers:
+                record = run.belongs(header)
+                check_fresh(header, weights_digest=record["weights_digest"] if record else None)
+        except DataError as error:
+            if options.posterior:
+                raise
+            run.console.warn(f"skipping {group.name}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+            continue
+        kept.append(group)
+    if not kept:
+        raise DataError(
+            "every prediction of the run is stale",
+            code="stale_input",
+            hint=run.suggest("predict"),
+        )
+    order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
+    return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
+
+
+def _reference_path(run: Run, options: EvaluateOptions) -> Path | None:
+    """The draws that MMD^2 is measured to; None (with a reason in the rows) when the run has none."""
+    path = run.folder.posterior(options.reference, suffix=".nc")
+    if path.is_file():
+        try:
+            header = read_header(path)
+            record = run.belongs(header)
+            check_fresh(header, weights_digest=record["weights_digest"] if record else None)
+        except DataError as error:
+            run.console.warn(f"MMD^2 is left out: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+            return None
+        return path
+    if options.reference != "hmc":
+        raise MissingInput(
+            f"--reference: no draws {path}",
+            hint=run.suggest("hmc", "--name", options.reference),
+            path=path,
+        )
+    return None
+
+
+def _evaluate(
+    run: Run, options: EvaluateOptions, group: Group, reference: Path | None, shared: dict[str, Any]
+) -> Result:
+    splits = [str(header.meta["split"]) for header in group.headers]
+    for name in options.split:
+        if name not in splits:
+            raise MissingInput(
+                f"--split: no predictions of {name!r} by {group.name} (there: {', '.join(splits)})",
+                hint=run.suggest("predict", "--split", name),
+            )
+    sources = [
+        Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
+    ]
+    posterior = group.posterior_path
+    if reference is not None and posterior is not None:
+        sources.append(Source("reference", reference, read_header(reference).content_digest))
+        sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
+    params = {**options.params(), "splits": sorted(options.split), "seed": run.compute.seed}
+    target = run.folder.metrics(group.name)
+    checkpoint = group.headers[0].provenance.get("checkpoint")
+    request = Request(target, "metrics", f"metrics.{group.name}", params, ALGO_REV, sources, checkpoint, 1 << 16)
+
+    def compute() -> Computed:
+        rows = _rows(run, options, group, reference, posterior, shared)
+        predictions = [
+            {
+                "path": source.to_json(target.parent)["path"],
+                "content_digest": header.content_digest,
+                "posterior": group.posterior,
+                "integrator": group.integrator,
+                "split": header.meta["split"],
+                "n": header.meta["num_examples"],
+            }
+            for header, source in zip(group.headers, sources, strict=False)
+        ]
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_metrics(
+                target, rows=rows, predictions=predictions, provenance=provenance, may_replace=may_replace
+            )
+
+        return Computed(publish, {"rows": rows})
+
+    return produce(run, request, compute, when_fresh=_when_fresh)
+
+
+def _when_fresh(header: Header) -> Computed:
+    return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})
+
+
+def _rows(
+    run: Run,
+    options: EvaluateOptions,
+    group: Group,
+    reference: Path | None,
+    posterior: Path | None,
+    shared: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """A row for each in-distribution split, with detection against every out-of-distribution split."""
+    files = {str(header.meta["split"]): _read(header) for header in group.headers}
+    headers = {str(header.meta["split"]): header for header in group.headers}
+    outside = [name for name, header in headers.items() if header.meta.get("is_ood")]
+    inside = [name for name in headers if name not in outside and (not options.split or name in options.split)]
+    distance = _distance_rows(run, options, reference, posterior, shared)
+    rows = []
+    for name in sorted(inside, key=lambda name: (name != "test", name)):
+        metrics = in_distribution_rows(files[name].probs, files[name].labels, num_bins=options.bins)
+        for other in outside:
+            same = headers[name].meta.get("order_digest") == headers[other].meta.get("order_digest")
+            if (
+                same
+                and (files[name].probs.shape == files[other].probs.shape)
+                and (files[name].probs == files[other].probs).all()
+            ):
+                raise DataError(f"splits {name!r} and {other!r} are the same examples", code="same_split")
+            metrics += detection_rows(files[name].probs, files[other].probs, other)
+            run.console.poll()
+        rows.append(
+            {
+                "posterior": group.posterior,
+                "integrator": group.integrator,
+                "split": name,
+                "metrics": metrics + distance,
+            }
+        )
+    return rows
+
+
+def _read(header: Header) -> PredictionFile:
+    content = read_predictions(header.path)
+    try:
+        check_probabilities(content.probs, len(content.classes))
+    except DataError as error:
+        raise DataError(f"{header.path}: {error.message}", hint=error.hint, path=header.path) from None
+    return content
+
+
+def _distance_rows(
+    run: Run, options: EvaluateOptions, reference: Path | None, posterior: Path | None, shared: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """MMD^2 between the posterior's draws and the reference's; undefined rows say why."""
+    if reference is None or posterior is None:
+        return mmd_rows(None, None, reference=options.reference)
+    if "draws" not in shared:
+        shared["draws"], shared["header"] = open_posterior(reference)
+    hmc_draws: Tensor = shared["draws"].draws
+    own, header = open_posterior(posterior)
+    draws: Tensor = own.draws if header.kind == "samples" else own.sample(MMD_DRAWS, run.stream("evaluate/mmd"))
+    theirs, ours = shared["header"].meta.get("prior_precision"), header.meta.get("prior_precision")
+    if ours is not None and theirs is not None and abs(ours - theirs) > 1e-9 * theirs:
+        run.console.warn(
+            f"{posterior.stem} has prior precision {ours:.4g}, {options.reference} has {theirs:.4g}: MMD^2 compares different targets"
+        )
+    return mmd_rows(draws, hmc_draws, reference=options.reference)

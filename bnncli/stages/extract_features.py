@@ -1,0 +1,195 @@
+"""extract-features: checkpoint and data in, penultimate features and the head out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bnncli.errors import DataError
+from bnncli.layout import HeadLayout
+from bnncli.options import ExtractFeaturesOptions
+from bnncli.posteriors.point import Point
+from bnncli.stages._inputs import head_theta
+from bnncli.stages._network import NO_NETWORK, NetworkFeatures
+from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._ready_splits import ReadySplit, open_ready_splits
+from bnncli.stages._run import Result, Run
+from bnncli.stages._splits import NamedSplit, model_identity, open_splits
+from bnncli.storage.atomic import check_free_space
+from bnncli.storage.features import CHECK_ROWS, FeatureSplit, check_split, head_digest, read_features, write_features
+from bnncli.storage.headers import read_header
+from bnncli.storage.posteriors import write_posterior
+
+ALGO_REV = 1
+
+
+def run(run: Run, options: ExtractFeaturesOptions) -> Result:
+    """Write a feature file for every split named, and the network as trained as the posterior `map`."""
+    return _from_arrays(run, options) if options.from_npz is not None else _from_network(run, options)
+
+
+def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
+    splits = open_splits(options, run.stream)
+    network = NetworkFeatures(run, options, splits)
+    total = Result()
+    for split in splits:
+        request = _request(run, options, split.name, network.record, _params(options, split), len(split.content))
+        total.add(produce(run, request, partial(_extract, run, network, split)))
+    if options.model != NO_NETWORK and not run.write.dry_run:
+        total.add(_write_map(run, options, splits[0].name, network.record))
+    return _finish(run, total)
+
+
+def _extract(run: Run, network: NetworkFeatures, split: NamedSplit) -> Computed:
+    content, preprocess, layer = network.features(split)
+    return _publishable(run, content, preprocess, layer, split.order_digest, split.source)
+
+
+def _params(options: ExtractFeaturesOptions, split: NamedSplit) -> dict[str, Any]:
+    """What changes the numbers of one split's features."""
+    return {
+        **model_identity(options),
+        "mean": options.mean,
+        "std": options.std,
+        "resize": options.resize,
+        "crop": options.crop,
+        "dtype": options.dtype,
+        "examples": split.order_digest,
+        "is_ood": split.is_ood,
+    }
+
+
+def _request(
+    run: Run,
+    options: ExtractFeaturesOptions,
+    name: str,
+    checkpoint: dict[str, Any] | None,
+    params: dict[str, Any],
+    num_examples: int,
+) -> Request:
+    target = run.folder.features(name)
+    return Request(target, "features", f"features.{name}", params, ALGO_REV, [], checkpoint, num_examples * 64)
+
+
+def _publishable(
+    run: Run, content: FeatureSplit, preprocess: dict[str, Any], layer: str | None, order_digest: str, source: str
+) -> Computed:
+    """A feature split that has passed its own check and fits the run's other splits."""
+    target = run.folder.features(content.name)
+    check_split(target, content)
+    _check_same_head(run, content)
+    check_free_space(target.parent, content.features.nbytes)
+    summary = [
+        f"{content.name}: {len(content.features)} examples, {content.features.shape[1]} features"
+        + ("" if content.labels is not None else ", no labels")
+    ]
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_features(
+            target,
+            content,
+            preprocess=preprocess,
+            layer=layer,
+            order_digest=order_digest,
+            source=source,
+            provenance=provenance,
+            may_replace=may_replace,
+        )
+
+    return Computed(publish, summary=summary)
+
+
+def _check_same_head(run: Run, content: FeatureSplit) -> None:
+    """All splits of a run belong to one head; with --force the others are to be made again."""
+    for name in run.folder.splits():
+        path = run.folder.features(name)
+        other = read_header(path).meta.get("head_digest") if name != content.name else None
+        if other is not None and other != head_digest(content) and not run.write.force:
+            raise DataError(
+                f"split {name!r} of this run has another head than the one now given",
+                code="wrong_head",
+                path=path,
+                hint="give all splits in one command with --force, or use another --run-dir",
+            )
+
+
+def _write_map(run: Run, options: ExtractFeaturesOptions, split: str, checkpoint: dict[str, Any] | None) -> Result:
+    """The network as trained, as a posterior with all its mass at the head's weights."""
+    content = read_features(run.folder.features(split))
+    theta = head_theta(content.head_weight, content.head_bias)
+    if theta is None:
+        return Result()
+    num_features = content.features.shape[1]
+    num_outputs = theta.numel() // (num_features + (content.head_bias is not None))
+    layout = HeadLayout(num_outputs, num_features, content.head_bias is not None)
+    target = run.folder.posterior("map")
+    params = {"head": head_digest(content)}
+    request = Request(target, "posterior", "map", params, ALGO_REV, [], checkpoint, theta.numel() * 16)
+
+    def compute() -> Computed:
+        tensors, meta = Point(theta, layout).to_tensors()
+        meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish)
+
+    return produce(run, request, compute)
+
+
+@dataclass(frozen=True)
+class _ReadyHead:
+    """The head of --from-npz, and the logits it gives."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+
+    def logits(self, features: np.ndarray) -> np.ndarray:
+        """(n, K) float32."""
+        logits = features.astype(np.float64) @ self.weight.T.astype(np.float64)
+        return (logits if self.bias is None else logits + self.bias).astype(np.float32)
+
+
+def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
+    splits, arrays = open_ready_splits(options, run.stream)
+    head = None if arrays.head_weight is None else _ReadyHead(arrays.head_weight, arrays.head_bias)
+    if head is not None:
+        num_classes = max(2, len(head.weight))
+    else:
+        num_classes = max([2, *(int(labels.max()) + 1 for labels in arrays.labels.values())])
+    total = Result()
+    for split in splits:
+        params = {"dtype": options.dtype, "examples": split.content_digest, "is_ood": split.is_ood}
+        request = _request(run, options, split.name, None, params, len(split.features))
+        total.add(produce(run, request, partial(_ready, run, options, split, head, num_classes)))
+    if head is not None and not run.write.dry_run:
+        total.add(_write_map(run, options, splits[0].name, None))
+    return _finish(run, total)
+
+
+def _ready(
+    run: Run, options: ExtractFeaturesOptions, split: ReadySplit, head: _ReadyHead | None, num_classes: int
+) -> Computed:
+    content = FeatureSplit(
+        name=split.name,
+        features=split.features.astype(options.dtype),
+        labels=split.labels,
+        sample_id=split.sample_id,
+        classes=[str(index) for index in range(num_classes)],
+        head_weight=None if head is None else head.weight,
+        head_bias=None if head is None else head.bias,
+        check_logits=None if head is None else head.logits(split.features[:CHECK_ROWS]),
+        is_ood=split.is_ood,
+    )
+    preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
+    return _publishable(run, content, preprocess, None, split.content_digest, str(options.from_npz))
+
+
+def _finish(run: Run, total: Result) -> Result:
+    if total.action == "up_to_date":
+        total.summary = [f"all {len(total.outputs)} artifacts are up to date"]
+    return total

@@ -1,0 +1,226 @@
+"""fit-laplace: features in, a Gaussian posterior over the head out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.devices import available_memory
+from bnncli.errors import DeviceError, UsageError
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
+from bnncli.inference.prior_precision import PriorSearch, search
+from bnncli.integrators import load_integrator
+from bnncli.layout import HeadLayout
+from bnncli.options import FitLaplaceOptions
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.point import Point
+from bnncli.stages._inputs import Split, load_split
+from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._run import Result, Run
+from bnncli.storage.headers import Header
+from bnncli.storage.posteriors import write_posterior
+
+ALGO_REV = 1
+VAL_DRAWS = 200
+MARGLIK_WARNING = (
+    "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
+    "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
+    "trained on is better"
+)
+
+
+def run(run: Run, options: FitLaplaceOptions) -> Result:
+    """Fit and publish; the result's metrics say what was chosen."""
+    train = load_split(run, "train")
+    criterion = _criterion(run, options)
+    val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
+    structure = _structure(options.structure, train.layout, run)
+    if options.center == "checkpoint" and train.head() is None:
+        raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
+    sources = [train.source] + ([val.source] if val is not None else [])
+    params = {**options.params(), "criterion": criterion, "seed": run.compute.seed}
+    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
+    size = train.layout.num_params**2 * 16 if structure == "full" else train.layout.num_params * 64
+    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
+
+    def compute() -> Computed:
+        return _compute(run, options, criterion, structure, train, val, target)
+
+    return produce(run, request, compute, when_fresh=_when_fresh)
+
+
+def _criterion(run: Run, options: FitLaplaceOptions) -> str:
+    """number, val or marglik: how the prior precision is chosen."""
+    wanted = options.prior_precision
+    if wanted == "auto":
+        wanted = "val" if _has_labeled_val(run) else "marglik"
+        if wanted == "marglik":
+            run.console.warn(MARGLIK_WARNING)
+    return wanted if wanted in ("val", "marglik") else "number"
+
+
+def _has_labeled_val(run: Run) -> bool:
+    from bnncli.storage.headers import read_header
+
+    path = run.folder.features("val")
+    return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
+
+
+def _structure(wanted: str, layout: HeadLayout, run: Run) -> str:
+    """The structure to fit. Raises DeviceError when the full one was asked for and does not fit."""
+    needed = 6 * 8 * layout.num_params**2  # Hessian, factor and work space in float64
+    fits = needed <= available_memory(run.device) // 2
+    if wanted == "full" and not fits:
+        raise DeviceError(
+            f"a full covariance of {layout.num_params} parameters needs about {needed >> 30} GiB; "
+            f"{available_memory(run.device) >> 30} GiB are free",
+            hint="use --structure kron, the largest that fits",
+        )
+    if wanted != "auto":
+        return wanted
+    if not fits:
+        run.console.warn(f"a full covariance of {layout.num_params} parameters does not fit in memory: using kron")
+    return "full" if fits else "kron"
+
+
+def _compute(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    train: Split,
+    val: Split | None,
+    path: Path,
+) -> Computed:
+    start = train.start().to(run.device)
+    target = train.target(1.0, run.device)
+    found: PriorSearch | None = None
+    if criterion == "number":
+        prior_precision = float(options.prior_precision)
+    else:
+        val_features = val.features(run.device) if val is not None else None
+        val_labels = val.labels(run.device) if val is not None and criterion == "val" else None
+        found = search(
+            target,
+            structure=structure,
+            start=start,
+            center=options.center,
+            criterion=criterion,
+            val_features=val_features,
+            val_labels=val_labels,
+            generator=run.stream("fit-laplace/val"),
+            progress=run.console,
+        )
+        prior_precision = found.best
+        if found.at_edge:
+            run.console.warn(
+                f"the best prior precision found, {prior_precision:.4g}, lies at the edge of the range searched; set it with --prior-precision"
+            )
+    fit = fit_gaussian(
+        target.with_prior_precision(prior_precision),
+        structure=structure,
+        center=options.center,
+        start=start,
+        progress=run.console,
+    )
+    metrics = _metrics(run, fit, found, criterion, structure, train, val)
+    tensors, meta = fit.gaussian.to_tensors()
+    tensors |= {name: tensor for name, tensor in fit.hessian.items() if name not in tensors}
+    tensors |= head_tensors(train)
+    meta |= {
+        "method": "laplace",
+        "center": options.center,
+        "prior_precision": prior_precision,
+        "criterion": criterion,
+        "param_layout": fit.gaussian.layout.to_json(),
+        "num_examples": len(train.content.features),
+        "metrics": metrics,
+        "classes": train.content.classes,
+        "curve": [list(point) for point in found.curve] if found else None,
+    }
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+    return Computed(publish, metrics, _summary(metrics))
+
+
+def head_tensors(train: Split) -> dict[str, Tensor]:
+    """The network's own head, which travels with every posterior; nothing without one."""
+    parts = {"head.weight": train.content.head_weight, "head.bias": train.content.head_bias}
+    return {name: torch.from_numpy(part) for name, part in parts.items() if part is not None}
+
+
+def _metrics(
+    run: Run,
+    fit: LaplaceFit,
+    found: PriorSearch | None,
+    criterion: str,
+    structure: str,
+    train: Split,
+    val: Split | None,
+) -> dict[str, Any]:
+    gaussian, head = fit.gaussian, train.head()
+    metrics: dict[str, Any] = {
+        "structure": structure,
+        "num_params": gaussian.layout.num_params,
+        "prior_precision": gaussian.prior_precision,
+        "prior_precision_by": criterion,
+        "prior_precision_at_edge": bool(found.at_edge) if found else None,
+        "log_marginal_likelihood": fit.log_marginal_likelihood,
+        "newton_iterations": fit.mode.num_iterations if fit.mode else None,
+        "mode_distance": None,
+        "mode_distance_in_sd": None,
+        "val_nll_network": None,
+        "val_nll_laplace": None,
+    }
+    if fit.mode is not None and head is not None:
+        shift = head.to(gaussian.mean) - gaussian.mean
+        metrics["mode_distance"] = float(shift.norm())
+        metrics["mode_distance_in_sd"] = float(
+            gaussian.covariance.whiten(shift.unsqueeze(0)).norm() / math.sqrt(len(shift))
+        )
+    if val is not None and val.content.labels is not None:
+        if head is not None:
+            metrics["val_nll_network"] = _val_nll(run, Point(head.to(run.device), gaussian.layout), "plug-in", val)
+        metrics["val_nll_laplace"] = _val_nll(run, gaussian, "mc", val)
+    return metrics
+
+
+def _val_nll(run: Run, posterior: Gaussian | Point, integrator: str, val: Split) -> float:
+    from bnncli.evaluation.scores import nll
+
+    prediction = load_integrator(integrator).predict(
+        posterior, val.features(run.device), num_samples=VAL_DRAWS, generator=run.stream("fit-laplace/report")
+    )
+    assert val.content.labels is not None
+    return nll(prediction.probs.cpu().numpy(), val.content.labels)
+
+
+def _summary(metrics: dict[str, Any]) -> list[str]:
+    chosen = {"val": "lowest val NLL", "marglik": "marginal likelihood", "number": "as given"}[
+        metrics["prior_precision_by"]
+    ]
+    lines = [
+        f"prior precision {metrics['prior_precision']:.4g} ({chosen}); structure {metrics['structure']}, {metrics['num_params']} parameters"
+    ]
+    if metrics["mode_distance"] is not None:
+        lines.append(
+            f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's head, "
+            f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
+        )
+    lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats")
+    if metrics["val_nll_laplace"] is not None:
+        before = metrics["val_nll_network"]
+        was = f"{before:.4f} as trained, " if before is not None else ""
+        lines.append(f"val NLL {was}{metrics['val_nll_laplace']:.4f} with the posterior ({VAL_DRAWS} draws)")
+    return lines
+
+
+def _when_fresh(header: Header) -> Computed:
+    metrics = header.meta.get("metrics", {})
+    return Computed(lambda provenance, may_replace: header.content_digest, metrics, _summary(metrics))

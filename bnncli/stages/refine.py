@@ -1,0 +1,191 @@
+"""refine: a Gaussian posterior in, a normalizing-flow posterior out, and whether it was worth it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bnncli.covariances.diag import Diag
+from bnncli.errors import DataError, UsageError
+from bnncli.inference.elbo import elbo, elbo_gain
+from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.options import RefineOptions
+from bnncli.posteriors.flow import is_idle
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.stages._inputs import (
+    Split,
+    gaussian_prior_precision,
+    load_split,
+    open_posterior,
+    posterior_source,
+)
+from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._run import Result, Run
+from bnncli.stages.fit_laplace import head_tensors
+from bnncli.storage.headers import Header
+from bnncli.storage.posteriors import write_posterior
+from bnncli.storage.provenance import Source
+
+ALGO_REV = 1
+NUM_STANDARD_ERRORS = 3.0
+NEGLIGIBLE_NATS = 0.1
+
+
+def run(run: Run, options: RefineOptions) -> Result:
+    """Refine and publish; the result's metrics have the ELBO before and after."""
+    train = load_split(run, "train")
+    base_path, sources = None, [train.source]
+    if options.base != "prior":
+        base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
+        sources.append(posterior_source(run, base_path, "base")[1])
+    prior_precision = _prior_precision(run, options, base_path, sources)
+    params = {
+        **options.params(),
+        "prior_precision": prior_precision,
+        "base": "prior" if base_path is None else "posterior",
+        "seed": run.compute.seed,
+    }
+    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
+    size = (base_path.stat().st_size if base_path else 0) + train.layout.num_params * 8 * (options.length + 4)
+    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
+
+    def compute() -> Computed:
+        base = _base(run, train, base_path, prior_precision)
+        return _compute(run, options, train, base, prior_precision, target)
+
+    return produce(run, request, compute, when_fresh=_when_fresh)
+
+
+def _prior_precision(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> float:
+    """The target's prior precision: as given, or the base's; with --base prior, that of the run's laplace."""
+    if options.prior_precision is not None:
+        return options.prior_precision
+    path = base_path
+    if path is None:
+        path = run.folder.posterior("laplace")
+        if not path.is_file():
+            raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
+        sources.append(posterior_source(run, path, "prior_precision")[1])
+    from bnncli.storage.headers import read_header
+
+    return gaussian_prior_precision(path, read_header(path))
+
+
+def _base(run: Run, train: Split, base_path: Path | None, prior_precision: float) -> Gaussian:
+    """The Gaussian that the flow starts from: the artifact's, or N(0, I / prior precision)."""
+    if base_path is None:
+        zeros = torch.zeros(train.layout.num_params, dtype=torch.float64)
+        covariance = Diag.from_hessian({"hessian.diag": zeros}, prior_precision, train.layout)
+        return Gaussian(zeros, covariance, train.layout, prior_precision).to(run.device)
+    base, header = open_posterior(base_path)
+    if not isinstance(base, Gaussian):
+        raise DataError(
+            f"--base: expected a gaussian posterior; {base_path} is {header.meta.get('type', header.kind)}",
+            code="wrong_type",
+            hint=run.suggest("fit-laplace"),
+            path=base_path,
+        )
+    if base.layout != train.layout:
+        raise DataError(
+            f"--base: {base_path} has {base.layout}, the features {train.layout}",
+            code="wrong_layout",
+            path=base_path,
+        )
+    return base.to(run.device)
+
+
+def _compute(
+    run: Run, options: RefineOptions, train: Split, base: Gaussian, prior_precision: float, path: Path
+) -> Computed:
+    target = train.target(prior_precision, run.device)
+    fit = fit_flow(
+        target,
+        base,
+        flow=options.flow,
+        length=options.length,
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        space=options.space,
+        num_draws=options.num_draws,
+        generator=run.stream("refine/train"),
+        progress=run.console,
+    )
+    metrics = _metrics(run, options, fit, base, target)
+    tensors, meta = fit.posterior.to_tensors()
+    tensors |= head_tensors(train)
+    tensors["history.elbo"] = fit.history.double().cpu()
+    meta |= {
+        "method": "refine",
+        "prior_precision": prior_precision,
+        "param_layout": train.layout.to_json(),
+        "num_examples": len(train.content.features),
+        "metrics": metrics,
+        "classes": train.content.classes,
+        "maps": {"radial": "alpha = softplus(raw_alpha); beta = -alpha + softplus(raw_beta)"}.get(options.flow),
+    }
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+    return Computed(publish, metrics, _summary(metrics))
+
+
+def _metrics(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: Any) -> dict[str, Any]:
+    """ELBO before and after from fresh draws on the full data, both with the same noise."""
+    draws = options.elbo_draws
+    before = elbo(target, base, num_samples=draws, generator=run.stream("refine/elbo"))
+    after = elbo(target, fit.posterior, num_samples=draws, generator=run.stream("refine/elbo"))
+    gain, gain_error = elbo_gain(target, base, fit.posterior, num_samples=draws, generator=run.stream("refine/elbo"))
+    if gain > max(NUM_STANDARD_ERRORS * gain_error, NEGLIGIBLE_NATS):
+        verdict = "helped"
+    elif gain < -max(NUM_STANDARD_ERRORS * gain_error, NEGLIGIBLE_NATS):
+        verdict = "hurt"
+    else:
+        verdict = "no difference"
+    estimates = {"before": before, "after": after}
+    metrics: dict[str, Any] = {}
+    for name, estimate in estimates.items():
+        metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
+        metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
+    return metrics | {
+        "elbo_gain": {"value": gain, "standard_error": gain_error},
+        "elbo_draws": draws,
+        "verdict": verdict,
+        "is_idle": is_idle(fit.posterior.layers),
+        "flow": options.flow,
+        "length": options.length,
+        "space": options.space,
+        "layers": [dict(layer.summary()) for layer in fit.posterior.layers],
+        "epochs": options.epochs,
+    }
+
+
+def _summary(metrics: dict[str, Any]) -> list[str]:
+    before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
+    lines = [
+        f"ELBO before {before['value']:.2f} +- {before['standard_error']:.2f}, after {after['value']:.2f} +- {after['standard_error']:.2f} nats; "
+        f"gain {gain['value']:+.2f} +- {gain['standard_error']:.2f} ({metrics['elbo_draws']} fresh draws, full data)"
+    ]
+    spread = metrics["log_weight_sd_before"]
+    if metrics["verdict"] == "helped":
+        lines.append("refinement helped: the refined posterior is closer to the target than the base")
+    elif metrics["verdict"] == "hurt":
+        lines.append("refinement hurt: use the base, or a smaller --learning-rate or more --epochs")
+    else:
+        lines.append(
+            "refinement made no difference beyond its error: the base is as good"
+            + (
+                f" (its log importance weights have standard deviation {spread:.2f})"
+                if spread < 2
+                else "; try another --flow, --space or a longer one"
+            )
+        )
+    return lines
+
+
+def _when_fresh(header: Header) -> Computed:
+    metrics = header.meta.get("metrics", {})
+    return Computed(lambda provenance, may_replace: header.content_digest, metrics, _summary(metrics))

@@ -1,0 +1,97 @@
+"""status: every artifact of a run, and whether it is still true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import BnnError, CheckFailed, MissingInput
+from bnncli.options import StatusOptions
+from bnncli.stages._run import Result, Run, Table
+from bnncli.storage.atomic import temporaries
+from bnncli.storage.freshness import remake_command, staleness
+from bnncli.storage.headers import read_header
+
+
+def run(run: Run, options: StatusOptions) -> Result:
+    """The state of each artifact: fresh, stale, missing or invalid."""
+    folder = run.folder
+    if not folder.root.is_dir():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no run folder (looked for {folder.root})",
+            hint="bnncli extract-features --help",
+            path=folder.root,
+        )
+    paths = (
+        [folder.features(name) for name in folder.splits()]
+        + folder.posteriors()
+        + folder.prediction_files()
+        + folder.metrics_files()
+    )
+    entries = [_entry(run, path) for path in paths]
+    entries += [_missing(path) for path in _expected(run, paths)]
+    leftovers = [str(path) for path in temporaries(folder.root)]
+    notes = [f"leftover of a dead run: {path} (bnncli clean removes it)" for path in leftovers]
+    notes += [f"to refresh: {entry['remake']}" for entry in entries if entry["state"] == "stale" and entry["remake"]]
+    table = Table(
+        ["artifact", "state", "why"],
+        [[entry["name"], entry["state"], entry["why"]] for entry in entries],
+        notes=list(dict.fromkeys(notes)),
+    )
+    result = Result(extra={"artifacts": entries, "leftovers": leftovers}, tables=[table])
+    bad = [entry["name"] for entry in entries if entry["state"] != "fresh"]
+    if options.check and bad:
+        result.failure = CheckFailed(
+            f"not fresh: {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}", code="not_fresh"
+        )
+    return result
+
+
+def _entry(run: Run, path: Path) -> dict[str, Any]:
+    """One artifact's state."""
+    entry: dict[str, Any] = {
+        "name": str(path.relative_to(run.folder.root)),
+        "path": str(path),
+        "kind": None,
+        "state": "fresh",
+        "why": "",
+        "content_digest": None,
+        "remake": None,
+    }
+    try:
+        header = read_header(path)
+    except BnnError as error:
+        return entry | {"state": "invalid", "why": error.message}
+    entry |= {"kind": header.kind, "content_digest": header.content_digest, "remake": remake_command(header)}
+    try:
+        record = run.belongs(header)
+    except BnnError as error:
+        return entry | {"state": "stale", "why": error.message}
+    why = staleness(header, weights_digest=record["weights_digest"] if record else None)
+    return entry | {"state": "stale", "why": why} if why else entry
+
+
+def _expected(run: Run, paths: list[Path]) -> list[Path]:
+    """What every run has and this one lacks: the training features, or inputs that its artifacts name."""
+    named = [run.folder.features("train")]
+    for path in paths:
+        try:
+            header = read_header(path)
+        except BnnError:
+            continue
+        named += [header.input_path(entry) for entry in header.inputs if entry.get("is_artifact", True)]
+    there = {path.resolve() for path in paths}
+    missing = {path.resolve(): path for path in named if path.resolve() not in there and not path.exists()}
+    return list(missing)
+
+
+def _missing(path: Path) -> dict[str, Any]:
+    return {
+        "name": f"{path.parent.name}/{path.name}",
+        "path": str(path),
+        "kind": None,
+        "state": "missing",
+        "why": "",
+        "content_digest": None,
+        "remake": None,
+    }

@@ -1,0 +1,56 @@
+"""verify: reads every byte of artifacts and checks digests and invariants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import BnnError, DataError
+from bnncli.evaluation.rows import check_probabilities
+from bnncli.stages._inputs import open_posterior
+from bnncli.stages._run import Result, Run, Table
+from bnncli.storage.features import read_features
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.metrics import read_metrics
+from bnncli.storage.predictions import read_predictions
+
+
+def run(run: Run, options: Any) -> Result:
+    """A line for each file; the failure has the first problem's exit code."""
+    entries: list[dict[str, Any]] = []
+    failure: BnnError | None = None
+    for given in run.arguments["file"]:
+        path = Path(given)
+        run.console.poll(str(path))
+        try:
+            header = check_artifact(path)
+            entries.append({"path": str(path), "kind": header.kind, "is_valid": True, "problem": None})
+        except BnnError as error:
+            entries.append({"path": str(path), "kind": None, "is_valid": False, "problem": error.message})
+            failure = failure or type(error)(error.message, hint=error.hint, code=error.code, path=path)
+    rows = [
+        [entry["path"], entry["kind"] or "-", "ok" if entry["is_valid"] else "BAD", entry["problem"] or ""]
+        for entry in entries
+    ]
+    return Result(extra={"files": entries}, tables=[Table(["file", "kind", "state", "problem"], rows)], failure=failure)
+
+
+def check_artifact(path: Path) -> Header:
+    """The header of an artifact whose every byte and invariant has been checked. Raises DataError otherwise."""
+    header = read_header(path)
+    if header.kind == "features":
+        read_features(path, is_full_check=True)
+    elif header.kind == "predictions":
+        content = read_predictions(path)
+        check_probabilities(content.probs, len(content.classes))
+    elif header.kind == "metrics":
+        read_metrics(path)
+    else:
+        posterior, _ = open_posterior(path)
+        if posterior.layout.to_json() != header.meta.get("param_layout"):
+            raise DataError(
+                f"{path}: its tensors do not fit its layout {header.meta.get('param_layout')}",
+                code="damaged",
+                path=path,
+            )
+    return header

@@ -1,0 +1,192 @@
+"""Publishing files: complete under the final name, or not there at all.
+
+A temporary file in the target's own folder is written, synced and renamed; the old file stays intact until then. The
+name of a temporary carries the writer's pid, so that leftovers of dead processes can be told and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from bnncli import signals
+from bnncli.errors import BnnError, OutputExists, WriteError
+
+SPARE_BYTES = 64 << 20
+_TEMPORARY = re.compile(r"^\..+\.(\d+)\.[0-9a-f]{8}\.tmp$")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR}
+
+
+def write_error(error: OSError, path: Path) -> BnnError:
+    """The error a user sees for a failed write: 73 for a place that cannot be written, 74 for the rest."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _NOT_WRITABLE:
+        message = f"cannot write {path}: {reason}"
+        return OutputExists(
+            message, hint="choose another place with --run-dir or --out", code="not_writable", path=path
+        )
+    hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
+    return WriteError(f"writing {path} failed: {reason}; nothing was changed", hint=hint, path=path)
+
+
+def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool) -> None:
+    """Write a file through a temporary name and rename it into place.
+
+    Args:
+        target: the final path; its folder is made when missing.
+        write: writes the complete content to the path it is given.
+        may_replace: False refuses when somebody else has published meanwhile.
+
+    Raises:
+        OutputExists: the folder cannot be written, or the target appeared and may not be replaced.
+        WriteError: disk full, quota, input/output error. The old file is untouched.
+    """
+    stem = os.fsdecode(os.fsencode(target.name)[:150])
+    temporary = target.with_name(f".{stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        signals.raise_if_interrupted("publishing")
+        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+        os.chmod(temporary, mode)
+        _sync(temporary)
+        if may_replace:
+            os.replace(temporary, target)
+        else:
+            _link(temporary, target)
+        _sync(target.parent)
+    except FileExistsError:
+        raise OutputExists(
+            f"{target} was written by somebody else meanwhile", hint="run the command again", path=target
+        ) from None
+    except OSError as error:
+        raise write_error(error, target) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def publish_bytes(target: Path, content: bytes, *, may_replace: bool) -> None:
+    """Publish `content` as a file; raises as publish does."""
+
+    def write(path: Path) -> None:
+        with open(path, "wb") as stream:
+            reserve(stream.fileno(), len(content))
+            stream.write(content)
+
+    publish(target, write, may_replace=may_replace)
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Claim `size` bytes on disk, so that a full disk shows before the first write rather than half-way."""
+    if size == 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def check_free_space(folder: Path, size: int) -> None:
+    """Raise WriteError when `size` bytes plus a tenth and 64 MiB do not fit on the folder's file system."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        raise write_error(error, folder) from None
+    needed = int(size * 1.1) + SPARE_BYTES
+    if free < needed:
+        raise WriteError(
+            f"{folder}: about {needed >> 20} MiB are needed and {free >> 20} MiB are free; nothing was changed",
+            hint="free space, or choose another place with --run-dir",
+            path=folder,
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OutputExists (73) before any work when the folder, or the nearest that exists, cannot be written."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        reason = "is not a folder" if not place.is_dir() else "is not writable"
+        raise OutputExists(
+            f"{place} {reason}",
+            hint="choose another place with --run-dir DIR",
+            code="not_writable",
+            path=place,
+        )
+
+
+def temporaries(folder: Path) -> list[Path]:
+    """Temporary files under `folder` whose writer is dead."""
+    found = []
+    for path in sorted(folder.rglob(".*.tmp")) if folder.is_dir() else []:
+        match = _TEMPORARY.match(path.name)
+        if match and path.is_file() and not _is_alive(int(match.group(1))):
+            found.append(path)
+    return found
+
+
+def remove_dead_temporaries(folder: Path) -> list[Path]:
+    """Remove what dead writers left directly in `folder`; the paths removed."""
+    dead = [path for path in temporaries(folder) if path.parent == folder]
+    for path in dead:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return dead
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _umask() -> int:
+    """The process's umask, without the race of setting and restoring it where /proc tells."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # folders on some file systems
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _link(temporary: Path, target: Path) -> None:
+    """Rename that refuses to replace; where there are no hard links, a plain rename after a check."""
+    try:
+        os.link(temporary, target)
+    except OSError as error:
+        if error.errno == errno.EEXIST:
+            raise
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "exists", str(target)) from None
+        os.replace(temporary, target)

@@ -1,0 +1,177 @@
+"""Feature files: penultimate features of one split, with labels, class names and the head they belong to.
+
+A file checks itself: features times head must give the logits that the network gave for the first rows. That catches a
+wrong layer, a wrong checkpoint, permuted rows and damaged bytes in one test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli.digests import canonical_json, tensor_digest
+from bnncli.errors import DataError
+from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, write_hdf5
+from bnncli.storage.headers import Header
+
+CHECK_ROWS = 256
+CHECK_TOLERANCE = {"float32": 1e-3, "float16": 2e-2}
+
+
+@dataclass(frozen=True)
+class FeatureSplit:
+    """One split's features.
+
+    Attributes:
+        features: (N, D) float32 or float16.
+        labels: (N,) int64, or None without labels.
+        sample_id: (N,) int64, the row of each example in its source.
+        classes: names of the C classes; index = label.
+        head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or no bias.
+        check_logits: (min(N, 256), K) of the first rows; None without a head.
+        is_ood: True for a split given with --ood.
+    """
+
+    name: str
+    features: Array
+    labels: Array | None
+    sample_id: Array
+    classes: list[str]
+    head_weight: Array | None
+    head_bias: Array | None
+    check_logits: Array | None
+    is_ood: bool
+    header: Header | None = None
+
+
+def write_features(
+    target: Path,
+    split: FeatureSplit,
+    *,
+    preprocess: Mapping[str, Any],
+    layer: str | None,
+    order_digest: str,
+    source: str,
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+) -> str:
+    """Publish a feature file and return its content digest."""
+    arrays = {"features": split.features, "sample_id": split.sample_id}
+    optional = {
+        "labels": split.labels,
+        "head/weight": split.head_weight,
+        "head/bias": split.head_bias,
+        "check_logits": split.check_logits,
+    }
+    arrays |= {name: value for name, value in optional.items() if value is not None}
+    counts = None
+    if split.labels is not None:
+        counts = np.bincount(split.labels, minlength=len(split.classes)).tolist()
+    meta = {
+        "split": split.name,
+        "num_examples": len(split.features),
+        "num_features": split.features.shape[1],
+        "is_labeled": split.labels is not None,
+        "is_ood": split.is_ood,
+        "layer": layer,
+        "class_counts": counts,
+        "order_digest": order_digest,
+        "source": source,
+        "head_digest": head_digest(split),
+    }
+    texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
+    return write_hdf5(target, arrays, texts, kind="features", meta=meta, provenance=provenance, may_replace=may_replace)
+
+
+def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:
+    """The features of a split, after the self-check (and the digest, with is_full_check).
+
+    Raises:
+        MissingInput: no such file.
+        DataError: truncated, not finite, labels out of range, features that do not give the logits.
+    """
+    with open_hdf5(path) as file:
+        header = header_of(path, file)
+        if header.kind != "features":
+            raise DataError(f"{path}: expected features, got {header.kind}", code="wrong_kind", path=path)
+        arrays, texts = read_contents(path, file)
+    if is_full_check:
+        check_digest(path, header, arrays, texts)
+    for name in ("features", "sample_id"):
+        if name not in arrays:
+            raise DataError(f"{path}: has no {name}", code="damaged", path=path)
+    classes = texts.get("classes", [])
+    split = FeatureSplit(
+        name=str(header.meta.get("split", path.stem)),
+        features=arrays["features"],
+        labels=arrays.get("labels"),
+        sample_id=arrays["sample_id"],
+        classes=classes if isinstance(classes, list) else [classes],
+        head_weight=arrays.get("head/weight"),
+        head_bias=arrays.get("head/bias"),
+        check_logits=arrays.get("check_logits"),
+        is_ood=bool(header.meta.get("is_ood")),
+        header=header,
+    )
+    check_split(path, split)
+    return split
+
+
+def check_split(path: Path, split: FeatureSplit) -> None:
+    """Raise DataError unless shapes agree, values are finite, labels are classes, and features give the logits."""
+    rows, labels = len(split.features) if split.features.ndim == 2 else 0, split.labels
+    if rows == 0 or split.sample_id.shape != (rows,):
+        raise DataError(
+            f"{path}: expected features (N, D) with N > 0, got {split.features.shape}",
+            code="bad_shape",
+            path=path,
+        )
+    if str(split.features.dtype) not in CHECK_TOLERANCE:
+        raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
+    if not np.isfinite(split.features).all():
+        bad = np.unique(np.argwhere(~np.isfinite(split.features))[:, 0])
+        raise DataError(
+            f"{path}: {len(bad)} rows are not finite, the first is row {bad[0]}", code="not_finite", path=path
+        )
+    if labels is not None:
+        wrong = np.flatnonzero((labels < 0) | (labels >= len(split.classes)))
+        if labels.shape != (rows,) or len(wrong):
+            first = f"; row {wrong[0]} has {labels[wrong[0]]}" if len(wrong) else ""
+            message = f"{path}: labels must be 0 to {len(split.classes) - 1}, one a row{first}"
+            raise DataError(message, code="bad_labels", path=path)
+    if split.head_weight is None:
+        return
+    if (
+        split.head_weight.ndim != 2
+        or split.head_weight.shape[1] != split.features.shape[1]
+        or split.check_logits is None
+        or split.check_logits.shape != (min(rows, CHECK_ROWS), len(split.head_weight))
+        or (split.head_bias is not None and split.head_bias.shape != (len(split.head_weight),))
+    ):
+        raise DataError(
+            f"{path}: head {split.head_weight.shape} does not fit features {split.features.shape}",
+            code="bad_shape",
+            path=path,
+        )
+    first_rows = split.features[: len(split.check_logits)].astype(np.float64)
+    logits = first_rows @ split.head_weight.T.astype(np.float64)
+    logits = logits if split.head_bias is None else logits + split.head_bias
+    error = np.abs(logits - split.check_logits).max()
+    tolerance = CHECK_TOLERANCE[str(split.features.dtype)] * (1 + np.abs(split.check_logits).max())
+    if not error <= tolerance:
+        raise DataError(
+            f"{path}: features times head differs from the network's logits by {error:.3g} (tolerance {tolerance:.3g})",
+            code="self_check",
+            hint="the file is damaged or mixed up: run extract-features --force",
+            path=path,
+        )
+
+
+def head_digest(split: FeatureSplit) -> str:
+    """Identity of the head that a split's features belong to."""
+    parts = {"weight": split.head_weight, "bias": split.head_bias}
+    return tensor_digest({name: part for name, part in parts.items() if part is not None})

@@ -1,0 +1,162 @@
+"""What to do at an output path: compute, skip, replace or refuse; and whether an artifact is still true.
+
+An artifact is fresh when its parameters, its algorithm revision, its checkpoint and the content of every direct input
+are those recorded in it. Times and paths are never looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import BnnError, DataError, OutputExists, UsageError
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.provenance import Source, params_hash
+
+_MARKS = ((0, b"\x89HDF\r\n\x1a\n", b"bnncli_"), (8, b"{", b'"bnncli"'), (0, b"{", b'"bnncli.'))
+_MARK_WINDOW = 1 << 20
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do: compute, skip or replace; `why` is for people, `header` what is there."""
+
+    action: str
+    why: str = ""
+    header: Header | None = None
+
+
+def decide(
+    target: Path,
+    *,
+    kind: str,
+    params: Mapping[str, Any],
+    algo_rev: int,
+    sources: Sequence[Source],
+    weights_digest: str | None,
+    force: bool,
+) -> Decision:
+    """What a request means for the file at `target`.
+
+    Raises:
+        UsageError: the target is one of the inputs.
+        OutputExists: something else is there: other parameters, not ours, not readable.
+    """
+    for source in sources:
+        if is_same_file(target, source.path):
+            raise UsageError(f"the output {target} is also an input; choose another with --name or --out")
+    if not target.exists() and not target.is_symlink():
+        return Decision("compute")
+    header = _header_or_refuse(target, kind, force)
+    if header is None or force:
+        return Decision("replace", "--force", header)
+    if header.provenance["params_hash"] != params_hash(params):
+        differences = _differences(header.provenance.get("params", {}), params)
+        raise OutputExists(
+            f"{target} exists and was made with other options ({differences})",
+            path=target,
+            hint="add --force to replace it, or --name NAME to keep both",
+        )
+    changes = _changes(header, algo_rev, sources, weights_digest)
+    return Decision("replace", "; ".join(changes), header) if changes else Decision("skip", "up to date", header)
+
+
+def is_same_file(one: Path, other: Path) -> bool:
+    """True when both exist and are one file, by whatever path or link."""
+    return one.exists() and other.exists() and os.path.samefile(one, other)
+
+
+def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
+    """The header of what is at the target; None for a damaged artifact that --force may replace."""
+    try:
+        header = read_header(target)
+    except BnnError as error:
+        if force and _carries_our_mark(target):
+            return None
+        hint = "add --force to replace it" if _carries_our_mark(target) else "move it away, or use --name or --out"
+        raise OutputExists(f"{target} exists and cannot be used: {error.message}", hint=hint, path=target) from None
+    if header.kind != kind:
+        raise OutputExists(
+            f"{target} exists and is of kind {header.kind}, not {kind}",
+            hint="use --name or --out",
+            path=target,
+        )
+    return header
+
+
+def _carries_our_mark(target: Path) -> bool:
+    """True for a file of ours, damaged or not, and for an empty leftover; a foreign file is never replaced."""
+    if not target.is_file() or target.is_symlink():
+        return False
+    size = target.stat().st_size
+    with open(target, "rb") as stream:
+        head = stream.read(_MARK_WINDOW)
+        stream.seek(max(0, size - _MARK_WINDOW))
+        tail = stream.read()
+    return size == 0 or any(
+        head.startswith(magic, offset) and (mark in head or mark in tail) for offset, magic, mark in _MARKS
+    )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    return ", ".join(f"{name}: {old.get(name)!r} there, {new.get(name)!r} asked" for name in names) or "other options"
+
+
+def _changes(header: Header, algo_rev: int, sources: Sequence[Source], weights_digest: str | None) -> list[str]:
+    changes = []
+    if header.provenance.get("algo_rev") != algo_rev:
+        changes.append("made by another revision of the algorithm")
+    if header.weights_digest != weights_digest:
+        changes.append("the checkpoint has changed")
+    then = {entry["role"]: entry["content_digest"] for entry in header.inputs}
+    now = {source.role: source.content_digest for source in sources}
+    changes += [f"{role} has changed" for role in sorted({*then, *now}) if then.get(role) != now.get(role)]
+    return changes
+
+
+def staleness(header: Header, *, weights_digest: str | None = None) -> str | None:
+    """Why an artifact is stale, or None when it is fresh; its inputs are followed to the end.
+
+    Args:
+        weights_digest: of the checkpoint as it is now; None does not compare.
+    """
+    if weights_digest is not None and header.weights_digest not in (None, weights_digest):
+        return "the checkpoint has changed"
+    for entry in header.inputs:
+        path = header.input_path(entry)
+        if not entry.get("is_artifact", True):
+            continue
+        if not path.is_file():
+            return f"{entry['role']} ({path.name}) is missing"
+        try:
+            current = read_header(path)
+        except BnnError as error:
+            return f"{entry['role']}: {error.message}"
+        if current.content_digest != entry["content_digest"]:
+            return f"{entry['role']} ({path.name}) has changed"
+        deeper = staleness(current, weights_digest=weights_digest)
+        if deeper is not None:
+            return f"{entry['role']} ({path.name}) is stale: {deeper}"
+    return None
+
+
+def remake_command(header: Header) -> str:
+    """The command that made an artifact, to be pasted."""
+    return shlex.join(str(word) for word in header.provenance.get("command", []))
+
+
+def check_fresh(header: Header, *, weights_digest: str | None) -> None:
+    """Raise DataError when the artifact is stale, with the command that makes it again."""
+    why = staleness(header, weights_digest=weights_digest)
+    if why is not None:
+        raise DataError(
+            f"{header.path} is stale: {why}",
+            code="stale_input",
+            hint=remake_command(header) or None,
+            path=header.path,
+        )

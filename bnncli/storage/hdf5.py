@@ -1,0 +1,267 @@
+"""HDF5 files that can be trusted: written whole, read only when they hold nothing but plain arrays of their own.
+
+An HDF5 file that opens is not a complete file, and one that links to other files can read them. Files are built in
+memory up to 1 GiB and published as bytes; larger ones are allocated on disk before the first write, because h5py
+crashes when the disk fills under it. On reading, every object is looked at before any data.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from bnncli.digests import canonical_json, tensor_digest
+from bnncli.errors import DataError, Untrusted
+from bnncli.storage.atomic import publish, publish_bytes
+from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
+from bnncli.storage.seal import is_sealed, make_seal
+
+IN_MEMORY_LIMIT = 1 << 30
+MAX_OBJECTS = 10_000
+BLOCK_BYTES = 64 << 20
+_STRING = h5py.string_dtype("utf-8")
+_PROVENANCE, _META = "provenance", "meta"
+
+Array = np.ndarray[Any, Any]
+Text = str | list[str]
+
+
+def content_digest(arrays: Mapping[str, Array], texts: Mapping[str, Text], meta: Mapping[str, Any]) -> str:
+    """Digest of arrays, texts and meta: what the file says, without who wrote it when."""
+    entries: dict[str, Any] = dict(arrays)
+    described = canonical_json({"meta": meta, "texts": dict(texts)}).encode()
+    entries["//description"] = np.frombuffer(described, dtype=np.uint8)
+    return tensor_digest(entries)
+
+
+def write_hdf5(
+    target: Path,
+    arrays: Mapping[str, Array],
+    texts: Mapping[str, Text],
+    *,
+    kind: str,
+    meta: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+    decorate: Callable[[h5py.File], None] | None = None,
+) -> str:
+    """Publish an HDF5 artifact and return its content digest.
+
+    Args:
+        arrays: dataset path to array; written contiguous and uncompressed.
+        texts: dataset path to UTF-8 text (a scalar), or to a list of them (one axis).
+        meta: what the kind says of itself, JSON.
+        decorate: adds attributes and dimension scales before the file is closed.
+    """
+    digest = content_digest(arrays, texts, meta)
+    marks = {"bnncli_kind": kind, "bnncli_schema": SCHEMA, "bnncli_content_digest": digest}
+    documents = {**texts, _META: canonical_json(meta), _PROVENANCE: canonical_json(provenance)}
+
+    def fill(file: h5py.File) -> None:
+        for name, text in documents.items():
+            file.create_dataset(name, data=text, dtype=_STRING)
+        if decorate is not None:
+            decorate(file)
+        file.attrs.update(marks)
+        file.attrs["bnncli_complete"] = 1
+
+    if sum(array.nbytes for array in arrays.values()) <= IN_MEMORY_LIMIT:
+        with h5py.File.in_memory() as file:
+            for name, array in arrays.items():
+                file.create_dataset(name, data=array)
+            fill(file)
+            file.flush()
+            image = file.id.get_file_image()
+            seal = make_seal(io.BytesIO(image), _blocks(file, arrays))
+        publish_bytes(target, image + seal, may_replace=may_replace)
+    else:
+        publish(target, lambda path: _write_allocated(path, arrays, fill), may_replace=may_replace)
+    return digest
+
+
+def _write_allocated(path: Path, arrays: Mapping[str, Array], fill: Callable[[h5py.File], None]) -> None:
+    """Allocate every dataset on disk first, so that a full disk is an OSError and not a crash, then write."""
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            group = file.require_group(os.path.dirname("/" + name) or "/")
+            space, kind = h5py.h5s.create_simple(array.shape), h5py.h5t.py_create(array.dtype, logical=True)
+            h5py.h5d.create(group.id, os.path.basename(name).encode(), kind, space, dcpl=properties)
+    with open(path, "r+b") as stream:
+        os.posix_fallocate(stream.fileno(), 0, os.fstat(stream.fileno()).st_size + (1 << 20))
+    with h5py.File(path, "r+") as file:
+        for name, array in arrays.items():
+            rows = max(1, BLOCK_BYTES // max(1, array[:1].nbytes))
+            for start in range(0, len(array), rows):
+                file[name][start : start + rows] = array[start : start + rows]
+        fill(file)
+        file.flush()
+        blocks = _blocks(file, arrays)
+    with open(path, "r+b") as stream:
+        seal = make_seal(stream, blocks)
+        stream.seek(0, os.SEEK_END)
+        stream.write(seal)
+
+
+def _blocks(file: h5py.File, arrays: Mapping[str, Array]) -> list[tuple[int, int]]:
+    """Offset and length in bytes of every array in a written file."""
+    found = [(file[name].id.get_offset(), file[name].id.get_storage_size()) for name in arrays]
+    return [(offset, length) for offset, length in found if offset is not None]
+
+
+@contextmanager
+def open_hdf5(path: Path) -> Iterator[h5py.File]:
+    """An HDF5 file opened for reading, after every object in it has been checked.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: truncated, incomplete, sizes that do not add up.
+        Untrusted: links, external storage or virtual datasets.
+    """
+    check_is_file(path)
+    has_seal = is_sealed(path)
+    try:
+        file = h5py.File(path, "r", locking=False)
+    except (OSError, ValueError):
+        raise DataError(
+            f"{path} is truncated, or not HDF5", code="truncated", hint="make it again", path=path
+        ) from None
+    with file:
+        try:
+            _check_objects(path, file)
+            complete = file.attrs.get("bnncli_complete", 0)
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError) as error:
+            raise _damaged(path, error) from None
+        if not has_seal or not isinstance(complete, int | np.integer) or complete != 1:
+            raise DataError(f"{path} is incomplete, or not a bnncli artifact", code="incomplete", path=path)
+        try:
+            yield file
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+            raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: BaseException) -> DataError:
+    what = " ".join(str(error).split())[:120]
+    return DataError(f"{path} is damaged: {what}", code="damaged", hint="make it again", path=path)
+
+
+def _check_objects(path: Path, file: h5py.File) -> None:
+    """Refuse anything that our writer never makes, before any data are read."""
+    declared, count, groups = 0, 0, [file["/"]]
+    seen = set()
+    while groups:
+        group = groups.pop()
+        if group.id.__hash__() in seen:
+            raise DataError(f"{path}: groups form a loop", path=path)
+        seen.add(group.id.__hash__())
+        for name in group:
+            count += 1
+            if count > MAX_OBJECTS:
+                raise DataError(f"{path}: more than {MAX_OBJECTS} objects", path=path)
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                raise Untrusted(f"{path}: {name!r} is a link to somewhere else", code="hdf5_link", path=path)
+            entry = group[name]
+            if isinstance(entry, h5py.Group):
+                groups.append(entry)
+            elif isinstance(entry, h5py.Dataset):
+                declared += _check_dataset(path, name, entry)
+            else:
+                raise DataError(f"{path}: {name!r} is neither array nor group", path=path)
+    if declared > path.stat().st_size:
+        raise DataError(
+            f"{path}: declares {declared} bytes of data and has {path.stat().st_size}",
+            code="size_mismatch",
+            path=path,
+        )
+
+
+def _check_dataset(path: Path, name: str, entry: h5py.Dataset) -> int:
+    """Bytes the dataset declares."""
+    if entry.is_virtual or entry.external is not None:
+        raise Untrusted(f"{path}: {name!r} takes its data from another file", code="hdf5_external", path=path)
+    if entry.chunks is not None or entry.compression is not None:
+        raise DataError(f"{path}: {name!r} is not stored as bnncli stores arrays", path=path)
+    is_text = h5py.check_string_dtype(entry.dtype) is not None
+    if not is_text and entry.dtype.kind not in "fiub":
+        raise DataError(f"{path}: {name!r} has the unexpected type {entry.dtype}", path=path)
+    if not is_text and entry.size and entry.id.get_storage_size() != entry.size * entry.dtype.itemsize:
+        raise DataError(f"{path}: {name!r} declares more data than it has", code="size_mismatch", path=path)
+    return int(entry.size) * entry.dtype.itemsize
+
+
+def read_text(file: h5py.File, name: str) -> str:
+    """A scalar text dataset."""
+    value = file[name][()]
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def read_texts(file: h5py.File, name: str) -> list[str]:
+    """A list of texts, such as the class names."""
+    return [value.decode("utf-8") for value in file[name][()]]
+
+
+def header_of(path: Path, file: h5py.File) -> Header:
+    """The header of an open artifact."""
+    attrs = file.attrs
+    for name in (_PROVENANCE, _META):
+        if name not in file:
+            raise DataError(f"{path}: not a bnncli artifact (no {name})", code="wrong_kind", path=path)
+    provenance, meta = (parse_json(path, read_text(file, name)) for name in (_PROVENANCE, _META))
+    kind, schema, digest = (attrs.get(f"bnncli_{key}") for key in ("kind", "schema", "content_digest"))
+    return check_header(path, kind, schema, digest, provenance, meta)
+
+
+def read_hdf5_header(path: Path) -> Header:
+    """The header of an HDF5 artifact; raises as open_hdf5 does."""
+    with open_hdf5(path) as file:
+        return header_of(path, file)
+
+
+def read_contents(path: Path, file: h5py.File) -> tuple[dict[str, Array], dict[str, Text]]:
+    """Every array and every text of the file, as write_hdf5 was given them."""
+    arrays: dict[str, Array] = {}
+    texts: dict[str, Text] = {}
+
+    def visit(name: str, entry: Any) -> None:
+        if isinstance(entry, h5py.Dataset) and name not in (_PROVENANCE, _META):
+            if h5py.check_string_dtype(entry.dtype) is None:
+                arrays[name] = entry[()]
+            else:
+                texts[name] = read_text(file, name) if entry.shape == () else read_texts(file, name)
+
+    file.visititems(visit)
+    return arrays, texts
+
+
+def check_digest(path: Path, header: Header, arrays: Mapping[str, Array], texts: Mapping[str, Text]) -> None:
+    """Raise DataError when the content is not what was written."""
+    if content_digest(arrays, texts, header.meta) != header.content_digest:
+        raise DataError(
+            f"{path}: its content does not match its digest",
+            code="digest_mismatch",
+            hint="make it again",
+            path=path,
+        )
+
+
+def array_shapes(path: Path) -> dict[str, str]:
+    """Name to type and shape of every dataset, without reading data."""
+    found: dict[str, str] = {}
+    with open_hdf5(path) as file:
+
+        def visit(name: str, entry: Any) -> None:
+            if isinstance(entry, h5py.Dataset) and name not in (_PROVENANCE, _META):
+                kind = "text" if h5py.check_string_dtype(entry.dtype) is not None else str(entry.dtype)
+                found[name] = f"{kind} {entry.shape}"
+
+        file.visititems(visit)
+    return found

@@ -1,0 +1,166 @@
+"""What every artifact says of itself: kind, schema, content digest, provenance; and how it is read from any file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import DataError, MissingInput
+
+SCHEMA = "1.0"
+KINDS = ("features", "posterior", "samples", "predictions", "metrics")
+MAX_JSON_BYTES = 1 << 20
+MAX_JSON_DEPTH = 32
+
+
+@dataclass(frozen=True)
+class Header:
+    """An artifact's description of itself.
+
+    Attributes:
+        kind: one of KINDS.
+        schema: "major.minor" of the file's layout.
+        content_digest: digest of everything but the provenance.
+        provenance: bnncli.provenance/1.
+        meta: what else the kind says: layout, method, split, numbers of the fit.
+    """
+
+    path: Path
+    kind: str
+    schema: str
+    content_digest: str
+    provenance: dict[str, Any]
+    meta: dict[str, Any]
+
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        """Direct inputs: role, path relative to the artifact, content digest."""
+        return list(self.provenance.get("inputs", []))
+
+    def input_path(self, entry: dict[str, Any]) -> Path:
+        """Where an input lay when this was written; paths are relative to the artifact."""
+        return self.path.parent / entry["path"]
+
+    @property
+    def weights_digest(self) -> str | None:
+        """Digest of the checkpoint the run belongs to; None without one."""
+        checkpoint = self.provenance.get("checkpoint")
+        return checkpoint["weights_digest"] if checkpoint else None
+
+
+def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: Any, meta: Any) -> Header:
+    """A Header from raw values. Raises DataError when they are not what our writer makes."""
+    if kind not in KINDS:
+        raise DataError(f"{path}: not a bnncli artifact (kind {kind!r})", code="wrong_kind", path=path)
+    major = str(schema).partition(".")[0]
+    if not major.isdigit():
+        raise DataError(f"{path}: unreadable schema {schema!r}", code="bad_schema", path=path)
+    if int(major) > int(SCHEMA.partition(".")[0]):
+        raise DataError(
+            f"{path}: schema {schema} was made by a newer bnncli; this one reads {SCHEMA}",
+            code="future_schema",
+            hint="upgrade bnncli",
+            path=path,
+        )
+    if int(major) < int(SCHEMA.partition(".")[0]):
+        raise DataError(f"{path}: schema {schema} is older than {SCHEMA}", code="old_schema", path=path)
+    if not isinstance(digest, str) or not isinstance(provenance, dict) or not isinstance(meta, dict):
+        raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
+    if not _is_provenance(provenance) or not all(key in meta for key in _REQUIRED_META.get(kind, ())):
+        raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
+    return Header(path, kind, str(schema), digest, provenance, meta)
+
+
+_REQUIRED_META = {"predictions": ("posterior", "integrator", "split", "num_examples")}
+
+
+def _is_provenance(value: dict[str, Any]) -> bool:
+    """True when everything that readers look up is there and of the right type."""
+    inputs, checkpoint = value.get("inputs"), value.get("checkpoint")
+    types = {"params_hash": str, "params": dict, "algo_rev": int, "command": list, "inputs": list}
+    if not all(isinstance(value.get(key), kind) for key, kind in types.items()):
+        return False
+    if not all(_has_texts(entry, "role", "path", "content_digest") for entry in inputs or []):
+        return False
+    return checkpoint is None or _has_texts(checkpoint, "file_sha256", "weights_digest")
+
+
+def _has_texts(value: Any, *keys: str) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in keys)
+
+
+def parse_json(path: Path, text: str | bytes) -> Any:
+    """Strict JSON: at most 1 MiB, no duplicate keys, no NaN, not deeply nested. Raises DataError otherwise."""
+    if len(text) > MAX_JSON_BYTES:
+        raise DataError(f"{path}: its header has {len(text)} bytes; at most {MAX_JSON_BYTES} are allowed", path=path)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(keys) != len(set(keys)):
+            raise DataError(f"{path}: its header has a key twice", code="bad_header", path=path)
+        return dict(pairs)
+
+    def constant(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+    except (ValueError, RecursionError):
+        raise DataError(f"{path}: its header is not JSON", code="bad_header", path=path) from None
+    if _depth(value) > MAX_JSON_DEPTH:
+        raise DataError(f"{path}: its header is nested too deeply", code="bad_header", path=path)
+    return value
+
+
+def _depth(value: Any) -> int:
+    """How deeply lists and objects are nested."""
+    depth, level = 0, [value]
+    while level:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        depth, level = depth + 1, inner
+    return depth
+
+
+def check_is_file(path: Path) -> None:
+    """Raise MissingInput unless `path` is a readable regular file."""
+    if not path.exists():
+        raise MissingInput(f"{path} does not exist", path=path)
+    if not path.is_file():
+        raise MissingInput(f"{path} is not a regular file", path=path)
+
+
+def read_header(path: Path) -> Header:
+    """The header of any artifact, by its magic bytes; data are not read.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: not one of ours, truncated, incomplete, of another schema.
+        Untrusted: an HDF5 file with links to other files.
+    """
+    check_is_file(path)
+    try:
+        with open(path, "rb") as stream:
+            magic = stream.read(16)
+    except OSError as error:
+        raise MissingInput(f"cannot read {path}: {error.strerror}", path=path) from None
+    if magic.startswith(b"\x89HDF\r\n\x1a\n"):
+        from bnncli.storage.hdf5 import read_hdf5_header
+
+        return read_hdf5_header(path)
+    if magic.lstrip().startswith(b"{"):
+        from bnncli.storage.metrics import read_metrics_header
+
+        return read_metrics_header(path)
+    if len(magic) > 8 and magic[8:9] == b"{":
+        from bnncli.storage.posteriors import read_posterior_header
+
+        return read_posterior_header(path)
+    what = "empty" if not magic else "truncated, or not a bnncli artifact"
+    raise DataError(f"{path} is {what}", code="not_an_artifact", path=path)

@@ -1,0 +1,83 @@
+"""One writer an artifact: an exclusive flock on a file in the run folder's .locks/.
+
+The kernel frees the lock when its holder dies, so a lock is never judged by age and its file is never removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bnncli.errors import Locked, OutputExists, WriteError
+from bnncli.storage.atomic import write_error
+
+POLL_SECONDS = 0.1
+
+
+@contextmanager
+def artifact_lock(path: Path, *, wait: float, poll: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file `path` exclusively.
+
+    Args:
+        path: the lock file, made when missing.
+        wait: seconds to wait for another holder; 0 fails at once.
+        poll: called while waiting; raises to stop.
+
+    Raises:
+        Locked: another process holds it; the message names it.
+        OutputExists: the lock file cannot be written.
+        WriteError: the file system has no locks.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise write_error(error, path) from None
+    try:
+        _acquire(descriptor, path, wait, poll)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": sys.argv[:6]}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None]) -> None:
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                message = f"the file system of {path} has no file locks"
+                raise WriteError(message, hint="choose another place with --run-dir", path=path) from None
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise OutputExists(f"cannot lock {path}: {os.strerror(error.errno)}", path=path) from None
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                raise
+        poll()
+        if time.monotonic() >= deadline:
+            raise Locked(
+                f"another bnncli is writing this artifact ({_holder(descriptor)})",
+                hint="wait for it, or use --wait SECONDS",
+                path=path,
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 65536, 0))
+        return f"pid {holder['pid']} on {holder['host']}: {' '.join(holder['command'])[:200]}"
+    except (ValueError, KeyError, TypeError):
+        return "holder unknown"

@@ -1,0 +1,59 @@
+"""Metrics files: strict JSON, sorted keys, a newline at the end; undefined scores are null with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bnncli.digests import json_sha256
+from bnncli.errors import DataError
+from bnncli.storage.atomic import publish_bytes
+from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
+
+
+def write_metrics(
+    target: Path,
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    predictions: Sequence[Mapping[str, Any]],
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+) -> str:
+    """Publish a metrics file and return its content digest."""
+    meta = {"predictions": list(predictions), "rows": list(rows), "checks": []}
+    digest = json_sha256(meta)
+    document = {
+        "kind": "metrics",
+        "schema": "bnncli.metrics/" + SCHEMA,
+        "content_digest": digest,
+        **meta,
+        "provenance": dict(provenance),
+    }
+    text = json.dumps(document, sort_keys=True, indent=1, allow_nan=False) + "\n"
+    publish_bytes(target, text.encode(), may_replace=may_replace)
+    return digest
+
+
+def read_metrics_header(path: Path) -> Header:
+    """The header of a metrics file; its meta has `rows` and `predictions`."""
+    check_is_file(path)
+    document = parse_json(path, path.read_bytes())
+    if not isinstance(document, dict):
+        raise DataError(f"{path} is not a metrics file", code="wrong_kind", path=path)
+    schema = str(document.get("schema", "")).removeprefix("bnncli.metrics/")
+    meta = {key: document.get(key) for key in ("predictions", "rows", "checks")}
+    return check_header(
+        path, document.get("kind"), schema, document.get("content_digest"), document.get("provenance"), meta
+    )
+
+
+def read_metrics(path: Path) -> Header:
+    """The header of a metrics file after a full check of its digest."""
+    header = read_metrics_header(path)
+    if header.kind != "metrics":
+        raise DataError(f"{path}: expected metrics, got {header.kind}", code="wrong_kind", path=path)
+    if json_sha256(header.meta) != header.content_digest:
+        raise DataError(f"{path}: its content does not match its digest", code="digest_mismatch", path=path)
+    return header

@@ -1,0 +1,140 @@
+"""Posterior files: safetensors whose single metadata entry is one canonical JSON document.
+
+The safetensors library writes metadata in random order and files that only their owner can read, so the bytes it makes
+are published by our own writer. On reading, the header is parsed again by ourselves, because the library accepts
+duplicate names.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.digests import canonical_json, tensor_digest
+from bnncli.errors import DataError
+from bnncli.storage.atomic import publish_bytes
+from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
+
+METADATA_KEY = "bnncli"
+MAX_HEADER_BYTES = 100_000_000
+
+
+def write_posterior(
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    meta: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+) -> str:
+    """Publish a posterior file and return its content digest.
+
+    Args:
+        tensors: everything numeric, any device; stored on the CPU, contiguous.
+        meta: type, method, param_layout and the numbers of the fit.
+    """
+    from safetensors.torch import save
+
+    stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    digest = _digest(stored, meta)
+    document = {
+        "kind": "posterior",
+        "schema": SCHEMA,
+        "content_digest": digest,
+        "provenance": dict(provenance),
+        "meta": dict(meta),
+    }
+    publish_bytes(target, save(stored, metadata={METADATA_KEY: canonical_json(document)}), may_replace=may_replace)
+    return digest
+
+
+def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
+    """Tensors and header of a posterior file, after a full check.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: truncated, duplicate names, wrong digest, values that are not finite.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    header = read_posterior_header(path)
+    if header.kind != "posterior":
+        raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
+    try:
+        tensors = load(path.read_bytes())
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise DataError(f"{path} is damaged: {' '.join(str(error).split())[:120]}", code="damaged", path=path) from None
+    if _digest(tensors, header.meta) != header.content_digest:
+        raise DataError(
+            f"{path}: its content does not match its digest",
+            code="digest_mismatch",
+            hint="make it again",
+            path=path,
+        )
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise DataError(f"{path}: {name!r} has values that are not finite", code="not_finite", path=path)
+    return tensors, header
+
+
+def read_posterior_header(path: Path) -> Header:
+    """The header of a posterior file; tensors are not read."""
+    check_is_file(path)
+    size = path.stat().st_size
+    with open(path, "rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise DataError(
+                f"{path} is truncated, or not safetensors", code="truncated", hint="make it again", path=path
+            )
+        raw = stream.read(length)
+    entries = parse_json(path, raw)
+    metadata = entries.get("__metadata__", {}) if isinstance(entries, dict) else {}
+    if not isinstance(metadata, dict) or METADATA_KEY not in metadata:
+        raise DataError(
+            f"{path}: not a bnncli artifact (a safetensors file without our header)",
+            code="wrong_kind",
+            path=path,
+        )
+    document = parse_json(path, str(metadata[METADATA_KEY]))
+    if not isinstance(document, dict):
+        raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
+    try:
+        ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
+    except (TypeError, KeyError, IndexError, ValueError):
+        raise DataError(f"{path}: its header is damaged", code="bad_header", path=path) from None
+    if 8 + length + max(ends, default=0) != size:
+        raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
+    return check_header(
+        path,
+        document.get("kind"),
+        document.get("schema"),
+        document.get("content_digest"),
+        document.get("provenance"),
+        document.get("meta"),
+    )
+
+
+def _digest(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    described = torch.frombuffer(bytearray(canonical_json(meta).encode()), dtype=torch.uint8)
+    return tensor_digest({**tensors, "//description": described})
+
+
+def tensor_shapes(path: Path) -> dict[str, str]:
+    """Name to type and shape of every tensor, without reading data."""
+    with open(path, "rb") as stream:
+        length = struct.unpack("<Q", stream.read(8))[0]
+        entries = json.loads(stream.read(length))
+    return {
+        name: f"{entry['dtype']} {tuple(entry['shape'])}"
+        for name, entry in sorted(entries.items())
+        if name != "__metadata__"
+    }

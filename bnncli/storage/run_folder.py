@@ -1,0 +1,115 @@
+"""Where the artifacts of a run lie: the run folder `<checkpoint file name>.bnn/`, or the one --run-dir names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from bnncli.errors import MissingInput
+from bnncli.option import check_artifact_name, check_split_name
+
+POSTERIOR_SUFFIXES = (".safetensors", ".nc")
+MAX_NAME_BYTES = 255
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run. Nothing is made or read when this is built."""
+
+    checkpoint: Path
+    root: Path
+
+    @classmethod
+    def of(cls, checkpoint: Path, run_dir: str | None) -> RunFolder:
+        """The run folder of a checkpoint.
+
+        Raises:
+            MissingInput: when the checkpoint is a folder, or an artifact of a run.
+        """
+        if checkpoint.is_dir():
+            hint = f"give the checkpoint file; {checkpoint} is a folder"
+            raise MissingInput(f"expected a checkpoint file; {checkpoint} is a folder", hint=hint, path=checkpoint)
+        if any(part.endswith(".bnn") for part in checkpoint.parts[:-1]):
+            raise MissingInput(
+                f"expected a checkpoint; {checkpoint} lies in a run folder",
+                path=checkpoint,
+                hint="give the checkpoint first, and the artifact by name (--base, --posterior)",
+            )
+        if run_dir is not None:
+            return cls(checkpoint, Path(run_dir))
+        name = checkpoint.name + ".bnn"
+        if len(os.fsencode(name)) > MAX_NAME_BYTES:
+            name = hashlib.sha256(os.fsencode(checkpoint.name)).hexdigest()[:16] + ".bnn"
+        return cls(checkpoint, checkpoint.with_name(name))
+
+    def features(self, split: str) -> Path:
+        """features/<split>.h5"""
+        return self.root / "features" / f"{check_split_name(split, '--split')}.h5"
+
+    def posterior(self, name: str, *, suffix: str = ".safetensors") -> Path:
+        """posteriors/<name>.safetensors, or .nc for draws."""
+        return self.root / "posteriors" / f"{name}{suffix}"
+
+    def predictions(self, name: str, split: str) -> Path:
+        """predictions/<posterior>.<integrator>/<split>.h5; `name` is <posterior>.<integrator>."""
+        return self.root / "predictions" / name / f"{split}.h5"
+
+    def metrics(self, name: str) -> Path:
+        """metrics/<posterior>.<integrator>.json"""
+        return self.root / "metrics" / f"{name}.json"
+
+    def lock(self, target: Path) -> Path:
+        """The lock file of an artifact: in .locks/, named after its place in the run folder; else beside it."""
+        try:
+            name = "-".join(target.resolve().relative_to(self.root.resolve()).parts)
+        except ValueError:  # --out: somewhere else
+            return target.resolve().parent / ".locks" / target.name
+        return self.root / ".locks" / name
+
+    def splits(self) -> list[str]:
+        """Names of the splits whose features are there, sorted, train first."""
+        found = [path.stem for path in (self.root / "features").glob("[!.]*.h5")]
+        return sorted(found, key=lambda name: (name != "train", name))
+
+    def posteriors(self) -> list[Path]:
+        """Files of the posteriors that are there: map, laplace, refine, hmc, then the others by name."""
+        order = {name: rank for rank, name in enumerate(("map", "laplace", "refine", "hmc"))}
+        found = [path for path in (self.root / "posteriors").glob("[!.]*") if path.suffix in POSTERIOR_SUFFIXES]
+        return sorted(found, key=lambda path: (order.get(path.stem, len(order)), path.name))
+
+    def prediction_files(self) -> list[Path]:
+        """Every prediction file of the run."""
+        return sorted((self.root / "predictions").glob("[!.]*/[!.]*.h5"))
+
+    def metrics_files(self) -> list[Path]:
+        """Every metrics file of the run."""
+        return sorted((self.root / "metrics").glob("[!.]*.json"))
+
+    def find_posterior(self, name_or_file: str, *, flag: str, maker: str) -> Path:
+        """The file of the posterior called `name_or_file`, or that file itself.
+
+        Args:
+            flag: the option it came by, for messages.
+            maker: the command that would make it, for the hint.
+
+        Raises:
+            MissingInput: when there is neither, with the command that would make it.
+        """
+        is_path = "/" in name_or_file or name_or_file.endswith(POSTERIOR_SUFFIXES)
+        if is_path:
+            if Path(name_or_file).is_file():
+                return Path(name_or_file)
+            raise MissingInput(f"{flag}: no file {name_or_file}", path=name_or_file)
+        check_artifact_name(name_or_file, flag)
+        candidates = [self.posterior(name_or_file, suffix=suffix) for suffix in POSTERIOR_SUFFIXES]
+        for path in candidates:
+            if path.is_file():
+                return path
+        there = ", ".join(path.stem for path in self.posteriors()) or "none"
+        raise MissingInput(
+            f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {candidates[0]}; there: {there})",
+            hint=maker,
+            path=candidates[0],
+        )

@@ -1,0 +1,159 @@
+"""Sample files: draws and sampler statistics as HDF5 in the shape of netCDF-4, which ArviZ opens.
+
+One group an ArviZ group; every dimension has a coordinate and a dimension scale, without which readers lose the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from bnncli import __version__
+from bnncli.errors import DataError
+from bnncli.names import printable
+from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, write_hdf5
+from bnncli.storage.headers import Header
+
+BOOLEAN_STATS = ("diverging",)
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """Draws of a sampler.
+
+    Attributes:
+        head_weight: (C, T, K, D) float32; head_bias: (C, T, K) float32 or None.
+        stats: name to (C, T): lp, energy, acceptance_rate, diverging, step_size, n_steps.
+        constants: name to array, such as prior_precision.
+    """
+
+    head_weight: Array
+    head_bias: Array | None
+    stats: dict[str, Array]
+    constants: dict[str, Array]
+    header: Header | None = None
+
+
+def write_samples(
+    target: Path,
+    samples: SampleFile,
+    *,
+    outputs: list[str],
+    created_at: str,
+    name: str,
+    sampler_library: tuple[str, str],
+    meta: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+) -> str:
+    """Publish a sample file and return its content digest.
+
+    Args:
+        outputs: names of the K outputs, the coordinate `class`.
+        sampler_library: name and version of what drew.
+    """
+    chains, draws, _, features = samples.head_weight.shape
+    arrays: dict[str, Array] = {"posterior/head_weight": samples.head_weight}
+    if samples.head_bias is not None:
+        arrays["posterior/head_bias"] = samples.head_bias
+    for group, axes in (("posterior", ("chain", "draw", "feature")), ("sample_stats", ("chain", "draw"))):
+        sizes = {"chain": chains, "draw": draws, "feature": features}
+        arrays |= {f"{group}/{axis}": np.arange(sizes[axis], dtype=np.int64) for axis in axes}
+    for key, values in samples.stats.items():
+        arrays[f"sample_stats/{key}"] = values.astype(np.int8) if key in BOOLEAN_STATS else values
+    for key, values in samples.constants.items():
+        arrays[f"constant_data/{key}"] = values
+        for axis, size in enumerate(values.shape):
+            arrays[f"constant_data/{key}_dim_{axis}"] = np.arange(size, dtype=np.int64)
+
+    def decorate(file: h5py.File) -> None:
+        file.attrs.update({"Conventions": "ArviZ", "name": printable(name)})
+        for group in ("posterior", "sample_stats"):
+            _attach_scales(file[group])
+            file[group].attrs.update(
+                {
+                    "created_at": created_at,
+                    "creation_library": "bnncli",
+                    "creation_library_version": __version__,
+                    "inference_library": sampler_library[0],
+                    "inference_library_version": sampler_library[1],
+                }
+            )
+            file[group].attrs["sample_dims"] = ["chain", "draw"]
+        for key, values in samples.constants.items():
+            for axis in range(values.ndim):
+                name_of_axis = f"{key}_dim_{axis}"
+                file["constant_data"][name_of_axis].make_scale(name_of_axis)
+                file["constant_data"][key].dims[axis].attach_scale(file["constant_data"][name_of_axis])
+        for key in BOOLEAN_STATS:
+            if key in file["sample_stats"]:
+                file["sample_stats"][key].attrs["dtype"] = "bool"
+
+    texts: dict[str, str | list[str]] = {"posterior/class": outputs}
+    return write_hdf5(
+        target,
+        arrays,
+        texts,
+        kind="samples",
+        meta=meta,
+        provenance=provenance,
+        may_replace=may_replace,
+        decorate=decorate,
+    )
+
+
+_AXES = {"head_weight": ("chain", "draw", "class", "feature"), "head_bias": ("chain", "draw", "class")}
+
+
+def _attach_scales(group: h5py.Group) -> None:
+    """Name every axis of every variable of a group."""
+    coordinates = {"chain", "draw", "class", "feature"} & set(group)
+    for axis in sorted(coordinates):
+        group[axis].make_scale(axis)
+    for name in sorted(set(group) - coordinates):
+        axes = _AXES.get(name, ("chain", "draw"))
+        for position, axis in enumerate(axes):
+            group[name].dims[position].attach_scale(group[axis])
+
+
+def read_samples(path: Path) -> SampleFile:
+    """Draws and statistics of a sample file, after a full check.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: truncated, wrong digest, draws that are not finite.
+    """
+    with open_hdf5(path) as file:
+        header = header_of(path, file)
+        if header.kind != "samples":
+            raise DataError(f"{path}: expected samples, got {header.kind}", code="wrong_kind", path=path)
+        arrays, texts = read_contents(path, file)
+    check_digest(path, header, arrays, texts)
+    if "posterior/head_weight" not in arrays or arrays["posterior/head_weight"].ndim != 4:
+        raise DataError(
+            f"{path}: has no draws posterior/head_weight (chain, draw, class, feature)",
+            code="damaged",
+            path=path,
+        )
+    weight, bias = arrays["posterior/head_weight"], arrays.get("posterior/head_bias")
+    for values in (weight, bias):
+        if values is not None and not np.isfinite(values).all():
+            raise DataError(f"{path}: some draws are not finite", code="not_finite", path=path)
+    coordinates = {"chain", "draw", "feature"}
+    stats = {
+        name.removeprefix("sample_stats/"): values
+        for name, values in arrays.items()
+        if name.startswith("sample_stats/") and name.removeprefix("sample_stats/") not in coordinates
+    }
+    constants = {
+        name.removeprefix("constant_data/"): values
+        for name, values in arrays.items()
+        if name.startswith("constant_data/") and not re.search(r"_dim_\d+$", name)
+    }
+    return SampleFile(weight, bias, stats, constants, header)

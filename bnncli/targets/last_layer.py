@@ -1,0 +1,226 @@
+"""The log posterior of a network's last linear layer, given its fixed features.
+
+log p(D, theta) = sum_n log p(y_n | W x_n + b) + log N(theta | 0, I / prior_precision), both normalised. The label term
+of the value is linear in theta, sum_n logit[n, y_n] = theta . t with the fixed statistic t = sum_n onehot(y_n) x x_n,
+and costs no pass over the examples. Products run in the features' precision, sums over blocks of examples in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.layout import HeadLayout
+from bnncli.shapes import check_shapes
+from bnncli.targets.likelihood import (
+    block_logits,
+    draw_blocks,
+    label_indicators,
+    log_normalizers_,
+    normalize_,
+    row_blocks,
+    weighted_feature_sums,
+)
+
+ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class ValueWithGradient(torch.autograd.Function):
+    """Lets autograd through a function that computes its own gradient: apply(theta (S, P), value_and_grad) -> (S,)."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, value_and_grad: ValueAndGradient) -> Tensor:
+        """The values; their gradient is kept for backward."""
+        value, gradient = value_and_grad(theta.detach())
+        ctx.save_for_backward(gradient.to(theta.dtype))
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        """The kept gradient times the upstream one."""
+        (gradient,) = ctx.saved_tensors
+        return upstream.to(gradient.dtype).unsqueeze(-1) * gradient, None
+
+
+@dataclass(frozen=True)
+class LastLayerTarget:
+    """The unnormalised log posterior over theta (P,).
+
+    Args:
+        features: (N, D), float32 (float64 for tests); their device and precision are those of every product.
+        labels: (N,) int64, in 0..K-1, or 0..1 for a single output.
+        layout: how weight and bias lie in theta.
+        prior_precision: of the isotropic prior over all of theta, bias included.
+        likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
+    """
+
+    features: Tensor
+    labels: Tensor
+    layout: HeadLayout
+    prior_precision: float
+    likelihood_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, "N"))
+        if sizes["D"] != self.layout.num_features:
+            raise DataError(f"features have {sizes['D']} columns, the head expects {self.layout.num_features}")
+        if sizes["N"] == 0:
+            raise DataError("the training split has no examples")
+        if not (math.isfinite(self.prior_precision) and self.prior_precision > 0):
+            raise ValueError(f"prior_precision must be positive and finite, got {self.prior_precision}")
+        lowest, highest = int(self.labels.min()), int(self.labels.max())
+        if lowest < 0 or highest >= self.layout.num_classes:
+            raise DataError(
+                f"labels must lie in 0..{self.layout.num_classes - 1}, got {lowest}..{highest}",
+                hint="are these labels of another data set than the network's?",
+            )
+        if not math.isfinite(self.features.sum()):  # one fast pass; count only when it fails
+            num_bad = int((~torch.isfinite(self.features)).sum())
+            raise DataError(f"features hold {num_bad} values that are not finite")
+
+    @property
+    def num_examples(self) -> int:
+        """N: rows of the features."""
+        return self.features.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the features are, and so every product."""
+        return self.features.device
+
+    @cached_property
+    def label_statistic(self) -> Tensor:
+        """t = sum_n onehot(y_n) x x_n in theta order, (P,) float64: the label term is theta . t."""
+        total = torch.zeros(self.layout.num_params, dtype=torch.float64, device=self.device)
+        for rows in row_blocks(self.num_examples, 16 * self.layout.num_outputs, self.device):
+            block = self.features[rows].double()
+            indicators = label_indicators(self.labels[rows], self.layout, block.dtype)
+            total += weighted_feature_sums(indicators.unsqueeze(1), block, self.layout)[0]
+        return total
+
+    def log_prior(self, theta: Tensor) -> Tensor:
+        """log N(theta | 0, I / prior_precision), (S,) float64, for theta (S, P)."""
+        constant = 0.5 * theta.shape[-1] * math.log(self.prior_precision / (2 * math.pi))
+        return constant - 0.5 * self.prior_precision * theta.double().square().sum(dim=-1)
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """Sum over the examples of log p(y | x, theta) times likelihood_scale, (S,) float64, for theta (S, P)."""
+        self._check(theta)
+        theta = theta.to(self.device, self.features.dtype)
+        return torch.cat([self._block_log_likelihood(block) for block in draw_blocks(theta, self.layout)])
+
+    def log_joint(self, theta: Tensor) -> Tensor:
+        """Log likelihood plus log prior, (S,) float64 nats, for theta (S, P); autograd may pass through it."""
+        if theta.requires_grad and torch.is_grad_enabled():
+            return ValueWithGradient.apply(theta, self.log_joint_and_grad)
+        theta = theta.to(self.device)
+        return self.log_likelihood(theta) + self.log_prior(theta.to(self.features.dtype))
+
+    def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
+
+        Args:
+            theta: (S, P).
+            dtype: precision of the products; the features' own by default, float64 to polish a mode.
+        """
+        self._check(theta)
+        theta = theta.to(self.device, dtype or self.features.dtype)
+        parts = [self._block_log_likelihood_and_grad(block) for block in draw_blocks(theta, self.layout)]
+        log_likelihood = torch.cat([value for value, _ in parts])
+        gradient = torch.cat([gradient for _, gradient in parts])
+        return log_likelihood + self.log_prior(theta), gradient - self.prior_precision * theta.double()
+
+    def probabilities(self, theta: Tensor) -> Tensor:
+        """Probabilities (K, N) of the outputs under one theta (P,); for a single output, of label 1."""
+        theta = theta.to(self.device, self.features.dtype).unsqueeze(0)
+        blocks = row_blocks(self.num_examples, self.layout.num_outputs, self.device)
+        parts = [normalize_(block_logits(self.features[rows], theta, self.layout))[1] for rows in blocks]
+        return torch.cat(parts, dim=2)[:, 0]
+
+    def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
+
+        (diag(p) - p p^T) x x x^T summed over the examples, plus the prior precision; exact for a linear layer. The
+        probabilities (K, N) are kept, so that each product streams over the features once.
+        """
+        probabilities = self.probabilities(theta)
+
+        def multiply(vectors: Tensor) -> Tensor:
+            return self._multiply_hessian(probabilities, vectors.to(self.device, self.features.dtype))
+
+        return multiply
+
+    def hessian_vector_product(self, theta: Tensor, vectors: Tensor) -> Tensor:
+        """The Hessian of -log_joint at theta (P,) times each of vectors (M, P), (M, P) float64."""
+        return self.hessian_operator(theta)(vectors)
+
+    def minibatch(self, index: Tensor) -> LastLayerTarget:
+        """The target of the rows in index (B,) with the likelihood scaled by N / B: unbiased for the whole."""
+        scale = self.likelihood_scale * self.num_examples / index.shape[0]
+        return replace(self, features=self.features[index], labels=self.labels[index], likelihood_scale=scale)
+
+    def with_prior_precision(self, value: float) -> LastLayerTarget:
+        """The same data under another prior precision."""
+        return replace(self, prior_precision=value)
+
+    def _check(self, theta: Tensor) -> None:
+        check_shapes(theta=(theta, f"S {self.layout.num_params}"))
+
+    def _block_log_likelihood(self, theta: Tensor) -> Tensor:
+        total = theta.double() @ self.label_statistic
+        columns = self.layout.num_outputs * theta.shape[0]
+        for rows in row_blocks(self.num_examples, columns, self.device):
+            normalizers = log_normalizers_(block_logits(self.features[rows], theta, self.layout))
+            total -= normalizers.sum(dim=1, dtype=torch.float64)
+        return total * self.likelihood_scale
+
+    def _block_log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        total = theta.double() @ self.label_statistic
+        gradient = torch.zeros(theta.shape, dtype=torch.float64, device=self.device)
+        columns = self.layout.num_outputs * theta.shape[0]
+        for rows in row_blocks(self.num_examples, columns, self.device):
+            block = self.features[rows].to(theta.dtype)
+            normalizers, probabilities = normalize_(block_logits(block, theta, self.layout))
+            total -= normalizers.sum(dim=1, dtype=torch.float64)
+            # Residuals, not probabilities: their float32 sums are smaller, and so are the rounding errors.
+            residuals = probabilities.sub_(label_indicators(self.labels[rows], self.layout, block.dtype).unsqueeze(1))
+            gradient -= weighted_feature_sums(residuals, block, self.layout)
+        return total * self.likelihood_scale, gradient * self.likelihood_scale
+
+    def _multiply_hessian(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
+        total = torch.zeros(vectors.shape, dtype=torch.float64, device=self.device)
+        columns = self.layout.num_outputs * vectors.shape[0]
+        for rows in row_blocks(self.num_examples, columns, self.device):
+            block = self.features[rows]
+            p = probabilities[:, rows].unsqueeze(1)
+            u = block_logits(block, vectors, self.layout)
+            mean = p * u if self.layout.num_outputs == 1 else (p * u).sum(dim=0)
+            total += weighted_feature_sums(p * (u - mean), block, self.layout)
+        return total * self.likelihood_scale + self.prior_precision * vectors.double()
+
+
+def batch_log_likelihood_and_grad(
+    features: Tensor, indicators: Tensor, theta: Tensor, layout: HeadLayout
+) -> tuple[Tensor, Tensor]:
+    """Log likelihood (S,) and gradient (S, P), in theta's precision, of one minibatch: few operations, no checks.
+
+    Args:
+        features: (B, D) of the minibatch, in theta's precision.
+        indicators: (K, B), label_indicators of its labels.
+        theta: (S, P).
+        layout: how weight and bias lie in theta.
+    """
+    logits = block_logits(features, theta, layout)
+    label_term = (logits * indicators.unsqueeze(1)).sum(dim=(0, 2))
+    normalizers, probabilities = normalize_(logits)
+    residuals = indicators.unsqueeze(1) - probabilities
+    weight = (residuals.flatten(0, 1) @ features).view(layout.num_outputs, theta.shape[0], -1).transpose(0, 1)
+    bias = residuals.sum(dim=2).T if layout.has_bias else None
+    return label_term - normalizers.sum(dim=1), layout.join(weight, bias)

@@ -1,0 +1,78 @@
+"""The classification likelihood over blocks of logits laid out (K, S, n): outputs, draws, examples.
+
+With the examples innermost, exponentials and sums over the few outputs run on long contiguous rows: four times the
+speed of a softmax over the last axis on a CPU. K >= 2 outputs are categorical logits; K = 1 is Bernoulli, the logit of
+label 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bnncli.layout import HeadLayout
+
+# Measured on two cores: blocks of about 2 MB stay in cache; a GPU wants few, large kernels.
+_BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+_MAX_ROWS = {"cpu": 1024, "cuda": 2**14}
+
+
+def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout) -> Tensor:
+    """Logits (K, S, n) of features (n, D) under theta (S, P), as one matrix product."""
+    weight, bias = layout.split(theta)
+    rows = weight.transpose(0, 1).reshape(-1, layout.num_features)
+    if bias is None:
+        flat = rows @ features.T
+    else:
+        flat = torch.addmm(bias.T.reshape(-1, 1), rows, features.T)
+    return flat.view(layout.num_outputs, theta.shape[0], features.shape[0])
+
+
+def log_normalizers_(logits: Tensor) -> Tensor:
+    """The logarithm of each example's normaliser, (S, n), from logits (K, S, n), which are overwritten."""
+    if logits.shape[0] == 1:
+        return torch.nn.functional.softplus(logits[0])
+    largest = logits.amax(dim=0)
+    return logits.sub_(largest).exp_().sum(dim=0).log_().add_(largest)
+
+
+def normalize_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log normalisers (S, n) and probabilities (K, S, n) of logits (K, S, n), which are overwritten."""
+    if logits.shape[0] == 1:
+        return torch.nn.functional.softplus(logits[0]), torch.sigmoid(logits)
+    largest = logits.amax(dim=0)
+    probabilities = logits.sub_(largest).exp_()
+    total = probabilities.sum(dim=0)
+    probabilities.div_(total)
+    return total.log_().add_(largest), probabilities
+
+
+def label_indicators(labels: Tensor, layout: HeadLayout, dtype: torch.dtype) -> Tensor:
+    """(K, n): one where an example's label is that output; for a single output, the label itself."""
+    if layout.num_outputs == 1:
+        return labels.to(dtype).unsqueeze(0)
+    zeros = torch.zeros(layout.num_outputs, labels.shape[0], dtype=dtype, device=labels.device)
+    return zeros.scatter_(0, labels.unsqueeze(0), 1.0)
+
+
+def weighted_feature_sums(weights: Tensor, features: Tensor, layout: HeadLayout) -> Tensor:
+    """sum_n weights[k, s, n] x_n in theta order, (S, P) float64, for weights (K, S, n) and features (n, D)."""
+    num_draws = weights.shape[1]
+    sums = weights.flatten(0, 1) @ features
+    weight = sums.view(layout.num_outputs, num_draws, -1).transpose(0, 1).double()
+    bias = weights.sum(dim=2).T.double() if layout.has_bias else None
+    return layout.join(weight, bias)
+
+
+def row_blocks(num_rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Slices over `num_rows` examples, sized so that a block of rows times `columns` fits the cache."""
+    size = max(1, _BLOCK_ELEMENTS.get(device.type, 2**19) // columns)
+    return (slice(start, start + size) for start in range(0, num_rows, size))
+
+
+def draw_blocks(theta: Tensor, layout: HeadLayout) -> tuple[Tensor, ...]:
+    """theta (S, P) in blocks of draws whose logits make a matrix product of efficient height."""
+    rows = _MAX_ROWS.get(theta.device.type, 1024)
+    return theta.split(max(1, rows // layout.num_outputs))

@@ -1,0 +1,122 @@
+"""The user's own Python code, by name: `package.module:factory` or `file.py:factory`, and arguments for it.
+
+Naming a factory runs the user's code; that is what the name is for.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import MissingInput, UsageError
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
+    """The callable that `package.module:factory` or `file.py:factory` names; imports the user's code.
+
+    Raises:
+        MissingInput: the file does not exist.
+        UsageError: the spec has another form, the import fails, or there is no such callable.
+    """
+    place, colon, attribute = spec.rpartition(":")
+    if not colon or not place or not attribute.isidentifier():
+        raise UsageError(f"{option}: expected package.module:factory or file.py:factory, got {spec!r}")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise UsageError(f"{option}: importing {place!r} failed: {type(error).__name__}: {error}") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise UsageError(f"{option}: {place!r} has no callable named {attribute!r}")
+    return typing.cast(Callable[..., Any], factory)
+
+
+def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, option: str) -> dict[str, Any]:
+    """Keyword arguments for `factory`, each text converted to the type that its parameter declares.
+
+    A parameter without a declared type gets the Python literal that the text spells, or else the text itself.
+
+    Raises:
+        UsageError: for a name that the factory does not accept, listing those it does, or a value of the wrong type.
+    """
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    accepted = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
+    hints = _type_hints(factory)
+    for name in texts:
+        if name not in accepted and not takes_any:
+            choices = ", ".join(accepted) or "no arguments"
+            raise UsageError(f"{option}: expected one of {choices}; got {name!r}")
+    return {name: _convert(text, hints.get(name), f"{option} {name}") for name, text in texts.items()}
+
+
+def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, Any], *, option: str) -> None:
+    """Nothing, when `factory` can be called with these arguments. Raises UsageError naming what is missing."""
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise UsageError(f"{option}: the factory cannot be called: {error}") from error
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _import_module(name: str) -> types.ModuleType:
+    """A module found as `python -m` would find it: the current folder counts."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    """A file run as a module, its siblings importable, as for a script."""
+    if not path.is_file():
+        raise MissingInput(f"no file {str(path)!r}", path=path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module_name = path.stem if path.stem.isidentifier() else "user_code_file"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module_name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Declared types of the parameters; none when the declarations name things that cannot be resolved."""
+    declared = factory.__init__ if inspect.isclass(factory) else factory
+    try:
+        return typing.get_type_hints(declared)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _convert(text: str, hint: Any, where: str) -> Any:
+    try:
+        if hint is bool:
+            return _BOOLEANS[text.lower()]
+        if hint in (int, float, str):
+            return hint(text)
+        if hint == tuple[int, ...]:
+            return tuple(int(part) for part in text.split(",") if part.strip())
+    except (ValueError, KeyError):
+        kind = "whole numbers like 50,50" if hint == tuple[int, ...] else hint.__name__
+        raise UsageError(f"{where}: expected {kind}, got {text!r}") from None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,112 @@
+"""What tests share: the command line in-process and as installed, and small runs made once."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(sys.executable).with_name("bnncli")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What one command gave back."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one JSON document on stdout; NaN and infinity are errors."""
+
+        def refuse(name: str) -> None:
+            raise AssertionError(f"{name} in JSON")
+
+        return json.loads(self.stdout, parse_constant=refuse)
+
+
+Cli = Callable[..., Invocation]
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command in this process: cli("refine", path, "--epochs", 1)."""
+    from bnncli.cli.execute import run_command_line
+
+    def run(*words: object) -> Invocation:
+        results = io.StringIO()
+        code = run_command_line([str(word) for word in words], results)
+        return Invocation(code, results.getvalue(), capfd.readouterr().err)
+
+    return run
+
+
+@pytest.fixture
+def installed() -> Cli:
+    """Runs the installed console script in a process of its own; keywords go to subprocess.run."""
+
+    def run(*words: object, **keywords: Any) -> Invocation:
+        done = subprocess.run(
+            [str(SCRIPT), *(str(word) for word in words)], capture_output=True, text=True, timeout=120, **keywords
+        )
+        return Invocation(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def make_arrays(seed: int = 0, num_classes: int = 3, num_features: int = 5) -> dict[str, np.ndarray]:
+    """Features of overlapping Gaussian classes with a head that fits them, as --from-npz reads them."""
+    generator = np.random.default_rng(seed)
+    centers = generator.normal(size=(num_classes, num_features))
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in (("train", 240), ("val", 80), ("test", 120)):
+        labels = generator.integers(num_classes, size=count)
+        features = centers[labels] + generator.normal(size=(count, num_features))
+        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
+    arrays["features_far"] = (3 * generator.normal(size=(60, num_features))).astype(np.float32)
+    arrays["head_weight"] = (2 * centers).astype(np.float32)
+    arrays["head_bias"] = (-(centers**2).sum(axis=1)).astype(np.float32)
+    return arrays
+
+
+STEPS: tuple[tuple[object, ...], ...] = (
+    ("fit-laplace", "--prior-precision", "10"),
+    ("refine", "--epochs", 1, "--length", 2),
+    ("hmc", "--chains", 8, "--warmup", 8, "--draws", 16),
+    ("predict",),
+    ("evaluate",),
+)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with every artifact, made once; its name (there is no checkpoint). Tests copy it before they change it."""
+    from bnncli.cli.execute import run_command_line
+
+    folder = tmp_path_factory.mktemp("finished")
+    np.savez(folder / "features.npz", **make_arrays())
+    name = folder / "small"
+    first = ("extract-features", name, "--from-npz", folder / "features.npz", "--ood", "far")
+    for command, *words in (first, *STEPS):
+        argv = [command, name, *words] if command != "extract-features" else [command, *words]
+        assert run_command_line([str(word) for word in argv], io.StringIO()) == 0
+    return name
+
+
+@pytest.fixture
+def small_run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of finished_run that a test may change."""
+    shutil.copytree(finished_run.with_name("small.bnn"), tmp_path / "small.bnn")
+    shutil.copy(finished_run.with_name("features.npz"), tmp_path / "features.npz")
+    return tmp_path / "small"

@@ -1,0 +1,93 @@
+"""The layers: imports point down, terminals are known to the command line alone, help needs no heavy library."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "bnncli"
+LAYERS = (
+    ("__main__", "cli"),
+    ("stages",),
+    ("console",),
+    ("storage", "networks", "inference", "integrators", "evaluation", "extraction"),
+    ("head",),
+    ("posteriors",),
+    ("covariances", "flows"),
+    ("targets",),
+    ("data", "user_code"),
+    ("options",),
+    ("option", "layout", "seeds", "devices", "digests", "inputs"),
+    ("registry", "shapes", "names", "signals", "progress"),
+    ("errors",),
+    ("__init__", ""),
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """First part below bnncli of everything a module imports, inside functions as well."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+            if node.module == "bnncli":
+                names = [f"bnncli.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] if "." in name else "" for name in names if name.split(".")[0] == "bnncli"}
+    return found - {"__version__"}
+
+
+def own_part(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def external(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    own = own_part(path)
+    assert own in RANK, f"{own} has no place in the layers"
+    above = {name for name in imported(path) if RANK[name] < RANK[own]}
+    assert not above
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_command_line_knows_a_terminal(path: Path) -> None:
+    if own_part(path) not in ("cli", "console"):
+        assert not external(path) & {"typer", "rich", "click"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_stay_small_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 350
+    assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+def test_nothing_imports_click() -> None:
+    assert all("click" not in external(path) for path in MODULES)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["refine", "--help"], ["--version"]], ids=" ".join)
+def test_help_imports_no_heavy_library(words: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "bnncli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert done.returncode == 0
+    assert "typer" in loaded
+    assert not loaded & {"torch", "pyro", "sklearn", "h5py", "numpy", "scipy"}

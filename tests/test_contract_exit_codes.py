@@ -1,0 +1,275 @@
+"""One test for each exit code, as scripts see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(sys.executable).with_name("bnncli")
+Cli = Any
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch bomb-went-off",)
+
+
+def test_0_is_done_or_up_to_date(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-laplace", small_run, "--prior-precision", "10")
+    assert (done.code, "up to date" in done.stderr) == (0, True)
+
+
+def test_1_is_a_bug_of_ours_with_its_traceback(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnncli.stages import status
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(status, "run", fail)
+    done = cli("status", small_run, "--json")
+    assert done.code == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-2:] == [
+        "error: ZeroDivisionError: oh",
+        "hint: this is a bug in bnncli; please report it",
+    ]
+    assert done.json["error"]["code"] == "bug"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["refine", "x", "--epochs", "many"],
+        ["refine", "x", "--epochs", "0"],
+        ["refine", "x", "--flow", "spiral"],
+        ["refine", "x", "--epoch", "3"],
+        ["refine"],
+        ["refined", "x"],
+        ["fit-laplace", "x", "--prior-precision", "-1"],
+        ["fit-laplace", "x", "--name", "../x"],
+        ["fit-laplace", "x", "--name", "a", "--out", "b"],
+        ["config", "show", "nothing"],
+    ],
+    ids=" ".join,
+)
+def test_2_is_a_wrong_option_or_argument(cli: Cli, words: list[str]) -> None:
+    done = cli(*words)
+    assert done.code == 2
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_2_lists_the_choices_of_a_family(cli: Cli) -> None:
+    assert "expected one of planar, radial; got 'spiral'" in cli("refine", "x", "--flow", "spiral").stderr
+
+
+def test_3_is_a_negative_verdict(cli: Cli, small_run: Path) -> None:
+    assert cli("status", small_run, "--check").code == 0
+    small_run.with_name("small.bnn").joinpath("features", "test.h5").unlink()
+    done = cli("status", small_run, "--check")
+    assert done.code == 3
+    assert "missing" in done.stdout
+
+
+def test_3_is_a_bound_on_r_hat_that_does_not_hold(cli: Cli, small_run: Path) -> None:
+    words = ("hmc", small_run, "--chains", 8, "--warmup", 8, "--draws", 16)
+    assert cli(*words, "--max-rhat", 99).code == 0
+    done = cli(*words, "--max-rhat", 1.0001)
+    assert done.code == 3
+    assert "--max-rhat 1.0001: the largest R-hat is" in done.stderr
+
+
+def test_65_is_bad_data(cli: Cli, small_run: Path) -> None:
+    path = small_run.with_name("small.bnn") / "features" / "train.h5"
+    path.write_bytes(path.read_bytes()[:-100])
+    done = cli("fit-laplace", small_run, "--name", "again")
+    assert done.code == 65
+    assert str(path) in done.stderr
+
+
+def test_66_is_a_missing_input_and_names_the_command_that_makes_it(cli: Cli, tmp_path: Path) -> None:
+    done = cli("fit-laplace", tmp_path / "ckpt.pt")
+    assert done.code == 66
+    assert f"hint: bnncli extract-features {tmp_path}/ckpt.pt --model" in done.stderr
+
+
+def test_69_is_a_device_that_is_absent(cli: Cli, small_run: Path) -> None:
+    done = cli("refine", small_run, "--name", "gpu", "--device", "cuda:99")
+    assert done.code == 69
+    assert "CUDA device" in done.stderr
+
+
+def test_69_is_memory_that_does_not_suffice(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnncli.stages import fit_laplace
+
+    monkeypatch.setattr(fit_laplace, "available_memory", lambda device: 1000)
+    done = cli("fit-laplace", small_run, "--structure", "full", "--name", "x")
+    assert (done.code, "--structure kron" in done.stderr) == (69, True)
+
+
+def test_70_is_a_fit_that_failed_and_publishes_nothing(cli: Cli, small_run: Path) -> None:
+    done = cli("refine", small_run, "--name", "wild", "--learning-rate", "1e300", "--epochs", 3)
+    assert done.code == 70
+    assert not list(small_run.with_name("small.bnn").rglob("*wild.safetensors*.tmp"))
+    assert not (small_run.with_name("small.bnn") / "posteriors" / "wild.safetensors").exists()
+
+
+def test_73_is_an_output_that_exists_and_differs(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-laplace", small_run, "--prior-precision", "11")
+    assert done.code == 73
+    assert "prior_precision: '10' there, '11' asked" in done.stderr
+    assert "--force" in done.stderr
+
+
+def test_74_is_a_write_that_failed(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")(10, 10, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    for extra in ((), ("--dry-run",)):
+        done = cli("fit-laplace", small_run, "--name", "x", *extra)
+        assert (done.code, "MiB are free" in done.stderr) == (74, True)
+
+
+def test_74_leaves_the_old_artifact_and_no_temporary(installed: Cli, small_run: Path) -> None:
+    import resource
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+    folder = small_run.with_name("small.bnn") / "posteriors"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = installed("fit-laplace", small_run, "--prior-precision", "10", "--force", preexec_fn=limit)
+    assert done.code == 74
+    assert "File too large" in done.stderr
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_75_is_a_lock_that_another_holds(cli: Cli, small_run: Path) -> None:
+    import fcntl
+
+    lock = small_run.with_name("small.bnn") / ".locks" / "posteriors-x.safetensors"
+    with open(lock, "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        done = cli("fit-laplace", small_run, "--name", "x", "--prior-precision", "10")
+        assert (done.code, "another bnncli" in done.stderr) == (75, True)
+        assert cli("fit-laplace", small_run, "--name", "y", "--prior-precision", "10").code == 0
+        assert cli("status", small_run).code == 0
+    assert cli("fit-laplace", small_run, "--name", "x", "--prior-precision", "10").code == 0
+
+
+def test_77_is_a_file_that_would_run_code(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps({"state_dict": Bomb()}))
+    for words in (["inspect", "evil.pt"], ["convert", "evil.pt", "out.safetensors"]):
+        done = cli(*words)
+        assert (done.code, "system" in done.stderr) == (77, True)
+    assert not (tmp_path / "bomb-went-off").exists()
+
+
+def test_78_is_a_wrong_configuration_file(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "bnncli.toml").write_text("[refine]\nepochz = 3\n")
+    done = cli("refine", "x", "--config", tmp_path / "bnncli.toml")
+    assert done.code == 78
+    assert "bnncli.toml:2: unknown key 'epochz' in [refine]; did you mean 'epochs'?" in done.stderr
+
+
+def wait_for_lock(run: Path, name: str) -> None:
+    lock = run.with_name("small.bnn") / ".locks" / f"posteriors-{name}"
+    deadline = time.monotonic() + 60
+    while not (lock.exists() and lock.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_terminated_refine_exits_143_and_leaves_only_its_lock_file(small_run: Path) -> None:
+    words = ["refine", small_run, "--name", "endless", "--epochs", "10000000", "--progress", "log"]
+    process = subprocess.Popen([SCRIPT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_lock(small_run, "endless.safetensors")
+    process.terminate()
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (143, "")
+    assert stderr.splitlines()[-1].startswith("error: interrupted by SIGTERM at")
+    left = [path for path in small_run.with_name("small.bnn").rglob("*endless*") if path.parent.name != ".locks"]
+    assert left == []
+
+
+LOOP = """
+import time
+from bnncli.__main__ import main
+from bnncli.stages import config_show
+def run(run, options):
+    task = run.console.task("loop", 1000)
+    run.console.info("started")
+    while True:
+        task.advance()
+        time.sleep(0.01)
+config_show.run = run
+import sys
+sys.argv = ["bnncli", "config", "show", "--json"]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)], ids=["SIGINT", "SIGTERM", "SIGHUP"]
+)
+def test_a_signal_ends_any_loop_with_128_plus_its_number(name: str, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", LOOP], stdout=-1, stderr=-1, text=True)
+    assert process.stderr is not None
+    assert "started" in process.stderr.readline()
+    process.send_signal(signal.Signals[name])
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert json.loads(stdout)["exit"] == code
+    assert stderr.startswith(f"error: interrupted by {name} at loop")
+    assert "Traceback" not in stderr
+
+
+def test_141_is_a_reader_that_went_away() -> None:
+    process = subprocess.Popen([SCRIPT, "config", "show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+SIGNALS = """
+import os, signal
+from bnncli import signals
+signals.install_handlers()
+"""
+
+
+def run_python(code: str, **keywords: Any) -> int:
+    return subprocess.run([sys.executable, "-c", SIGNALS + code], **keywords).returncode
+
+
+def test_the_second_signal_ends_the_process_at_once() -> None:
+    twice = "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM); print('still here')"
+    assert run_python(twice) == 143
+
+
+def test_a_hangup_that_was_ignored_on_entry_stays_ignored() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    code = "os.kill(os.getpid(), signal.SIGHUP); signals.raise_if_interrupted()"
+    assert run_python(code, preexec_fn=ignore) == 0
+    assert run_python(code, stderr=subprocess.DEVNULL) == 1
+
+
+def test_a_forked_worker_dies_of_a_signal_as_any_process_does() -> None:
+    code = "signals.restore_default_handlers(); os.kill(os.getpid(), signal.SIGTERM); print('still here')"
+    assert run_python(code) == -signal.SIGTERM

@@ -1,0 +1,211 @@
+"""Curvature and covariances of every structure against dense matrices."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from bnncli import registry
+from bnncli.covariances.full import Full
+from bnncli.errors import NumericError, UsageError
+from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron
+from bnncli.layout import HeadLayout
+from bnncli.targets.last_layer import LastLayerTarget
+
+LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+PRIOR = 0.7
+
+
+def make_target(layout: HeadLayout, num_examples: int = 30, repeats: int = 1) -> LastLayerTarget:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
+    labels = torch.randint(layout.num_classes, (num_examples,), generator=generator)
+    return LastLayerTarget(features.repeat(repeats, 1), labels.repeat(repeats), layout, PRIOR)
+
+
+def draw_theta(layout: HeadLayout) -> Tensor:
+    return torch.randn(layout.num_params, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def autograd_hessian(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    def loss(one: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(target.features, *target.layout.split(one))
+        if target.layout.num_outputs == 1:
+            return binary_cross_entropy_with_logits(logits[:, 0], target.labels.double(), reduction="sum")
+        return cross_entropy(logits, target.labels, reduction="sum")
+
+    return torch.autograd.functional.hessian(loss, theta)
+
+
+def kron_to_dense(parts: dict[str, Tensor], layout: HeadLayout) -> Tensor:
+    dense = torch.kron(parts["hessian.kron.B"], parts["hessian.kron.A"])
+    places = layout.augment(torch.arange(layout.num_params)).flatten()
+    out = torch.empty_like(dense)
+    out[places[:, None], places] = dense
+    return out
+
+
+DENSE = {
+    "full": lambda parts, layout: parts["hessian.full"],
+    "kron": kron_to_dense,
+    "diag": lambda parts, layout: parts["hessian.diag"].diag(),
+}
+
+
+def make_covariance(structure: str, layout: HeadLayout) -> tuple[object, Tensor]:
+    """The covariance of a small problem, and the same as a dense matrix."""
+    parts = ggn(make_target(layout), draw_theta(layout), structure)
+    covariance = registry.load_class("covariances", structure).from_hessian(parts, PRIOR, layout)
+    precision = DENSE[structure](parts, layout) + PRIOR * torch.eye(layout.num_params, dtype=torch.float64)
+    return covariance, torch.linalg.inv(precision)
+
+
+@every_layout
+def test_full_ggn_is_autograds_hessian(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    torch.testing.assert_close(ggn_full(target, theta), autograd_hessian(target, theta), rtol=1e-11, atol=1e-11)
+
+
+@every_layout
+def test_diag_ggn_is_the_diagonal_of_autograds_hessian(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    torch.testing.assert_close(ggn_diag(target, theta), autograd_hessian(target, theta).diagonal())
+
+
+@every_layout
+def test_kron_factors_are_sums_over_examples(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    features = layout.augment_features(target.features)
+    feature_factor, output_factor = ggn_kron(target, theta)
+    torch.testing.assert_close(feature_factor, torch.stack([x.outer(x) for x in features]).mean(dim=0))
+    p = target.probabilities(theta).T
+    outer = [q.diag() - q.outer(q) if layout.num_outputs > 1 else (q * (1 - q)).diag() for q in p]
+    torch.testing.assert_close(output_factor, torch.stack(outer).sum(dim=0))
+
+
+@every_layout
+def test_kron_is_exact_for_one_example(layout: HeadLayout) -> None:
+    target, theta = make_target(layout, num_examples=1), draw_theta(layout)
+    dense = kron_to_dense(ggn(target, theta, "kron"), layout)
+    torch.testing.assert_close(dense, autograd_hessian(target, theta))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_softmax_hessian_has_a_null_direction_for_each_feature(has_bias: bool) -> None:
+    layout = HeadLayout(3, 4, has_bias=has_bias)
+    eigenvalues = torch.linalg.eigvalsh(ggn_full(make_target(layout), draw_theta(layout)))
+    assert int((eigenvalues < 1e-10).sum()) == 4 + has_bias
+
+
+@every_structure
+@every_layout
+def test_twice_the_data_is_twice_the_hessian(structure: str, layout: HeadLayout) -> None:
+    theta = draw_theta(layout)
+    once, twice = (DENSE[structure](ggn(make_target(layout, repeats=n), theta, structure), layout) for n in (1, 2))
+    torch.testing.assert_close(twice, 2 * once)
+
+
+@every_structure
+def test_likelihood_scale_multiplies_the_hessian(structure: str) -> None:
+    layout, theta = LAYOUTS[0], draw_theta(LAYOUTS[0])
+    target = make_target(layout)
+    batch = target.minibatch(torch.arange(30)[:15].repeat(2)[:15])
+    plain = LastLayerTarget(batch.features, batch.labels, layout, PRIOR)
+    once, scaled = (DENSE[structure](ggn(one, theta, structure), layout) for one in (plain, batch))
+    torch.testing.assert_close(scaled, 2 * once)
+
+
+@every_structure
+@every_layout
+def test_the_root_squares_to_the_inverse_precision(structure: str, layout: HeadLayout) -> None:
+    covariance, sigma = make_covariance(structure, layout)
+    root = covariance.unwhiten(torch.eye(layout.num_params)).T
+    torch.testing.assert_close(root @ root.T, sigma, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(covariance.variance(), sigma.diagonal(), rtol=1e-10, atol=1e-12)
+    assert covariance.log_det_scale() == pytest.approx(float(torch.linalg.slogdet(root)[1]), rel=1e-10)
+
+
+@every_structure
+@every_layout
+def test_whiten_undoes_unwhiten(structure: str, layout: HeadLayout) -> None:
+    covariance, _ = make_covariance(structure, layout)
+    z = torch.randn(3, layout.num_params, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    torch.testing.assert_close(covariance.whiten(covariance.unwhiten(z)), z)
+
+
+@every_structure
+@every_layout
+def test_pull_back_is_the_chain_rule(structure: str, layout: HeadLayout) -> None:
+    covariance, _ = make_covariance(structure, layout)
+    z = torch.randn(3, layout.num_params, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    z.requires_grad_()
+    upstream = torch.arange(z.numel(), dtype=torch.float64).view_as(z)
+    covariance.unwhiten(z).backward(upstream)
+    torch.testing.assert_close(covariance.pull_back(upstream), z.grad)
+
+
+@every_structure
+@every_layout
+def test_logit_covariance_is_the_jacobians(structure: str, layout: HeadLayout) -> None:
+    covariance, sigma = make_covariance(structure, layout)
+    features = make_target(layout).features[:5]
+    for x, got in zip(features, covariance.logit_covariance(features, layout), strict=True):
+        jacobian = torch.autograd.functional.jacobian(
+            lambda theta, x=x: layout.logits(x[None], theta[None])[0, 0], draw_theta(layout)
+        )
+        torch.testing.assert_close(got, jacobian @ sigma @ jacobian.T, rtol=1e-9, atol=1e-12)
+
+
+def test_only_the_prior_pins_a_common_offset_of_the_logits() -> None:
+    layout = LAYOUTS[0]
+    covariance, _ = make_covariance("full", layout)
+    features = make_target(layout).features
+    row_sums = covariance.logit_covariance(features, layout).sum(dim=2)
+    expected = (features.square().sum(dim=1) + 1) / PRIOR
+    torch.testing.assert_close(row_sums, expected[:, None].expand(-1, 3))
+
+
+@every_structure
+@every_layout
+def test_tensors_bring_the_covariance_back(structure: str, layout: HeadLayout) -> None:
+    covariance, _ = make_covariance(structure, layout)
+    again = type(covariance).from_tensors(covariance.to_tensors(), layout)
+    z = torch.eye(layout.num_params, dtype=torch.float64)
+    assert torch.equal(again.unwhiten(z), covariance.unwhiten(z))
+    assert all(part.is_contiguous() and part.dtype == torch.float64 for part in again.to_tensors().values())
+
+
+@every_structure
+def test_single_precision_copies_agree(structure: str) -> None:
+    covariance, _ = make_covariance(structure, LAYOUTS[0])
+    single = covariance.to(dtype=torch.float32)
+    z = torch.eye(15)
+    assert single.unwhiten(z).dtype == torch.float32
+    torch.testing.assert_close(single.unwhiten(z), covariance.unwhiten(z).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_singular_precision_gets_a_recorded_jitter() -> None:
+    singular = {"hessian.full": torch.ones(15, 15, dtype=torch.float64)}
+    assert Full.from_hessian(singular, 0.0, LAYOUTS[0]).jitter > 0
+    assert make_covariance("full", LAYOUTS[0])[0].jitter == 0  # type: ignore[attr-defined]
+
+
+def test_an_indefinite_precision_is_an_error() -> None:
+    indefinite = {"hessian.full": torch.diag(torch.tensor([1.0] * 14 + [-5.0]))}
+    with pytest.raises(NumericError, match="not positive definite"):
+        Full.from_hessian(indefinite, 1.0, LAYOUTS[0])
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_a_hessian_that_is_not_finite_is_an_error(structure: str) -> None:
+    parts = ggn(make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0]), structure)
+    broken = {name: part * float("nan") for name, part in parts.items()}
+    with pytest.raises(NumericError, match="not finite"):
+        registry.load_class("covariances", structure).from_hessian(broken, 1.0, LAYOUTS[0])
+
+
+def test_an_unknown_structure_is_refused_with_the_choices() -> None:
+    with pytest.raises(UsageError, match="diag, full, kron"):
+        ggn(make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0]), "low-rank")

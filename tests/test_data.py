@@ -1,0 +1,499 @@
+"""Data specs, preprocessing, labels and splits, against arrays written by other libraries."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bnncli.data import (
+    Preprocess,
+    Split,
+    hold_out,
+    hold_out_rows,
+    load_split,
+    parse_split,
+    read_feature_arrays,
+)
+from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
+
+RANDOM = np.random.default_rng(0)
+GREY = RANDOM.integers(0, 256, (12, 5, 4), dtype=np.uint8)
+COLOUR = RANDOM.integers(0, 256, (12, 5, 4, 3), dtype=np.uint8)
+LABELS = np.arange(12) % 3
+
+
+def write_npz(path: Path, **arrays: Any) -> str:
+    np.savez_compressed(path, **arrays)
+    return f"npz:{path}"
+
+
+def inputs_of(split: Split, batch_size: int = 5, **options: Any) -> torch.Tensor:
+    return torch.cat([batch.inputs for batch in split.batches(batch_size, **options)])
+
+
+def labels_of(split: Split) -> list[int]:
+    batches = [batch.labels for batch in split.batches(5)]
+    return [int(label) for labels in batches if labels is not None for label in labels]
+
+
+STORED = {
+    "grey": (GREY, GREY[:, None] / 255),
+    "channels last": (COLOUR, COLOUR.transpose(0, 3, 1, 2) / 255),
+    "channels first": (COLOUR.transpose(0, 3, 1, 2).copy(), COLOUR.transpose(0, 3, 1, 2) / 255),
+    "rows": (GREY.reshape(12, 20), GREY.reshape(12, 20) / 255),
+    "float": (GREY.astype(np.float64), GREY.astype(np.float64)),
+    "big-endian float16": (GREY.astype(">f2"), GREY.astype(np.float64)),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_stored_inputs_become_what_the_network_takes(tmp_path: Path, kind: str) -> None:
+    stored, expected = STORED[kind]
+    split = load_split(write_npz(tmp_path / "a.npz", x=stored, y=LABELS))
+    inputs = inputs_of(split)
+    assert inputs.dtype == torch.float32
+    np.testing.assert_allclose(inputs.numpy(), expected, rtol=1e-6)
+    assert labels_of(split) == LABELS.tolist()
+
+
+def test_mean_and_std_normalise_each_channel(tmp_path: Path) -> None:
+    preprocess = Preprocess.parse(mean="0.1,0.2,0.3", std="0.5,0.6,0.7")
+    inputs = inputs_of(load_split(write_npz(tmp_path / "a.npz", x=COLOUR), preprocess=preprocess))
+    expected = (COLOUR / 255 - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
+    np.testing.assert_allclose(inputs.numpy(), expected.transpose(0, 3, 1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_resize_and_crop_of_arrays_agree_with_pillow() -> None:
+    image = Image.fromarray(RANDOM.integers(0, 256, (40, 60, 3), dtype=np.uint8))
+    expected = np.array(image.resize((30, 20), Image.Resampling.BILINEAR).crop((7, 2, 23, 18)))
+    inputs = Preprocess(resize=20, crop=16).apply(torch.from_numpy(np.array(image))[None])
+    # Pillow rounds to 8 bits after each of its two passes.
+    np.testing.assert_allclose(inputs[0].numpy().transpose(1, 2, 0) * 255, expected, atol=1.01)
+
+
+def test_neither_workers_nor_batch_size_change_the_batches(tmp_path: Path) -> None:
+    split = load_split(write_npz(tmp_path / "a.npz", x=GREY, y=LABELS))
+    whole = inputs_of(split, 12)
+    assert torch.equal(inputs_of(split, 5), whole)
+    assert torch.equal(inputs_of(split, 5, num_workers=2), whole)
+
+
+PREPROCESS_ERRORS = {
+    (("mean", "x"),): "--mean: expected numbers like",
+    (("mean", "1,2"), ("std", "1")): "--mean has 2 values and --std has 1",
+    (("std", "0"),): "--std: expected numbers above 0",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), PREPROCESS_ERRORS.items())
+def test_impossible_normalisation_is_a_usage_error(options: tuple[tuple[str, str], ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Preprocess.parse(**dict(options))  # type: ignore[arg-type]
+
+
+def test_normalisation_for_other_channels_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match=r"--mean has 3 values, the inputs have shape \(12, 1, 5, 4\)"):
+        Preprocess(mean=(0.1, 0.2, 0.3)).apply(torch.from_numpy(GREY))
+
+
+def test_a_crop_beyond_the_image_is_refused() -> None:
+    with pytest.raises(DataError, match="the image is only 5 x 4"):
+        Preprocess(crop=6).apply(torch.from_numpy(GREY))
+
+
+def test_images_with_an_odd_number_of_channels_are_refused() -> None:
+    with pytest.raises(DataError, match=r"1, 3 or 4 channels, got \(2, 5, 7, 6\)"):
+        Preprocess().apply(torch.zeros(2, 5, 7, 6, dtype=torch.uint8))
+
+
+def test_the_arrays_of_an_npz_file_are_chosen_by_name(tmp_path: Path) -> None:
+    spec = write_npz(tmp_path / "a.npz", images=GREY, labels=LABELS, y=LABELS + 1)
+    assert labels_of(load_split(f"{spec}:images,labels")) == LABELS.tolist()
+    assert labels_of(load_split(f"{spec}:images,y@4")) == [1, 2, 3, 1]
+    assert not load_split(f"{spec}:images").is_labeled
+
+
+def test_an_npz_file_without_y_is_unlabelled(tmp_path: Path) -> None:
+    split = load_split(write_npz(tmp_path / "a.npz", x=GREY))
+    assert split.labels is None
+    assert next(split.batches(3)).labels is None
+
+
+@pytest.mark.parametrize("name", ["a b.npz", "a:x,y.npz", "a:x", "mail@host.npz", "x@3", "a,b.npz", "ü'\".npz"])
+def test_odd_file_names_are_found(tmp_path: Path, name: str) -> None:
+    with open(tmp_path / name, "wb") as stream:
+        np.savez(stream, x=GREY, y=LABELS)
+    assert len(load_split(f"npz:{tmp_path / name}")) == 12
+    assert len(load_split(f"npz:{tmp_path / name}:x,y@5")) == 5
+
+
+BAD_LABELS = {
+    "one-hot": (np.eye(3, dtype=np.int64)[LABELS], r"shape \(12, 3\) \(one-hot\?\)", "argmax"),
+    "column": (LABELS[:, None], r"shape \(12, 1\)", r"labels\[:, 0\]"),
+    "float": (LABELS.astype(np.float32), "got float32", "astype"),
+    "bool": (LABELS > 1, "got bool", "astype"),
+    "negative": (np.where(np.arange(12) == 7, -1, LABELS), "row 7 has -1", "None"),
+    "short": (LABELS[:-1], r"shape \(11,\) for 12 rows", "None"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LABELS)
+def test_labels_that_break_the_rule_are_refused_with_the_remedy(tmp_path: Path, kind: str) -> None:
+    labels, message, hint = BAD_LABELS[kind]
+    with pytest.raises(DataError, match=message) as caught:
+        load_split(write_npz(tmp_path / "a.npz", x=GREY, y=labels))
+    assert hint == "None" or re.search(hint, str(caught.value.hint))
+
+
+def test_integer_inputs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="uint8 or floating point, got int64"):
+        load_split(write_npz(tmp_path / "a.npz", x=GREY.astype(np.int64)))
+
+
+def test_an_array_of_objects_is_never_unpickled(tmp_path: Path) -> None:
+    with pytest.raises(Untrusted, match="'x' holds Python objects"):
+        load_split(write_npz(tmp_path / "a.npz", x=np.array([[{}], [[]]], dtype=object)))
+
+
+def test_an_array_that_is_not_there_is_reported_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no array 'x'; it has 'images', 'z'"):
+        load_split(write_npz(tmp_path / "a.npz", images=GREY, z=LABELS))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.95])
+def test_a_truncated_npz_file_is_refused(tmp_path: Path, fraction: float) -> None:
+    spec = write_npz(tmp_path / "a.npz", x=GREY)
+    data = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(data[: int(len(data) * fraction)])
+    with pytest.raises(DataError, match="not an npz file"):
+        load_split(spec)
+
+
+def test_an_array_that_claims_more_than_it_has_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (800000000000, 1, 1), }"
+    header += b" " * (63 - len(header) % 64) + b"\n"
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(50))
+    with pytest.raises(DataError, match="'x' is truncated or damaged"):
+        load_split(f"npz:{tmp_path / 'a.npz'}")
+
+
+def write_idx(path: Path, array: np.ndarray, *, is_zipped: bool = False) -> Path:
+    data = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    data += array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if is_zipped else data)
+    return path
+
+
+@pytest.mark.parametrize("is_zipped", [False, True])
+@pytest.mark.parametrize("folder", ["plain", "a,b"])
+def test_idx_files_are_read_as_mnist_publishes_them(tmp_path: Path, is_zipped: bool, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    images = write_idx(tmp_path / folder / "images", GREY, is_zipped=is_zipped)
+    labels = write_idx(tmp_path / folder / "labels", LABELS, is_zipped=is_zipped)
+    split = load_split(f"idx:{images},{labels}@7")
+    np.testing.assert_allclose(inputs_of(split)[:, 0].numpy(), GREY[:7] / 255, rtol=1e-6)
+    assert labels_of(split) == LABELS[:7].tolist()
+
+
+def test_idx_images_alone_are_unlabelled(tmp_path: Path) -> None:
+    assert not load_split(f"idx:{write_idx(tmp_path / 'images', GREY)}").is_labeled
+
+
+BAD_IDX = {
+    "magic number": b"hello world",
+    "needs 4000000000 bytes, there are 3": struct.pack(">HBBI", 0, 8, 1, 4_000_000_000) + b"abc",
+    "there are more": struct.pack(">HBBI", 0, 8, 1, 2) + b"abc",
+    "unpack requires": b"",
+}
+
+
+@pytest.mark.parametrize("message", BAD_IDX)
+def test_a_damaged_idx_file_is_refused(tmp_path: Path, message: str) -> None:
+    (tmp_path / "images").write_bytes(BAD_IDX[message])
+    with pytest.raises(DataError, match=message):
+        load_split(f"idx:{tmp_path / 'images'}")
+
+
+def write_images(folder: Path, *, count: int = 3, size: tuple[int, int] = (6, 8), mode: str = "RGB") -> None:
+    for name in ("zebra", "ant"):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = RANDOM.integers(0, 256, (*size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).convert(mode).save(folder / name / f"{i}.png")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_class_folders_are_read_in_sorted_order(tmp_path: Path, num_workers: int) -> None:
+    write_images(tmp_path)
+    split = load_split(f"images:{tmp_path}")
+    files = sorted(tmp_path.glob("ant/*")) + sorted(tmp_path.glob("zebra/*"))
+    expected = np.stack([np.array(Image.open(file)) for file in files]).transpose(0, 3, 1, 2) / 255
+    np.testing.assert_allclose(inputs_of(split, 4, num_workers=num_workers).numpy(), expected, rtol=1e-6)
+    assert split.classes == ("ant", "zebra")
+    assert labels_of(split) == [0, 0, 0, 1, 1, 1]
+
+
+def test_images_are_resized_and_cropped_when_they_are_read(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    split = load_split(f"images:{tmp_path}", preprocess=Preprocess(resize=5, crop=4))
+    with Image.open(tmp_path / "ant/0.png") as image:
+        expected = np.array(image.resize((6, 5), Image.Resampling.BILINEAR).crop((1, 0, 5, 4)))
+    np.testing.assert_allclose(inputs_of(split)[0].numpy().transpose(1, 2, 0), expected / 255, rtol=1e-6)
+
+
+def test_grey_images_have_one_channel(tmp_path: Path) -> None:
+    write_images(tmp_path, mode="L")
+    assert inputs_of(load_split(f"images:{tmp_path}")).shape == (6, 1, 6, 8)
+
+
+def test_a_grey_image_among_colour_ones_gets_three_channels(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    Image.new("L", (8, 6), 51).save(tmp_path / "zebra" / "9.png")
+    assert (inputs_of(load_split(f"images:{tmp_path}"))[6] == 51 / 255).all()
+
+
+def test_a_folder_of_images_without_classes_is_unlabelled(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    split = load_split(f"images:{tmp_path / 'ant'}")
+    assert (len(split), split.is_labeled, split.classes) == (3, False, None)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_damaged_image_is_named_also_by_a_worker(tmp_path: Path, num_workers: int) -> None:
+    write_images(tmp_path)
+    (tmp_path / "zebra" / "1.png").write_bytes(b"not a picture")
+    with pytest.raises(DataError, match=r"^cannot decode 'zebra/1.png'"):
+        inputs_of(load_split(f"images:{tmp_path}"), num_workers=num_workers)
+
+
+def test_images_of_unequal_size_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    Image.new("RGB", (9, 6)).save(tmp_path / "zebra" / "1.png")
+    with pytest.raises(DataError, match=r"'zebra/1.png' is 6 x 9") as caught:
+        inputs_of(load_split(f"images:{tmp_path}"), 12)
+    assert "--resize" in str(caught.value.hint)
+
+
+def test_a_colour_image_among_grey_ones_is_refused(tmp_path: Path) -> None:
+    write_images(tmp_path, mode="L")
+    Image.new("RGB", (8, 6)).save(tmp_path / "zebra" / "9.png")
+    with pytest.raises(DataError, match="is a colour image"):
+        inputs_of(load_split(f"images:{tmp_path}"))
+
+
+def test_images_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(DataError, match="more than 8 bits"):
+        inputs_of(load_split(f"images:{tmp_path}"))
+
+
+def test_a_folder_with_no_images_or_with_both_kinds_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "class").mkdir()
+    with pytest.raises(DataError, match="no images in"):
+        load_split(f"images:{tmp_path}")
+    Image.new("RGB", (4, 4)).save(tmp_path / "loose.png")
+    with pytest.raises(DataError, match="both images and folders"):
+        load_split(f"images:{tmp_path}")
+
+
+DATASETS = """
+import numpy as np, torch
+from torch.utils.data import Dataset, IterableDataset
+
+class Pairs(Dataset):
+    classes = ["no", "yes"]
+    def __init__(self, labels): self.labels = labels
+    def __len__(self): return len(self.labels)
+    def __getitem__(self, i): return torch.full((2, 3), float(i)), self.labels[i]
+
+class Bare(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): return np.full((2, 3), i, np.float32)
+
+class Stream(IterableDataset):
+    def __iter__(self): return iter([])
+
+def pairs(): return Pairs([0, 1, torch.tensor(1), np.int64(0)])
+def soft(): return Pairs([0, 1, 0.5])
+def mixed(): return Pairs([0, None])
+def empty(): return Pairs([])
+"""
+
+
+@pytest.fixture
+def datasets(tmp_path: Path) -> Iterator[Path]:
+    path, modules = list(sys.path), set(sys.modules)
+    (tmp_path / "sets.py").write_text(DATASETS)
+    yield tmp_path / "sets.py"
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def test_a_dataset_gives_inputs_labels_and_class_names(datasets: Path) -> None:
+    split = load_split(f"py:{datasets}:pairs")
+    assert inputs_of(split, 3)[:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert labels_of(split) == [0, 1, 1, 0]
+    assert split.classes == ("no", "yes")
+    assert split.content_digest() is None
+
+
+def test_a_dataset_of_bare_inputs_is_unlabelled(datasets: Path) -> None:
+    split = load_split(f"py:{datasets}:Bare@3")
+    assert inputs_of(split)[:, 1, 2].tolist() == [0, 1, 2]
+    assert not split.is_labeled
+
+
+BAD_DATASETS: dict[str, tuple[type[BnnError], str]] = {
+    "soft": (DataError, "row 2: labels must be whole numbers"),
+    "mixed": (DataError, "some items have labels and some have none"),
+    "empty": (DataError, "no examples"),
+    "Stream": (UsageError, "expected a map-style Dataset"),
+    "absent": (UsageError, "no callable named 'absent'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATASETS)
+def test_a_dataset_that_breaks_a_rule_is_refused(datasets: Path, name: str) -> None:
+    error, message = BAD_DATASETS[name]
+    with pytest.raises(error, match=message):
+        inputs_of(load_split(f"py:{datasets}:{name}"))
+
+
+@pytest.mark.parametrize("spec", ["train.npz", "csv:train.csv", "npz:", ":x"])
+def test_a_spec_of_no_known_kind_lists_the_kinds(spec: str) -> None:
+    with pytest.raises(UsageError, match=r"expected npz:FILE.*idx:IMAGES,LABELS, images:DIR or py:module:factory"):
+        load_split(spec)
+
+
+@pytest.mark.parametrize("spec", ["npz:none.npz", "idx:a,b", "images:none", "py:none.py:make", "npz:none.npz:x@3"])
+def test_data_that_is_not_there_is_a_missing_input(spec: str) -> None:
+    with pytest.raises(MissingInput, match=r"no (file|folder)"):
+        load_split(spec)
+
+
+@pytest.mark.parametrize("count", [0, 13])
+def test_more_rows_than_there_are_cannot_be_taken(tmp_path: Path, count: int) -> None:
+    with pytest.raises(DataError, match=f"{count} rows asked for, there are 12"):
+        load_split(f"{write_npz(tmp_path / 'a.npz', x=GREY)}@{count}")
+
+
+def test_split_options_have_a_name_and_a_spec() -> None:
+    assert parse_split("val=npz:a=b.npz") == ("val", "npz:a=b.npz")
+    for text, message in [("npz:a.npz", "SPLIT=SPEC"), ("a/b=npz:x", "letters, digits"), ("=npz:x", "letters, digits")]:
+        with pytest.raises(UsageError, match=message):
+            parse_split(text)
+
+
+def test_hold_out_moves_each_row_once(tmp_path: Path) -> None:
+    spec = write_npz(tmp_path / "a.npz", x=GREY, y=np.arange(12))
+    splits = hold_out({"test": load_split(spec)}, "val=test:5", generator=torch.Generator().manual_seed(3))
+    assert (len(splits["test"]), len(splits["val"])) == (7, 5)
+    assert sorted(labels_of(splits["test"]) + labels_of(splits["val"])) == list(range(12))
+    assert splits["val"].rows.tolist() == labels_of(splits["val"]) == sorted(labels_of(splits["val"]))
+
+
+def test_hold_out_chooses_by_the_seed_and_all_rows_alike() -> None:
+    def moved(seed: int) -> torch.Tensor:
+        return hold_out_rows(20, 5, torch.Generator().manual_seed(seed))[1]
+
+    assert torch.equal(moved(1), moved(1))
+    counts = torch.stack([torch.bincount(moved(seed), minlength=20) for seed in range(400)]).sum(0)
+    # Each row moves with probability 1/4: mean 100, standard deviation 8.7.
+    assert (counts - 100).abs().max() < 4 * 8.7
+
+
+HOLD_OUT_ERRORS = {
+    "val=test": "expected NEW=OLD:N",
+    "val=none:3": "expected one of test, train",
+    "train=test:3": "a split 'train' already",
+    "val=test:12": "'test' has 12 rows",
+    "val=test:0": "'test' has 12 rows",
+}
+
+
+@pytest.mark.parametrize("text", HOLD_OUT_ERRORS)
+def test_impossible_hold_outs_are_usage_errors(tmp_path: Path, text: str) -> None:
+    split = load_split(write_npz(tmp_path / "a.npz", x=GREY))
+    with pytest.raises(UsageError, match=HOLD_OUT_ERRORS[text]):
+        hold_out({"test": split, "train": split}, text, generator=torch.Generator())
+
+
+def test_the_content_digest_knows_values_labels_and_rows_but_not_places(tmp_path: Path) -> None:
+    split = load_split(write_npz(tmp_path / "a.npz", x=GREY, y=LABELS))
+    np.savez(tmp_path / "moved.npz", x=GREY, y=LABELS)
+    assert load_split(f"npz:{tmp_path / 'moved.npz'}").content_digest() == split.content_digest()
+    others = [split.take(torch.arange(11)), load_split(write_npz(tmp_path / "b.npz", x=GREY, y=LABELS + 1))]
+    others.append(load_split(write_npz(tmp_path / "c.npz", x=GREY + 1, y=LABELS)))
+    assert len({other.content_digest() for other in [split, *others]}) == 4
+
+
+def test_the_content_digest_of_images_knows_bytes_and_names(tmp_path: Path) -> None:
+    write_images(tmp_path / "one")
+    first = load_split(f"images:{tmp_path / 'one'}").content_digest()
+    (tmp_path / "one").rename(tmp_path / "two")
+    assert load_split(f"images:{tmp_path / 'two'}").content_digest() == first
+    (tmp_path / "two/zebra").rename(tmp_path / "two/yak")
+    assert load_split(f"images:{tmp_path / 'two'}").content_digest() != first
+
+
+def test_a_split_without_labels_forgets_them(tmp_path: Path) -> None:
+    split = load_split(write_npz(tmp_path / "a.npz", x=GREY, y=LABELS)).without_labels()
+    assert split.labels is None
+    assert labels_of(split) == []
+
+
+FEATURES = RANDOM.normal(size=(6, 3)).astype(np.float32)
+
+
+def test_features_of_ones_own_are_read(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {
+        "features_train": FEATURES,
+        "labels_train": LABELS[:6],
+        "features_ood": FEATURES[:2].astype(np.float64),
+    }
+    np.savez(tmp_path / "f.npz", head_weight=np.ones((3, 3)), head_bias=np.zeros(3), **arrays)
+    found = read_feature_arrays(tmp_path / "f.npz")
+    assert set(found.features) == {"train", "ood"}
+    assert set(found.labels) == {"train"}
+    np.testing.assert_array_equal(found.features["ood"], FEATURES[:2])
+    assert found.head_weight is not None
+    assert found.head_weight.dtype == np.float32
+
+
+BAD_FEATURES: dict[str, dict[str, Any]] = {
+    "got only nothing": {},
+    "unexpected 'stray'": {"features_a": FEATURES, "stray": FEATURES},
+    r"expected \(N, D\) with N > 0": {"features_a": FEATURES[0]},
+    "splits differ in the number of features": {"features_a": FEATURES, "features_b": FEATURES[:, :2]},
+    r"head_weight has shape \(2, 2\), expected \(K, 3\)": {"features_a": FEATURES, "head_weight": np.ones((2, 2))},
+    "head_bias but no head_weight": {"features_a": FEATURES, "head_bias": np.ones(2)},
+    "has type int64": {"features_a": np.ones((2, 3), dtype=np.int64)},
+    "1 values that are not finite in float32, the first in row 4": {
+        "features_a": np.where(np.arange(18).reshape(6, 3) == 13, 1e300, FEATURES.astype(float))
+    },
+    "labels_a row 2 is 2, expected 0 to 1": {
+        "features_a": FEATURES,
+        "labels_a": LABELS[:6],
+        "head_weight": np.ones((2, 3)),
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD_FEATURES)
+def test_features_that_do_not_fit_are_refused(tmp_path: Path, message: str) -> None:
+    np.savez(tmp_path / "f.npz", **BAD_FEATURES[message])
+    with pytest.raises(DataError, match=message):
+        read_feature_arrays(tmp_path / "f.npz")

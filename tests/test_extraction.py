@@ -1,0 +1,247 @@
+"""Extraction: the right layer, proven; the right numbers, in order; every wrong network or input named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bnncli.data import Split, load_split
+from bnncli.errors import DataError, NumericError, UsageError
+from bnncli.extraction import Head, collect, extract, find_last_linear, head_of, prove_head
+from bnncli.networks import load_network
+from bnncli.progress import Task
+from bnncli.storage.checkpoints import load_checkpoint
+from bnncli.storage.fixtures import fixture_path
+
+INPUTS = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Classifier(nn.Module):
+    """A body, a head declared before it, an unused linear layer declared last, and something after the head."""
+
+    def __init__(self, after: Any = None, num_outputs: int = 3, has_bias: bool = True) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.head = nn.Linear(4, num_outputs, bias=has_bias)
+        self.body = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
+        self.unused = nn.Linear(2, 2)
+        self.after = after or (lambda logits: logits)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.after(self.head(self.body(inputs)))
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Split:
+    np.savez(tmp_path / "a.npz", x=INPUTS.numpy(), y=np.arange(10) % 3)
+    return load_split(f"npz:{tmp_path / 'a.npz'}")
+
+
+def run(model: nn.Module, split: Split, **options: Any) -> Any:
+    head = head_of(model, "head")
+    return collect(extract(model, head, split, **options), len(split))
+
+
+def test_the_linear_layer_that_is_called_last_is_found() -> None:
+    assert find_last_linear(Classifier(), INPUTS) == "head"
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet20", "wide-resnet", "mlp"])
+def test_the_head_of_every_built_in_network_is_found(name: str) -> None:
+    shape = (2, 1, 28, 28) if name in ("lenet5", "mlp") else (2, 3, 32, 32)
+    expected = {"resnet20": "linear", "wide-resnet": "fc"}.get(name, "ll")
+    assert find_last_linear(load_network(name, {}, None), torch.rand(shape)) == expected
+
+
+def test_a_network_without_a_linear_layer_is_refused() -> None:
+    with pytest.raises(DataError, match=r"calls no linear layer \(torch.nn.Linear\); it has none"):
+        find_last_linear(nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten()), torch.rand(2, 1, 2, 2))
+
+
+def test_an_unknown_last_layer_lists_the_linear_layers() -> None:
+    with pytest.raises(UsageError, match=r"expected one of 'head', 'body.0', 'unused'; got 'fc'"):
+        head_of(Classifier(), "fc")
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("batch_size", [3, 10])
+def test_features_logits_and_labels_are_those_of_a_plain_forward_pass(
+    split: Split, has_bias: bool, batch_size: int
+) -> None:
+    model = Classifier(has_bias=has_bias)
+    found = run(model, split, batch_size=batch_size)
+    assert not model.training
+    torch.testing.assert_close(found.features, model.body(INPUTS).detach())
+    torch.testing.assert_close(found.logits, model(INPUTS).detach())
+    assert found.labels.tolist() == [row % 3 for row in range(10)]
+    assert not found.features.is_inference()
+
+
+def test_the_head_is_a_copy_with_its_layout() -> None:
+    model = Classifier()
+    head = head_of(model, "head")
+    assert head.bias is not None
+    assert torch.equal(head.weight, model.head.weight.detach())
+    assert head.weight.data_ptr() != model.head.weight.data_ptr()
+    assert (head.layout.num_outputs, head.layout.num_features, head.layout.has_bias) == (3, 4, True)
+
+
+def test_a_network_without_a_head_gives_its_output_as_features(split: Split) -> None:
+    found = collect(extract(load_network("flatten", {}, None), None, split, batch_size=4), 10)
+    assert torch.equal(found.features, INPUTS)
+    assert found.logits is None
+
+
+def test_an_unlabelled_split_gives_no_labels(split: Split) -> None:
+    assert run(Classifier(), split.without_labels()).labels is None
+
+
+def test_a_single_logit_may_come_without_its_axis(split: Split) -> None:
+    binary = replace(split, rows=torch.tensor([0, 1, 3, 4]))
+    found = run(Classifier(lambda logits: logits.squeeze(1), num_outputs=1), binary)
+    assert found.logits.shape == (4, 1)
+
+
+WRAPPED_OUTPUTS = {
+    "tuple": lambda logits: (logits, "other"),
+    "mapping": lambda logits: {"logits": logits},
+    "object": lambda logits: type("Output", (), {"logits": logits})(),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED_OUTPUTS)
+def test_logits_are_found_in_the_usual_wrappings(split: Split, kind: str) -> None:
+    plain, wrapped = run(Classifier(), split), run(Classifier(WRAPPED_OUTPUTS[kind]), split)
+    assert torch.equal(wrapped.logits, plain.logits)
+
+
+AFTER_THE_HEAD = {
+    "it is the softmax": lambda logits: logits.softmax(1),
+    "it is the log-softmax": lambda logits: logits.log_softmax(1),
+    "it is the sigmoid": lambda logits: logits.sigmoid(),
+    "it is the ReLU": lambda logits: logits.relu(),
+    "it is the logits less their mean": lambda logits: logits - logits.mean(1, keepdim=True),
+    "it is the logits times 0.25": lambda logits: logits / 4,
+    "something comes after that layer": lambda logits: logits + 0.1,
+    r"shape \(10, 2\), its linear layer 'head' gives \(10, 3\)": lambda logits: logits[:, :2],
+}
+
+
+@pytest.mark.parametrize("message", AFTER_THE_HEAD)
+def test_what_comes_after_the_head_is_told(split: Split, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        run(Classifier(AFTER_THE_HEAD[message]), split)
+
+
+def test_the_tolerance_of_the_proof_is_a_thousandth_of_the_logits() -> None:
+    features = torch.tensor([[1.0, 2.0]])
+    head = Head("head", torch.tensor([[3.0, 4.0]]), None)
+    prove_head(head, features, torch.tensor([[11.011]]))
+    with pytest.raises(DataError, match=r"differ from the network's output by 0.013"):
+        prove_head(head, features, torch.tensor([[11.013]]))
+
+
+def test_naming_a_layer_that_is_not_the_last_is_refused(split: Split) -> None:
+    model = Classifier()
+    with pytest.raises(DataError, match="that layer is not the last step"):
+        collect(extract(model, head_of(model, "body.0"), split), 10)
+    with pytest.raises(DataError, match="is called 0 times"):
+        collect(extract(model, head_of(model, "unused"), split), 10)
+
+
+def test_a_head_that_is_called_twice_is_refused(split: Split) -> None:
+    model = Classifier()
+    model.after = lambda logits: model.head(torch.ones(10, 4))
+    with pytest.raises(DataError, match="is called 2 times"):
+        run(model, split)
+
+
+def test_one_vector_for_each_position_is_refused(split: Split) -> None:
+    model = nn.ModuleDict({"head": nn.Linear(2, 3)})
+    model.forward = lambda inputs: model["head"](inputs.view(-1, 3, 2))
+    with pytest.raises(DataError, match=r"inputs of shape \(10, 3, 2\), expected \(N, D\)"):
+        run(model, split)
+
+
+def test_a_feature_that_is_not_finite_is_counted_and_its_row_named(split: Split) -> None:
+    model = Classifier()
+    model.body = nn.Sequential(nn.Linear(6, 4))
+    split.source.inputs[7, 2] = float("nan")  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"split test: 4 feature values .* the first in row 7"):
+        run(model, split, batch_size=3, name="test")
+
+
+def test_large_finite_features_are_not_mistaken_for_infinite_ones(split: Split) -> None:
+    split.source.inputs[:] = 3e38  # type: ignore[attr-defined]
+    found = collect(extract(nn.Flatten(), None, split), 10)
+    assert torch.isfinite(found.features).all()
+
+
+def test_a_label_beyond_the_head_is_named_with_its_row(split: Split) -> None:
+    with pytest.raises(DataError, match=r"the label of row 5 is 2, the head has classes 0 to 1"):
+        run(Classifier(num_outputs=2), replace(split, rows=torch.tensor([0, 1, 3, 4, 0, 5])), batch_size=4)
+
+
+def test_half_precision_features_are_rounded_and_their_range_is_checked(split: Split) -> None:
+    model = Classifier()
+    found = run(model, split, dtype=torch.float16)
+    assert torch.equal(found.features, model.body(INPUTS).detach().half())
+    split.source.inputs[9, 0] = 1e5  # type: ignore[attr-defined]
+    with pytest.raises(NumericError, match=r"1e\+05 is beyond 6.55e\+04, the range of float16"):
+        collect(extract(nn.Flatten(), None, split, dtype=torch.float16), 10)
+
+
+class Narrow(nn.Module):
+    """Takes 5 inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(inputs)
+        return logits
+
+
+def test_inputs_that_the_network_cannot_take_are_reported_with_their_shape(split: Split) -> None:
+    with pytest.raises(DataError, match=r"cannot take inputs of shape \(10, 6\): "):
+        run(Narrow(), split)
+
+
+def test_a_network_that_returns_no_tensor_is_refused(split: Split) -> None:
+    with pytest.raises(DataError, match="returned str, expected a tensor of logits"):
+        run(Classifier(lambda logits: "class 3"), split)
+
+
+def test_progress_counts_every_example(split: Split) -> None:
+    seen: list[int] = []
+
+    class Counter:
+        def task(self, name: str, total: int) -> Task:
+            assert (name, total) == ("extract val", 10)
+            return self
+
+        def advance(self, amount: int = 1, note: str = "") -> None:
+            seen.append(amount)
+
+    run(Classifier(), split, batch_size=4, name="val", progress=Counter())
+    assert seen == [4, 4, 2]
+
+
+def test_the_fixture_pipeline_gives_the_networks_own_predictions() -> None:
+    network = load_network("lenet5", {}, load_checkpoint(fixture_path("lenet5-fmnist.pt")).state)
+    split = load_split(f"npz:{fixture_path('val.npz')}")
+    head = head_of(network, find_last_linear(network, next(split.batches(1)).inputs))
+    found = collect(extract(network, head, split, batch_size=256), len(split))
+    assert head.bias is not None
+    assert found.logits is not None
+    np.testing.assert_allclose(found.features @ head.weight.T + head.bias, found.logits, atol=1e-4)
+    assert found.features.shape == (1000, 84)

@@ -1,0 +1,236 @@
+"""HMC: the laws of its dynamics, Gaussians, and a two-parameter posterior on a grid; NUTS beside it."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.errors import NumericError
+from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
+from bnncli.inference.hmc import HmcRun, StepSizeAdaptation, sample_hmc
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.nuts import sample_nuts
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.targets.last_layer import LastLayerTarget
+
+every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
+LAYOUTS = [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False), HeadLayout(2, 1, has_bias=False)]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_target(layout: HeadLayout, likelihood_scale: float = 1.0) -> LastLayerTarget:
+    features = torch.randn(12, layout.num_features, generator=seeded(), dtype=torch.float64)
+    labels = (features[:, 0] > 0).long()
+    return LastLayerTarget(features, labels, layout, 0.3, likelihood_scale)
+
+
+def make_base(target: LastLayerTarget, structure: str = "full") -> Gaussian:
+    return fit_gaussian(target, start=torch.zeros(target.layout.num_params), structure=structure).gaussian
+
+
+def run(target: LastLayerTarget, base: Gaussian, dynamics: str = "split", **options: int) -> HmcRun:
+    return sample_hmc(
+        target, mode=base.mean, covariance=base.covariance, generator=seeded(), dynamics=dynamics, **options
+    )
+
+
+def grid_moments(target: LastLayerTarget, base: Gaussian) -> tuple[Tensor, Tensor]:
+    """Mean (2,) and covariance (2, 2) of the posterior, in base's whitened coordinates, by brute force."""
+    axis = torch.linspace(-12, 12, 301, dtype=torch.float64)
+    z = torch.cartesian_prod(axis, axis)
+    weights = target.log_joint(base.mean + base.covariance.unwhiten(z)).softmax(dim=0)
+    mean = weights @ z
+    return mean, ((z - mean).T * weights) @ (z - mean)
+
+
+def assert_moments(draws: Tensor, mean: Tensor, covariance: Tensor) -> None:
+    """Means and second moments of draws (C, T, 2) lie within 4 standard errors, from the spread between chains."""
+    first = draws.mean(dim=1)
+    error = first.std(dim=0) / math.sqrt(draws.shape[0])
+    assert ((first.mean(dim=0) - mean).abs() < 4 * error).all()
+    centred = draws - mean
+    second = (centred.unsqueeze(-1) * centred.unsqueeze(-2)).mean(dim=1)
+    error = second.std(dim=0) / math.sqrt(draws.shape[0])
+    assert ((second.mean(dim=0) - covariance).abs() < 4 * error).all()
+
+
+@every_dynamics
+@pytest.mark.parametrize("structure", registry.names("covariances"))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_draws_have_the_moments_of_the_posterior_on_a_grid(dynamics: str, structure: str, layout: HeadLayout) -> None:
+    target = make_target(layout)
+    base = make_base(target, structure)
+    result = run(target, base, dynamics, num_chains=64, num_warmup=60, num_draws=200)
+    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(64, 200, 2)
+    assert_moments(z, *grid_moments(target, base))
+
+
+@every_dynamics
+def test_a_gaussian_posterior_gets_its_moments(dynamics: str) -> None:
+    target = make_target(LAYOUTS[0], likelihood_scale=0.0)
+    result = run(target, make_base(target), dynamics, num_chains=64, num_warmup=60, num_draws=200)
+    assert_moments(result.draws.double(), torch.zeros(2), torch.eye(2) / 0.3)
+
+
+def test_split_dynamics_accept_everything_on_their_own_gaussian() -> None:
+    target = make_target(LAYOUTS[0], likelihood_scale=0.0)
+    result = run(target, make_base(target), num_chains=8, num_warmup=20, num_draws=20)
+    assert result.acceptance_rate.min() > 1 - 1e-9
+    assert result.n_steps.max() == 1
+
+
+def start_of_a_trajectory() -> tuple[WhitenedPotential, Tensor, Tensor]:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+    z = 2 * torch.randn(5, 2, generator=seeded(1), dtype=torch.float64)
+    return WhitenedPotential(target, base.mean, base.covariance), z, torch.ones_like(z)
+
+
+def total_energy(potential: Tensor, momentum: Tensor) -> Tensor:
+    return potential + 0.5 * momentum.square().sum(dim=1)
+
+
+@every_dynamics
+def test_trajectories_are_reversible(dynamics: str) -> None:
+    potential, z, momentum = start_of_a_trajectory()
+    options = {"step_size": 0.3, "num_steps": 7, "dynamics": dynamics}
+    end, end_momentum = trajectory(potential, potential.state(z), momentum, **options)
+    back, back_momentum = trajectory(potential, end, -end_momentum, **options)
+    torch.testing.assert_close(back.z, z, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(back_momentum, -momentum, rtol=1e-9, atol=1e-9)
+    assert (end.z - z).norm() > 1
+
+
+@every_dynamics
+def test_trajectories_preserve_volume(dynamics: str) -> None:
+    potential, z, momentum = start_of_a_trajectory()
+    options = {"step_size": 0.4, "num_steps": 3, "dynamics": dynamics}
+
+    def move(phase: Tensor) -> Tensor:
+        end, end_momentum = trajectory(potential, potential.state(phase[:1]), phase[1:], **options)
+        return torch.cat([end.z, end_momentum]).flatten()
+
+    phase, step = torch.stack([z[0], momentum[0]]), 1e-5
+    shifts = step * torch.eye(4, dtype=torch.float64).view(4, 2, 2)
+    jacobian = torch.stack([(move(phase + shift) - move(phase - shift)) / (2 * step) for shift in shifts])
+    assert float(torch.linalg.det(jacobian)) == pytest.approx(1, abs=1e-7)
+
+
+@every_dynamics
+def test_energy_errors_fall_with_the_square_of_the_step(dynamics: str) -> None:
+    potential, z, momentum = start_of_a_trajectory()
+    state = potential.state(z)
+    errors = []
+    for num_steps in (20, 40):
+        options = {"step_size": 1.5 / num_steps, "num_steps": num_steps, "dynamics": dynamics}
+        end, end_momentum = trajectory(potential, state, momentum, **options)
+        change = total_energy(end.potential, end_momentum) - total_energy(state.potential, momentum)
+        errors.append(float(change.norm()))
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+
+
+def test_gradient_in_z_is_that_of_the_potential() -> None:
+    potential, z, _ = start_of_a_trajectory()
+    leaf = z.clone().requires_grad_()
+    (-potential.target.log_joint(potential.theta(leaf))).sum().backward()
+    torch.testing.assert_close(potential.state(z).gradient, leaf.grad)
+
+
+def test_what_the_run_tells_belongs_to_its_draws() -> None:
+    target = make_target(LAYOUTS[0])
+    result = run(target, make_base(target), num_chains=6, num_warmup=20, num_draws=30)
+    expected = torch.stack([target.log_joint(chain.double()) for chain in result.draws])
+    torch.testing.assert_close(result.log_joint, expected, rtol=1e-5, atol=1e-5)
+    assert (result.energy + result.log_joint > 0).all()  # the kinetic part
+    assert result.draws.shape == (6, 30, 2)
+    assert result.draws.dtype == torch.float32
+    assert result.n_steps.shape == result.diverging.shape == result.acceptance_rate.shape == (6, 30)
+    assert not result.diverging.any()
+
+
+def test_a_rejected_chain_stays() -> None:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+    wide = type(base.covariance)(3 * base.covariance.scale_tril)  # type: ignore[attr-defined]
+    result = sample_hmc(
+        target, mode=base.mean, covariance=wide, generator=seeded(), num_chains=8, num_warmup=0, num_draws=100
+    )
+    stayed = (result.draws.diff(dim=1) == 0).all(dim=2)
+    assert 0 < int(stayed.sum()) < stayed.numel()
+    assert (result.log_joint.diff(dim=1) == 0)[stayed].all()
+
+
+def test_leapfrog_reaches_the_acceptance_asked_for() -> None:
+    layout = HeadLayout(3, 20)
+    features = torch.randn(200, 20, generator=seeded(), dtype=torch.float64)
+    target = LastLayerTarget(features, (features[:, 0] > 0).long(), layout, 0.3)
+    base = make_base(target)
+    for goal in (0.6, 0.9):
+        result = sample_hmc(
+            target,
+            mode=base.mean,
+            covariance=base.covariance,
+            generator=seeded(),
+            num_chains=16,
+            num_warmup=150,
+            num_draws=30,
+            target_accept=goal,
+            dynamics="leapfrog",
+        )
+        assert float(result.acceptance_rate.mean()) == pytest.approx(goal, abs=0.1)
+
+
+def test_step_size_never_exceeds_one_trajectory() -> None:
+    adaptation = StepSizeAdaptation.start(initial=0.4, target_accept=0.8)
+    for _ in range(50):
+        adaptation = adaptation.update(1.0)
+    assert adaptation.final <= adaptation.current
+    assert adaptation.current == pytest.approx(0.6 * math.pi)
+
+
+def test_a_seed_gives_the_same_bits() -> None:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+    first, second = (run(target, base, num_chains=4, num_warmup=10, num_draws=10) for _ in range(2))
+    assert torch.equal(first.draws, second.draws)
+
+
+def test_chains_that_all_diverge_are_an_error() -> None:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+    absurd = type(base.covariance)(1e6 * base.covariance.scale_tril)  # type: ignore[attr-defined]
+    with pytest.raises(NumericError, match="every trajectory of every chain diverged"):
+        sample_hmc(
+            target,
+            mode=base.mean,
+            covariance=absurd,
+            generator=seeded(),
+            num_warmup=0,
+            num_draws=3,
+            dynamics="leapfrog",
+        )
+
+
+def test_unknown_dynamics_are_refused() -> None:
+    target = make_target(LAYOUTS[0])
+    with pytest.raises(ValueError, match="expected one of split, leapfrog"):
+        run(target, make_base(target), "verlet")
+
+
+def test_nuts_has_the_moments_of_the_posterior_on_a_grid() -> None:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+    before = torch.get_rng_state()
+    result = sample_nuts(
+        target, mode=base.mean, covariance=base.covariance, seed=1, num_chains=12, num_warmup=60, num_draws=60
+    )
+    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(12, 60, 2)
+    assert_moments(z, *grid_moments(target, base))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert result.energy is None

@@ -1,0 +1,312 @@
+"""Integrators against quadrature, naive averages and each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, special, stats
+from torch import Tensor
+
+from bnncli import integrators
+from bnncli.errors import NumericError, UsageError
+from bnncli.integrators import Prediction, load_integrator, require_support, supports
+from bnncli.integrators import mc as mc_module
+from bnncli.integrators.probit import probit_probs
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.samples import Samples
+from bnncli.registry import names
+
+LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A posterior that can only sample, as a flow can."""
+
+    layout: HeadLayout
+    mean: Tensor
+    scale: Tensor
+    type: ClassVar[str] = "flow"
+    center: None = field(default=None, init=False)
+
+    def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(num_samples or 1, len(self.mean), generator=generator, dtype=torch.float64)
+        return self.mean + noise @ self.scale.T
+
+
+@dataclass(frozen=True)
+class Full:
+    """A Gaussian with every capability, its moments from the Jacobian of the logits."""
+
+    draws: Draws
+    type: ClassVar[str] = "gaussian"
+
+    @property
+    def layout(self) -> HeadLayout:
+        return self.draws.layout
+
+    @property
+    def center(self) -> Tensor:
+        return self.draws.mean
+
+    def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
+        return self.draws.sample(num_samples, generator)
+
+    def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        basis = torch.eye(self.layout.num_params, dtype=features.dtype)
+        jacobian = self.layout.logits(features, basis).permute(1, 2, 0)
+        return jacobian @ self.center, jacobian @ self.draws.scale @ self.draws.scale.T @ jacobian.mT
+
+
+class Counter:
+    """Progress that counts."""
+
+    total = done = 0
+
+    def task(self, name: str, total: int) -> Counter:
+        self.total = total
+        return self
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.done += amount
+
+
+def gaussian(layout: HeadLayout, *, scale: float = 0.7, seed: int = 0) -> Full:
+    generator = torch.Generator().manual_seed(seed)
+    size = layout.num_params
+    mean = torch.randn(size, generator=generator, dtype=torch.float64)
+    factor = torch.randn(size, size, generator=generator, dtype=torch.float64) * scale / math.sqrt(size)
+    return Full(Draws(layout, mean, factor))
+
+
+def inputs(layout: HeadLayout, *, count: int = 7, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, layout.num_features, generator=generator, dtype=torch.float64)
+
+
+def predict(name: str, posterior: object, features: Tensor, *, num_samples: int | None = 50) -> Prediction:
+    generator = torch.Generator().manual_seed(2)
+    return load_integrator(name).predict(posterior, features, num_samples=num_samples, generator=generator)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", names("integrators"))
+def test_every_integrator_gives_probabilities_and_their_entropy(name: str, layout: HeadLayout) -> None:
+    prediction = predict(name, gaussian(layout), inputs(layout))
+    assert prediction.probs.shape == (7, layout.num_classes)
+    assert prediction.probs.dtype == prediction.entropy.dtype == torch.float32
+    np.testing.assert_allclose(prediction.probs.double().sum(dim=1), 1, atol=1e-6)
+    np.testing.assert_allclose(prediction.entropy, stats.entropy(prediction.probs.double(), axis=1), atol=1e-6)
+    assert (prediction.mutual_info is not None) == load_integrator(name).is_sampling
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", names("integrators"))
+def test_every_integrator_is_the_softmax_without_uncertainty(name: str, layout: HeadLayout) -> None:
+    posterior, features = gaussian(layout, scale=0.0), inputs(layout)
+    logits = layout.logits(features, posterior.center.unsqueeze(0))[0].numpy()
+    if layout.num_outputs == 1:
+        expected = np.concatenate([special.expit(-logits), special.expit(logits)], axis=1)
+    else:
+        expected = special.softmax(logits, axis=1)
+    np.testing.assert_allclose(predict(name, posterior, features).probs, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_the_seed_decides_every_bit(name: str) -> None:
+    posterior, features = gaussian(LAYOUTS[2]), inputs(LAYOUTS[2])
+    assert torch.equal(predict(name, posterior, features).probs, predict(name, posterior, features).probs)
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_progress_ends_at_the_total_it_announced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
+    monkeypatch.setattr(mc_module, "_CHUNK_EXAMPLES", 2)
+    counter, generator = Counter(), torch.Generator().manual_seed(2)
+    load_integrator(name).predict(
+        gaussian(LAYOUTS[2]), inputs(LAYOUTS[2]), num_samples=5, generator=generator, progress=counter
+    )
+    assert counter.done == counter.total > 1
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_chunks_do_not_change_a_prediction(name: str, layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, features = gaussian(layout), inputs(layout)
+    whole = predict(name, posterior, features)
+    monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
+    monkeypatch.setattr(mc_module, "_CHUNK_EXAMPLES", 2)
+    chunked = predict(name, posterior, features)
+    torch.testing.assert_close(chunked.probs, whole.probs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(chunked.mutual_info, whole.mutual_info, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_an_empty_split_gives_an_empty_prediction(name: str) -> None:
+    assert predict(name, gaussian(LAYOUTS[2]), inputs(LAYOUTS[2], count=0)).probs.shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_features_of_another_width_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"features: expected shape \(N, 4\)"):
+        predict(name, gaussian(LAYOUTS[2]), torch.zeros(2, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_a_posterior_that_is_not_finite_is_an_error(name: str) -> None:
+    posterior = gaussian(LAYOUTS[2])
+    posterior.center[0] = math.nan
+    with pytest.raises(NumericError, match="7 of 7 examples have none"):
+        predict(name, posterior, inputs(LAYOUTS[2]))
+
+
+@pytest.mark.parametrize("mean", [-2.0, 0.5, 3.0])
+def test_mc_converges_to_the_binary_integral(mean: float) -> None:
+    layout, deviation, num_samples = HeadLayout(1, 1, has_bias=False), 2.0, 40_000
+    posterior = Draws(layout, torch.tensor([mean]).double(), torch.tensor([[deviation]]).double())
+
+    def moment(power: int) -> float:
+        density = stats.norm(mean, deviation).pdf
+        return integrate.quad(lambda f: special.expit(f) ** power * density(f), mean - 20, mean + 20)[0]
+
+    exact = moment(1)
+    standard_error = math.sqrt((moment(2) - exact**2) / num_samples)
+    estimate = predict("mc", posterior, torch.ones(1, 1).double(), num_samples=num_samples).probs[0, 1].item()
+    assert abs(estimate - exact) < 4 * standard_error
+    assert standard_error <= 0.5 / math.sqrt(num_samples)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_mc_is_the_naive_mean_over_stored_draws(layout: HeadLayout) -> None:
+    draws = 2 * torch.randn(3, 5, layout.num_params, generator=torch.Generator().manual_seed(3))
+    features = inputs(layout).float()
+    prediction = predict("mc", Samples(draws, layout), features, num_samples=None)
+    logits = layout.logits(features.double(), draws.flatten(0, 1).double()).numpy()
+    if layout.num_outputs == 1:
+        logits = np.concatenate([np.zeros_like(logits), logits], axis=2)
+    probs = special.softmax(logits, axis=2)
+    entropy = stats.entropy(probs.mean(axis=0), axis=1)
+    np.testing.assert_allclose(prediction.probs, probs.mean(axis=0), atol=1e-6)
+    np.testing.assert_allclose(prediction.entropy, entropy, atol=1e-6)
+    assert prediction.mutual_info is not None
+    np.testing.assert_allclose(prediction.mutual_info, entropy - stats.entropy(probs, axis=2).mean(axis=0), atol=2e-6)
+
+
+def test_mc_shares_its_draws_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mc_module, "_CHUNK_EXAMPLES", 1)
+    monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 3)
+    probs = predict("mc", gaussian(LAYOUTS[2]), inputs(LAYOUTS[2], count=1).expand(4, -1), num_samples=3).probs
+    assert torch.equal(probs, probs[:1].expand_as(probs))
+
+
+def test_mc_ignores_what_all_logits_share() -> None:
+    layout = LAYOUTS[2]
+    generator = torch.Generator().manual_seed(4)
+    draws = torch.randn(1, 9, layout.num_params, generator=generator, dtype=torch.float64)
+    common = torch.randn(1, 9, 1, 5, generator=generator, dtype=torch.float64).expand(-1, -1, 3, -1)
+    shifted = draws + layout.flatten(common)
+    probs = [predict("mc", Samples(d, layout), inputs(layout), num_samples=None).probs for d in (draws, shifted)]
+    assert not torch.equal(draws, shifted)
+    torch.testing.assert_close(probs[0], probs[1], atol=1e-6, rtol=0)
+
+
+def test_mutual_information_is_log_two_when_two_sure_draws_disagree() -> None:
+    layout = HeadLayout(2, 1, has_bias=False)
+    draws = torch.tensor([[[200.0, -200.0], [-200.0, 200.0]]])
+    prediction = predict("mc", Samples(draws, layout), torch.ones(1, 1), num_samples=None)
+    assert prediction.mutual_info is not None
+    assert prediction.mutual_info.item() == pytest.approx(math.log(2))
+    assert prediction.entropy.item() == pytest.approx(math.log(2))
+
+
+def test_mutual_information_is_never_negative() -> None:
+    layout = LAYOUTS[2]
+    draws = torch.randn(layout.num_params, generator=torch.Generator().manual_seed(5)).expand(1, 200, -1)
+    prediction = predict("mc", Samples(draws, layout), inputs(layout, count=500).float(), num_samples=None)
+    assert prediction.mutual_info is not None
+    assert 0 <= prediction.mutual_info.min() <= prediction.mutual_info.max() < 1e-5
+
+
+def test_mc_refuses_zero_draws() -> None:
+    with pytest.raises(UsageError, match="at least one draw, got 0"):
+        predict("mc", gaussian(LAYOUTS[2]), inputs(LAYOUTS[2]), num_samples=0)
+
+
+def test_plug_in_of_samples_is_the_softmax_at_their_mean() -> None:
+    layout = LAYOUTS[2]
+    draws = torch.randn(2, 6, layout.num_params, generator=torch.Generator().manual_seed(6))
+    features = inputs(layout).float()
+    expected = special.softmax(layout.logits(features, draws.mean(dim=(0, 1))[None])[0].numpy(), axis=1)
+    np.testing.assert_allclose(predict("plug-in", Samples(draws, layout), features).probs, expected, atol=1e-6)
+
+
+def test_entropy_is_log_of_the_classes_when_uniform() -> None:
+    probs = torch.full((2, 10), 0.1)
+    torch.testing.assert_close(Prediction.from_probs(probs).entropy, torch.full((2,), math.log(10)))
+
+
+@pytest.mark.parametrize("extent", [5, 10, 20])
+def test_binary_probit_stays_close_to_the_integral(extent: int) -> None:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(200)
+    mean, deviation = (axis.ravel() for axis in np.meshgrid(*[np.linspace(0, extent, 21)] * 2))
+    exact = special.expit(mean[:, None] + deviation[:, None] * nodes) @ (weights / weights.sum())
+    variance = torch.tensor(deviation**2)[:, None]
+    approximate = probit_probs(torch.tensor(mean)[:, None], variance)[:, 1].numpy()
+    # The supremum is .0177; quadrature of a steep sigmoid with 200 nodes adds up to .001.
+    assert 0.008 < np.abs(approximate - exact).max() < 0.0187
+
+
+def test_probit_of_two_logits_is_the_binary_one_when_the_second_is_certainly_zero() -> None:
+    mean, variance = torch.tensor([[1.7], [-0.3]]), torch.tensor([[4.0], [9.0]])
+    padded = [torch.cat([part, torch.zeros_like(part)], dim=1) for part in (mean, variance)]
+    torch.testing.assert_close(probit_probs(*padded), probit_probs(mean, variance).flip(1))
+
+
+def test_probit_of_two_logits_is_not_the_binary_one_in_general() -> None:
+    mean, variance = 1.7, 4.0
+    halves = torch.tensor([[mean / 2, -mean / 2]])
+    raw = probit_probs(halves, torch.full((1, 2), variance / 4))[0, 0].item()
+    binary = probit_probs(torch.tensor([[mean]]), torch.tensor([[variance]]))[0, 1].item()
+    assert (round(raw, 3), round(binary, 3)) == (0.809, 0.743)
+
+
+def test_probit_follows_the_variance_of_each_example() -> None:
+    layout = LAYOUTS[2]
+    posterior, features = gaussian(layout), inputs(layout)
+    for row, probs in zip(features, predict("probit", posterior, features).probs, strict=True):
+        augmented = torch.cat([row, torch.ones(1)])
+        sigma = posterior.draws.scale @ posterior.draws.scale.T
+        scaled = []
+        for k in range(3):
+            jacobian = layout.flatten(torch.eye(3, dtype=torch.float64)[:, k, None] * augmented)
+            scaled.append(jacobian @ posterior.center / (1 + math.pi / 8 * jacobian @ sigma @ jacobian).sqrt())
+        np.testing.assert_allclose(probs, special.softmax(scaled), atol=1e-6)
+
+
+def test_a_flow_supports_only_sampling_and_the_error_says_so() -> None:
+    flow = gaussian(LAYOUTS[2]).draws
+    assert [name for name in names("integrators") if supports(name, flow)] == ["mc"]
+    with pytest.raises(UsageError, match="plug-in needs a posterior with center; a flow") as caught:
+        require_support("plug-in", flow)
+    assert caught.value.hint == "integrators for a flow posterior: mc"
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_predicting_without_the_capability_is_a_usage_error(name: str) -> None:
+    class Nothing:
+        type = "nothing"
+        layout = LAYOUTS[2]
+
+    with pytest.raises(UsageError, match=f"{name} needs a posterior with {load_integrator(name).needs}") as caught:
+        predict(name, Nothing(), inputs(LAYOUTS[2]))
+    assert caught.value.hint == "integrators for a nothing posterior: none"
+
+
+def test_an_unknown_integrator_is_refused_with_the_choices() -> None:
+    with pytest.raises(UsageError, match=r"--integrator: expected one of mc, .*; got 'mcmc'"):
+        load_integrator("mcmc")

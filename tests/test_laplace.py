@@ -1,0 +1,96 @@
+"""The Laplace fit against dense algebra and a two-parameter posterior on a grid."""
+
+import math
+
+import pytest
+import torch
+
+from bnncli import registry
+from bnncli.errors import UsageError
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.layout import HeadLayout
+from bnncli.targets.last_layer import LastLayerTarget
+
+LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+
+
+def make_target(layout: HeadLayout, num_examples: int = 40) -> LastLayerTarget:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
+    labels = (features[:, 0] + torch.randn(num_examples, generator=generator) > 0).long()
+    return LastLayerTarget(features, labels, layout, 0.5)
+
+
+def start(layout: HeadLayout) -> torch.Tensor:
+    return torch.ones(layout.num_params, dtype=torch.float64)
+
+
+@every_layout
+def test_full_covariance_is_the_inverse_hessian_of_the_log_posterior(layout: HeadLayout) -> None:
+    target = make_target(layout)
+    fit = fit_gaussian(target, start=start(layout))
+    eye = torch.eye(layout.num_params, dtype=torch.float64)
+    precision = target.hessian_vector_product(fit.gaussian.mean, eye)
+    root = fit.gaussian.covariance.unwhiten(eye)
+    torch.testing.assert_close(root.T @ root, torch.linalg.inv(precision))
+
+
+@every_layout
+def test_evidence_is_laplaces_formula(layout: HeadLayout) -> None:
+    target = make_target(layout)
+    fit = fit_gaussian(target, start=start(layout))
+    eye = torch.eye(layout.num_params, dtype=torch.float64)
+    log_det = float(torch.linalg.slogdet(target.hessian_vector_product(fit.gaussian.mean, eye))[1])
+    joint = target.log_joint(fit.gaussian.mean[None]).item()
+    expected = joint + 0.5 * layout.num_params * math.log(2 * math.pi) - 0.5 * log_det
+    assert fit.log_marginal_likelihood == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("layout", [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False)], ids=str)
+def test_with_much_data_it_is_the_posterior_on_a_grid(layout: HeadLayout) -> None:
+    target = make_target(layout, num_examples=2000)
+    fit = fit_gaussian(target, start=start(layout))
+    offsets = torch.linspace(-8, 8, 81, dtype=torch.float64)
+    z = torch.cartesian_prod(offsets, offsets)
+    theta = fit.gaussian.mean + fit.gaussian.covariance.unwhiten(z)
+    log_density = target.log_joint(theta)
+    cell = math.log(0.2**2) + fit.gaussian.covariance.log_det_scale()
+    log_evidence = float(log_density.logsumexp(dim=0)) + cell
+    assert fit.log_marginal_likelihood == pytest.approx(log_evidence, abs=0.02)
+    weights = log_density.softmax(dim=0)
+    assert (weights @ z).norm() < 0.15  # posterior standard deviations
+    torch.testing.assert_close((z.T * weights) @ z, torch.eye(2, dtype=torch.float64), rtol=0, atol=0.05)
+
+
+@every_structure
+def test_center_checkpoint_stays_where_the_network_is(structure: str) -> None:
+    theta = start(LAYOUTS[0])
+    fit = fit_gaussian(make_target(LAYOUTS[0]), start=theta, structure=structure, center="checkpoint")
+    assert torch.equal(fit.gaussian.mean, theta)
+    assert fit.mode is None
+
+
+@every_structure
+def test_all_structures_share_the_mode(structure: str) -> None:
+    fit = fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), structure=structure)
+    reference = fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]))
+    assert torch.equal(fit.gaussian.mean, reference.gaussian.mean)
+    assert all(name.startswith(f"hessian.{structure}") for name in fit.hessian)
+
+
+def test_a_known_hessian_saves_steps_and_gives_the_same_fit() -> None:
+    target = make_target(LAYOUTS[0])
+    first = fit_gaussian(target, start=start(LAYOUTS[0]))
+    again = fit_gaussian(target, start=first.gaussian.mean, mode_hessian=first.hessian)
+    assert again.mode is not None
+    assert again.mode.num_iterations == 0
+    assert again.log_marginal_likelihood == pytest.approx(first.log_marginal_likelihood, abs=1e-6)
+
+
+def test_unknown_structure_and_center_are_refused() -> None:
+    with pytest.raises(UsageError, match="expected one of diag, full, kron"):
+        fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), structure="block")
+    with pytest.raises(ValueError, match="expected one of mode, checkpoint"):
+        fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), center="mean")

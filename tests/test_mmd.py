@@ -1,0 +1,165 @@
+"""The squared mean discrepancy against loops, scikit-learn and limits with known values."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import pdist
+from sklearn.metrics.pairwise import rbf_kernel
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.evaluation import mmd as mmd_module
+from bnncli.evaluation.mmd import median_bandwidth, mmd2, thin
+from bnncli.evaluation.rows import mmd_rows
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_both_estimates_are_those_of_the_loop() -> None:
+    x, y, bandwidth = normal(5, 3), normal(4, 3, seed=1) + 0.5, 1.7
+
+    def mean_kernel(a: Tensor, b: Tensor, *, skip_same: bool) -> float:
+        pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if not (skip_same and i == j)]
+        kernels = [math.exp(-float(((a[i] - b[j]) ** 2).sum()) / bandwidth**2) for i, j in pairs]
+        return float(np.mean(kernels))
+
+    cross = 2 * mean_kernel(x, y, skip_same=False)
+    result = mmd2(x, y, bandwidth)
+    for value, skip_same in ((result.unbiased, True), (result.biased, False)):
+        own = mean_kernel(x, x, skip_same=skip_same) + mean_kernel(y, y, skip_same=skip_same)
+        assert value == pytest.approx(own - cross, rel=1e-10)
+
+
+def test_the_kernel_is_that_of_scikit_learn_at_gamma_one_over_bandwidth_squared() -> None:
+    x, y, bandwidth = normal(30, 8), normal(20, 8, seed=1) * 1.2, 3.0
+    own, other, cross = (rbf_kernel(a, b, gamma=bandwidth**-2).mean() for a, b in ((x, x), (y, y), (x, y)))
+    assert mmd2(x, y, bandwidth).biased == pytest.approx(own + other - 2 * cross, rel=1e-10)
+
+
+def test_blocks_of_parameters_do_not_change_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = normal(6, 11), normal(6, 11, seed=1)
+    whole = mmd2(x, y, 4.0)
+    monkeypatch.setattr(mmd_module, "_BLOCK", 18)
+    assert mmd2(x, y, 4.0).biased == pytest.approx(whole.biased, rel=1e-12)
+
+
+def test_equal_distributions_sit_at_the_floor_of_the_biased_estimate() -> None:
+    count, dim = 300, 500
+    x, y = normal(count, dim), normal(count, dim, seed=1)
+    result = mmd2(x, y, median_bandwidth(y))
+    # Distances concentrate at the median, so every kernel value is close to exp(-1).
+    assert result.biased - result.unbiased == pytest.approx(2 / count * (1 - math.exp(-1)), rel=0.01)
+    # What does not cancel in a kernel value is exp(-1) x.y / dim, of deviation exp(-1) / sqrt(dim).
+    standard_error = math.sqrt(8) * math.exp(-1) / math.sqrt(dim) / count
+    assert abs(result.unbiased) < 4 * standard_error
+
+
+def test_far_point_masses_are_two_apart() -> None:
+    x, y = torch.zeros(10, 3), torch.full((12, 3), 1e3)
+    result = mmd2(x, y, 1.0)
+    assert (result.biased, result.unbiased) == (2.0, 2.0)
+
+
+def test_the_discrepancy_is_symmetric_and_zero_to_itself() -> None:
+    x, y = normal(20, 4), normal(25, 4, seed=1) + 1
+    assert mmd2(x, y, 2.0).biased == pytest.approx(mmd2(y, x, 2.0).biased, rel=1e-10)
+    assert mmd2(x, y, 2.0).unbiased == pytest.approx(mmd2(y, x, 2.0).unbiased, rel=1e-10)
+    assert mmd2(x, x.clone(), 2.0).biased == pytest.approx(0, abs=1e-14)
+
+
+def test_a_common_offset_costs_no_digits() -> None:
+    x, y = normal(20, 4), normal(25, 4, seed=1) + 1
+    offset = 2.0**22  # exactly representable, so x + offset loses 22 bits and no more
+    x, y = ((draws * 2**20).round() / 2**20 for draws in (x, y))
+    assert mmd2(x + offset, y + offset, 2.0).biased == pytest.approx(mmd2(x, y, 2.0).biased, rel=1e-9)
+    assert median_bandwidth(x + offset) == pytest.approx(median_bandwidth(x), rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [4, 7, 40])
+def test_the_bandwidth_is_the_median_distance_between_different_draws(count: int) -> None:
+    draws = normal(count, 6)
+    assert median_bandwidth(draws.float()) == pytest.approx(np.median(pdist(draws.float().double())), rel=1e-12)
+
+
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_coinciding_reference_draws_have_no_bandwidth(num_others: int) -> None:
+    draws = torch.cat([normal(num_others, 301), normal(1, 301, seed=1).expand(9, -1)])
+    with pytest.raises(DataError, match="their median distance is 0"):
+        median_bandwidth(draws)
+
+
+@pytest.mark.parametrize(
+    ("count", "value", "bandwidth", "message"),
+    [
+        (1, 0.0, 1.0, "at least two draws on each side, got 1 and 5"),
+        (3, math.nan, 1.0, "expected finite draws"),
+        (3, 0.0, 0.0, "expected a positive bandwidth, got 0.0"),
+    ],
+)
+def test_draws_that_cannot_be_compared_are_refused(count: int, value: float, bandwidth: float, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        mmd2(torch.full((count, 2), value), normal(5, 2), bandwidth)
+    with pytest.raises(DataError, match="at least two draws, got 1"):
+        median_bandwidth(normal(1, 2))
+
+
+@pytest.mark.parametrize(("chains", "steps"), [(64, 40), (3, 200), (4, 500), (2000, 2)])
+def test_thinning_takes_equal_shares_of_every_chain_and_spreads_them(chains: int, steps: int) -> None:
+    index = torch.cartesian_prod(torch.arange(chains), torch.arange(steps)).reshape(chains, steps, 2)
+    kept = thin(index, 600)
+    assert len(kept.unique(dim=0)) == 600
+    shares = torch.bincount(kept[:, 0], minlength=chains)
+    assert shares.max() - shares.min() <= 1
+    gaps = kept[:, 0].mul(steps).add(kept[:, 1]).diff()
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_thinning_keeps_all_draws_when_there_are_few() -> None:
+    draws = normal(3, 5, 2)
+    assert torch.equal(thin(draws, 15), draws.flatten(0, 1))
+
+
+def test_rows_compare_thinned_draws_with_the_bandwidth_of_hmc_alone() -> None:
+    hmc, draws = normal(8, 100, 5), normal(900, 5, seed=1) + 0.3
+    expected = mmd2(thin(draws[None]), thin(hmc), median_bandwidth(thin(hmc)))
+    rows = mmd_rows(draws, hmc)
+    assert [(row["estimator"], row["value"]) for row in rows] == [
+        ("unbiased", expected.unbiased),
+        ("biased", expected.biased),
+    ]
+    shared = {"name": "mmd2", "kernel": "rbf", "bandwidth": expected.bandwidth, "reference": "hmc"}
+    assert all(row.items() >= shared.items() and row["n"] == [600, 600] for row in rows)
+    assert all(
+        row["bandwidth_rule"].startswith("median") and row["reference"] == "hmc" and not row["higher_is_better"]
+        for row in rows
+    )
+
+
+def test_a_point_is_compared_through_its_copies() -> None:
+    unbiased, biased = mmd_rows(torch.zeros(600, 200), normal(6, 100, 200))
+    kernel_to_point, own = math.exp(-0.5), math.exp(-1)  # squared distances 200 and 400, median 400
+    assert biased["value"] == pytest.approx(1 + own - 2 * kernel_to_point, abs=0.02)
+    assert unbiased["value"] < biased["value"]
+
+
+@pytest.mark.parametrize(
+    ("draws", "hmc", "reason"),
+    [
+        (normal(9, 2), None, "no draws of hmc"),
+        (None, normal(2, 9, 2), "no draws of theta"),
+        (normal(2, 9, 2), normal(2, 9, 2), "the draws are those of the reference, hmc, itself"),
+        (normal(9, 3), normal(2, 9, 2), "theta has 3 parameters, the draws of hmc have 2"),
+        (normal(1, 2), normal(2, 9, 2), "fewer than two draws"),
+    ],
+)
+def test_what_cannot_be_compared_is_undefined(draws: Tensor | None, hmc: Tensor | None, reason: str) -> None:
+    rows = mmd_rows(draws, hmc)
+    assert [(row["value"], row["undefined"]) for row in rows] == [(None, reason)] * 2
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows

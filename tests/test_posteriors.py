@@ -1,0 +1,192 @@
+"""Posteriors: densities, draws, logit moments and their tensors."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.flow import SPACES, Flow, is_idle
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.point import Point
+from bnncli.posteriors.samples import Samples
+from bnncli.targets.last_layer import LastLayerTarget
+
+every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
+every_space = pytest.mark.parametrize("space", SPACES)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_gaussian(structure: str = "full", layout: HeadLayout | None = None) -> Gaussian:
+    layout = layout or HeadLayout(3, 2)
+    features = torch.randn(30, layout.num_features, generator=seeded(), dtype=torch.float64)
+    labels = torch.randint(layout.num_classes, (30,), generator=seeded())
+    target = LastLayerTarget(features, labels, layout, 0.5)
+    return fit_gaussian(target, start=torch.zeros(layout.num_params), structure=structure).gaussian
+
+
+def make_flow(kind: str, space: str, base: Gaussian) -> Flow:
+    layers = []
+    for seed in range(3):
+        layer = registry.load_class("flows", kind)(base.layout.num_params, seeded(seed))
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False)
+            parameter += torch.randn(parameter.shape, generator=seeded(seed), dtype=torch.float64)
+        layers.append(layer)
+    return Flow(base, tuple(layers), kind, space)
+
+
+def dense(gaussian: Gaussian) -> Tensor:
+    root = gaussian.covariance.unwhiten(torch.eye(gaussian.layout.num_params, dtype=torch.float64))
+    return root.T @ root
+
+
+@every_structure
+def test_gaussian_density_is_torchs(structure: str) -> None:
+    gaussian = make_gaussian(structure)
+    reference = torch.distributions.MultivariateNormal(gaussian.mean, dense(gaussian))
+    theta, log_density = gaussian.from_noise(gaussian.noise(5, seeded()))
+    torch.testing.assert_close(log_density, reference.log_prob(theta))
+    torch.testing.assert_close(gaussian.log_density(theta + 1), reference.log_prob(theta + 1))
+    assert gaussian.entropy == pytest.approx(float(reference.entropy()))
+
+
+@every_structure
+def test_gaussian_draws_have_its_moments(structure: str) -> None:
+    gaussian = make_gaussian(structure)
+    z = gaussian.covariance.whiten(gaussian.sample(4000, seeded()).double() - gaussian.mean)
+    assert z.mean(dim=0).abs().max() < 4.5 / 4000**0.5
+    errors = (z.T @ z / 4000 - torch.eye(9)).abs()
+    assert errors.max() < 4.5 * (2 / 4000) ** 0.5
+
+
+@every_structure
+@pytest.mark.parametrize("layout", [HeadLayout(3, 2), HeadLayout(1, 2, has_bias=False)], ids=str)
+def test_logit_moments_are_those_of_many_draws(structure: str, layout: HeadLayout) -> None:
+    gaussian = make_gaussian(structure, layout)
+    features = torch.randn(3, 2, generator=seeded(5), dtype=torch.float64)
+    mean, covariance = gaussian.logit_moments(features)
+    logits = layout.logits(features, gaussian.sample(20_000, seeded()).double())
+    sd = covariance.diagonal(dim1=1, dim2=2).sqrt()
+    assert ((logits.mean(dim=0) - mean) / sd).abs().max() < 4.5 / 20_000**0.5
+    for n in range(3):
+        scale = sd[n].outer(sd[n])
+        empirical = torch.atleast_2d(torch.cov(logits[:, n].T))
+        assert ((empirical - covariance[n]) / scale).abs().max() < 4.5 * (2 / 20_000) ** 0.5
+
+
+@every_flow
+@every_space
+def test_flow_density_integrates_to_one(kind: str, space: str) -> None:
+    base = make_gaussian(layout=HeadLayout(1, 1))
+    flow = make_flow(kind, space, base)
+    scale = float(dense(base).diagonal().max()) ** 0.5
+    centre = flow.sample(2000, seeded()).mean(dim=0)
+    axes = [torch.linspace(float(c) - 14 * scale, float(c) + 14 * scale, 700, dtype=torch.float64) for c in centre]
+    density = flow.log_density(torch.cartesian_prod(*axes)).exp()
+    cell = float(axes[0][1] - axes[0][0]) * float(axes[1][1] - axes[1][0])
+    assert float(density.sum()) * cell == pytest.approx(1, abs=5e-3)
+
+
+@every_flow
+@every_space
+@every_structure
+def test_flow_density_of_a_draw_is_the_one_it_came_with(kind: str, space: str, structure: str) -> None:
+    flow = make_flow(kind, space, make_gaussian(structure))
+    theta, log_density = flow.from_noise(flow.noise(20, seeded()))
+    torch.testing.assert_close(flow.log_density(theta), log_density, rtol=1e-7, atol=1e-7)
+
+
+@every_space
+def test_a_flow_without_layers_is_its_base(space: str) -> None:
+    base = make_gaussian()
+    flow = Flow(base, (), "radial", space)
+    theta = base.sample(4, seeded()).double()
+    torch.testing.assert_close(flow.log_density(theta), base.log_density(theta))
+    assert torch.equal(flow.sample(4, seeded()), base.sample(4, seeded()))
+
+
+@every_structure
+@every_flow
+@every_space
+def test_flow_comes_back_from_its_tensors(structure: str, kind: str, space: str) -> None:
+    flow = make_flow(kind, space, make_gaussian(structure))
+    tensors, meta = flow.to_tensors()
+    again = Flow.from_tensors(tensors, json.loads(json.dumps(meta)))
+    assert torch.equal(again.sample(5, seeded()), flow.sample(5, seeded()))
+    assert torch.equal(flow.to("cpu").sample(5, seeded()), flow.sample(5, seeded()))
+    assert again.prior_precision == 0.5
+
+
+@every_structure
+def test_gaussian_comes_back_from_its_tensors(structure: str) -> None:
+    gaussian = make_gaussian(structure)
+    tensors, meta = gaussian.to_tensors()
+    again = Gaussian.from_tensors(tensors, json.loads(json.dumps(meta)))
+    assert torch.equal(again.sample(5, seeded()), gaussian.sample(5, seeded()))
+    assert again.layout == gaussian.layout
+    assert all(part.is_contiguous() and part.dtype == torch.float64 for part in tensors.values())
+
+
+def test_point_is_certain_of_its_logits() -> None:
+    layout = HeadLayout(3, 2)
+    point = Point(torch.arange(9.0), layout)
+    features = torch.tensor([[1.0, -1.0]])
+    mean, covariance = point.logit_moments(features)
+    expected = torch.nn.functional.linear(features, torch.arange(6.0).view(3, 2), torch.tensor([6.0, 7.0, 8.0]))
+    torch.testing.assert_close(mean, expected)
+    assert torch.equal(covariance, torch.zeros(1, 3, 3))
+    tensors, meta = point.to_tensors()
+    assert torch.equal(Point.from_tensors(tensors, meta).sample(2, seeded()), point.sample(2, seeded()))
+
+
+def make_samples() -> Samples:
+    return Samples(torch.arange(4 * 5 * 9, dtype=torch.float32).view(4, 5, 9), HeadLayout(3, 2))
+
+
+@pytest.mark.parametrize("count", [None, 20, 1000])
+def test_all_draws_come_in_order(count: int | None) -> None:
+    assert torch.equal(make_samples().sample(count, seeded()), make_samples().draws.view(20, 9))
+
+
+def test_fewer_draws_are_chosen_by_seed_without_replacement() -> None:
+    chosen = make_samples().sample(8, seeded(1))
+    assert chosen.unique(dim=0).shape == (8, 9)
+    assert torch.equal(chosen, make_samples().sample(8, seeded(1)))
+    assert not torch.equal(chosen, make_samples().sample(8, seeded(2)))
+
+
+def test_centers_are_theta_mean_mean_of_draws_and_none() -> None:
+    gaussian = make_gaussian()
+    assert torch.equal(gaussian.center, gaussian.mean)
+    assert torch.equal(make_samples().center, make_samples().draws.mean(dim=(0, 1)))
+    assert make_flow("radial", "whitened", gaussian).center is None
+
+
+def test_a_flow_near_the_identity_is_called_idle() -> None:
+    flow = make_flow("radial", "whitened", make_gaussian())
+    assert not is_idle(flow.layers)
+    layer: Any = flow.layers[0]
+    layer.raw_beta.copy_(layer.raw_alpha + 1e-3)
+    assert is_idle((layer,))
+    assert not is_idle(make_flow("planar", "whitened", make_gaussian()).layers)
+
+
+def test_sizes_that_do_not_fit_the_head_are_refused() -> None:
+    gaussian = make_gaussian()
+    with pytest.raises(ValueError, match="mean: expected shape"):
+        Gaussian(torch.zeros(4), gaussian.covariance, gaussian.layout, 1.0)
+    with pytest.raises(ValueError, match="covariance has 9 parameters, the head 6"):
+        Gaussian(torch.zeros(6), gaussian.covariance, HeadLayout(3, 2, has_bias=False), 1.0)
+    with pytest.raises(ValueError, match="expected one of whitened, weight"):
+        Flow(gaussian, (), "radial", "log")
+    assert math.isfinite(gaussian.entropy)

@@ -1,0 +1,232 @@
+"""Publishing: complete under the final name or not at all; the old file survives everything."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bnncli.errors import OutputExists, WriteError
+from bnncli.storage.atomic import (
+    check_free_space,
+    check_writable,
+    publish,
+    publish_bytes,
+    remove_dead_temporaries,
+    temporaries,
+    write_error,
+)
+
+OLD, NEW = b"old content", b"new content"
+DEAD_PID = 2**22 + 7  # above the kernel's largest pid
+
+
+def only(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "artifact.bin"
+    path.write_bytes(OLD)
+    return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB; skipped where this process may not mount one."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)]
+    try:
+        done = subprocess.run(command, capture_output=True)
+    except OSError:
+        pytest.skip("no mount command")
+    if done.returncode != 0:
+        pytest.skip("this process may not mount a file system")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_mode_that_the_umask_gives(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        publish_bytes(tmp_path / "new", NEW, may_replace=False)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_a_replaced_file_keeps_its_mode(old: Path) -> None:
+    old.chmod(0o640)
+    publish_bytes(old, NEW, may_replace=True)
+    assert old.read_bytes() == NEW
+    assert old.stat().st_mode & 0o777 == 0o640
+
+
+def test_replacing_makes_a_new_file_and_leaves_open_readers_the_old_one(old: Path) -> None:
+    with open(old, "rb") as reader:
+        publish_bytes(old, NEW, may_replace=True)
+        assert reader.read() == OLD
+    assert only(old.parent) == ["artifact.bin"]
+
+
+def test_a_file_that_appeared_meanwhile_is_not_replaced(old: Path) -> None:
+    with pytest.raises(OutputExists, match="written by somebody else"):
+        publish_bytes(old, NEW, may_replace=False)
+    assert old.read_bytes() == OLD
+    assert only(old.parent) == ["artifact.bin"]
+
+
+def test_a_file_is_published_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    publish_bytes(tmp_path / "new", NEW, may_replace=False)
+    assert (tmp_path / "new").read_bytes() == NEW
+    with pytest.raises(OutputExists, match="somebody else"):
+        publish_bytes(tmp_path / "new", OLD, may_replace=False)
+
+
+def test_a_failing_writer_leaves_the_old_file_and_nothing_else(old: Path) -> None:
+    def half(path: Path) -> None:
+        path.write_bytes(NEW[:3])
+        raise OSError(errno.EIO, "broken disk")
+
+    with pytest.raises(WriteError, match="nothing was changed"):
+        publish(old, half, may_replace=True)
+    assert old.read_bytes() == OLD
+    assert only(old.parent) == ["artifact.bin"]
+
+
+def test_a_full_disk_is_a_write_error_and_the_old_file_survives(small_disk: Path) -> None:
+    target = small_disk / "artifact.bin"
+    publish_bytes(target, OLD, may_replace=False)
+    with pytest.raises(WriteError, match="No space left") as caught:
+        publish_bytes(target, bytes(1 << 20), may_replace=True)
+    assert caught.value.exit == 74
+    assert "free space" in str(caught.value.hint)
+    assert target.read_bytes() == OLD
+    assert only(small_disk) == ["artifact.bin"]
+
+
+def test_a_file_size_limit_is_a_write_error_and_the_old_file_survives(old: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(WriteError, match="File too large"):
+            publish_bytes(old, bytes(1 << 16), may_replace=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert old.read_bytes() == OLD
+    assert only(old.parent) == ["artifact.bin"]
+
+
+def test_free_space_is_asked_for_before_the_work(small_disk: Path) -> None:
+    with pytest.raises(WriteError, match="are needed and 0 MiB are free"):
+        check_free_space(small_disk / "folder" / "to" / "be", 10)
+    check_free_space(Path("/"), 10)
+
+
+def test_a_read_only_file_system_is_refused_before_the_work(small_disk: Path) -> None:
+    check_writable(small_disk / "runs")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(OutputExists, match="not writable") as caught:
+        check_writable(small_disk / "runs")
+    assert "--run-dir" in str(caught.value.hint)
+    with pytest.raises(OutputExists, match="Read-only file system"):
+        publish_bytes(small_disk / "new", NEW, may_replace=False)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(old: Path) -> None:
+    with pytest.raises(OutputExists, match="is not a folder"):
+        check_writable(old / "run.bnn")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.ENOSPC, 74),
+        (errno.EDQUOT, 74),
+        (errno.EIO, 74),
+        (errno.EXDEV, 74),
+        (errno.EROFS, 73),
+        (errno.EACCES, 73),
+        (errno.EPERM, 73),
+        (errno.ENAMETOOLONG, 73),
+    ],
+)
+def test_each_reason_has_its_exit_code(number: int, code: int) -> None:
+    error = write_error(OSError(number, "x"), Path("out"))
+    assert error.exit == code
+    assert os.strerror(number) in error.message
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "é" * 120, "a b'c\"d\ne", os.fsdecode(b"\xff\xfe")])
+def test_any_name_that_the_file_system_takes_can_be_published(tmp_path: Path, name: str) -> None:
+    publish_bytes(tmp_path / name, NEW, may_replace=False)
+    assert only(tmp_path) == [name]
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputExists, match="File name too long"):
+        publish_bytes(tmp_path / ("x" * 300), NEW, may_replace=False)
+    assert only(tmp_path) == []
+
+
+def test_only_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
+    dead = tmp_path / f".a.h5.{DEAD_PID}.0123abcd.tmp"
+    absurd = tmp_path / f".a.h5.{10**30}.0123abcd.tmp"
+    alive = tmp_path / f".a.h5.{os.getpid()}.0123abcd.tmp"
+    other = tmp_path / ".notes.tmp"
+    for path in (dead, absurd, alive, other):
+        path.write_bytes(b"")
+    (tmp_path / f".b.{DEAD_PID}.0123abcd.tmp").mkdir()
+    assert temporaries(tmp_path) == sorted([dead, absurd])
+    assert remove_dead_temporaries(tmp_path) == sorted([dead, absurd])
+    assert alive.exists()
+    assert other.exists()
+
+
+WRITER = """
+import sys, hashlib
+from pathlib import Path
+from bnncli.storage.atomic import publish_bytes
+number = 0
+while True:
+    body = bytes([number % 256]) * 300_000
+    publish_bytes(Path(sys.argv[1]), hashlib.sha256(body).digest() + body, may_replace=True)
+    print(number, flush=True)
+    number += 1
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_nothing_or_a_whole_file(tmp_path: Path) -> None:
+    import hashlib
+
+    moments = random.Random(0)
+    target = tmp_path / "artifact.bin"
+    for _ in range(20):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(target)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(moments.uniform(0, 0.02))
+        writer.kill()
+        writer.communicate()
+        content = target.read_bytes()
+        assert content[:32] == hashlib.sha256(content[32:]).digest()
+        remove_dead_temporaries(tmp_path)
+        assert only(tmp_path) == ["artifact.bin"]

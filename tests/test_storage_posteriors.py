@@ -1,0 +1,174 @@
+"""Posterior files: one metadata key, the same bytes each time, nothing accepted that was not written by us."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from bnncli.digests import canonical_json, tensor_digest
+from bnncli.errors import DataError
+from bnncli.storage.posteriors import read_posterior, tensor_shapes, write_posterior
+from bnncli.storage.provenance import build_provenance
+
+TENSORS = {"mean": torch.arange(6, dtype=torch.float64), "half": torch.ones(2, 3).half(), "n": torch.tensor([3])}
+META = {"type": "point", "note": "é"}
+
+
+def write(path: Path, tensors: dict[str, Tensor] = TENSORS) -> str:
+    provenance = build_provenance(
+        path, command=["bnncli", "x"], params={}, algo_rev=1, inputs=[], checkpoint=None,
+        environment={}, seconds=0.0, warnings=[],
+    )  # fmt: skip
+    return write_posterior(path, tensors, meta=META, provenance=provenance, may_replace=True)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def put(path: Path, header: str, body: bytes) -> None:
+    path.write_bytes(struct.pack("<Q", len(header.encode())) + header.encode() + body)
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    tensors, header = read_posterior(path)
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {n: t.dtype for n, t in TENSORS.items()}
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    assert header.meta == META
+    assert tensor_shapes(path) == {"half": "F16 (2, 3)", "mean": "F64 (6,)", "n": "I64 (1,)"}
+
+
+def test_the_same_posterior_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    paths = [tmp_path / f"{number}" for number in range(8)]
+    for path in paths:
+        write(path)
+    assert len({path.read_bytes() for path in paths}) == 1
+
+
+def test_anybody_can_read_it_and_finds_one_metadata_key_of_canonical_json(path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        assert torch.equal(file.get_tensor("mean"), TENSORS["mean"])
+    assert list(metadata) == ["bnncli"]
+    assert canonical_json(json.loads(metadata["bnncli"])) == metadata["bnncli"]
+
+
+def test_the_digest_can_be_computed_from_the_description_of_the_format(path: Path) -> None:
+    _, header = read_posterior(path)
+    described = torch.tensor(list(b'{"note":"\xc3\xa9","type":"point"}'), dtype=torch.uint8)
+    assert header.content_digest == tensor_digest({**TENSORS, "//description": described})
+
+
+def test_strided_and_shared_tensors_are_stored_as_they_look(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).reshape(3, 4)
+    write(tmp_path / "x", {"turned": matrix.T, "row": matrix[1], "whole": matrix})
+    tensors, _ = read_posterior(tmp_path / "x")
+    assert torch.equal(tensors["turned"], matrix.T)
+    assert torch.equal(tensors["row"], matrix[1])
+
+
+def test_the_mode_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write(tmp_path / "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o644
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "x", {"mean": torch.tensor([1.0, float("nan")])})
+    with pytest.raises(DataError, match="'mean' has values that are not finite"):
+        read_posterior(tmp_path / "x")
+
+
+def test_a_truncated_file_is_refused_at_every_length(path: Path) -> None:
+    content = path.read_bytes()
+    for length in range(0, len(content), 37):
+        path.write_bytes(content[:length])
+        with pytest.raises(DataError, match="truncated|not safetensors"):
+            read_posterior(path)
+
+
+def test_one_flipped_byte_of_the_data_is_a_wrong_digest(path: Path) -> None:
+    content = path.read_bytes()
+    for offset in range(1, 70, 3):
+        path.write_bytes(content[:-offset] + bytes([content[-offset] ^ 64]) + content[len(content) - offset + 1 :])
+        with pytest.raises(DataError, match="does not match its digest"):
+            read_posterior(path)
+
+
+def test_a_flipped_byte_of_the_header_is_never_a_crash_and_never_changes_what_is_read(path: Path) -> None:
+    content = path.read_bytes()
+    refused = 0
+    for offset in range(0, len(content) - 70, 7):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 2]) + content[offset + 1 :])
+        try:
+            tensors, header = read_posterior(path)
+        except DataError:
+            refused += 1
+            continue
+        # The digest leaves out who made the file and when: such a byte changes nothing that is computed with.
+        assert header.meta == META
+        assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    assert refused > 20
+
+
+def test_a_name_that_stands_twice_is_refused(path: Path) -> None:
+    header, body = header_of(path)
+    text = json.dumps(header)
+    twice = text[:-1] + f', "mean": {json.dumps(header["mean"])}}}'
+    put(path, twice, body)
+    with pytest.raises(DataError, match="a key twice"):
+        read_posterior(path)
+
+
+@pytest.mark.parametrize("entry", [3, "x", {}, {"data_offsets": "ab"}, {"data_offsets": [0]}, {"data_offsets": None}])
+def test_a_senseless_tensor_entry_is_refused(path: Path, entry: Any) -> None:
+    header, body = header_of(path)
+    put(path, json.dumps({**header, "mean": entry}), body)
+    with pytest.raises(DataError, match="damaged|truncated"):
+        read_posterior(path)
+
+
+@pytest.mark.parametrize("header", ["[]", "{}", '{"__metadata__": 3}', '{"__metadata__": {"bnncli": "[]"}}', "{"])
+def test_a_header_that_is_not_ours_is_refused(path: Path, header: str) -> None:
+    put(path, header, b"")
+    with pytest.raises(DataError, match="not a bnncli artifact|damaged|not JSON"):
+        read_posterior(path)
+
+
+def test_a_plain_safetensors_file_is_not_an_artifact(path: Path) -> None:
+    path.write_bytes(save({"w": torch.zeros(2)}))
+    with pytest.raises(DataError, match="without our header"):
+        read_posterior(path)
+
+
+def test_a_header_length_beyond_the_file_is_refused_before_it_is_read(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 2**63) + b"{" + bytes(100))
+    with pytest.raises(DataError, match="truncated"):
+        read_posterior(path)
+
+
+def test_bytes_after_the_last_tensor_are_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(DataError, match="truncated"):
+        read_posterior(path)

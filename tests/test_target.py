@@ -1,0 +1,170 @@
+"""The last-layer log posterior against the textbook formula under autograd."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from bnncli.errors import DataError
+from bnncli.layout import HeadLayout
+from bnncli.targets import likelihood
+from bnncli.targets.last_layer import LastLayerTarget, batch_log_likelihood_and_grad
+
+LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+def make_target(layout: HeadLayout, num_examples: int = 30, scale: float = 1.0) -> LastLayerTarget:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
+    labels = torch.randint(layout.num_classes, (num_examples,), generator=generator)
+    return LastLayerTarget(features, labels, layout, prior_precision=0.7, likelihood_scale=scale)
+
+
+def draw_theta(layout: HeadLayout, num_draws: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_draws, layout.num_params, generator=generator, dtype=torch.float64)
+
+
+def naive_log_joint(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    weight, bias = target.layout.split(theta)
+    logits = torch.nn.functional.linear(target.features, weight, bias)
+    if target.layout.num_outputs == 1:
+        loss = binary_cross_entropy_with_logits(logits[:, 0], target.labels.double(), reduction="sum")
+    else:
+        loss = cross_entropy(logits, target.labels, reduction="sum")
+    scale = torch.tensor(target.prior_precision**-0.5, dtype=torch.float64)
+    prior = torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum()
+    return prior - target.likelihood_scale * loss
+
+
+@every_layout
+def test_log_joint_is_the_textbook_log_posterior(layout: HeadLayout) -> None:
+    target, theta = make_target(layout, scale=2.5), draw_theta(layout)
+    expected = torch.stack([naive_log_joint(target, one) for one in theta])
+    torch.testing.assert_close(target.log_joint(theta), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(target.log_joint_and_grad(theta)[0], expected, rtol=1e-12, atol=0)
+
+
+@every_layout
+def test_gradient_is_autograds(layout: HeadLayout) -> None:
+    target, theta = make_target(layout, scale=2.5), draw_theta(layout)
+    leaf = theta.clone().requires_grad_()
+    torch.stack([naive_log_joint(target, one) for one in leaf]).sum().backward()
+    torch.testing.assert_close(target.log_joint_and_grad(theta)[1], leaf.grad, rtol=1e-11, atol=1e-11)
+
+
+@every_layout
+def test_autograd_passes_through_log_joint(layout: HeadLayout) -> None:
+    target, leaf = make_target(layout), draw_theta(layout).requires_grad_()
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+    (target.log_joint(2 * leaf) * weights).sum().backward()
+    expected = 2 * weights[:, None] * target.log_joint_and_grad(2 * leaf.detach())[1]
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+@every_layout
+def test_hessian_vector_product_is_autograds(layout: HeadLayout) -> None:
+    target, theta = make_target(layout, scale=2.5), draw_theta(layout)
+    hessian = torch.autograd.functional.hessian(lambda one: -naive_log_joint(target, one), theta[0])
+    product = target.hessian_vector_product(theta[0], theta[1:])
+    torch.testing.assert_close(product, theta[1:] @ hessian, rtol=1e-11, atol=1e-11)
+
+
+@every_layout
+def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    whole = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
+    monkeypatch.setitem(likelihood._BLOCK_ELEMENTS, "cpu", 40)
+    monkeypatch.setitem(likelihood._MAX_ROWS, "cpu", 6)
+    blocks = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
+    torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
+
+
+@every_layout
+def test_minibatches_of_a_partition_average_to_the_whole(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    parts = [target.minibatch(index).log_likelihood(theta) for index in torch.arange(30).split(10)]
+    torch.testing.assert_close(torch.stack(parts).mean(dim=0), target.log_likelihood(theta))
+
+
+@every_layout
+def test_fast_minibatch_agrees_with_the_target(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    indicators = likelihood.label_indicators(target.labels, layout, torch.float64)
+    value, gradient = batch_log_likelihood_and_grad(target.features, indicators, theta, layout)
+    torch.testing.assert_close(value, target.log_likelihood(theta))
+    expected = target.log_joint_and_grad(theta)[1] + target.prior_precision * theta
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_common_shift_of_all_biases_changes_only_the_prior() -> None:
+    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0])
+    shifted = theta.clone()
+    shifted[:, -3:] += 2.0
+    torch.testing.assert_close(target.log_likelihood(shifted), target.log_likelihood(theta))
+    assert (target.log_prior(shifted) - target.log_prior(theta)).abs().min() > 0.1
+
+
+def test_one_bias_changes_the_likelihood() -> None:
+    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0])
+    shifted = theta.clone()
+    shifted[:, -1] += 2.0
+    assert (target.log_likelihood(shifted) - target.log_likelihood(theta)).abs().min() > 0.01
+
+
+@every_layout
+def test_huge_logits_stay_finite(layout: HeadLayout) -> None:
+    value, gradient = make_target(layout).log_joint_and_grad(1e6 * draw_theta(layout))
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(gradient).all()
+
+
+def test_single_precision_products_keep_energies_to_a_hundredth_of_a_nat() -> None:
+    exact, theta = make_target(HeadLayout(3, 4), num_examples=20_000), draw_theta(LAYOUTS[0])
+    single = LastLayerTarget(exact.features.float(), exact.labels, exact.layout, 0.7)
+    double = LastLayerTarget(single.features.double(), exact.labels, exact.layout, 0.7)
+    theta = theta.float()
+    torch.testing.assert_close(single.log_joint(theta), double.log_joint(theta), rtol=0, atol=1e-2)
+    gradients = single.log_joint_and_grad(theta)[1], double.log_joint_and_grad(theta)[1]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(single.log_joint_and_grad(theta, dtype=torch.float64)[1], gradients[1])
+
+
+def test_with_prior_precision_changes_the_prior_alone() -> None:
+    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0])
+    other = target.with_prior_precision(9.0)
+    expected = torch.distributions.Normal(0.0, 1 / 3).log_prob(theta).sum(dim=1)
+    torch.testing.assert_close(other.log_prior(theta), expected)
+    torch.testing.assert_close(other.log_likelihood(theta), target.log_likelihood(theta))
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_labels_outside_the_classes_are_refused(label: int) -> None:
+    labels = torch.tensor([0, label])
+    with pytest.raises(DataError, match=r"labels must lie in 0\.\.2"):
+        LastLayerTarget(torch.zeros(2, 4), labels, LAYOUTS[0], 1.0)
+
+
+def test_features_that_are_not_finite_are_counted() -> None:
+    features = torch.tensor([[0.0, math.nan, math.inf, 1.0]])
+    with pytest.raises(DataError, match="2 values that are not finite"):
+        LastLayerTarget(features, torch.tensor([0]), LAYOUTS[0], 1.0)
+
+
+def test_features_of_another_width_are_refused() -> None:
+    with pytest.raises(DataError, match="5 columns, the head expects 4"):
+        LastLayerTarget(torch.zeros(2, 5), torch.tensor([0, 1]), LAYOUTS[0], 1.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_prior_precision_must_be_positive_and_finite(value: float) -> None:
+    with pytest.raises(ValueError, match="prior_precision must be positive"):
+        make_target(LAYOUTS[0]).with_prior_precision(value)
+
+
+def test_theta_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="theta: expected shape"):
+        make_target(LAYOUTS[0]).log_joint(torch.zeros(2, 7))
