@@ -1,7 +1,7 @@
 """What a person sees while a command runs: log lines, warnings, progress; all on stderr.
 
-On a terminal progress is a bar; elsewhere it is a log line at the start, at the end, and every 30 seconds or 5 %,
-whichever is rarer, so that a long job in cron does not look dead and does not flood its log.
+On a terminal progress is a bar; elsewhere it is a log line after the first second, at the end, and every 30 seconds or
+5 %, whichever is rarer, so that a long job in cron does not look dead and does not flood its log.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bnncli.names import printable
 from bnncli.options import CommonOptions
 from bnncli.progress import Task
 
+FIRST_LOG_SECONDS = 1.0
 LOG_EVERY_SECONDS = 30.0
 LOG_EVERY_SHARE = 0.05
 
@@ -100,11 +101,15 @@ class Console:
             self._live.start()
         return self._live
 
-    def close(self) -> None:
-        """Take the bar off the screen and close the log file."""
+    def stop_bar(self) -> None:
+        """Take the bar off the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def close(self) -> None:
+        """Take the bar off the screen and close the log file."""
+        self.stop_bar()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -173,11 +178,12 @@ class _LogTask:
         now = time.monotonic()
         is_last = self._total > 0 and self._done >= self._total
         share = (self._done - self._last_done) / self._total if self._total else 1.0
-        is_due = now - self._last_time >= LOG_EVERY_SECONDS and share >= LOG_EVERY_SHARE
+        is_first = self._last_time == self._start and now - self._start >= FIRST_LOG_SECONDS
+        is_due = is_first or (now - self._last_time >= LOG_EVERY_SECONDS and share >= LOG_EVERY_SHARE)
         if not is_last and not is_due:
             return
         elapsed = now - self._start
-        if is_last and elapsed < 1.0:
+        if is_last and elapsed < FIRST_LOG_SECONDS:
             return  # too short a loop to be worth a line
         self._last_time, self._last_done = now, self._done
         remaining = elapsed * (self._total - self._done) / self._done if self._total else 0.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.option import Checked, check_artifact_name, option, parse_positive
+from bnncli.registry import check_name
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class ExtractFeaturesOptions(Checked):
         super().__post_init__()
         if (self.model is None) == (self.from_npz is None):
             raise UsageError("give either --model MODEL with --data SPLIT=SPEC, or --from-npz FILE")
+        if self.model is not None and ":" not in self.model:
+            check_name("networks", self.model, option="--model")
         if self.model is not None and not (self.data or self.ood):
             raise UsageError("--data: give at least one split, as --data train=npz:train.npz")
 

@@ -99,6 +99,7 @@ def test_65_is_bad_data(cli: Cli, small_run: Path) -> None:
 
 
 def test_66_is_a_missing_input_and_names_the_command_that_makes_it(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ckpt.pt").touch()
     done = cli("fit-laplace", tmp_path / "ckpt.pt")
     assert done.code == 66
     assert f"hint: bnncli extract-features {tmp_path}/ckpt.pt --model" in done.stderr
@@ -237,12 +238,13 @@ def test_a_signal_ends_any_loop_with_128_plus_its_number(name: str, code: int) -
 
 
 def test_141_is_a_reader_that_went_away() -> None:
-    process = subprocess.Popen([SCRIPT, "config", "show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait() == 141
+    for words in (["config", "show"], ["--help"]):
+        with subprocess.Popen([SCRIPT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 141
 
 
 SIGNALS = """

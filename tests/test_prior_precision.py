@@ -93,16 +93,17 @@ def test_center_of_the_search_is_the_mode_at_the_best() -> None:
     assert again.mode.num_iterations == 0
 
 
-def test_a_best_at_the_end_of_the_grid_is_told() -> None:
+@pytest.mark.parametrize(("bounds", "best"), [((1e3, 1e5), 1e3), ((1e-5, 1e-3), 1e-3), ((2.0, 2.0), 2.0)])
+def test_a_best_at_the_end_of_the_grid_is_told(bounds: tuple[float, float], best: float) -> None:
     found = search(
         make_target(LAYOUTS[0]),
         start=torch.zeros(15),
         generator=seeded(),
         criterion="marglik",
-        bounds=(1e3, 1e5),
+        bounds=bounds,
     )
     assert found.at_edge
-    assert found.best == pytest.approx(1e3)
+    assert found.best == pytest.approx(best)
 
 
 def test_a_parabola_gives_its_vertex() -> None:

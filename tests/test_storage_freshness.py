@@ -18,7 +18,9 @@ from bnncli.storage.provenance import Source, build_provenance
 PARAMS = {"epochs": 3}
 
 
-def make(path: Path, value: int = 0, *, inputs: tuple[Path, ...] = (), weights: str | None = "w", rev: int = 1) -> Header:
+def make(
+    path: Path, value: int = 0, *, inputs: tuple[Path, ...] = (), weights: str | None = "w", rev: int = 1
+) -> Header:
     """A small artifact of ours, made from others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = [Source(f"input{n}", source, read_header(source).content_digest) for n, source in enumerate(inputs)]

@@ -95,7 +95,7 @@ def test_a_file_system_without_locks_is_refused(
         raise OSError(number, "no")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(error, match="no file locks|cannot lock"), artifact_lock(tmp_path / "x", wait=0, poll=nothing):
+    with pytest.raises(error, match=r"no file locks|cannot lock"), artifact_lock(tmp_path / "x", wait=0, poll=nothing):
         pass
 
 

@@ -104,7 +104,7 @@ def test_a_truncated_file_is_refused_at_every_length(path: Path) -> None:
     content = path.read_bytes()
     for length in range(0, len(content), 37):
         path.write_bytes(content[:length])
-        with pytest.raises(DataError, match="truncated|not safetensors"):
+        with pytest.raises(DataError, match=r"truncated|not safetensors"):
             read_posterior(path)
 
 
@@ -116,20 +116,12 @@ def test_one_flipped_byte_of_the_data_is_a_wrong_digest(path: Path) -> None:
             read_posterior(path)
 
 
-def test_a_flipped_byte_of_the_header_is_never_a_crash_and_never_changes_what_is_read(path: Path) -> None:
+def test_one_flipped_byte_of_the_header_is_seen_even_in_the_provenance(path: Path) -> None:
     content = path.read_bytes()
-    refused = 0
     for offset in range(0, len(content) - 70, 7):
         path.write_bytes(content[:offset] + bytes([content[offset] ^ 2]) + content[offset + 1 :])
-        try:
-            tensors, header = read_posterior(path)
-        except DataError:
-            refused += 1
-            continue
-        # The digest leaves out who made the file and when: such a byte changes nothing that is computed with.
-        assert header.meta == META
-        assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
-    assert refused > 20
+        with pytest.raises(DataError, match=r"header|truncated|damaged|digest|artifact"):
+            read_posterior(path)
 
 
 def test_a_name_that_stands_twice_is_refused(path: Path) -> None:
@@ -145,14 +137,14 @@ def test_a_name_that_stands_twice_is_refused(path: Path) -> None:
 def test_a_senseless_tensor_entry_is_refused(path: Path, entry: Any) -> None:
     header, body = header_of(path)
     put(path, json.dumps({**header, "mean": entry}), body)
-    with pytest.raises(DataError, match="damaged|truncated"):
+    with pytest.raises(DataError, match=r"damaged|truncated"):
         read_posterior(path)
 
 
 @pytest.mark.parametrize("header", ["[]", "{}", '{"__metadata__": 3}', '{"__metadata__": {"bnncli": "[]"}}', "{"])
 def test_a_header_that_is_not_ours_is_refused(path: Path, header: str) -> None:
     put(path, header, b"")
-    with pytest.raises(DataError, match="not a bnncli artifact|damaged|not JSON"):
+    with pytest.raises(DataError, match=r"not a bnncli artifact|damaged|not JSON"):
         read_posterior(path)
 
 

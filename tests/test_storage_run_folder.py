@@ -60,7 +60,10 @@ def test_every_artifact_has_its_own_lock(tmp_path: Path) -> None:
 
 def test_two_runs_that_write_one_file_share_its_lock(tmp_path: Path) -> None:
     out = tmp_path / "out" / "x.safetensors"
-    one, other = folder(tmp_path / "a.pt").lock(out), folder(tmp_path / "b.pt").lock(tmp_path / "a" / ".." / "out" / out.name)
+    one, other = (
+        folder(tmp_path / "a.pt").lock(out),
+        folder(tmp_path / "b.pt").lock(tmp_path / "a" / ".." / "out" / out.name),
+    )
     assert one == other
 
 

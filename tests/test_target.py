@@ -117,8 +117,10 @@ def test_one_bias_changes_the_likelihood() -> None:
 
 @every_layout
 def test_huge_logits_stay_finite(layout: HeadLayout) -> None:
-    value, gradient = make_target(layout).log_joint_and_grad(1e6 * draw_theta(layout))
+    target, theta = make_target(layout), 1e6 * draw_theta(layout)
+    value, gradient = target.log_joint_and_grad(theta)
     assert torch.isfinite(value).all()
+    torch.testing.assert_close(target.log_joint(theta), value)
     assert torch.isfinite(gradient).all()
 
 

@@ -53,16 +53,26 @@ class _Invocation:
 
     def run(self) -> int:
         try:
-            app = build_app(self.execute)
-            app(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=self._defaults())
+            for command, values in self._parse():
+                self.execute(command, values)
         except Exception as error:
             self._fail(error)
-        except SystemExit as error:  # from a user's factory
-            self._fail(RuntimeError(f"the code that was run called exit({error.code!r})"))
+        except SystemExit as error:
+            self._fail(UsageError(f"the code that was named called exit({error.code!r})"))
         finally:
             self.console.close()
         self.results.flush()
         return int(self.code)
+
+    def _parse(self) -> list[tuple[Command, dict[str, Any]]]:
+        """The command and its values; empty after --help. Raises BrokenPipeError where Typer would exit with 1."""
+        chosen: list[tuple[Command, dict[str, Any]]] = []
+        app = build_app(lambda command, values: chosen.append((command, values)))
+        try:
+            app(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=self._defaults())
+        except SystemExit:
+            raise BrokenPipeError from None
+        return chosen
 
     def _defaults(self) -> dict[str, Any]:
         """Values from the environment and the configuration file, for the command that is being run."""
@@ -71,6 +81,7 @@ class _Invocation:
             return {}
         config = read_config(config_path(_value_of(self.argv, "--config"), os.environ))
         settings = resolve(command, config)
+        self.is_json = self.is_json or bool(settings["json"].value)
         values = {name: setting.value for name, setting in settings.items() if setting.source != "default"}
         if not command.parent:
             return {command.name: values}
@@ -116,7 +127,7 @@ class _Invocation:
             result = importlib.import_module(f"bnncli.stages.{command.stage}").run(run, own)
         finally:
             sys.stdout = self.results
-        self.console.close()
+        self.console.stop_bar()
         self._print(run, result)
 
     def _print(self, run: Any, result: Any) -> None:
@@ -167,11 +178,11 @@ class _Invocation:
                 print(getattr(error, "message", ""), file=sys.stderr)
                 return
             known = BnnError(f"{type(error).__name__}: {error}", hint="this is a bug in bnncli; please report it")
-            self.console.close()
+            self.console.stop_bar()
             traceback.print_exception(error, file=sys.stderr)
         elif self.console.options.verbose:
             traceback.print_exception(error, file=sys.stderr)
-        self.console.close()
+        self.console.stop_bar()
         self.code = known.exit
         if self.is_json:
             self._print_json(

@@ -83,6 +83,10 @@ def load_split(run: Run, name: str) -> Split:
     """
     path = run.folder.features(name)
     if not path.is_file():
+        if not run.folder.root.exists() and not run.checkpoint_path.exists():
+            raise MissingInput(
+                f"no checkpoint {run.checkpoint_path}, and no run folder {run.folder.root}", path=run.checkpoint_path
+            )
         there = run.folder.splits()
         has = f"splits there: {', '.join(there)}" if there else "there are none"
         raise MissingInput(
@@ -110,7 +114,7 @@ def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:
     if header.kind not in ("posterior", "samples"):
         raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
     checkpoint = run.belongs(header)
-    check_fresh(header, weights_digest=checkpoint["weights_digest"] if checkpoint else None)
+    check_fresh(header, weights_digest=checkpoint["weights_digest"] if checkpoint else None, remake=run.remake)
     return header, Source(role, path, header.content_digest)
 
 

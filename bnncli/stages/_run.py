@@ -89,10 +89,25 @@ class Run:
 
     def suggest(self, command: str, *words: str) -> str:
         """A command on this run, to be pasted: quoted, and with the --run-dir that was given."""
+        return shlex.join(["bnncli", command, self._pasted_checkpoint, *words, *self._pasted_run_dir])
+
+    def remake(self, header: Header) -> str:
+        """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved."""
+        words = [str(word) for word in header.provenance["command"]]
+        if "--run-dir" in words:
+            del words[words.index("--run-dir") : words.index("--run-dir") + 2]
+        name = self.checkpoint_path.name
+        words[2:] = [self._pasted_checkpoint if Path(word).name == name else word for word in words[2:]]
+        return shlex.join([*words, *self._pasted_run_dir])
+
+    @property
+    def _pasted_checkpoint(self) -> str:
         path = str(self.arguments["ckpt"])
-        path = f"./{path}" if path.startswith("-") else path
-        folder = ["--run-dir", self.run_options.run_dir] if self.run_options.run_dir is not None else []
-        return shlex.join(["bnncli", command, path, *words, *folder])
+        return f"./{path}" if path.startswith("-") else path
+
+    @property
+    def _pasted_run_dir(self) -> list[str]:
+        return ["--run-dir", self.run_options.run_dir] if self.run_options.run_dir is not None else []
 
     @cached_property
     def device(self) -> torch.device:
@@ -136,12 +151,10 @@ class Run:
             return None
         current = self._current_weights(recorded)
         if current != recorded["weights_digest"]:
-            from bnncli.storage.freshness import remake_command
-
             raise DataError(
                 f"{header.path} was made from another checkpoint than {self.checkpoint_path}",
                 code="wrong_checkpoint",
-                hint=remake_command(header) or None,
+                hint=self.remake(header) or None,
                 path=header.path,
             )
         return dict(recorded)

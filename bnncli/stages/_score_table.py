@@ -38,5 +38,7 @@ def _cells(row: dict[str, Any], others: list[str]) -> list[str]:
 def _cell(row: dict[str, Any], digits: int, **wanted: str) -> str:
     for metric in row["metrics"]:
         if all(metric.get(key) == value for key, value in wanted.items()):
-            return "-" if metric["value"] is None else f"{metric['value']:.{digits}f}"
+            if metric["value"] is None:
+                return "-"
+            return f"{round(metric['value'], digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
     return "-"

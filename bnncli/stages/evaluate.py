@@ -106,7 +106,7 @@ def _groups(run: Run, options: EvaluateOptions) -> list[Group]:
         try:
             for header in group.headers:
                 record = run.belongs(header)
-                check_fresh(header, weights_digest=record["weights_digest"] if record else None)
+                check_fresh(header, weights_digest=record["weights_digest"] if record else None, remake=run.remake)
         except DataError as error:
             if options.posterior:
                 raise
@@ -130,7 +130,7 @@ def _reference_path(run: Run, options: EvaluateOptions) -> Path | None:
         try:
             header = read_header(path)
             record = run.belongs(header)
-            check_fresh(header, weights_digest=record["weights_digest"] if record else None)
+            check_fresh(header, weights_digest=record["weights_digest"] if record else None, remake=run.remake)
         except DataError as error:
             run.console.warn(f"MMD^2 is left out: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
             return None

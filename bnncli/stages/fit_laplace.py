@@ -115,7 +115,7 @@ def _compute(
             generator=run.stream("fit-laplace/val"),
             progress=run.console,
         )
-        prior_precision = found.best
+        prior_precision, start = found.best, found.center
         if found.at_edge:
             run.console.warn(
                 f"the best prior precision found, {prior_precision:.4g}, lies at the edge of the range searched; set it with --prior-precision"

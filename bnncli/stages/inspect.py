@@ -40,6 +40,7 @@ def _artifact(header: Header) -> Result:
         ["bnncli", str(provenance.get("tool", {}).get("version"))],
         ["checkpoint", (header.weights_digest or "none")],
     ]
+    facts += [["source", str(provenance["source"])]] if "source" in provenance else []
     facts += [[f"input {entry['role']}", f"{entry['path']} {entry['content_digest']}"] for entry in header.inputs]
     facts += [[f"param {name}", str(value)] for name, value in sorted(provenance.get("params", {}).items())]
     shown = {

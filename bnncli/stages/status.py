@@ -9,7 +9,7 @@ from bnncli.errors import BnnError, CheckFailed, MissingInput
 from bnncli.options import StatusOptions
 from bnncli.stages._run import Result, Run, Table
 from bnncli.storage.atomic import temporaries
-from bnncli.storage.freshness import remake_command, staleness
+from bnncli.storage.freshness import staleness
 from bnncli.storage.headers import read_header
 
 
@@ -62,7 +62,7 @@ def _entry(run: Run, path: Path) -> dict[str, Any]:
         header = read_header(path)
     except BnnError as error:
         return entry | {"state": "invalid", "why": error.message}
-    entry |= {"kind": header.kind, "content_digest": header.content_digest, "remake": remake_command(header)}
+    entry |= {"kind": header.kind, "content_digest": header.content_digest, "remake": run.remake(header)}
     try:
         record = run.belongs(header)
     except BnnError as error:

@@ -80,11 +80,11 @@ def write_features(
         "layer": layer,
         "class_counts": counts,
         "order_digest": order_digest,
-        "source": source,
         "head_digest": head_digest(split),
     }
     texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
-    return write_hdf5(target, arrays, texts, kind="features", meta=meta, provenance=provenance, may_replace=may_replace)
+    made_from = {**provenance, "source": source}  # where the data lay is no part of the content
+    return write_hdf5(target, arrays, texts, kind="features", meta=meta, provenance=made_from, may_replace=may_replace)
 
 
 def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:

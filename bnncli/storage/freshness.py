@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,13 +150,15 @@ def remake_command(header: Header) -> str:
     return shlex.join(str(word) for word in header.provenance.get("command", []))
 
 
-def check_fresh(header: Header, *, weights_digest: str | None) -> None:
+def check_fresh(
+    header: Header, *, weights_digest: str | None, remake: Callable[[Header], str] = remake_command
+) -> None:
     """Raise DataError when the artifact is stale, with the command that makes it again."""
     why = staleness(header, weights_digest=weights_digest)
     if why is not None:
         raise DataError(
             f"{header.path} is stale: {why}",
             code="stale_input",
-            hint=remake_command(header) or None,
+            hint=remake(header) or None,
             path=header.path,
         )

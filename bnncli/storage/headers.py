@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
 
 SCHEMA = "1.0"
@@ -126,6 +128,22 @@ def _depth(value: Any) -> int:
                 inner.extend(item)
         depth, level = depth + 1, inner
     return depth
+
+
+def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with a digest of all of itself, provenance too: damage anywhere in it shows."""
+    return {**document, "document_sha256": json_sha256(document)}
+
+
+def parse_document(path: Path, text: str | bytes) -> dict[str, Any]:
+    """What with_digest was given. Raises DataError when the text is not strict JSON, or not as it was written."""
+    document = parse_json(path, text)
+    if not isinstance(document, dict):
+        raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
+    digest = document.pop("document_sha256", None)
+    if document.get("kind") in KINDS and digest != json_sha256(document):
+        raise DataError(f"{path}: its header does not match its digest", code="bad_header", path=path)
+    return document
 
 
 def check_is_file(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError
 from bnncli.storage.atomic import publish_bytes
-from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
+from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, with_digest
 
 
 def write_metrics(
@@ -31,7 +31,7 @@ def write_metrics(
         **meta,
         "provenance": dict(provenance),
     }
-    text = json.dumps(document, sort_keys=True, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(with_digest(document), sort_keys=True, indent=1, allow_nan=False) + "\n"
     publish_bytes(target, text.encode(), may_replace=may_replace)
     return digest
 
@@ -39,9 +39,10 @@ def write_metrics(
 def read_metrics_header(path: Path) -> Header:
     """The header of a metrics file; its meta has `rows` and `predictions`."""
     check_is_file(path)
-    document = parse_json(path, path.read_bytes())
-    if not isinstance(document, dict):
-        raise DataError(f"{path} is not a metrics file", code="wrong_kind", path=path)
+    text = path.read_bytes()
+    if not text.endswith(b"\n"):
+        raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
+    document = parse_document(path, text)
     schema = str(document.get("schema", "")).removeprefix("bnncli.metrics/")
     meta = {key: document.get(key) for key in ("predictions", "rows", "checks")}
     return check_header(

@@ -19,7 +19,7 @@ from torch import Tensor
 from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
 from bnncli.storage.atomic import publish_bytes
-from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
+from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, parse_json, with_digest
 
 METADATA_KEY = "bnncli"
 MAX_HEADER_BYTES = 100_000_000
@@ -50,7 +50,9 @@ def write_posterior(
         "provenance": dict(provenance),
         "meta": dict(meta),
     }
-    publish_bytes(target, save(stored, metadata={METADATA_KEY: canonical_json(document)}), may_replace=may_replace)
+    publish_bytes(
+        target, save(stored, metadata={METADATA_KEY: canonical_json(with_digest(document))}), may_replace=may_replace
+    )
     return digest
 
 
@@ -104,9 +106,7 @@ def read_posterior_header(path: Path) -> Header:
             code="wrong_kind",
             path=path,
         )
-    document = parse_json(path, str(metadata[METADATA_KEY]))
-    if not isinstance(document, dict):
-        raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
+    document = parse_document(path, str(metadata[METADATA_KEY]))
     try:
         ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
     except (TypeError, KeyError, IndexError, ValueError):

@@ -29,7 +29,8 @@ class RunFolder:
             MissingInput: when the checkpoint is a folder, or an artifact of a run.
         """
         if checkpoint.is_dir():
-            hint = f"give the checkpoint file; {checkpoint} is a folder"
+            own = checkpoint.with_suffix("") if checkpoint.suffix == ".bnn" else None
+            hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file in it"
             raise MissingInput(f"expected a checkpoint file; {checkpoint} is a folder", hint=hint, path=checkpoint)
         if any(part.endswith(".bnn") for part in checkpoint.parts[:-1]):
             raise MissingInput(

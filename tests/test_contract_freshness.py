@@ -1,0 +1,242 @@
+"""Running again: no work for the same request, no loss for another, and what is stale is never used in silence."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+Cli = Any
+SCRIPT = Path(sys.executable).with_name("bnncli")
+REQUESTS = {
+    "extract-features": ("--from-npz", "features.npz", "--ood", "far"),
+    "fit-laplace": ("--prior-precision", "10"),
+    "refine": ("--epochs", 1, "--length", 2),
+    "hmc": ("--chains", 8, "--warmup", 8, "--draws", 16),
+    "predict": (),
+    "evaluate": (),
+}
+
+
+def ask(cli: Cli, run: Path, name: str, *more: object) -> Any:
+    words = [run.with_name(word) if word == "features.npz" else word for word in REQUESTS[name]]
+    return cli(name, run, *words, *more, "--json")
+
+
+def identity(run: Path) -> dict[str, tuple[int, int]]:
+    files = [path for path in run.with_name("small.bnn").rglob("*") if path.is_file() and path.parent.name != ".locks"]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+def digests(document: dict[str, Any]) -> dict[str, str]:
+    return {output["path"]: output["content_digest"] for output in document["outputs"]}
+
+
+def change_training_data(run: Path) -> None:
+    """Other features for every split: what a new checkpoint would give."""
+    with np.load(run.with_name("features.npz")) as arrays:
+        changed = {name: array + 0.25 if name.startswith("features") else array for name, array in arrays.items()}
+    np.savez(run.with_name("features.npz"), **changed)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_same_request_does_nothing(cli: Cli, small_run: Path, name: str) -> None:
+    before = identity(small_run)
+    done = ask(cli, small_run, name)
+    assert (done.code, done.json["action"]) == (0, "up_to_date")
+    assert "up to date" in done.stderr
+    assert identity(small_run) == before
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_force_computes_the_same_content_again(cli: Cli, small_run: Path, name: str) -> None:
+    before, old = identity(small_run), ask(cli, small_run, name).json
+    new = ask(cli, small_run, name, "--force").json
+    assert new["action"] == "replaced"
+    assert digests(new) == digests(old)
+    after = identity(small_run)
+    assert all(after[path][0] != before[path][0] for path in digests(new))
+    assert after.keys() == before.keys()
+
+
+def test_another_seed_gives_other_draws_and_the_same_seed_the_same(cli: Cli, small_run: Path) -> None:
+    by_seed = [
+        ask(cli, small_run, "hmc", "--seed", seed, "--name", f"s{seed}-{n}").json["outputs"][0]["content_digest"]
+        for n, seed in enumerate((3, 3, 4))
+    ]
+    assert by_seed[0] == by_seed[1] != by_seed[2]
+
+
+def test_another_process_gives_the_same_content(installed: Cli, cli: Cli, small_run: Path) -> None:
+    here = digests(ask(cli, small_run, "refine").json)
+    there = digests(ask(installed, small_run, "refine", "--force", "--threads", 1).json)
+    assert there == here
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "field"),
+    [
+        ("fit-laplace", ("--prior-precision", "3"), "prior_precision"),
+        ("fit-laplace", ("--structure", "diag"), "structure"),
+        ("refine", ("--length", 3), "length: 2 there, 3 asked"),
+        ("refine", ("--seed", 1), "seed: 0 there, 1 asked"),
+        ("hmc", ("--draws", 17), "draws"),
+        ("predict", ("--samples", 7), "samples"),
+        ("evaluate", ("--bins", 5), "bins: 15 there, 5 asked"),
+        ("extract-features", ("--dtype", "float16"), "dtype"),
+    ],
+)
+def test_other_parameters_are_refused_and_the_field_is_named(
+    cli: Cli, small_run: Path, name: str, words: tuple[object, ...], field: str
+) -> None:
+    before = identity(small_run)
+    done = ask(cli, small_run, name, *words)
+    assert (done.code, done.json["error"]["code"]) == (73, "exists")
+    assert field in done.json["error"]["message"]
+    assert "--force" in done.json["error"]["hint"]
+    assert identity(small_run) == before
+
+
+@pytest.mark.parametrize("words", [("--threads", 1), ("--device", "cpu"), ("-q",), ("--progress", "none")])
+def test_options_that_change_no_number_do_not_make_another_request(
+    cli: Cli, small_run: Path, words: tuple[object, ...]
+) -> None:
+    assert ask(cli, small_run, "refine", *words).json["action"] == "up_to_date"
+
+
+def test_a_name_keeps_both(cli: Cli, small_run: Path) -> None:
+    before = identity(small_run)
+    assert cli("fit-laplace", small_run, "--structure", "diag", "--name", "diag", "--prior-precision", "10").code == 0
+    after = identity(small_run)
+    assert {Path(path).name for path in after.keys() - before.keys()} == {"diag.safetensors"}
+    assert before.items() <= after.items()
+
+
+def test_out_is_exactly_that_file(cli: Cli, small_run: Path) -> None:
+    out = small_run.with_name("elsewhere") / "x.safetensors"
+    done = cli("fit-laplace", small_run, "--out", out, "--prior-precision", "10")
+    assert done.stdout == f"{out}\n"
+    assert cli("verify", out).code == 0
+    assert cli("predict", small_run, "--posterior", out, "--split", "test", "--samples", 5).code == 0
+
+
+def test_stale_inputs_are_refused_with_the_command_and_then_replaced(cli: Cli, small_run: Path) -> None:
+    change_training_data(small_run)
+    assert ask(cli, small_run, "extract-features").code == 73
+    assert ask(cli, small_run, "extract-features", "--force").code == 0
+    done = ask(cli, small_run, "refine")
+    assert (done.code, done.json["error"]["code"]) == (65, "stale_input")
+    assert done.json["error"]["hint"].startswith("bnncli fit-laplace ")
+    redone = ask(cli, small_run, "fit-laplace")
+    assert redone.json["action"] == "replaced"
+    assert "features.train has changed" in redone.stderr
+    assert ask(cli, small_run, "refine").json["action"] == "replaced"
+
+
+def test_hints_lead_from_a_stale_run_back_to_a_fresh_one(cli: Cli, small_run: Path) -> None:
+    import shlex
+
+    change_training_data(small_run)
+    ask(cli, small_run, "extract-features", "--force")
+    words: list[object] = ["predict", small_run, "--posterior", "refine"]
+    steps = 0
+    while (done := cli(*words, "--json")).code != 0:
+        steps += 1
+        assert steps < 6
+        hint = shlex.split(done.json["error"]["hint"])
+        while (repaired := cli(*hint[1:], "--json")).code != 0:
+            hint = shlex.split(repaired.json["error"]["hint"])
+    assert steps > 0
+
+
+def test_a_bare_predict_skips_what_is_stale_with_a_warning_and_a_named_one_is_an_error(
+    cli: Cli, small_run: Path
+) -> None:
+    assert cli("fit-laplace", small_run, "--prior-precision", "9", "--force").code == 0
+    done = ask(cli, small_run, "predict")
+    assert done.code == 0
+    assert any("skipping refine" in warning for warning in done.json["warnings"])
+    assert "WARNING predict skipping refine" in done.stderr
+    assert {output["role"].split(".")[1] for output in done.json["outputs"]} == {"map", "laplace"}
+    assert cli("predict", small_run, "--posterior", "refine").code == 65
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(cli: Cli, small_run: Path, name: str) -> None:
+    shutil.rmtree(small_run.with_name("small.bnn") / ".locks")
+    before = identity(small_run)
+    skipped = ask(cli, small_run, name, "--dry-run").json
+    replaced = ask(cli, small_run, name, "--dry-run", "--force").json
+    assert {output["planned"] for output in skipped["outputs"]} == {"skip"}
+    assert {output["planned"] for output in replaced["outputs"]} == {"replace"}
+    assert skipped["action"] == replaced["action"] == "planned"
+    assert identity(small_run) == before
+    assert not (small_run.with_name("small.bnn") / ".locks").exists()
+
+
+def test_a_dry_run_ends_with_the_code_of_the_real_run(cli: Cli, small_run: Path) -> None:
+    for words in (("fit-laplace", small_run, "--prior-precision", "3"), ("hmc", small_run, "--base", "none")):
+        code = cli(*words).code
+        assert code in (66, 73)
+        assert cli(*words, "--dry-run").code == code
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_an_output_that_is_an_input_is_refused(cli: Cli, small_run: Path, force: tuple[str, ...]) -> None:
+    laplace = small_run.with_name("small.bnn") / "posteriors" / "laplace.safetensors"
+    link = small_run.with_name("link.safetensors")
+    link.symlink_to(laplace)
+    content = laplace.read_bytes()
+    for out in (laplace, link, laplace.parent / ".." / "posteriors" / laplace.name):
+        done = cli("refine", small_run, "--out", out, *force)
+        assert (done.code, "also an input" in done.stderr) == (2, True)
+    assert laplace.read_bytes() == content
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_foreign_files_are_never_replaced(cli: Cli, small_run: Path, force: tuple[str, ...]) -> None:
+    thesis = small_run.with_name("bnncli-thesis.tex")
+    thesis.write_text("bnncli is the subject of this thesis")
+    for out in (thesis, small_run.with_name("features.npz")):
+        content = out.read_bytes()
+        assert cli("fit-laplace", small_run, "--prior-precision", "10", "--out", out, *force).code == 73
+        assert out.read_bytes() == content
+
+
+def test_a_run_that_was_moved_is_still_fresh(cli: Cli, small_run: Path) -> None:
+    moved = small_run.with_name("elsewhere") / "small"
+    moved.parent.mkdir()
+    shutil.move(small_run.with_name("small.bnn"), moved.with_name("small.bnn"))
+    assert cli("status", moved, "--check").code == 0
+    assert cli("refine", moved, *REQUESTS["refine"], "--json").json["action"] == "up_to_date"
+
+
+def test_the_run_folder_can_be_anywhere(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = small_run.with_name("scratch disk")
+    shutil.move(small_run.with_name("small.bnn"), other)
+    assert cli("status", small_run, "--check", "--run-dir", other).code == 0
+    hint = cli("predict", small_run, "--run-dir", other, "--posterior", "none", "--json").json["error"]["hint"]
+    assert hint.endswith(f"--run-dir '{other}'")
+    monkeypatch.setenv("BNNCLI_RUN_DIR", str(other))
+    assert cli("status", small_run, "--check").code == 0
+
+
+def test_of_two_at_once_one_computes_and_the_other_waits_or_leaves(cli: Cli, small_run: Path) -> None:
+    words = ["refine", small_run, "--name", "two", "--epochs", 900, "--batch-size", 240, "--elbo-draws", 2, "-q"]
+    lock = small_run.with_name("small.bnn") / ".locks" / "posteriors-two.safetensors"
+    with subprocess.Popen([SCRIPT, *map(str, words)], stdout=subprocess.PIPE) as first:
+        while not (lock.exists() and lock.stat().st_size):
+            assert first.poll() is None
+            time.sleep(0.01)
+        refused = cli(*words)
+        assert (refused.code, f"pid {first.pid}" in refused.stderr) == (75, True)
+        assert cli("fit-laplace", small_run, "--name", "other", "--prior-precision", "10").code == 0
+        waited = cli(*words, "--wait", 60, "--json")
+    assert first.returncode == 0
+    assert (waited.code, waited.json["action"]) == (0, "up_to_date")

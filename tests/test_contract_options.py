@@ -1,0 +1,227 @@
+"""Options: the same on every command, from flags, environment and configuration file; help good enough to work from."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bnncli import options as o
+from bnncli.cli.build import build_app
+from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.settings import option_fields
+
+Cli = Any
+VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
+SPECIAL = {
+    "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "structure": "kron",
+    "center": "checkpoint", "space": "weight", "integrator": "mc", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
+    "prior-precision": "2", "max-rhat": "1.5", "draws": "9", "model": "mlp", "elbo-draws": "9",
+}  # fmt: skip
+
+
+def words_of(command: Command) -> list[str]:
+    words = command.name.split("-", 1) if command.parent else [command.name]
+    return words + [argument.name for argument in command.arguments if not argument.is_optional]
+
+
+def parse(words: list[str]) -> tuple[Command, dict[str, Any]]:
+    """What a command line says, without running it; options are checked as they are when it runs."""
+    found: list[tuple[Command, dict[str, Any]]] = []
+    app = build_app(lambda command, values: found.append((command, values)))
+    app(args=words, prog_name="bnncli", standalone_mode=False)
+    command, values = found[0]
+    for group in command.groups:
+        group(**{spec.name: values[spec.name] for spec in fields(group)})
+    return command, values
+
+
+CASES = [
+    pytest.param(command, name, id=f"{command.name} --{name.replace('_', '-')}")
+    for command in COMMANDS
+    for name in option_fields(command)
+    if command.name != "extract-features" or name not in ("model", "from_npz", "name")
+]
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_every_option_works_after_its_command(command: Command, name: str) -> None:
+    spec, hint = option_fields(command)[name]
+    flag = name.replace("_", "-")
+    value = SPECIAL.get(flag) or VALUES[getattr(hint, "__origin__", None) or getattr(hint, "__args__", [hint])[0]]
+    extra = ["--from-npz", "f"] if command.name == "extract-features" else []
+    words = [*words_of(command), *extra, f"--{flag}", *([value] if value and name != "verbose" else [])]
+    parsed = parse(words)[1][name]
+    assert parsed not in (None, [], False, getattr(spec, "default", None))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_common_options_are_on_every_command(command: Command) -> None:
+    assert {spec.name for spec in fields(o.CommonOptions)} <= set(option_fields(command))
+    if command.arguments and command.arguments[0].name == "ckpt":
+        assert "run_dir" in option_fields(command)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_names_every_option_and_argument_and_has_examples(cli: Cli, command: Command) -> None:
+    words = command.name.split("-", 1) if command.parent else [command.name]
+    done = cli(*words, "--help")
+    assert (done.code, done.stderr) == (0, "")
+    for name in option_fields(command):
+        assert f"--{name.replace('_', '-')}" in done.stdout
+    for argument in command.arguments:
+        assert argument.name.upper() in done.stdout
+    assert "Examples:" in done.stdout
+    assert done.stdout == cli(*words, "-h").stdout
+
+
+EXAMPLES = [example for command in COMMANDS for example in command.examples]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_of_the_help_parses(example: str) -> None:
+    words = shlex.split(example.split("|")[0])
+    while "=" in words[0]:
+        words = words[1:]
+    assert words[0] == "bnncli"
+    command, _ = parse(words[1:])
+    assert example in command.examples
+
+
+def test_an_example_that_does_not_parse_would_be_seen() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        parse(["refine", "ckpt.pt", "--flows", "radial"])
+
+
+def test_the_list_of_commands_is_in_the_help(cli: Cli) -> None:
+    done = cli("--help")
+    assert all(command.name in done.stdout for command in COMMANDS if not command.parent)
+    assert "Exit codes:" in done.stdout
+
+
+def test_a_command_without_its_argument_shows_its_help_on_stderr(cli: Cli) -> None:
+    done = cli("refine")
+    assert (done.code, done.stdout) == (2, "")
+    assert "--flow" in done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def setting(cli: Cli, name: str, *words: str) -> tuple[Any, str]:
+    entry = cli("config", "show", "refine", "--json", *words).json["settings"]["refine"][name]
+    return entry["value"], entry["source"]
+
+
+def test_environment_wins_over_config_and_config_over_the_default(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert setting(cli, "epochs") == (20, "default")
+    (folder / "bnncli.toml").write_text("[refine]\nepochs = 7\n")
+    assert setting(cli, "epochs") == (7, "config [refine]")
+    monkeypatch.setenv("BNNCLI_REFINE_EPOCHS", "9")
+    assert setting(cli, "epochs") == (9, "BNNCLI_REFINE_EPOCHS")
+
+
+def test_a_flag_wins_over_everything(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BNNCLI_REFINE_EPOCHS", "9")
+    monkeypatch.setenv("BNNCLI_SEED", "4")
+    cli("refine", small_run, "--name", "a", "--epochs", 2, "--length", 1)
+    path = small_run.with_name("small.bnn") / "posteriors" / "a.safetensors"
+    provenance = cli("inspect", path, "--json").json["provenance"]
+    assert provenance["params"]["epochs"] == 2
+    assert provenance["seed"] == 4
+
+
+def test_the_file_named_wins_over_the_variable_and_that_over_the_current_folder(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in enumerate(("bnncli.toml", "variable.toml", "flag.toml"), start=1):
+        (folder / name).write_text(f"[refine]\nepochs = {number}\n")
+    assert setting(cli, "epochs")[0] == 1
+    monkeypatch.setenv("BNNCLI_CONFIG", "variable.toml")
+    assert setting(cli, "epochs")[0] == 2
+    assert setting(cli, "epochs", "--config", "flag.toml")[0] == 3
+
+
+def test_the_common_table_holds_for_all_commands_and_the_own_one_wins(cli: Cli, folder: Path) -> None:
+    (folder / "bnncli.toml").write_text("\ufeff[common]\nseed = 5\nwait = 2\n[refine]\nseed = 6\n", encoding="utf-8")
+    assert setting(cli, "seed") == (6, "config [refine]")
+    assert setting(cli, "wait") == (2, "config [common]")
+
+
+def test_a_list_in_the_environment_is_separated_by_semicolons(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BNNCLI_PREDICT_SPLIT", "val;far")
+    names = [output["role"] for output in cli("predict", small_run, "--json").json["outputs"]]
+    assert {name.rsplit(".", 1)[1] for name in names} == {"val", "far"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[refine]\nepochs = 'many'", "2: .refine. epochs: expected a whole number; got 'many'"),
+        ("[refine]\nepochs = true", "expected a whole number; got True"),
+        ("[refine]\nepochs = 0", "2: .refine. epochs: expected a number of at least 1; got 0"),
+        ("[refine]\nflow = 'spiral'", "expected one of planar, radial; got 'spiral'"),
+        ("[predict]\nsplit = 'test'", "expected a list of texts"),
+        ("[refin]\nepochs = 3", "1: unknown table .refin.; did you mean 'refine'"),
+        ("refine = 3", "unknown table"),
+        ("[refine]\nepochs = 3\nepochs = 4", "not valid TOML"),
+        ("[refine", "not valid TOML"),
+        ("a = " + "[" * 100_000, "not valid TOML"),
+        ("#" * (1 << 21), "at most 1048576 bytes"),
+        ("\x00", "not valid TOML"),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_wrong_configuration_says_where_and_what(cli: Cli, folder: Path, text: str, why: str) -> None:
+    import re
+
+    (folder / "bnncli.toml").write_text(text)
+    done = cli("config", "show")
+    assert done.code == 78
+    assert re.search(why, done.stderr)
+
+
+def test_a_configuration_file_that_is_not_there_is_a_missing_input(cli: Cli, folder: Path) -> None:
+    assert cli("config", "show", "--config", "none.toml").code == 66
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("BNNCLI_REFINE_EPOCHS", "x"), ("BNNCLI_REFINE_EPOCHS", "0"), ("BNNCLI_REFINE_FLOW", "spiral"),
+        ("BNNCLI_REFINE_FORCE", "perhaps"), ("BNNCLI_WAIT", "-1"), ("BNNCLI_WAIT", "nan"),
+    ],
+)  # fmt: skip
+def test_a_wrong_variable_is_named(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = cli("refine", "x")
+    assert done.code == 2
+    assert done.stderr.startswith(f"error: {variable}: expected")
+
+
+def test_a_failure_is_a_document_when_the_environment_asks_for_json(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BNNCLI_JSON", "1")
+    assert cli("refine", "x", "--no-such").json["exit"] == 2
+    assert cli("status", "x").json["exit"] == 66
+
+
+def test_the_resolved_options_are_recorded_in_the_artifact(cli: Cli, small_run: Path) -> None:
+    path = small_run.with_name("small.bnn") / "posteriors" / "refine.safetensors"
+    params = cli("inspect", path, "--json").json["provenance"]["params"]
+    numeric = {spec.name for spec in fields(o.RefineOptions) if spec.metadata["numeric"]}
+    assert numeric <= set(params)
+    assert (params["length"], params["flow"], params["learning_rate"]) == (2, "radial", 1e-3)

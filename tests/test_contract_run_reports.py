@@ -1,0 +1,115 @@
+"""status, inspect, verify, clean: what a person and a script learn about a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Any
+
+
+def states(cli: Cli, run: Path) -> dict[str, str]:
+    return {entry["name"]: entry["state"] for entry in cli("status", run, "--json").json["artifacts"]}
+
+
+def test_status_lists_every_artifact_of_a_finished_run_as_fresh(cli: Cli, small_run: Path) -> None:
+    found = states(cli, small_run)
+    files = [path for path in small_run.with_name("small.bnn").rglob("*.*") if path.is_file()]
+    there = {str(path.relative_to(small_run.with_name("small.bnn"))) for path in files if ".locks" not in path.parts}
+    assert set(found) == there
+    assert set(found.values()) == {"fresh"}
+
+
+def test_status_follows_a_change_down_the_pipeline(cli: Cli, small_run: Path) -> None:
+    cli("fit-laplace", small_run, "--prior-precision", "9", "--force")
+    found = states(cli, small_run)
+    assert found["posteriors/laplace.safetensors"] == found["predictions/map.plug-in/test.h5"] == "fresh"
+    for name in ("posteriors/refine.safetensors", "posteriors/hmc.nc", "predictions/refine.mc/test.h5"):
+        assert found[name] == "stale"
+    assert "to refresh: bnncli refine" in cli("status", small_run).stdout
+
+
+def test_status_names_a_missing_input_and_ignores_other_files(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    (folder / "features" / "train.h5").unlink()
+    (folder / "notes.txt").write_text("mine")
+    found = states(cli, small_run)
+    assert found["features/train.h5"] == "missing"
+    assert "notes.txt" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("features/train.h5", "features", "float32 (240, 5)"),
+        ("posteriors/laplace.safetensors", "posterior", "F64 (18,)"),
+        ("posteriors/hmc.nc", "samples", "float32 (8, 16, 3, 5)"),
+        ("predictions/refine.mc/far.h5", "predictions", "float32 (60, 3)"),
+        ("metrics/hmc.mc.json", "metrics", None),
+    ],
+)
+def test_inspect_tells_kind_shapes_digest_and_provenance(
+    cli: Cli, small_run: Path, name: str, kind: str, expected: str | None
+) -> None:
+    path = small_run.with_name("small.bnn") / name
+    document = cli("inspect", path, "--json").json
+    assert document["kind"] == kind
+    assert expected is None or expected in document["arrays"].values()
+    assert document["artifact_schema"] == "1.0"
+    text = cli("inspect", path).stdout
+    assert document["content_digest"] in text
+    assert "bnncli " in text
+
+
+def test_provenance_says_everything_that_made_the_numbers(cli: Cli, small_run: Path) -> None:
+    path = small_run.with_name("small.bnn") / "posteriors" / "refine.safetensors"
+    provenance = cli("inspect", path, "--json").json["provenance"]
+    assert provenance["schema"] == "bnncli.provenance/1"
+    assert provenance["command"][:2] == ["bnncli", "refine"]
+    assert {"python", "torch", "numpy", "h5py", "safetensors"} <= set(provenance["versions"])
+    assert (provenance["seed"], provenance["deterministic"], provenance["device"]) == (0, False, "cpu")
+    assert provenance["threads"] >= 1
+    assert {entry["role"]: entry["path"] for entry in provenance["inputs"]} == {
+        "features.train": "../features/train.h5",
+        "base": "laplace.safetensors",
+    }
+
+
+def test_no_artifact_names_the_folder_it_was_made_in_but_in_its_command(cli: Cli, small_run: Path) -> None:
+    for path in small_run.with_name("small.bnn").rglob("*.*"):
+        if path.is_file() and ".locks" not in path.parts:
+            document = cli("inspect", path, "--json").json
+            document["provenance"].pop("command")
+            document["provenance"].pop("source", None)
+            assert "finished" not in str(document)
+
+
+def test_clean_never_touches_an_artifact_or_a_living_writer(cli: Cli, small_run: Path) -> None:
+    import os
+
+    folder = small_run.with_name("small.bnn")
+    alive = folder / "posteriors" / f".x.safetensors.{os.getpid()}.0123abcd.tmp"
+    resume = folder / "posteriors" / ".refine.resume.safetensors"
+    alive.write_bytes(b"")
+    resume.write_bytes(b"")
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    assert cli("clean", small_run).stdout == f"{resume}\n"
+    assert {path for path in folder.rglob("*") if path.is_file()} == before - {resume}
+
+
+def test_evaluate_rows_carry_the_choices_that_define_each_number(cli: Cli, small_run: Path) -> None:
+    rows = cli("evaluate", small_run, "--json").json["rows"]
+    assert {(row["posterior"], row["integrator"]) for row in rows} >= {("map", "plug-in"), ("hmc", "mc")}
+    by_name: dict[str, dict[str, Any]] = {metric["name"]: metric for metric in rows[0]["metrics"]}
+    assert by_name["ece"]["bins"] == 15
+    assert {"accuracy", "nll", "brier", "ece", "mce", "auroc", "fpr95", "mmd2"} <= set(by_name)
+    assert by_name["auroc"]["ood"] == "far"
+    assert {"estimator", "reference"} <= set(by_name["mmd2"])
+
+
+def test_a_hand_made_copy_of_a_run_is_a_run(cli: Cli, small_run: Path) -> None:
+    shutil.copytree(small_run.with_name("small.bnn"), small_run.with_name("copy.bnn"))
+    assert cli("status", small_run.with_name("copy"), "--check").code == 0

@@ -1,0 +1,87 @@
+"""Golden files: what was written under a released schema is read for ever, with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bnncli.stages._inputs import open_posterior
+from bnncli.storage.features import read_features
+from bnncli.storage.headers import read_header
+from bnncli.storage.metrics import read_metrics
+from bnncli.storage.predictions import read_predictions
+from bnncli.storage.samples import read_samples
+
+Cli = Any
+SCHEMA = Path(__file__).parents[1] / "fixtures" / "schema"
+VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())
+KINDS = {"features", "posterior", "samples", "predictions", "metrics"}
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
+def golden(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def expected(golden: Path) -> dict[str, Any]:
+    return json.loads((golden / "expected.json").read_text())
+
+
+def test_there_is_a_small_golden_file_of_every_kind(golden: Path) -> None:
+    files = [path for path in golden.iterdir() if path.name != "expected.json"]
+    assert {read_header(path).kind for path in files} == KINDS
+    assert {read_header(path).schema for path in files} == {golden.name}
+    assert sum(path.stat().st_size for path in golden.iterdir()) < 100_000
+
+
+def test_golden_files_pass_verify_with_the_digests_they_were_made_with(
+    cli: Cli, golden: Path, expected: dict[str, Any]
+) -> None:
+    paths = [golden / name for name in expected["digests"]]
+    assert cli("verify", *paths).code == 0
+    assert {path.name: read_header(path).content_digest for path in paths} == expected["digests"]
+
+
+def test_golden_features_are_read(golden: Path, expected: dict[str, Any]) -> None:
+    split = read_features(golden / "features.h5", is_full_check=True)
+    assert split.labels is not None
+    assert split.labels.tolist() == expected["labels"]
+    assert split.features.astype(np.float64).sum() == pytest.approx(expected["features_sum"], abs=1e-12)
+    assert split.features.shape == (30, 2)
+
+
+def test_golden_posteriors_are_read_and_draw(golden: Path, expected: dict[str, Any]) -> None:
+    laplace, _ = open_posterior(golden / "laplace.safetensors")
+    flow, _ = open_posterior(golden / "posterior.safetensors")
+    assert laplace.mean.tolist() == expected["laplace_mean"]
+    assert flow.base.mean.tolist() == expected["flow_base_mean"]
+    assert len(flow.layers) == expected["flow_length"] == 2
+    assert torch.isfinite(flow.sample(5, torch.Generator().manual_seed(0))).all()
+
+
+def test_golden_draws_predictions_and_metrics_are_read(golden: Path, expected: dict[str, Any]) -> None:
+    samples = read_samples(golden / "samples.nc")
+    assert samples.head_weight.shape == (2, 5, 3, 2)
+    assert samples.head_weight.astype(np.float64).sum() == pytest.approx(expected["head_weight_sum"], abs=1e-12)
+    probs = read_predictions(golden / "predictions.h5").probs
+    assert probs[0].tolist() == expected["first_probs"]
+    labels = np.arange(30) % 3
+    nll = -np.log(probs.astype(np.float64)[np.arange(30), labels]).mean()
+    assert expected["nll"] == pytest.approx(nll, rel=1e-6)
+    rows = read_metrics(golden / "metrics.json").meta["rows"]
+    assert expected["nll"] in [metric["value"] for metric in rows[0]["metrics"]]
+
+
+def test_golden_files_work_as_a_run(cli: Cli, golden: Path, tmp_path: Path) -> None:
+    places = {"features.h5": "features/train.h5", "laplace.safetensors": "posteriors/laplace.safetensors"}
+    for name, place in places.items():
+        (tmp_path / "tiny.bnn" / place).parent.mkdir(parents=True)
+        shutil.copy(golden / name, tmp_path / "tiny.bnn" / place)
+    assert cli("refine", tmp_path / "tiny", "--epochs", 1, "--length", 1).code == 0

@@ -1,0 +1,194 @@
+"""stdout has results and nothing else; with --json one document of RFC 8259, for success and for failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bnncli.cli.commands import COMMANDS
+
+Cli = Any
+SCRIPT = Path(sys.executable).with_name("bnncli")
+NOISY = """
+import os, warnings
+import torch
+
+print("a print at import")
+
+def make():
+    print("a print of the factory")
+    os.write(1, b"a write of C code\\n")
+    warnings.warn("a warning of the factory")
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+"""
+
+
+def words_of(name: str, run: Path) -> list[object]:
+    """A command line that succeeds on a finished run; the artifacts that it asks for are there already."""
+    npz, folder = run.with_name("features.npz"), run.with_name("small.bnn")
+    return {
+        "extract-features": [name, run, "--from-npz", npz, "--ood", "far"],
+        "fit-laplace": [name, run, "--prior-precision", "10"],
+        "refine": [name, run, "--epochs", 1, "--length", 2],
+        "hmc": [name, run, "--chains", 8, "--warmup", 8, "--draws", 16],
+        "inspect": [name, folder / "posteriors" / "hmc.nc"],
+        "verify": [name, *sorted((folder / "features").glob("*.h5")), *sorted((folder / "posteriors").iterdir())],
+        "convert": [name, run.with_name("net.pt"), run.with_name("out.safetensors")],
+        "config-show": ["config", "show", "refine"],
+    }.get(name, [name, run])
+
+
+def broken_words_of(name: str, run: Path) -> list[object]:
+    """A command line that fails."""
+    missing = run.with_name("missing")
+    return {
+        "extract-features": [name, missing, "--from-npz", missing],
+        "convert": [name, missing, run.with_name("out")],
+        "config-show": ["config", "show", "nothing"],
+        "demo": [name, "--dir", run.with_name("features.npz")],
+    }.get(name, [name, missing])
+
+
+PIPELINE = ("extract-features", "fit-laplace", "refine", "hmc", "predict")
+NAMES = [command.name for command in COMMANDS]
+
+
+@pytest.fixture
+def run(small_run: Path) -> Path:
+    torch.save({"w": torch.zeros(2)}, small_run.with_name("net.pt"))
+    return small_run
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "demo"])
+def test_success_is_one_document(cli: Cli, run: Path, name: str) -> None:
+    done = cli(*words_of(name, run), "--json")
+    assert done.code == 0
+    assert done.stdout.count("\n") == 1
+    document = done.json
+    assert (document["schema"], document["ok"], document["command"]) == ("bnncli.result/1", True, name)
+    assert document["warnings"] == []
+    assert document["seconds"] >= 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_failure_is_one_document_and_two_lines(cli: Cli, run: Path, name: str) -> None:
+    done = cli(*broken_words_of(name, run), "--json")
+    document = done.json
+    assert (document["ok"], document["exit"], document["command"]) == (False, done.code, name)
+    assert done.code in (2, 66, 73)
+    assert set(document["error"]) == {"code", "message", "path", "hint"}
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"error: {document['error']['message']}"
+    assert lines[1:] == ([f"hint: {document['error']['hint']}"] if document["error"]["hint"] else [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_option_is_a_document_too(cli: Cli, run: Path, name: str) -> None:
+    done = cli(*words_of(name, run)[:2] if name == "config-show" else [name], "--json", "--no-such-option")
+    assert (done.code, done.json["exit"], done.json["error"]["code"]) == (2, 2, "usage")
+
+
+@pytest.mark.parametrize("name", PIPELINE)
+def test_commands_that_write_print_the_paths_and_only_them(cli: Cli, run: Path, name: str) -> None:
+    done = cli(*words_of(name, run))
+    paths = done.stdout.splitlines()
+    assert paths
+    assert all(Path(path).is_file() for path in paths)
+    document = cli(*words_of(name, run), "--json").json
+    assert [output["path"] for output in document["outputs"]] == paths
+    assert document["action"] == "up_to_date"
+
+
+def test_computed_outputs_and_inputs_are_named_with_their_digests(cli: Cli, run: Path) -> None:
+    document = cli("fit-laplace", run, "--prior-precision", 3, "--name", "new", "--seed", 7, "--json").json
+    inspected = cli("inspect", document["outputs"][0]["path"], "--json").json
+    assert document["action"] == "computed"
+    assert document["outputs"][0]["content_digest"] == inspected["content_digest"]
+    recorded = {entry["role"]: entry["content_digest"] for entry in inspected["provenance"]["inputs"]}
+    assert {entry["role"]: entry["content_digest"] for entry in document["inputs"]} == recorded
+    assert (document["seed"], inspected["provenance"]["seed"], document["device"]) == (7, 7, "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "demo"])
+def test_quiet_is_silent_on_success_and_changes_no_result(cli: Cli, run: Path, name: str) -> None:
+    loud = cli(*words_of(name, run))
+    shutil.rmtree(run.with_name("out.safetensors"), ignore_errors=True)
+    run.with_name("out.safetensors").unlink(missing_ok=True)
+    done = cli(*words_of(name, run), "-q")
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout == loud.stdout
+
+
+def test_quiet_still_shows_errors(cli: Cli, run: Path) -> None:
+    assert cli("status", run.with_name("missing"), "-q").stderr.startswith("error: ")
+
+
+def test_verbose_shows_where_an_expected_error_came_from(cli: Cli, run: Path) -> None:
+    assert "Traceback" in cli("status", run.with_name("missing"), "-v").stderr
+    assert "Traceback" not in cli("status", run.with_name("missing")).stderr
+
+
+def test_log_lines_can_be_json_and_go_to_a_file_as_well(cli: Cli, run: Path) -> None:
+    log = run.with_name("log")
+    done = cli("fit-laplace", run, "--prior-precision", "10", "--log-format", "json", "--log-file", log)
+    entries = [json.loads(line) for line in done.stderr.splitlines()]
+    assert entries == [json.loads(line) for line in log.read_text().splitlines()]
+    assert {entry["command"] for entry in entries} == {"fit-laplace"}
+    assert any("up to date" in entry["message"] for entry in entries)
+
+
+def test_nothing_that_user_code_prints_reaches_stdout(installed: Cli, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NOISY)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    torch.save(network.state_dict(), tmp_path / "net.pt")
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).random((9, 1, 2, 2), np.float32), y=np.arange(9) % 3)
+    words = ["extract-features", "net.pt", "--model", "net.py:make", "--data", "train=npz:d.npz", "--json"]
+    done = installed(*words, cwd=tmp_path, env={**os.environ, "PYTHONWARNINGS": "always", "LC_ALL": "C"})
+    assert done.code == 0
+    assert [output["role"] for output in done.json["outputs"]] == ["features.train", "map"]
+    for text in ("a print at import", "a print of the factory", "a write of C code", "a warning of the factory"):
+        assert text in done.stderr
+
+
+@pytest.mark.parametrize("descriptor", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_it_works_with_closed_descriptors(run: Path, descriptor: str) -> None:
+    out = run.with_name("o")
+    done = subprocess.run(f"exec '{SCRIPT}' config show refine {descriptor} {'' if '>' in descriptor else '>o'}",
+                          shell=True, cwd=run.parent, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    if ">&-" not in descriptor:
+        assert "learning-rate" in (out.read_text() if out.exists() else done.stdout)
+
+
+def test_it_works_in_the_empty_environment_of_cron(run: Path) -> None:
+    words = [SCRIPT, "status", os.fsencode(run)]
+    done = subprocess.run(words, env={"LC_ALL": "C"}, stdin=subprocess.DEVNULL, capture_output=True, cwd="/")
+    assert done.returncode == 0
+    assert b"posteriors/refine.safetensors" in done.stdout
+    assert done.stderr == b""
+
+
+def test_tables_are_not_cut_off_a_terminal(cli: Cli, run: Path) -> None:
+    deep = run.with_name("d" * 200) / ("e" * 200)
+    deep.mkdir(parents=True)
+    shutil.copy(run.with_name("small.bnn") / "features" / "test.h5", deep / "test.h5")
+    assert str(deep / "test.h5") in cli("verify", deep / "test.h5").stdout
+
+
+def test_names_from_a_file_cannot_speak_to_the_terminal(cli: Cli, run: Path) -> None:
+    torch.save({"\x1b[31mred\x07\n": torch.zeros(2), "y": torch.tensor([float("inf")])}, run.with_name("x.pt"))
+    torch.save({"\x1b[31mred\x07\n": torch.zeros(2)}, run.with_name("\x1b[2Jy.pt"))
+    for name in ("x.pt", "\x1b[2Jy.pt", "\x1b[2Jnone"):
+        done = cli("inspect", run.with_name(name))
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\x07" not in done.stdout + done.stderr
