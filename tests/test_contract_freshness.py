@@ -128,8 +128,9 @@ def test_out_is_exactly_that_file(cli: Cli, small_run: Path) -> None:
 
 def test_stale_inputs_are_refused_with_the_command_and_then_replaced(cli: Cli, small_run: Path) -> None:
     change_training_data(small_run)
-    assert ask(cli, small_run, "extract-features").code == 73
-    assert ask(cli, small_run, "extract-features", "--force").code == 0
+    again = ask(cli, small_run, "extract-features")
+    assert again.json["action"] == "replaced"
+    assert "data.train has changed" in again.stderr
     done = ask(cli, small_run, "refine")
     assert (done.code, done.json["error"]["code"]) == (65, "stale_input")
     assert done.json["error"]["hint"].startswith("bnncli fit-laplace ")
@@ -143,7 +144,7 @@ def test_hints_lead_from_a_stale_run_back_to_a_fresh_one(cli: Cli, small_run: Pa
     import shlex
 
     change_training_data(small_run)
-    ask(cli, small_run, "extract-features", "--force")
+    ask(cli, small_run, "extract-features")
     words: list[object] = ["predict", small_run, "--posterior", "refine"]
     steps = 0
     while (done := cli(*words, "--json")).code != 0:

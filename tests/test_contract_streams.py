@@ -137,6 +137,17 @@ def test_verbose_shows_where_an_expected_error_came_from(cli: Cli, run: Path) ->
     assert "Traceback" not in cli("status", run.with_name("missing")).stderr
 
 
+def test_a_result_that_is_not_finite_is_a_bug_and_not_bad_json(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bnncli.stages import status
+    from bnncli.stages._run import Result
+
+    monkeypatch.setattr(status, "run", lambda run, options: Result(extra={"x": float("nan")}))
+    done = cli("status", run, "--json")
+    assert (done.code, done.json["ok"]) == (1, False)
+
+
 def test_log_lines_can_be_json_and_go_to_a_file_as_well(cli: Cli, run: Path) -> None:
     log = run.with_name("log")
     done = cli("fit-laplace", run, "--prior-precision", "10", "--log-format", "json", "--log-file", log)

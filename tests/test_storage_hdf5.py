@@ -16,7 +16,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
 from bnncli.storage import hdf5
 from bnncli.storage.hdf5 import check_digest, header_of, open_hdf5, read_contents, write_hdf5
 from bnncli.storage.provenance import build_provenance
-from bnncli.storage.seal import make_seal
+from bnncli.storage.seal import MARK, make_seal
 
 ARRAYS = {"group/a": np.arange(30_000, dtype=np.float32).reshape(-1, 3), "b": np.array([1, 2], dtype=np.int64)}
 TEXTS: dict[str, str | list[str]] = {"names": ["null", "één"], "note": '{"a":1}'}
@@ -207,6 +207,21 @@ def test_a_file_that_our_writer_never_makes_is_refused(path: Path, attack: Calla
         read_all(path)
     assert caught.value.exit == 65
     assert caught.value.code != "digest_mismatch"  # refused for its form, before its data were read
+
+
+def test_groups_that_form_a_loop_are_named(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        has_a_loop(file)
+    reseal(path)
+    with pytest.raises(DataError, match="form a loop"):
+        read_all(path)
+
+
+def test_a_file_without_its_seal_is_refused_although_all_its_content_is_there(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rindex(MARK)])
+    with pytest.raises(DataError, match="incomplete"):
+        read_all(path)
 
 
 def test_a_million_small_groups_are_refused_early(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

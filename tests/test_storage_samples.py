@@ -13,7 +13,7 @@ from bnncli.errors import DataError
 from bnncli.storage.provenance import build_provenance
 from bnncli.storage.samples import SampleFile, read_samples, write_samples
 
-C, T, K, D = 4, 30, 3, 2
+C, T, K, D = 3, 30, 3, 3  # equal sizes: only the dimension scales tell which axis is which
 
 
 def make(path: Path, *, has_bias: bool = True, name: str = "net") -> SampleFile:
@@ -53,6 +53,8 @@ def test_arviz_finds_names_dimensions_and_coordinates(tmp_path: Path) -> None:
     assert data.posterior["draw"].values.tolist() == list(range(T))
     assert np.array_equal(data.posterior["head_weight"].values, content.head_weight)
     assert set(data.posterior.data_vars) == {"head_weight", "head_bias"}
+    assert list(data.posterior.attrs["sample_dims"]) == ["chain", "draw"]
+    assert data.constant_data["prior_precision"].dims == ("prior_precision_dim_0",)
 
 
 def test_arviz_sees_divergences_as_booleans(tmp_path: Path) -> None:

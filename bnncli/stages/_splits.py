@@ -13,6 +13,7 @@ from bnncli import data
 from bnncli.digests import file_sha256, json_sha256
 from bnncli.errors import DataError, UsageError
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.storage.provenance import Source
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,19 @@ def class_names(splits: list[NamedSplit], num_classes: int) -> list[str]:
 
 
 def model_identity(options: ExtractFeaturesOptions) -> dict[str, Any]:
-    """What of the network's definition changes numbers: its name, arguments, layer, and the user's own file."""
-    place = (options.model or "").rpartition(":")[0]
-    digest = file_sha256(Path(place)) if place.endswith(".py") and Path(place).is_file() else None
+    """What of the network's definition changes numbers: its name, arguments and layer."""
     return {
         "model": options.model,
         "model_arg": sorted(options.model_arg),
         "last_layer": options.last_layer,
-        "model_file": digest,
     }
+
+
+def user_sources(options: ExtractFeaturesOptions, split: NamedSplit) -> list[Source]:
+    """What of the user's own the features of a split are made from: the examples, and the file of the network."""
+    place = Path(split.source.partition(":")[2])
+    sources = [Source(f"data.{split.name}", place, split.order_digest, is_artifact=False)]
+    code = Path((options.model or "").rpartition(":")[0])
+    if code.suffix == ".py" and code.is_file():
+        sources.append(Source("model", code, f"sha256:{file_sha256(code)}", is_artifact=False))
+    return sources

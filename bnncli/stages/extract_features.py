@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bnncli.digests import json_sha256, tensor_digest
 from bnncli.errors import DataError
 from bnncli.layout import HeadLayout
 from bnncli.options import ExtractFeaturesOptions
@@ -17,11 +19,12 @@ from bnncli.stages._network import NO_NETWORK, NetworkFeatures
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._ready_splits import ReadySplit, open_ready_splits
 from bnncli.stages._run import Result, Run
-from bnncli.stages._splits import NamedSplit, model_identity, open_splits
+from bnncli.stages._splits import NamedSplit, model_identity, open_splits, user_sources
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit, check_split, head_digest, read_features, write_features
 from bnncli.storage.headers import read_header
 from bnncli.storage.posteriors import write_posterior
+from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
 
@@ -35,20 +38,23 @@ def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
     splits = open_splits(options, run.stream)
     network = NetworkFeatures(run, options, splits)
     total = Result()
+    names = [split.name for split in splits]
     for split in splits:
-        request = _request(run, options, split.name, network.record, _params(options, split), len(split.content))
-        total.add(produce(run, request, partial(_extract, run, network, split)))
+        sources = user_sources(options, split)
+        request = _request(run, split.name, network.record, _params(run, options, split), sources, len(split.content))
+        total.add(produce(run, request, partial(_extract, run, network, split, names)))
     if options.model != NO_NETWORK and not run.write.dry_run:
-        total.add(_write_map(run, options, splits[0].name, network.record))
+        total.add(_write_map(run, options, names[0], network.record))
     return _finish(run, total)
 
 
-def _extract(run: Run, network: NetworkFeatures, split: NamedSplit) -> Computed:
+def _extract(run: Run, network: NetworkFeatures, split: NamedSplit, names: list[str]) -> Computed:
     content, preprocess, layer = network.features(split)
+    _check_same_head(run, content, names, network.record)
     return _publishable(run, content, preprocess, layer, split.order_digest, split.source)
 
 
-def _params(options: ExtractFeaturesOptions, split: NamedSplit) -> dict[str, Any]:
+def _params(run: Run, options: ExtractFeaturesOptions, split: NamedSplit) -> dict[str, Any]:
     """What changes the numbers of one split's features."""
     return {
         **model_identity(options),
@@ -57,21 +63,23 @@ def _params(options: ExtractFeaturesOptions, split: NamedSplit) -> dict[str, Any
         "resize": options.resize,
         "crop": options.crop,
         "dtype": options.dtype,
-        "examples": split.order_digest,
+        "num_examples": len(split.content),
+        "hold_out": split.held_out,
+        "seed": run.compute.seed if split.held_out else None,
         "is_ood": split.is_ood,
     }
 
 
 def _request(
     run: Run,
-    options: ExtractFeaturesOptions,
     name: str,
     checkpoint: dict[str, Any] | None,
     params: dict[str, Any],
+    sources: list[Source],
     num_examples: int,
 ) -> Request:
     target = run.folder.features(name)
-    return Request(target, "features", f"features.{name}", params, ALGO_REV, [], checkpoint, num_examples * 64)
+    return Request(target, "features", f"features.{name}", params, ALGO_REV, sources, checkpoint, num_examples * 64)
 
 
 def _publishable(
@@ -80,7 +88,6 @@ def _publishable(
     """A feature split that has passed its own check and fits the run's other splits."""
     target = run.folder.features(content.name)
     check_split(target, content)
-    _check_same_head(run, content)
     check_free_space(target.parent, content.features.nbytes)
     summary = [
         f"{content.name}: {len(content.features)} examples, {content.features.shape[1]} features"
@@ -102,12 +109,13 @@ def _publishable(
     return Computed(publish, summary=summary)
 
 
-def _check_same_head(run: Run, content: FeatureSplit) -> None:
-    """All splits of a run belong to one head; with --force the others are to be made again."""
-    for name in [] if run.write.force else run.folder.splits():
+def _check_same_head(run: Run, content: FeatureSplit, names: list[str], record: dict[str, Any] | None) -> None:
+    """Splits of a run that this command does not make belong to the same head, unless they are stale anyway."""
+    weights_digest = record["weights_digest"] if record else None
+    for name in sorted({*run.folder.splits()} - {*names}):
         path = run.folder.features(name)
-        other = read_header(path).meta.get("head_digest") if name != content.name else None
-        if other is not None and other != head_digest(content):
+        header = read_header(path)
+        if header.weights_digest == weights_digest and header.meta.get("head_digest") != head_digest(content):
             raise DataError(
                 f"split {name!r} of this run has another head than the one now given",
                 code="wrong_head",
@@ -126,8 +134,9 @@ def _write_map(run: Run, options: ExtractFeaturesOptions, split: str, checkpoint
     num_outputs = theta.numel() // (num_features + (content.head_bias is not None))
     layout = HeadLayout(num_outputs, num_features, content.head_bias is not None)
     target = run.folder.posterior("map")
-    params = {"head": head_digest(content)}
-    request = Request(target, "posterior", "map", params, ALGO_REV, [], checkpoint, theta.numel() * 16)
+    params = {"last_layer": options.last_layer}
+    source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
+    request = Request(target, "posterior", "map", params, ALGO_REV, [source], checkpoint, theta.numel() * 16)
 
     def compute() -> Computed:
         tensors, meta = Point(theta, layout).to_tensors()
@@ -148,6 +157,12 @@ class _ReadyHead:
     weight: np.ndarray
     bias: np.ndarray | None
 
+    @property
+    def digest(self) -> str:
+        """Identity of the head."""
+        parts = {"weight": self.weight, "bias": self.bias}
+        return tensor_digest({name: part for name, part in parts.items() if part is not None})
+
     def logits(self, features: np.ndarray) -> np.ndarray:
         """(n, K) float32."""
         logits = features.astype(np.float64) @ self.weight.T.astype(np.float64)
@@ -162,17 +177,31 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     else:
         num_classes = max([2, *(int(labels.max()) + 1 for labels in arrays.labels.values())])
     total = Result()
+    names = [split.name for split in splits]
     for split in splits:
-        params = {"dtype": options.dtype, "examples": split.content_digest, "is_ood": split.is_ood}
-        request = _request(run, options, split.name, None, params, len(split.features))
-        total.add(produce(run, request, partial(_ready, run, options, split, head, num_classes)))
+        params = {
+            "dtype": options.dtype,
+            "num_examples": len(split.features),
+            "hold_out": split.held_out,
+            "seed": run.compute.seed if split.held_out else None,
+            "is_ood": split.is_ood,
+        }
+        digest = json_sha256([split.content_digest, None if head is None else head.digest, num_classes])
+        source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
+        request = _request(run, split.name, None, params, [source], len(split.features))
+        total.add(produce(run, request, partial(_ready, run, options, split, head, num_classes, names)))
     if head is not None and not run.write.dry_run:
         total.add(_write_map(run, options, splits[0].name, None))
     return _finish(run, total)
 
 
 def _ready(
-    run: Run, options: ExtractFeaturesOptions, split: ReadySplit, head: _ReadyHead | None, num_classes: int
+    run: Run,
+    options: ExtractFeaturesOptions,
+    split: ReadySplit,
+    head: _ReadyHead | None,
+    num_classes: int,
+    names: list[str],
 ) -> Computed:
     content = FeatureSplit(
         name=split.name,
@@ -185,6 +214,7 @@ def _ready(
         check_logits=None if head is None else head.logits(split.features[:CHECK_ROWS]),
         is_ood=split.is_ood,
     )
+    _check_same_head(run, content, names, None)
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
     return _publishable(run, content, preprocess, None, split.content_digest, str(options.from_npz))
 

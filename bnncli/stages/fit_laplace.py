@@ -42,9 +42,9 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     if options.center == "checkpoint" and train.head() is None:
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
     sources = [train.source] + ([val.source] if val is not None else [])
-    params = {**options.params(), "criterion": criterion, "seed": run.compute.seed}
+    params = {**options.params(), "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
-    size = train.layout.num_params**2 * 16 if structure == "full" else train.layout.num_params * 64
+    size = train.layout.num_params**2 * 12 if structure == "full" else train.layout.num_params * 64
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
     def compute() -> Computed:
@@ -129,7 +129,8 @@ def _compute(
     )
     metrics = _metrics(run, fit, found, criterion, structure, train, val)
     tensors, meta = fit.gaussian.to_tensors()
-    tensors |= {name: tensor for name, tensor in fit.hessian.items() if name not in tensors}
+    # float32 holds all digits that float32 products gave the Hessian, in half the file.
+    tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
     tensors |= head_tensors(train)
     meta |= {
         "method": "laplace",

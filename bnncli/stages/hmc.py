@@ -29,15 +29,16 @@ def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
     train = load_split(run, "train")
     sources = [train.source]
-    prior_precision = options.prior_precision
+    prior_precision, base = options.prior_precision, None
     if prior_precision is None:
         path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         header, source = posterior_source(run, path, "base")
         prior_precision = gaussian_prior_precision(path, header)
         sources.append(source)
+        base = path.stem
     elif options.base != "laplace":
         raise UsageError("--prior-precision and --base exclude each other: both say what the prior precision is")
-    params = {**options.params(), "prior_precision": prior_precision, "seed": run.compute.seed}
+    params = {**options.params(), "base": base, "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "hmc", suffix=".nc")
     size = options.chains * options.draws * (train.layout.num_params * 4 + 64)
     request = Request(target, "samples", target.stem, params, ALGO_REV, sources, train.checkpoint, size)

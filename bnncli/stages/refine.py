@@ -41,12 +41,7 @@ def run(run: Run, options: RefineOptions) -> Result:
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         sources.append(posterior_source(run, base_path, "base")[1])
     prior_precision = _prior_precision(run, options, base_path, sources)
-    params = {
-        **options.params(),
-        "prior_precision": prior_precision,
-        "base": "prior" if base_path is None else "posterior",
-        "seed": run.compute.seed,
-    }
+    params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
     size = (base_path.stat().st_size if base_path else 0) + train.layout.num_params * 8 * (options.length + 4)
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
