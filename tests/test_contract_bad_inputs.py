@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import warnings
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-import torch
 
 Cli = Any
 Arrays = dict[str, np.ndarray]
@@ -260,105 +256,3 @@ def test_a_checkpoint_that_is_a_folder_a_pipe_or_a_device_is_missing(cli: Cli, t
 def test_an_artifact_given_as_the_checkpoint_is_refused(cli: Cli, small_run: Path) -> None:
     done = cli("refine", small_run.with_name("small.bnn") / "posteriors" / "laplace.safetensors")
     assert (done.code, "lies in a run folder" in done.stderr) == (66, True)
-
-
-NAMES = [
-    "a b", "it's", 'say "hi"', "two\nlines", "-dash", "é", os.fsdecode(b"\xff\xfe"), "x" * 250, "$(touch x)", "a;b", "%s",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_any_file_name_works(cli: Cli, finished_run: Path, tmp_path: Path, name: str) -> None:
-    run, npz = tmp_path / name, tmp_path / f"{name[:200]}.npz"
-    shutil.copy(finished_run.with_name("features.npz"), npz)
-    assert cli("extract-features", run, "--from-npz", npz, "-q").code == 0
-    fit = cli("fit-laplace", run, "--prior-precision", 10, "--json", "--log-file", tmp_path / "log")
-    assert fit.json["outputs"][0]["path"].startswith(str(tmp_path))
-    assert cli("predict", run, "--samples", 2).code == 0
-    assert cli("status", run, "--check").code == 0
-    assert cli("verify", *run.parent.glob("*.bnn/posteriors/*")).code == 0
-    assert not (tmp_path / "x").exists() or name == "x"
-
-
-def test_a_name_with_a_leading_dash_works_after_two_dashes(
-    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(small_run.parent)
-    shutil.move("small.bnn", "-s.bnn")
-    assert cli("status", "--check", "--", "-s").code == 0
-    done = cli("predict", "--posterior", "none", "--json", "--", "-s")
-    assert done.json["error"]["hint"] == "bnncli status ./-s"
-
-
-def test_hints_can_be_pasted_for_any_name(cli: Cli, tmp_path: Path) -> None:
-    import shlex
-
-    (tmp_path / "it's a b").touch()
-    hint = cli("fit-laplace", tmp_path / "it's a b", "--json").json["error"]["hint"]
-    assert shlex.split(hint)[:3] == ["bnncli", "extract-features", str(tmp_path / "it's a b")]
-
-
-def test_a_linked_checkpoint_has_its_run_beside_the_link(cli: Cli, tmp_path: Path) -> None:
-    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    torch.save(network.state_dict(), tmp_path / "real.pt")
-    (tmp_path / "net.py").write_text(
-        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))\n"
-    )
-    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).random((9, 1, 2, 2), np.float32), y=np.arange(9) % 3)
-    (tmp_path / "links").mkdir()
-    link = tmp_path / "links" / "ckpt.pt"
-    link.symlink_to(tmp_path / "real.pt")
-    words = ("--model", f"{tmp_path}/net.py:make", "--data", f"train=npz:{tmp_path}/d.npz")
-    assert cli("extract-features", link, *words).code == 0
-    assert (tmp_path / "links" / "ckpt.pt.bnn" / "features" / "train.h5").is_file()
-    torch.save({name: value + 1 for name, value in network.state_dict().items()}, tmp_path / "real.pt")
-    done = cli("fit-laplace", link, "--prior-precision", 1, "--json")
-    assert (done.code, done.json["error"]["code"]) == (65, "wrong_checkpoint")
-
-
-def test_the_same_weights_saved_again_or_converted_are_the_same_checkpoint(cli: Cli, tmp_path: Path) -> None:
-    torch.save({"state_dict": {"module.w": torch.ones(2)}}, tmp_path / "a.pt")
-    assert cli("convert", tmp_path / "a.pt", tmp_path / "b.safetensors").code == 0
-    digests = [cli("inspect", tmp_path / name, "--json").json["weights_digest"] for name in ("a.pt", "b.safetensors")]
-    assert digests[0] == digests[1]
-
-
-def test_convert_never_replaces_a_foreign_file_or_its_input(cli: Cli, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    (tmp_path / "notes.txt").write_text("precious")
-    assert cli("convert", tmp_path / "a.pt", tmp_path / "a.pt", "--force").code == 2
-    assert cli("convert", tmp_path / "a.pt", tmp_path / "notes.txt", "--force").code == 73
-    assert (tmp_path / "notes.txt").read_text() == "precious"
-    assert cli("convert", tmp_path / "a.pt", tmp_path / "out").code == 0
-    assert cli("convert", tmp_path / "a.pt", tmp_path / "out").code == 73
-    assert cli("convert", tmp_path / "a.pt", tmp_path / "out", "--force").code == 0
-
-
-def test_convert_runs_the_code_of_a_pickle_only_when_trusted(cli: Cli, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.save(torch.nn.Linear(2, 3), tmp_path / "whole.pt")
-    done = cli("convert", tmp_path / "whole.pt", tmp_path / "out")
-    assert (done.code, "--trust-pickle" in done.stderr) == (77, True)
-    assert cli("convert", tmp_path / "whole.pt", tmp_path / "out", "--trust-pickle").code == 0
-    arrays = cli("inspect", tmp_path / "out", "--json").json["arrays"]
-    assert arrays == {"bias": "float32 (3,)", "weight": "float32 (3, 2)"}
-
-
-def test_a_read_only_place_is_refused_before_the_work(cli: Cli, small_run: Path, tmp_path: Path) -> None:
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(mount)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("this process may not mount a file system")
-    try:
-        shutil.copytree(small_run.with_name("small.bnn"), mount / "small.bnn")
-        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-        done = cli("fit-laplace", mount / "small", "--name", "x", "--prior-precision", 1, "--json")
-        assert (done.code, done.json["error"]["code"]) == (73, "not_writable")
-        assert "--run-dir" in done.json["error"]["hint"]
-        assert cli("status", mount / "small", "--check").code == 0
-        out = tmp_path / "out.safetensors"
-        assert cli("fit-laplace", mount / "small", "--out", out, "--prior-precision", 1).code == 0
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)

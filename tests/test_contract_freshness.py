@@ -165,7 +165,9 @@ def test_a_bare_predict_skips_what_is_stale_with_a_warning_and_a_named_one_is_an
     assert any("skipping refine" in warning for warning in done.json["warnings"])
     assert "WARNING predict skipping refine" in done.stderr
     assert {output["role"].split(".")[1] for output in done.json["outputs"]} == {"map", "laplace"}
-    assert cli("predict", small_run, "--posterior", "refine").code == 65
+    named = cli("predict", small_run, "--posterior", "refine")
+    assert (named.code, named.stderr.splitlines()[0].endswith("base (laplace.safetensors) has changed")) == (65, True)
+    assert "WARNING" not in named.stderr
 
 
 @pytest.mark.parametrize("name", REQUESTS)

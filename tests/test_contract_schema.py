@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bnncli.stages._inputs import open_posterior
+from bnncli.storage import headers
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import read_header
 from bnncli.storage.metrics import read_metrics
@@ -32,6 +33,10 @@ def golden(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def expected(golden: Path) -> dict[str, Any]:
     return json.loads((golden / "expected.json").read_text())
+
+
+def test_the_schema_that_is_written_has_its_golden_files() -> None:
+    assert headers.SCHEMA in [path.name for path in VERSIONS]
 
 
 def test_there_is_a_small_golden_file_of_every_kind(golden: Path) -> None:

@@ -64,7 +64,7 @@ def test_other_parameters_are_refused_with_the_fields_that_differ(tmp_path: Path
         ask(tmp_path / "x", params={"epochs": 4})
     assert caught.value.exit == 73
     assert "--force" in str(caught.value.hint)
-    assert "--name" in str(caught.value.hint)
+    assert "to keep both" in str(caught.value.hint)
     assert ask(tmp_path / "x", params={"epochs": 4}, force=True).action == "replace"
 
 

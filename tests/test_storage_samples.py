@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -55,6 +56,14 @@ def test_arviz_finds_names_dimensions_and_coordinates(tmp_path: Path) -> None:
     assert set(data.posterior.data_vars) == {"head_weight", "head_bias"}
     assert list(data.posterior.attrs["sample_dims"]) == ["chain", "draw"]
     assert data.constant_data["prior_precision"].dims == ("prior_precision_dim_0",)
+
+
+def test_every_axis_carries_its_dimension_scale(tmp_path: Path) -> None:
+    make(tmp_path / "hmc.nc")
+    with h5py.File(tmp_path / "hmc.nc", "r", locking=False) as file:
+        for name, axes in (("posterior/head_weight", "chain draw class feature"), ("sample_stats/lp", "chain draw")):
+            scales = [[scale.name.rsplit("/", 1)[1] for scale in axis.values()] for axis in file[name].dims]
+            assert scales == [[axis] for axis in axes.split()]
 
 
 def test_arviz_sees_divergences_as_booleans(tmp_path: Path) -> None:

@@ -62,17 +62,28 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         result = _evaluate(run, options, group, reference, shared)
         total.add(result)
         rows += result.metrics["rows"] if result.metrics else []
-    total.extra["rows"] = rows
     if not run.write.dry_run:
+        rows = _shown(run, options, rows)
         notes = [
-            "accuracy, ECE, AUROC and FPR95 are fractions; ECE: 15 equal-width bins; detection by maximum probability, "
-            "in-distribution positive"
-            if options.bins == 15
-            else f"ECE: {options.bins} equal-width bins",
+            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by maximum "
+            "probability, in-distribution positive",
             f"scores with their definitions: {run.folder.root / 'metrics'}",
         ]
         total.tables.append(score_table(rows, notes))
+    total.extra["rows"] = rows
     return total
+
+
+def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the splits asked for; the files always have all of them. Raises MissingInput for one without rows."""
+    there = list(dict.fromkeys(row["split"] for row in rows))
+    for name in options.split:
+        if name not in there:
+            raise MissingInput(
+                f"--split: no predictions of an in-distribution split {name!r} (there: {', '.join(there) or 'none'})",
+                hint=run.suggest("predict", "--split", name),
+            )
+    return [row for row in rows if not options.split or row["split"] in options.split]
 
 
 def _groups(run: Run, options: EvaluateOptions) -> list[Group]:
@@ -147,13 +158,6 @@ def _reference_path(run: Run, options: EvaluateOptions) -> Path | None:
 def _evaluate(
     run: Run, options: EvaluateOptions, group: Group, reference: Path | None, shared: dict[str, Any]
 ) -> Result:
-    splits = [str(header.meta["split"]) for header in group.headers]
-    for name in options.split:
-        if name not in splits:
-            raise MissingInput(
-                f"--split: no predictions of {name!r} by {group.name} (there: {', '.join(splits)})",
-                hint=run.suggest("predict", "--split", name),
-            )
     sources = [
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
     ]
@@ -161,7 +165,7 @@ def _evaluate(
     if reference is not None and posterior is not None:
         sources.append(Source("reference", reference, read_header(reference).content_digest))
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
-    params = {**options.params(), "splits": sorted(options.split), "seed": run.compute.seed}
+    params = {**options.params(), "seed": run.compute.seed}
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(target, "metrics", f"metrics.{group.name}", params, ALGO_REV, sources, checkpoint, 1 << 16)
@@ -206,7 +210,7 @@ def _rows(
     files = {str(header.meta["split"]): _read(header) for header in group.headers}
     headers = {str(header.meta["split"]): header for header in group.headers}
     outside = [name for name, header in headers.items() if header.meta.get("is_ood")]
-    inside = [name for name in headers if name not in outside and (not options.split or name in options.split)]
+    inside = [name for name in headers if name not in outside]
     distance = _distance_rows(run, options, reference, posterior, shared)
     rows = []
     for name in sorted(inside, key=lambda name: (name != "test", name)):

@@ -31,6 +31,7 @@ from bnncli.storage.provenance import Source
 ALGO_REV = 1
 NUM_STANDARD_ERRORS = 3.0
 NEGLIGIBLE_NATS = 0.1
+CLOSE_LOG_WEIGHT_SD = 2.0
 
 
 def run(run: Run, options: RefineOptions) -> Result:
@@ -169,14 +170,15 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         lines.append("refinement helped: the refined posterior is closer to the target than the base")
     elif metrics["verdict"] == "hurt":
         lines.append("refinement hurt: use the base, or a smaller --learning-rate or more --epochs")
+    elif spread < CLOSE_LOG_WEIGHT_SD:
+        lines.append(
+            f"refinement made no difference beyond its error: the base is close to the target already (its log "
+            f"importance weights have standard deviation {spread:.2f})"
+        )
     else:
         lines.append(
-            "refinement made no difference beyond its error: the base is as good"
-            + (
-                f" (its log importance weights have standard deviation {spread:.2f})"
-                if spread < 2
-                else "; try another --flow, --space or a longer one"
-            )
+            f"refinement made no difference beyond its error, though the base is not the target (its log importance "
+            f"weights have standard deviation {spread:.2f}): try another --flow, --space or --length, or hmc"
         )
     return lines
 

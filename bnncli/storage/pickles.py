@@ -11,6 +11,7 @@ import pickle
 import pickletools
 import re
 import struct
+import warnings
 import zipfile
 from typing import IO, Any
 
@@ -49,7 +50,9 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
             raise needs_trust(unsafe)
         stream.seek(0)
         try:
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of odd pickles; what cannot be read is an error anyway
+                return torch.load(stream, map_location="cpu", weights_only=True)
         except _DAMAGE as error:
             if suspicious := harmful(list_globals(stream, kind)):
                 raise needs_trust(suspicious) from None
