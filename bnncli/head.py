@@ -130,6 +130,11 @@ def forward(model: nn.Module, inputs: Tensor) -> Tensor:
     try:
         with torch.inference_mode():
             output = model(inputs)
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        raise DataError(
+            f"the network raised {type(error).__name__}: {first_line}", code="user_code", hint="-v shows where"
+        ) from error
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"not enough memory on {inputs.device} for {len(inputs)} inputs", hint="use a smaller --batch-size"

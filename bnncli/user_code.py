@@ -12,13 +12,32 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import MissingInput, UsageError
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Run the user's code inside the block: whatever it raises is an error in `what`, not one of bnncli's.
+
+    Raises:
+        DataError: naming what was raised; the exception itself is its cause, shown with -v.
+    """
+    try:
+        yield
+    except (BnnError, MemoryError):
+        raise
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        raise DataError(
+            f"{what} raised {type(error).__name__}: {first_line}", code="user_code", hint="-v shows where"
+        ) from error
 
 
 def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
@@ -33,7 +52,9 @@ def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
         raise UsageError(f"{option}: expected package.module:factory or file.py:factory, got {spec!r}")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    except (ImportError, SyntaxError, ValueError) as error:
+    except (BnnError, MemoryError):
+        raise
+    except Exception as error:
         raise UsageError(f"{option}: importing {place!r} failed: {type(error).__name__}: {error}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):

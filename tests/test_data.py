@@ -497,3 +497,12 @@ def test_features_that_do_not_fit_are_refused(tmp_path: Path, message: str) -> N
     np.savez(tmp_path / "f.npz", **BAD_FEATURES[message])
     with pytest.raises(DataError, match=message):
         read_feature_arrays(tmp_path / "f.npz")
+
+
+def test_a_data_set_that_raises_names_the_row(tmp_path: Path) -> None:
+    code = "class Odd:\n    def __len__(self):\n        return 9\n    def __getitem__(self, i):\n"
+    code += "        import torch\n        return torch.zeros(3), [0, 1][i]\n"
+    (tmp_path / "odd_rows.py").write_text(code)
+    split = load_split(f"py:{tmp_path}/odd_rows.py:Odd")
+    with pytest.raises(DataError, match="row 2 raised IndexError"):
+        list(split.batches(4))

@@ -245,3 +245,13 @@ def test_the_fixture_pipeline_gives_the_networks_own_predictions() -> None:
     assert found.logits is not None
     np.testing.assert_allclose(found.features @ head.weight.T + head.bias, found.logits, atol=1e-4)
     assert found.features.shape == (1000, 84)
+
+
+def test_a_network_whose_forward_raises_is_the_users_error() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.no_such_method()
+
+    with pytest.raises(DataError, match="the network raised AttributeError") as caught:
+        find_last_linear(Broken(), torch.zeros(1, 2))
+    assert caught.value.code == "user_code"

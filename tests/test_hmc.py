@@ -167,8 +167,8 @@ def test_a_rejected_chain_stays() -> None:
 
 
 def test_leapfrog_reaches_the_acceptance_asked_for() -> None:
-    layout = HeadLayout(3, 20)
-    features = torch.randn(200, 20, generator=seeded(), dtype=torch.float64)
+    layout = HeadLayout(3, 10)
+    features = torch.randn(100, 10, generator=seeded(), dtype=torch.float64)
     target = LastLayerTarget(features, (features[:, 0] > 0).long(), layout, 0.3)
     base = make_base(target)
     for goal in (0.6, 0.9):
@@ -178,7 +178,7 @@ def test_leapfrog_reaches_the_acceptance_asked_for() -> None:
             covariance=base.covariance,
             generator=seeded(),
             num_chains=16,
-            num_warmup=150,
+            num_warmup=100,
             num_draws=30,
             target_accept=goal,
             dynamics="leapfrog",

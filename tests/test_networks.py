@@ -300,3 +300,16 @@ def test_a_file_with_a_syntax_error_is_a_usage_error(tmp_path: Path, clean_impor
     (tmp_path / "broken.py").write_text("def make(:")
     with pytest.raises(UsageError, match="SyntaxError"):
         load_network(f"{tmp_path}/broken.py:make", {}, None)
+
+
+def test_a_factory_that_raises_is_the_users_error_and_says_what(tmp_path: Path) -> None:
+    (tmp_path / "net_raises.py").write_text("def make():\n    return {}['width']\n")
+    with pytest.raises(DataError, match=r"net_raises.py:make' raised KeyError: 'width'") as caught:
+        load_network(f"{tmp_path}/net_raises.py:make", {}, {})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_file_that_raises_on_import_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "net_broken.py").write_text("1 / 0\n")
+    with pytest.raises(UsageError, match="failed: ZeroDivisionError"):
+        load_network(f"{tmp_path}/net_broken.py:make", {}, {})

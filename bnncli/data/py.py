@@ -38,7 +38,9 @@ class DatasetSource:
         inputs: list[Tensor] = []
         labels: list[int | None] = []
         for row in rows.tolist():
-            value, label = _item(self.dataset[row], f"{self.spec} row {row}")
+            with user_code.running(f"{self.spec} row {row}"):
+                item = self.dataset[row]
+            value, label = _item(item, f"{self.spec} row {row}")
             if inputs and value.shape != inputs[0].shape:
                 raise DataError(
                     f"{self.spec}: row {row} has shape {tuple(value.shape)}, others {tuple(inputs[0].shape)}"
@@ -70,13 +72,16 @@ def open_source(place: str, preprocess: Preprocess) -> DatasetSource:
     """
     factory = user_code.load_factory(place, option="--data py")
     user_code.check_arguments(factory, {}, option="--data py")
-    dataset = factory()
+    with user_code.running(f"--data py: {place!r}"):
+        dataset = factory()
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_items:
         raise UsageError(f"--data py: {place!r} returned {type(dataset).__name__}, expected a map-style Dataset")
     if len(dataset) == 0:
         raise DataError(f"py:{place}: no examples", code="empty_split")
-    _, label = _item(dataset[0], f"py:{place} row 0")
+    with user_code.running(f"py:{place} row 0"):
+        first = dataset[0]
+    _, label = _item(first, f"py:{place} row 0")
     names = getattr(dataset, "classes", None)
     is_named = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
     return DatasetSource(dataset, f"py:{place}", label is not None, tuple(names) if is_named else None)  # type: ignore[arg-type]

@@ -35,7 +35,8 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
     given = user_code.convert_arguments(factory, model_args, option=f"--model-arg of {spec}")
     arguments = {**inferred, **given}
     user_code.check_arguments(factory, arguments, option=f"--model-arg of {spec}")
-    network = factory(**arguments)
+    with user_code.running(f"--model: {spec!r}"):
+        network = factory(**arguments)
     if not isinstance(network, nn.Module):
         raise UsageError(f"--model: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
     network = network.float()
