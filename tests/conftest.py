@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the console script sets it, before torch is imported
 
 SCRIPT = Path(sys.executable).with_name("bnncli")
 

@@ -1,0 +1,65 @@
+"""The whole pipeline on the embedded case, as the demo runs it: the numbers a user came for."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bnncli.cli.execute import run_command_line
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The demo's folder and its JSON result."""
+    folder = tmp_path_factory.mktemp("demo") / "bnncli-demo"
+    results = io.StringIO()
+    assert run_command_line(["demo", "--dir", str(folder), "--json", "-q"], results) == 0
+    return folder, json.loads(results.getvalue())
+
+
+def value(result: dict[str, Any], posterior: str, name: str, **choices: str) -> float:
+    """One score on the test split."""
+    (row,) = [row for row in result["rows"] if row["posterior"] == posterior and row["split"] == "test"]
+    wanted = {"name": name, **choices}
+    (metric,) = [metric for metric in row["metrics"] if wanted.items() <= metric.items()]
+    return metric["value"]
+
+
+@pytest.mark.parametrize("posterior", ["laplace", "refine", "hmc"])
+def test_every_posterior_is_better_calibrated_than_the_network(
+    demo: tuple[Path, dict[str, Any]], posterior: str
+) -> None:
+    result = demo[1]
+    for name, least_gain in (("nll", 0.2), ("ece", 0.04), ("brier", 0.01)):
+        assert value(result, posterior, name) < value(result, "map", name) - least_gain
+    assert value(result, posterior, "auroc", ood="mnist") > value(result, "map", "auroc", ood="mnist")
+
+
+@pytest.mark.parametrize("posterior", ["laplace", "refine"])
+def test_posteriors_are_as_close_to_hmc_as_hmc_is_to_itself(demo: tuple[Path, dict[str, Any]], posterior: str) -> None:
+    # 600 draws a side: the biased estimate of equal distributions is 2/600 (1 - mean kernel), about 0.0021
+    assert value(demo[1], posterior, "mmd2", estimator="biased") < 0.004
+    assert abs(value(demo[1], posterior, "mmd2", estimator="unbiased")) < 0.002
+    assert value(demo[1], "map", "mmd2", estimator="biased") > 1.0
+
+
+def test_the_default_chains_converge(demo: tuple[Path, dict[str, Any]]) -> None:
+    import h5py
+
+    with h5py.File(demo[0] / "lenet5-fmnist.pt.bnn/posteriors/hmc.nc") as file:
+        metrics = json.loads(file["meta"][()])["metrics"]
+    assert metrics["max_rhat"] <= 1.05
+    assert metrics["divergences"] == 0
+    assert min(metrics["min_ess_bulk"], metrics["min_ess_tail"]) > 400
+
+
+def test_the_demo_again_has_nothing_to_do(demo: tuple[Path, dict[str, Any]]) -> None:
+    results = io.StringIO()
+    assert run_command_line(["demo", "--dir", str(demo[0]), "--json", "-q"], results) == 0
+    again = json.loads(results.getvalue())
+    assert again["action"] == "up_to_date"
+    assert again["rows"] == demo[1]["rows"]
