@@ -214,7 +214,7 @@ class HmcOptions(Checked):
     )
     prior_precision: float | None = option(None, "Prior precision of the target, instead of the base's.", minimum=1e-30)
     chains: int = option(16, "Chains, run as one batch.", minimum=1)
-    warmup: int = option(50, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
+    warmup: int = option(60, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
     draws: int = option(160, "Draws kept of each chain.", minimum=4)
     target_accept: float = option(0.8, "Acceptance that the step size aims at.", minimum=0.1, maximum=0.99)
     dynamics: str = option(

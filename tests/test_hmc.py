@@ -9,7 +9,7 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.errors import NumericError
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
-from bnncli.inference.hmc import HmcRun, StepSizeAdaptation, sample_hmc
+from bnncli.inference.hmc import HmcRun, StepSizeAdaptation, adaptation_statistic, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.nuts import sample_nuts
 from bnncli.layout import HeadLayout
@@ -234,3 +234,25 @@ def test_nuts_has_the_moments_of_the_posterior_on_a_grid() -> None:
     assert_moments(z, *grid_moments(target, base))
     assert torch.equal(torch.get_rng_state(), before)
     assert result.energy is None
+
+
+def nearly_separable_target() -> LastLayerTarget:
+    """A posterior whose curvature away from the mode is far above that at it: separable classes, weak prior."""
+    layout = HeadLayout(4, 12)
+    features = torch.randn(300, 12, generator=seeded(), dtype=torch.float64)
+    return LastLayerTarget(features, (5 * features[:, :4]).argmax(dim=1), layout, 1e-3)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_chain_stays_at_its_over_dispersed_start(seed: int) -> None:
+    target = nearly_separable_target()
+    base = make_base(target)
+    result = sample_hmc(target, mode=base.mean, covariance=base.covariance, generator=seeded(seed), num_draws=40)
+    assert float(result.acceptance_rate.mean(dim=1).min()) > 0.5
+    assert int(result.diverging.sum()) == 0
+
+
+def test_one_stuck_chain_shows_in_what_the_step_size_is_adapted_to() -> None:
+    moving, stuck = torch.full((16,), 0.8), torch.tensor([0.8] * 15 + [0.0])
+    assert adaptation_statistic(moving, 0.9 * moving, 0.8) == pytest.approx(0.72)
+    assert adaptation_statistic(stuck, stuck, 0.8) < 0.02

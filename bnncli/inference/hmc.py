@@ -26,6 +26,10 @@ from bnncli.targets.last_layer import LastLayerTarget
 QUARTER_TURN = 0.5 * math.pi
 JITTER = (0.8, 1.2)
 MAX_STEPS = 128
+# The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
+SETTLING_SHARE = 0.4
+SETTLING_STEPS = 16
+STUCK_SHARE = 0.25
 DIVERGENCE = 1000.0  # nats of energy error, as in Stan
 _OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
 
@@ -60,7 +64,7 @@ def sample_hmc(
     covariance: Covariance,
     generator: torch.Generator,
     num_chains: int = 16,
-    num_warmup: int = 50,
+    num_warmup: int = 60,
     num_draws: int = 160,
     target_accept: float = 0.8,
     dynamics: str = "split",
@@ -88,20 +92,43 @@ def sample_hmc(
     potential = WhitenedPotential(target, mode.to(target.device).double(), covariance.to(device=target.device))
     start = _OVERDISPERSION * standard_normal(num_chains, mode.shape[0], generator, target.device)
     state = potential.state(start)
-    adaptation = StepSizeAdaptation.start(initial=QUARTER_TURN / 4, target_accept=target_accept)
     task = progress.task(f"hmc, {num_chains} chains", num_warmup + num_draws)
-    kept = []
-    for iteration in range(num_warmup + num_draws):
-        is_warmup = iteration < num_warmup
-        step_size = adaptation.current if is_warmup else adaptation.final
-        result = transition(potential, state, generator, step_size, dynamics)
+    adaptation = StepSizeAdaptation.start(initial=QUARTER_TURN / 4, target_accept=target_accept)
+    smoothed = torch.full((num_chains,), target_accept, dtype=torch.float64, device=state.z.device)
+    settling = math.ceil(SETTLING_SHARE * num_warmup)
+    for iteration in range(num_warmup):
+        if iteration == settling:  # the steps that freed stuck chains say nothing about the steps to sample with
+            adaptation = StepSizeAdaptation.start(initial=QUARTER_TURN / 4, target_accept=target_accept)
+        max_steps = SETTLING_STEPS if iteration < settling else MAX_STEPS
+        result = transition(potential, state, generator, adaptation.current, dynamics, max_steps=max_steps)
         state = result.state
-        if is_warmup:
-            adaptation = adaptation.update(float(result.acceptance.mean()))
-        else:
-            kept.append((potential.theta(state.z).float(), result))
-        task.advance(note=f"step size {step_size:.2f}")
+        smoothed = 0.7 * smoothed + 0.3 * result.acceptance
+        adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, target_accept))
+        task.advance(note=f"step size {adaptation.current:.2f}")
+    kept = []
+    for _ in range(num_draws):
+        result = transition(potential, state, generator, adaptation.final, dynamics)
+        state = result.state
+        kept.append((potential.theta(state.z).float(), result))
+        task.advance(note=f"step size {adaptation.final:.2f}")
     return _collect(kept, adaptation.final)
+
+
+def adaptation_statistic(smoothed: Tensor, acceptance: Tensor, target_accept: float) -> float:
+    """What dual averaging compares with its goal: the mean acceptance, unless a chain is stuck.
+
+    The mean hides one stuck chain behind the others. When the recent rate of a chain is below a quarter of the goal, it
+    is the harmonic mean of the chains' recent rates, which one chain near zero pulls to zero (Hoffman, Radul and
+    Sountsov 2021, AISTATS, use it throughout).
+
+    Args:
+        smoothed: (C,), each chain's recent acceptance rate.
+        acceptance: (C,), of the last transition.
+        target_accept: the goal.
+    """
+    if float(smoothed.min()) >= STUCK_SHARE * target_accept:
+        return float(acceptance.mean())
+    return float(1 / (1 / smoothed.clamp(min=1e-3)).mean())
 
 
 class Transition(NamedTuple):
@@ -115,14 +142,20 @@ class Transition(NamedTuple):
 
 
 def transition(
-    potential: WhitenedPotential, state: State, generator: torch.Generator, step_size: float, dynamics: str
+    potential: WhitenedPotential,
+    state: State,
+    generator: torch.Generator,
+    step_size: float,
+    dynamics: str,
+    *,
+    max_steps: int = MAX_STEPS,
 ) -> Transition:
     """New momenta, a trajectory of jittered length, and each chain's acceptance by the exact energy."""
     num_chains, dim = state.z.shape
     momentum = standard_normal(num_chains, dim, generator, state.z.device)
     unit = torch.rand(num_chains + 1, generator=generator, device=generator.device, dtype=torch.float64)
     length = QUARTER_TURN * (JITTER[0] + (JITTER[1] - JITTER[0]) * float(unit[0]))
-    num_steps = min(MAX_STEPS, max(1, math.ceil(length / step_size - 1e-9)))
+    num_steps = min(max_steps, max(1, math.ceil(length / step_size - 1e-9)))
     proposal, new_momentum = trajectory(
         potential, state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps, dynamics=dynamics
     )

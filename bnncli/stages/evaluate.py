@@ -15,6 +15,7 @@ from bnncli.stages._inputs import open_posterior
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.stages._score_table import score_table
+from bnncli.stages.hmc import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.storage.freshness import check_fresh
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
@@ -67,11 +68,24 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         notes = [
             f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by maximum "
             "probability, in-distribution positive",
+            *_doubts(reference),
             f"scores with their definitions: {run.folder.root / 'metrics'}",
         ]
         total.tables.append(score_table(rows, notes))
     total.extra["rows"] = rows
     return total
+
+
+def _doubts(reference: Path | None) -> list[str]:
+    """What the reference's own diagnostics say against it."""
+    if reference is None:
+        return []
+    metrics = read_header(reference).meta.get("metrics", {})
+    r_hat, lowest = metrics.get("max_rhat"), metrics.get("lowest_chain_acceptance")
+    if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
+        return []
+    shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
+    return [f"{reference.stem} has not converged (R-hat {shown}): do not trust its row, nor MMD^2 measured to it"]
 
 
 def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile, write_samples
 
 ALGO_REV = 1
+GOOD_RHAT = 1.05
+STUCK_ACCEPTANCE = 0.05
 
 
 def run(run: Run, options: HmcOptions) -> Result:
@@ -78,6 +80,8 @@ def _compute(run: Run, options: HmcOptions, train: Split, prior_precision: float
         library = ("bnncli", __version__)
     judged = convergence(drawn.draws.cpu().numpy())
     metrics = _metrics(drawn, judged, options, prior_precision)
+    for text in _warnings(metrics):
+        run.console.warn(text)
     content = _content(drawn, train, prior_precision)
     outputs = train.content.classes if train.layout.num_outputs > 1 else ["logit"]
     meta = {
@@ -138,6 +142,7 @@ def _metrics(drawn: HmcRun, judged: Convergence, options: HmcOptions, prior_prec
         "min_ess_tail": judged.ess_tail,
         "undefined": judged.undefined,
         "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
+        "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
         "divergences": int(drawn.diverging.sum()),
         "step_size": drawn.step_size,
         "mean_steps": float(drawn.n_steps.double().mean()),
@@ -160,6 +165,30 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _warnings(metrics: dict[str, Any]) -> list[str]:
+    """Why these draws may not be the posterior's; empty when nothing speaks against them."""
+    found = []
+    if metrics["max_rhat"] is not None and metrics["max_rhat"] > GOOD_RHAT:
+        found.append(
+            f"the chains do not agree: largest R-hat {metrics['max_rhat']:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}"
+        )
+    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
+        lowest = metrics["lowest_chain_acceptance"]
+        found.append(f"a chain is stuck: it accepts {lowest:.1%} of its moves; {_remedy(metrics)}")
+    if metrics["divergences"]:
+        found.append(f"{metrics['divergences']} trajectories diverged; try a higher --target-accept")
+    return found
+
+
+def _remedy(metrics: dict[str, Any]) -> str:
+    """What most likely helps."""
+    if metrics["chains"] == 1:
+        return "use more --chains"
+    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
+        return "use a higher --target-accept and more --warmup"
+    return "use more --warmup and --draws"
+
+
 def _verdict(metrics: dict[str, Any], max_rhat: float | None) -> CheckFailed | None:
     """The failure that --max-rhat asks for; an undefined R-hat does not pass."""
     if max_rhat is None or (metrics["max_rhat"] is not None and metrics["max_rhat"] <= max_rhat):
@@ -167,7 +196,7 @@ def _verdict(metrics: dict[str, Any], max_rhat: float | None) -> CheckFailed | N
     got = "undefined" if metrics["max_rhat"] is None else f"{metrics['max_rhat']:.4f}"
     return CheckFailed(
         f"--max-rhat {max_rhat}: the largest R-hat is {got}",
-        hint="more --warmup and --draws",
+        hint=_remedy(metrics),
         code="max_rhat",
     )
 
