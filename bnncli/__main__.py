@@ -6,9 +6,12 @@ import os
 import sys
 from typing import TextIO
 
+from bnncli import signals
+
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
+    signals.install_handlers()  # before the slow imports: an early Ctrl-C is as orderly as a late one
     results = _claim_stdout()
     # Idle OpenMP threads that spin make a busy machine crawl: five times slower with one core taken, measured; a short
     # spin costs nothing on an idle one. Read when torch is imported.

@@ -155,11 +155,14 @@ class _BarTask:
     def __init__(self, console: Console, name: str, total: int) -> None:
         self._name, self._total, self._done = name, total, 0
         self._bar = console.bar()
+        for earlier in self._bar.tasks:
+            if earlier.total is None:  # a loop of unknown length ends where the next begins
+                self._bar.update(earlier.id, visible=False)
         self._id = self._bar.add_task(name, total=total or None, note="")
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         self._done += amount
-        signals.raise_if_interrupted(f"{self._name} {self._done}/{self._total}")
+        signals.raise_if_interrupted(f"{self._name} {self._done}" + (f"/{self._total}" if self._total else ""))
         fields = {"note": note} if note else {}
         self._bar.update(self._id, advance=amount, **fields)
         if self._total and self._done >= self._total:
@@ -174,7 +177,7 @@ class _LogTask:
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         self._done += amount
-        signals.raise_if_interrupted(f"{self._name} {self._done}/{self._total}")
+        signals.raise_if_interrupted(f"{self._name} {self._done}" + (f"/{self._total}" if self._total else ""))
         now = time.monotonic()
         is_last = self._total > 0 and self._done >= self._total
         share = (self._done - self._last_done) / self._total if self._total else 1.0

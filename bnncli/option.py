@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import Field, field, fields
 from typing import Any
@@ -65,6 +66,8 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
     for item in value if isinstance(value, list) else [value]:
         if allowed and item not in allowed:
             raise UsageError(f"{where}: expected one of {', '.join(allowed)}; got {item!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{where}: expected a finite number; got {value}")
     low, high = meta["minimum"], meta["maximum"]
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = [f"at least {low}"] if low is not None else []

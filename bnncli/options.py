@@ -105,7 +105,7 @@ class ExtractFeaturesOptions(Checked):
 
     model: str | None = option(
         None,
-        "Network: a built-in name (lenet5, mlp, resnet20, wide-resnet, flatten), package.module:factory or file.py:factory. A factory is your code and is run.",
+        "Network: a built-in name (lenet5, mlp, resnet20, wide-resnet; flatten is none: inputs are the features, CKPT is just the run's name), package.module:factory or file.py:factory. A factory is your code and is run.",
         metavar="MODEL",
     )
     model_arg: list[str] = option([], "Argument of the network, as key=value; repeatable.", metavar="KEY=VALUE")
@@ -116,7 +116,7 @@ class ExtractFeaturesOptions(Checked):
     )
     ood: list[str] = option(
         [],
-        "An out-of-distribution split, stored without labels; SPEC as for --data. Repeatable.",
+        "An out-of-distribution split, stored without labels; SPEC as for --data (with --from-npz the name alone). Repeatable.",
         metavar="SPLIT=SPEC",
     )
     hold_out: list[str] = option(
@@ -156,7 +156,7 @@ class FitLaplaceOptions(Checked):
 
     structure: str = option(
         "auto",
-        "Structure of the covariance: full, kron, diag; auto is full where it fits in memory, else kron.",
+        "Structure of the covariance: full, kron, diag; auto is full where it fits in memory and has at most 6,000 parameters, else kron.",
         choices=("auto", "full", "kron", "diag"),
     )
     center: str = option(
@@ -225,6 +225,11 @@ class HmcOptions(Checked):
     sampler: str = option("hmc", "hmc, or Pyro's nuts as the independent (slow) reference.", choices=("hmc", "nuts"))
     max_rhat: float | None = option(None, "Exit 3 when the largest R-hat is above this.", minimum=1.0, numeric=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampler == "nuts" and self.dynamics != "split":
+            raise UsageError("--dynamics is for --sampler hmc; nuts has its own")
+
 
 @dataclass(frozen=True)
 class PredictOptions(Checked):
@@ -272,7 +277,7 @@ class ConvertOptions(Checked):
     """Options of convert."""
 
     trust_pickle: bool = option(
-        False, "Unpickle IN although that can run any code in it. Only for files you trust.", numeric=False
+        False, "Unpickle SOURCE although that can run any code in it. Only for files you trust.", numeric=False
     )
 
 

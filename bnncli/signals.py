@@ -17,12 +17,16 @@ _received: list[int] = []
 
 def install_handlers() -> None:
     """Catch INT, TERM and HUP; a HUP that was ignored on entry (nohup) stays ignored."""
-    _received.clear()
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(name) is signal.SIG_IGN and name is signal.SIGHUP:
             continue
         with contextlib.suppress(ValueError):  # only the main thread may install handlers
             signal.signal(name, _handle)
+
+
+def forget_received() -> None:
+    """Start the next command of the same process as if no signal had come."""
+    _received.clear()
 
 
 def restore_default_handlers() -> None:

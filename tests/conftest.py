@@ -113,3 +113,9 @@ def small_run(finished_run: Path, tmp_path: Path) -> Path:
     shutil.copytree(finished_run.with_name("small.bnn"), tmp_path / "small.bnn")
     shutil.copy(finished_run.with_name("features.npz"), tmp_path / "features.npz")
     return tmp_path / "small"
+
+
+@pytest.fixture
+def arrays() -> dict[str, np.ndarray]:
+    """What --from-npz reads: three overlapping classes, a head, an unlabelled split `far`."""
+    return make_arrays()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
 Each command reads files and writes files. In order: extract-features, fit-laplace, refine, hmc, predict, evaluate. Try
 `bnncli demo` first.
 
-Exit codes: 0 done or up to date, 2 usage, 3 check failed, 65 bad data, 66 input missing, 69 device, 70 numeric, 73 output
+Exit codes: 0 done or up to date, 1 a bug, 2 usage, 3 check failed, 65 bad data, 66 input missing, 69 device, 70 numeric, 73 output
 exists, 74 write failed, 75 locked, 77 untrusted, 78 config, 128+n signal n.
 """
 
@@ -51,7 +52,7 @@ def build_app(execute: Execute) -> typer.Typer:
                 )
                 app.add_typer(groups[command.parent], name=command.parent)
             parent, name = groups[command.parent], command.name.removeprefix(command.parent + "-")
-        examples = "Examples:\n\n" + "\n\n".join(f"  {example}" for example in command.examples)
+        examples = "\b\nExamples:\n" + "\n".join(_pasteable(example) for example in command.examples)
         parent.command(
             name,
             help=f"{command.summary}\n\n{command.details}",
@@ -61,6 +62,12 @@ def build_app(execute: Execute) -> typer.Typer:
             no_args_is_help=any(not a.is_optional for a in command.arguments),
         )(_function(command, execute))
     return app
+
+
+def _pasteable(example: str, width: int = 74) -> str:
+    """A command on lines that fit the narrowest terminal, each but the last ended by a backslash."""
+    lines = textwrap.wrap(example, width, break_long_words=False, break_on_hyphens=False)
+    return " \\\n      ".join(["  " + lines[0], *lines[1:]])
 
 
 def _print_version(is_asked: bool) -> None:

@@ -125,8 +125,8 @@ COMMANDS = (
         "Check artifacts in full: digest and every invariant. Exit 65 when one is bad.",
         "Reads every byte; `inspect` and `status` read headers only.",
         (o.CommonOptions,),
-        ("bnncli verify ckpt.pt.bnn/features/*.h5 ckpt.pt.bnn/posteriors/*",),
-        (Argument("file", "Artifacts to check.", is_many=True),),
+        ("bnncli verify ckpt.pt.bnn", "bnncli verify ckpt.pt.bnn/features/*.h5"),
+        (Argument("file", "Artifacts, or folders of them, to check.", is_many=True),),
     ),
     Command(
         "convert",

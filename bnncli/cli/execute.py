@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from bnncli import signals
 from bnncli.cli.build import build_app
 from bnncli.cli.commands import COMMANDS, Command
-from bnncli.cli.settings import config_path, read_config, resolve, resolve_named
+from bnncli.cli.settings import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, MissingInput, OutputExists, UsageError, WriteError
@@ -36,8 +36,14 @@ def run_command_line(argv: list[str], results: TextIO) -> int:
     except BrokenPipeError:
         _forget(results)
         return 141
+    except OSError as error:  # stdout itself is full
+        _forget(results)
+        if invocation.code != Exit.IO:
+            invocation.console.error(WriteError(f"writing the result failed: {os.strerror(error.errno or 0)}"))
+        return int(Exit.IO)
     finally:
         sys.stdout = stdout
+        signals.forget_received()
 
 
 class _Invocation:
@@ -50,18 +56,20 @@ class _Invocation:
         self.is_json = "--json" in argv
         self.started = time.monotonic()
         self.code: int = Exit.OK
+        self.settings: dict[str, Setting] = {}
 
     def run(self) -> int:
         try:
-            for command, values in self._parse():
-                self.execute(command, values)
-        except Exception as error:
-            self._fail(error)
-        except SystemExit as error:
-            self._fail(UsageError(f"the code that was named called exit({error.code!r})"))
+            try:
+                for command, values in self._parse():
+                    self.execute(command, values)
+            except Exception as error:
+                self._fail(error)
+            except SystemExit as error:
+                self._fail(UsageError(f"the code that was named called exit({error.code!r})"))
+            self.results.flush()
         finally:
             self.console.close()
-        self.results.flush()
         return int(self.code)
 
     def _parse(self) -> list[tuple[Command, dict[str, Any]]]:
@@ -80,7 +88,9 @@ class _Invocation:
         if command is None or "--help" in self.argv or "-h" in self.argv:
             return {}
         config = read_config(config_path(_value_of(self.argv, "--config"), os.environ))
-        settings = resolve(command, config)
+        self.settings = settings = resolve(command, config)
+        for text in unknown_variables(os.environ):
+            self.console.warn(text)
         self.is_json = self.is_json or bool(settings["json"].value)
         values = {name: setting.value for name, setting in settings.items() if setting.source != "default"}
         if not command.parent:
@@ -114,7 +124,7 @@ class _Invocation:
         own = next((options[group] for group in command.groups if group not in _SHARED), None)
         run = Run(
             command=command.name,
-            argv=self.argv,
+            argv=[*self.argv, *self._words_from_elsewhere(command)],
             arguments=arguments,
             console=self.console,
             run_options=options.get(RunOptions, RunOptions()),
@@ -129,6 +139,18 @@ class _Invocation:
             sys.stdout = self.results
         self.console.stop_bar()
         self._print(run, result)
+
+    def _words_from_elsewhere(self, command: Command) -> list[str]:
+        """Options that came from the environment or the configuration file, as words: a recorded command is complete."""
+        words: list[str] = []
+        for name, setting in self.settings.items():
+            flag = "--" + name.replace("_", "-")
+            is_given = any(word == flag or word.startswith(flag + "=") for word in self.argv)
+            if is_given or setting.source == "default" or name in _NOT_RECORDED:
+                continue
+            for value in setting.value if isinstance(setting.value, list) else [setting.value]:
+                words += [flag] if value is True else [] if value is False else [flag, str(value)]
+        return words
 
     def _print(self, run: Any, result: Any) -> None:
         for line in result.summary:
@@ -198,6 +220,7 @@ class _Invocation:
         self.console.error(known)
 
 
+_NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
 _SHARED = (CommonOptions, RunOptions, WriteOptions, ComputeOptions, NameOptions)
 
 

@@ -124,6 +124,21 @@ def resolve(
     return settings
 
 
+def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
+    """A warning for every BNNCLI_ variable that no command reads, with the nearest that one does."""
+    known = {"BNNCLI_CONFIG"}
+    for command in COMMANDS:
+        for name, (spec, _) in option_fields(command).items():
+            entries = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
+            known |= {entry.upper().replace("-", "_") for entry in entries}
+    unknown = sorted(name for name in environ if name.startswith("BNNCLI_") and name not in known)
+    near = {name: difflib.get_close_matches(name, sorted(known), n=1) for name in unknown}
+    return [
+        f"{name} is set and means nothing" + (f"; did you mean {near[name][0]}?" if near[name] else "")
+        for name in unknown
+    ]
+
+
 def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, Setting]]:
     """The settings of the command called `name`, or of all. Raises UsageError for an unknown one."""
     config = read_config(config_path(config_file, os.environ))

@@ -11,25 +11,38 @@ WIDE = 100_000
 
 def print_table(table: Any, stream: TextIO) -> None:
     """Print a Table (bnncli.stages._run.Table): title, header, rows, notes."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, emoji=False, markup=False)
     console.begin_capture()  # rich itself would answer a broken pipe by leaving the program
-    if table.title:
-        console.print(printable(table.title), soft_wrap=True)
-    drawn = Table(box=box.ASCII2 if not stream.isatty() else box.SIMPLE_HEAD, show_edge=stream.isatty(), pad_edge=False)
-    for position, column in enumerate(table.columns):
-        is_number = position > 0 and all(_is_number(row[position]) for row in table.rows)
-        drawn.add_column(Text(column), justify="right" if is_number else "left", no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*(Text(printable(cell)) for cell in row))
-    console.print(drawn)
+    is_narrow = stream.isatty() and bool(table.narrow) and _width(table) > console.width
+    for part in table.narrow if is_narrow else [table]:
+        _draw(part, console, is_terminal=stream.isatty())
     for note in table.notes:
         console.print(printable(note), soft_wrap=True)
     stream.write(console.end_capture())
+
+
+def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    if table.title:
+        console.print(printable(table.title), soft_wrap=True)
+    drawn = Table(box=box.SIMPLE_HEAD if is_terminal else box.ASCII2, show_edge=is_terminal, pad_edge=False)
+    for position, column in enumerate(table.columns):
+        is_number = position > 0 and all(_is_number(row[position]) for row in table.rows)
+        drawn.add_column(Text(column), justify="right" if is_number else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(drawn)
+
+
+def _width(table: Any) -> int:
+    """Characters that the table takes when nothing is folded."""
+    widths = [max(len(row[i]) for row in [table.columns, *table.rows]) for i in range(len(table.columns))]
+    return sum(widths) + 2 * len(widths) + 2
 
 
 def _is_number(cell: str) -> bool:

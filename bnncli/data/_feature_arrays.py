@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,11 @@ class FeatureArrays:
     head_bias: np.ndarray | None
 
 
-def read_feature_arrays(path: Path | str) -> FeatureArrays:
+def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) -> FeatureArrays:
     """Features, labels and head out of an npz file, shapes, types and values checked.
+
+    Args:
+        unlabeled: splits whose labels are left out: out-of-distribution data has other classes.
 
     Raises:
         MissingInput: no such file.
@@ -58,6 +61,7 @@ def read_feature_arrays(path: Path | str) -> FeatureArrays:
         split: check_labels(arrays[key], num_rows=len(features[split]), where=f"{path}: {key}").numpy()
         for split in splits if (key := f"{_LABELS}{split}") in arrays
     }  # fmt: skip
+    labels = {split: array for split, array in labels.items() if split not in unlabeled}
     if head_weight is not None:
         _check_range(labels, max(len(head_weight), 2), path)
     return FeatureArrays(features, labels, head_weight, head_bias)

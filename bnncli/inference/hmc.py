@@ -105,13 +105,13 @@ def sample_hmc(
         smoothed = 0.7 * smoothed + 0.3 * result.acceptance
         adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, target_accept))
         task.advance(note=f"step size {adaptation.current:.2f}")
-    kept = []
+    kept = Kept(torch.empty(num_chains, num_draws, mode.shape[0], device=state.z.device))
     for _ in range(num_draws):
         result = transition(potential, state, generator, adaptation.final, dynamics)
         state = result.state
-        kept.append((potential.theta(state.z).float(), result))
+        kept.add(potential.theta(state.z), result)
         task.advance(note=f"step size {adaptation.final:.2f}")
-    return _collect(kept, adaptation.final)
+    return kept.run(adaptation.final)
 
 
 def adaptation_statistic(smoothed: Tensor, acceptance: Tensor, target_accept: float) -> float:
@@ -215,22 +215,29 @@ def _choose(is_accepted: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(is_accepted.view(-1, *[1] * (new.ndim - 1)), new, old)
 
 
-def _collect(kept: list[tuple[Tensor, Transition]], step_size: float) -> HmcRun:
-    """The run, chain axis first. Raises NumericError when every chain diverges."""
-    results = [result for _, result in kept]
-    diverging = torch.stack([result.is_divergent for result in results], dim=1)
-    if diverging.all(dim=1).all():
-        raise NumericError(
-            "every trajectory of every chain diverged after warm-up",
-            hint="use more --num-warmup, or a larger --prior-precision",
+class Kept:
+    """The draws (C, T, P) as they come, and a few numbers of each; not the states, which are many times larger."""
+
+    def __init__(self, draws: Tensor) -> None:
+        self.draws = draws
+        self.numbers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.num_steps: list[int] = []
+
+    def add(self, theta: Tensor, result: Transition) -> None:
+        """One more draw of every chain, theta (C, P)."""
+        self.draws[:, len(self.num_steps)] = theta.float()
+        self.numbers.append((-result.state.potential, result.energy, result.acceptance, result.is_divergent))
+        self.num_steps.append(result.num_steps)
+
+    def run(self, step_size: float) -> HmcRun:
+        """All of it, chain axis first. Raises NumericError when every chain diverges."""
+        log_joint, energy, acceptance, diverging = (
+            torch.stack(part, dim=1) for part in zip(*self.numbers, strict=True)
         )
-    num_steps = torch.tensor([result.num_steps for result in results])
-    return HmcRun(
-        draws=torch.stack([theta for theta, _ in kept], dim=1),
-        log_joint=-torch.stack([result.state.potential for result in results], dim=1),
-        energy=torch.stack([result.energy for result in results], dim=1),
-        acceptance_rate=torch.stack([result.acceptance for result in results], dim=1),
-        diverging=diverging,
-        step_size=step_size,
-        n_steps=num_steps.repeat(diverging.shape[0], 1),
-    )
+        if diverging.all(dim=1).all():
+            raise NumericError(
+                "every trajectory of every chain diverged after warm-up",
+                hint="use more --warmup, or a larger --prior-precision",
+            )
+        num_steps = torch.tensor(self.num_steps).repeat(diverging.shape[0], 1)
+        return HmcRun(self.draws, log_joint, energy, acceptance, diverging, step_size, num_steps)

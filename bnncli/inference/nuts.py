@@ -24,6 +24,7 @@ def sample_nuts(
     mode: Tensor,
     covariance: Covariance,
     seed: int,
+    target_accept: float = 0.8,
     num_chains: int = 3,
     num_warmup: int = 100,
     num_draws: int = 200,
@@ -36,6 +37,7 @@ def sample_nuts(
         mode: (P,), where theta = mode + L z has z = 0.
         covariance: L L^T.
         seed: chain c is seeded with seed + c; the caller's random state is left as it was.
+        target_accept: acceptance that Pyro's step size aims for.
         num_chains, num_warmup, num_draws: chains, and transitions of each.
         progress: advanced once a transition.
 
@@ -50,7 +52,7 @@ def sample_nuts(
     with torch.random.fork_rng(devices=devices):
         for chain in range(num_chains):
             torch.manual_seed(seed + chain)
-            chains.append(_run_chain(potential, num_warmup, num_draws, task))
+            chains.append(_run_chain(potential, num_warmup, num_draws, target_accept, task))
     draws = torch.stack([potential.theta(z) for z, _ in chains]).float()
     shape = draws.shape[:2]
     log_joint = torch.stack([target.log_joint(theta) for theta in draws])
@@ -71,7 +73,7 @@ def sample_nuts(
 
 
 def _run_chain(
-    potential: WhitenedPotential, num_warmup: int, num_draws: int, task: Any
+    potential: WhitenedPotential, num_warmup: int, num_draws: int, target_accept: float, task: Any
 ) -> tuple[Tensor, dict[str, Any]]:
     """Draws z (T, P) float64 of one chain, and what Pyro tells about it."""
     from pyro.infer import MCMC, NUTS  # a slow import, needed here alone
@@ -92,7 +94,7 @@ def _run_chain(
 
     start = torch.randn(potential.mode.shape[0], dtype=torch.float64, device=potential.mode.device)
     sampler = MCMC(
-        NUTS(potential_fn=potential_energy),
+        NUTS(potential_fn=potential_energy, target_accept_prob=target_accept),
         num_samples=num_draws,
         warmup_steps=num_warmup,
         initial_params={"z": start},

@@ -95,6 +95,24 @@ def load_integrator(name: str) -> Integrator:
     return integrator
 
 
+_CAPABILITIES = {
+    "point": {"center", "sample", "logit_moments"},
+    "gaussian": {"center", "sample", "logit_moments"},
+    "flow": {"sample"},
+    "samples": {"center", "sample"},
+}
+
+
+def can_use(name: str, kind: str) -> bool:
+    """Whether the integrator called `name` works for posteriors of this kind, before one is opened."""
+    return load_integrator(name).needs in _CAPABILITIES.get(kind, set())
+
+
+def usable(kind: str) -> list[str]:
+    """The integrators that work for posteriors of this kind."""
+    return [name for name in names("integrators") if can_use(name, kind)]
+
+
 def supports(name: str, posterior: HasLayout) -> bool:
     """Whether the posterior has what the integrator called `name` needs."""
     return getattr(posterior, load_integrator(name).needs, None) is not None

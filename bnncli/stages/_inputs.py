@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bnncli import registry
+from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.samples import Samples
@@ -52,6 +54,12 @@ class Split:
             raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
         return torch.from_numpy(self.content.labels).to(device)
 
+    def check_labeled(self) -> Split:
+        """The split itself. Raises DataError when it has no labels, before any work."""
+        if self.content.labels is None:
+            raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
+        return self
+
     def target(self, prior_precision: float, device: torch.device) -> LastLayerTarget:
         """The log posterior of the head given this split."""
         return LastLayerTarget(self.features(device), self.labels(device), self.layout, prior_precision)
@@ -88,7 +96,9 @@ def load_split(run: Run, name: str) -> Split:
                 f"no checkpoint {run.checkpoint_path}, and no run folder {run.folder.root}", path=run.checkpoint_path
             )
         there = run.folder.splits()
+        near = difflib.get_close_matches(name, there, n=1)
         has = f"splits there: {', '.join(there)}" if there else "there are none"
+        has += f"; did you mean {near[0]!r}?" if near else ""
         raise MissingInput(
             f"no features of split {name!r} for {run.checkpoint_path} (looked for {path}; {has})",
             hint=run.suggest(*EXTRACT),
@@ -97,10 +107,11 @@ def load_split(run: Run, name: str) -> Split:
     content = read_features(path)
     assert content.header is not None
     checkpoint = run.belongs(content.header)
-    first = run.heads.setdefault("head", (name, head_digest(content)))
-    if first[1] != head_digest(content):
+    identity = json_sha256([head_digest(content), content.classes])
+    first = run.heads.setdefault("head", (name, identity))
+    if first[1] != identity:
         raise DataError(
-            f"splits {first[0]!r} and {name!r} have different heads: they come from different networks or layers",
+            f"splits {first[0]!r} and {name!r} have different heads or classes: they come from different networks or data",
             code="wrong_head",
             hint="extract all splits again in one command, with --force",
             path=path,

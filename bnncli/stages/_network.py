@@ -14,7 +14,7 @@ from bnncli.extraction import ExtractedBatch, Head, collect, extract, find_last_
 from bnncli.networks import load_network
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.stages._run import Run
-from bnncli.stages._splits import NamedSplit, class_names
+from bnncli.stages._splits import NamedSplit, class_names, model_identity
 from bnncli.storage.checkpoints import Checkpoint, load_checkpoint
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit
 
@@ -43,6 +43,12 @@ class NetworkFeatures:
             "stripped_prefixes": list(self.checkpoint.stripped_prefixes),
             "size": self.checkpoint.size,
         }
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The options that all splits of a run must share."""
+        names = ("mean", "std", "resize", "crop")
+        return {**model_identity(self.options), **{name: getattr(self.options, name) for name in names}}
 
     @cached_property
     def model(self) -> torch.nn.Module:
@@ -76,7 +82,7 @@ class NetworkFeatures:
         named = [split for split in self.splits if split.content.classes and not split.is_ood]
         if named:
             return class_names(self.splits, len(named[0].content.classes or ()))
-        counts = [int(split.content.labels.max()) + 1 for split in self.splits if split.content.labels is not None]
+        counts = [_largest_label(split) + 1 for split in self.splits if split.content.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
     def features(self, split: NamedSplit) -> tuple[FeatureSplit, dict[str, Any], str | None]:
@@ -117,6 +123,13 @@ class NetworkFeatures:
             "hold_out": split.held_out,
         }
         return content, preprocess, None if head is None else head.name
+
+
+def _largest_label(split: NamedSplit) -> int:
+    """The largest label of a split; a pass over the data where labels are known only when read."""
+    if split.content.labels is not None:
+        return int(split.content.labels.max())
+    return max(int(batch.labels.max()) for batch in split.content.batches(512) if batch.labels is not None)
 
 
 def _labels(split: NamedSplit, whole: ExtractedBatch) -> np.ndarray | None:

@@ -131,7 +131,7 @@ def _planned(run: Run, request: Request, decision: Decision) -> Result:
     action = {"skip": "skip (up to date)", "compute": "compute", "replace": f"replace ({decision.why})"}[
         decision.action
     ]
-    lines = [f"{action}: {request.target} (about {max(1, request.estimated_bytes >> 20)} MiB, on {run.compute.device})"]
+    lines = [f"{action}: {request.target} (about {max(1, request.estimated_bytes >> 20)} MiB, on {run.device})"]
     lines += [f"  from {source.role}: {source.path} {source.content_digest[:27]}" for source in request.sources]
     planned = "skip" if decision.action == "skip" else decision.action
     output = {

@@ -28,6 +28,12 @@ class ReadySplit:
     held_out: str | None
 
     @property
+    def origin(self) -> str:
+        """The array in the file that the rows are from: another split's for one that --hold-out made."""
+        new, _, rest = (self.held_out or "").partition("=")
+        return rest.rpartition(":")[0] if new == self.name else self.name
+
+    @property
     def content_digest(self) -> str:
         """Identity of the examples and their order."""
         parts = {"features": self.features, "sample_id": self.sample_id, "labels": self.labels}
@@ -54,7 +60,7 @@ def open_ready_splits(
         if value:
             raise UsageError(f"{flag} needs a network; with --from-npz the features are ready")
     assert options.from_npz is not None
-    arrays = data.read_feature_arrays(Path(options.from_npz))
+    arrays = data.read_feature_arrays(Path(options.from_npz), unlabeled=options.ood)
     for name in options.ood:
         if name not in arrays.features:
             raise UsageError(f"--ood: with --from-npz name one of {', '.join(arrays.features)}; got {name!r}")

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     import torch
 
 
+_STREAM_FLAGS = {"-q", "--quiet", "-v", "-vv", "--verbose", "--json", "-n", "--dry-run", "-f", "--force"}
+
+
 @dataclass(frozen=True)
 class Table:
-    """A table for people: printed on stdout. `notes` stand below it."""
+    """A table for people: printed on stdout. `notes` stand below it; `narrow` takes its place where it does not fit."""
 
     columns: list[str]
     rows: list[list[str]]
     title: str = ""
     notes: list[str] = field(default_factory=list)
+    narrow: list[Table] = field(default_factory=list)
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Result:
         self.outputs += other.outputs
         self.inputs += [entry for entry in other.inputs if entry not in self.inputs]
         self.summary += other.summary
+        self.lines += other.lines
         self.failure = self.failure or other.failure
 
 
@@ -93,7 +98,7 @@ class Run:
 
     def remake(self, header: Header) -> str:
         """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved."""
-        words = [str(word) for word in header.provenance["command"]]
+        words = [str(word) for word in header.provenance["command"] if word not in _STREAM_FLAGS]
         if "--run-dir" in words:
             del words[words.index("--run-dir") : words.index("--run-dir") + 2]
         name = self.checkpoint_path.name

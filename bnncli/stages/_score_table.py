@@ -24,7 +24,18 @@ def score_table(rows: Sequence[dict[str, Any]], notes: list[str]) -> Table:
         columns += [f"AUROC {name}", f"FPR95 {name}"]
     columns += ["MMD^2", "MMD^2 biased"]
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
-    return Table(columns, [_cells(row, others) for row in ordered], notes=notes)
+    cells = [_cells(row, others) for row in ordered]
+    return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
+
+
+def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
+    """The same numbers for a narrow terminal: a table for each split, a row for each score."""
+    tables = []
+    for split in dict.fromkeys(row[0] for row in cells):
+        chosen = [row for row in cells if row[0] == split]
+        scores = [[name, *(row[i] for row in chosen)] for i, name in enumerate(columns) if i >= 3]
+        tables.append(Table([split, *(f"{row[1]} {row[2]}" for row in chosen)], scores))
+    return tables
 
 
 def _cells(row: dict[str, Any], others: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ def run(run: Run, options: o.DemoOptions) -> Result:
     ]
     total, seconds = Result(), {}
     for command, chosen, words in steps:
-        argv = [command, str(checkpoint), *words]
+        argv = [command, str(checkpoint), *words, *(["--seed", str(run.compute.seed)] if run.compute.seed else [])]
         run.console.info("$ bnncli " + shlex.join(argv))
         start = time.monotonic()
         step = replace(run, command=command, argv=argv, arguments={"ckpt": checkpoint}, started=start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Group:
         """The posterior's file, where it was when the predictions were made."""
         for entry in self.headers[0].inputs:
             if entry["role"] == "posterior":
-                return self.headers[0].input_path(entry)
+                return Path(os.path.normpath(self.headers[0].input_path(entry)))
         return None
 
 
@@ -128,6 +129,15 @@ def _groups(run: Run, options: EvaluateOptions) -> list[Group]:
         )
     kept = []
     for group in wanted:
+        makers = {(str(header.meta["posterior"]), str(header.meta["integrator"])) for header in group.headers}
+        if len(makers) > 1:
+            made = " and ".join(f"{posterior} by {integrator}" for posterior, integrator in sorted(makers))
+            raise DataError(
+                f"predictions {group.name!r} mix {made}: one name holds one posterior and one integrator",
+                code="mixed_predictions",
+                hint=run.suggest("predict", "--posterior", group.posterior, "--name", "OTHER"),
+                path=group.headers[0].path.parent,
+            )
         try:
             for header in group.headers:
                 record = run.belongs(header)

@@ -19,6 +19,7 @@ from bnncli.stages._network import NO_NETWORK, NetworkFeatures
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._ready_splits import ReadySplit, open_ready_splits
 from bnncli.stages._run import Result, Run
+from bnncli.stages._shared_rows import shared_rows
 from bnncli.stages._splits import NamedSplit, model_identity, open_splits, user_sources
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit, check_split, head_digest, read_features, write_features
@@ -50,7 +51,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
 
 def _extract(run: Run, network: NetworkFeatures, split: NamedSplit, names: list[str]) -> Computed:
     content, preprocess, layer = network.features(split)
-    _check_same_head(run, content, names, network.record)
+    _check_same_head(run, content, names, network.record, network.recipe)
     return _publishable(run, content, preprocess, layer, split.order_digest, split.source)
 
 
@@ -109,13 +110,26 @@ def _publishable(
     return Computed(publish, summary=summary)
 
 
-def _check_same_head(run: Run, content: FeatureSplit, names: list[str], record: dict[str, Any] | None) -> None:
-    """Splits of a run that this command does not make belong to the same head, unless they are stale anyway."""
+def _check_same_head(
+    run: Run, content: FeatureSplit, names: list[str], record: dict[str, Any] | None, recipe: dict[str, Any]
+) -> None:
+    """Splits of a run that this command does not make have its head and its preprocessing, unless they are stale."""
     weights_digest = record["weights_digest"] if record else None
     for name in sorted({*run.folder.splits()} - {*names}):
         path = run.folder.features(name)
         header = read_header(path)
-        if header.weights_digest == weights_digest and header.meta.get("head_digest") != head_digest(content):
+        if header.weights_digest != weights_digest:
+            continue
+        theirs = header.provenance.get("params", {})
+        for option in [option for option in recipe if theirs.get(option) != recipe[option]]:
+            raise DataError(
+                f"split {name!r} of this run was made with another --{option.replace('_', '-')} "
+                f"({theirs.get(option)} there, {recipe[option]} now)",
+                code="mixed_options",
+                path=path,
+                hint="give the same options, all splits in one command with --force, or another --run-dir",
+            )
+        if header.meta.get("head_digest") != head_digest(content):
             raise DataError(
                 f"split {name!r} of this run has another head than the one now given",
                 code="wrong_head",
@@ -214,12 +228,16 @@ def _ready(
         check_logits=None if head is None else head.logits(split.features[:CHECK_ROWS]),
         is_ood=split.is_ood,
     )
-    _check_same_head(run, content, names, None)
+    _check_same_head(run, content, names, None, {})
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
-    return _publishable(run, content, preprocess, None, split.content_digest, str(options.from_npz))
+    source = f"{options.from_npz}:features_{split.origin}"
+    return _publishable(run, content, preprocess, None, split.content_digest, source)
 
 
 def _finish(run: Run, total: Result) -> Result:
+    if not run.write.dry_run:
+        for text in shared_rows(run.folder):
+            run.console.warn(text)
     if total.action == "up_to_date":
         total.summary = [f"all {len(total.outputs)} artifacts are up to date"]
     return total

@@ -26,6 +26,7 @@ from bnncli.storage.posteriors import write_posterior
 
 ALGO_REV = 1
 VAL_DRAWS = 200
+MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
 MARGLIK_WARNING = (
     "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
     "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
@@ -35,7 +36,7 @@ MARGLIK_WARNING = (
 
 def run(run: Run, options: FitLaplaceOptions) -> Result:
     """Fit and publish; the result's metrics say what was chosen."""
-    train = load_split(run, "train")
+    train = load_split(run, "train").check_labeled()
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
     structure = _structure(options.structure, train.layout, run)
@@ -43,8 +44,16 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
     sources = [train.source] + ([val.source] if val is not None else [])
     params = {**options.params(), "seed": run.compute.seed}
+    if criterion == "number":
+        params["prior_precision"] = float(options.prior_precision)
+    if len(train.content.features) < train.layout.num_features:
+        run.console.warn(
+            f"{len(train.content.features)} training examples are fewer than the {train.layout.num_features} features: "
+            "the prior decides most of the posterior"
+        )
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
     size = train.layout.num_params**2 * 12 if structure == "full" else train.layout.num_params * 64
+    run.folder.check_name_is_free(target)
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
     def compute() -> Computed:
@@ -82,9 +91,11 @@ def _structure(wanted: str, layout: HeadLayout, run: Run) -> str:
         )
     if wanted != "auto":
         return wanted
-    if not fits:
-        run.console.warn(f"a full covariance of {layout.num_params} parameters does not fit in memory: using kron")
-    return "full" if fits else "kron"
+    if not fits or layout.num_params > MAX_AUTO_FULL:
+        why = "does not fit in memory" if not fits else "takes minutes; ask for it with --structure full"
+        run.console.warn(f"a full covariance of {layout.num_params} parameters {why}: using kron")
+        return "kron"
+    return "full"
 
 
 def _compute(
@@ -173,7 +184,7 @@ def _metrics(
         "prior_precision_by": criterion,
         "prior_precision_at_edge": bool(found.at_edge) if found else None,
         "log_marginal_likelihood": fit.log_marginal_likelihood,
-        "newton_iterations": fit.mode.num_iterations if fit.mode else None,
+        "newton_decrement": fit.mode.newton_decrement if fit.mode else None,
         "mode_distance": None,
         "mode_distance_in_sd": None,
         "val_nll_network": None,

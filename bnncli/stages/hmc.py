@@ -29,7 +29,7 @@ STUCK_ACCEPTANCE = 0.05
 
 def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
-    train = load_split(run, "train")
+    train = load_split(run, "train").check_labeled()
     sources = [train.source]
     prior_precision, base = options.prior_precision, None
     if prior_precision is None:
@@ -43,6 +43,7 @@ def run(run: Run, options: HmcOptions) -> Result:
     params = {**options.params(), "base": base, "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "hmc", suffix=".nc")
     size = options.chains * options.draws * (train.layout.num_params * 4 + 64)
+    run.folder.check_name_is_free(target)
     request = Request(target, "samples", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
     def compute() -> Computed:
@@ -67,7 +68,9 @@ def _compute(run: Run, options: HmcOptions, train: Split, prior_precision: float
     if options.sampler == "nuts":
         from bnncli.inference.nuts import sample_nuts
 
-        drawn = sample_nuts(target, seed=run.stream("hmc/nuts").initial_seed() % 2**31, **common)
+        drawn = sample_nuts(
+            target, target_accept=options.target_accept, seed=run.stream("hmc/nuts").initial_seed() % 2**31, **common
+        )
         library = ("pyro", version("pyro-ppl"))
     else:
         drawn = sample_hmc(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.integrators import load_integrator, require_support
+from bnncli.integrators import can_use, load_integrator, usable
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_source
 from bnncli.stages._produce import Computed, Request, produce
@@ -35,7 +35,7 @@ def run(run: Run, options: PredictOptions) -> Result:
         total.add(_predict(run, options, path, header, source, splits))
     if not total.outputs:
         raise DataError(
-            "every posterior of the run is stale",
+            "no posterior of the run can be used: each is stale, or does not fit the integrator",
             code="stale_input",
             hint=run.suggest("status"),
         )
@@ -95,12 +95,24 @@ def _predict(
         and (options.integrator or len(options.posterior) == 1)
     ):
         raise UsageError(f"--samples: the integrator {name} makes no draws")
+    kind = "samples" if header.kind == "samples" else str(header.meta.get("type"))
+    if not can_use(name, kind):
+        refusal = UsageError(
+            f"--integrator {name} does not work for a {kind} posterior ({path.stem})",
+            hint=f"integrators for a {kind} posterior: {', '.join(usable(kind))}",
+            code="unsupported_integrator",
+        )
+        if options.posterior:
+            raise refusal
+        run.console.warn(f"skipping {path.stem}: {refusal.message}")
+        return Result()
     opened: list[Any] = []
     total = Result()
     for split in splits:
         label = run.naming.name or f"{path.stem}.{name}"
         target = Path(run.naming.out) if run.naming.out else run.folder.predictions(label, split.content.name)
-        params = {"integrator": name, "samples": samples, "posterior": path.stem, "seed": run.compute.seed}
+        seed = run.compute.seed if integrator.is_sampling else None
+        params = {"integrator": name, "samples": samples, "posterior": path.stem, "seed": seed}
         size = len(split.content.features) * (4 * len(split.content.classes) + 32)
         request = Request(
             target,
@@ -116,16 +128,9 @@ def _predict(
         def compute(split: Split = split, target: Path = target, params: dict[str, Any] = params) -> Computed:
             if not opened:
                 opened.append(open_posterior(path)[0].to(run.device))
-                require_support(params["integrator"], opened[0])
             return _compute(run, opened[0], split, target, params)
 
-        try:
-            total.add(produce(run, request, compute))
-        except UsageError as error:
-            if options.posterior or error.code != "unsupported_integrator":
-                raise
-            run.console.warn(f"skipping {path.stem}: {error.message}")
-            break
+        total.add(produce(run, request, compute))
     return total
 
 
@@ -134,6 +139,12 @@ def _compute(run: Run, posterior: Any, split: Split, path: Path, params: dict[st
         raise DataError(
             f"the posterior is for {posterior.layout}, split {split.content.name!r} has {split.layout}",
             code="wrong_layout",
+        )
+    if posterior.layout.num_classes != len(split.content.classes):
+        raise DataError(
+            f"split {split.content.name!r} has {len(split.content.classes)} classes, the posterior "
+            f"{posterior.layout.num_classes}",
+            code="class_mismatch",
         )
     if posterior.layout.num_features != split.content.features.shape[1]:
         raise DataError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bnncli.covariances.diag import Diag
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.inference.elbo import elbo, elbo_gain
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.options import RefineOptions
@@ -30,21 +31,25 @@ from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
 NUM_STANDARD_ERRORS = 3.0
-NEGLIGIBLE_NATS = 0.1
+NEGLIGIBLE_NATS = 0.5
 CLOSE_LOG_WEIGHT_SD = 2.0
+FAR_LOG_WEIGHT_SD = 5.0
 
 
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish; the result's metrics have the ELBO before and after."""
-    train = load_split(run, "train")
+    train = load_split(run, "train").check_labeled()
     base_path, sources = None, [train.source]
     if options.base != "prior":
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
-        sources.append(posterior_source(run, base_path, "base")[1])
+        header, source = posterior_source(run, base_path, "base")
+        _check_is_gaussian(run, base_path, header)
+        sources.append(source)
     prior_precision = _prior_precision(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
     size = (base_path.stat().st_size if base_path else 0) + train.layout.num_params * 8 * (options.length + 4)
+    run.folder.check_name_is_free(target)
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
     def compute() -> Computed:
@@ -69,20 +74,24 @@ def _prior_precision(run: Run, options: RefineOptions, base_path: Path | None, s
     return gaussian_prior_precision(path, read_header(path))
 
 
+def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
+    kind = "samples" if header.kind == "samples" else header.meta.get("type")
+    if kind != "gaussian":
+        raise DataError(
+            f"--base: expected a gaussian posterior; {path} is of type {kind}",
+            code="wrong_type",
+            hint=run.suggest("fit-laplace"),
+            path=path,
+        )
+
+
 def _base(run: Run, train: Split, base_path: Path | None, prior_precision: float) -> Gaussian:
     """The Gaussian that the flow starts from: the artifact's, or N(0, I / prior precision)."""
     if base_path is None:
         zeros = torch.zeros(train.layout.num_params, dtype=torch.float64)
         covariance = Diag.from_hessian({"hessian.diag": zeros}, prior_precision, train.layout)
         return Gaussian(zeros, covariance, train.layout, prior_precision).to(run.device)
-    base, header = open_posterior(base_path)
-    if not isinstance(base, Gaussian):
-        raise DataError(
-            f"--base: expected a gaussian posterior; {base_path} is {header.meta.get('type', header.kind)}",
-            code="wrong_type",
-            hint=run.suggest("fit-laplace"),
-            path=base_path,
-        )
+    base, _ = open_posterior(base_path)
     if base.layout != train.layout:
         raise DataError(
             f"--base: {base_path} has {base.layout}, the features {train.layout}",
@@ -135,12 +144,17 @@ def _metrics(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
     before = elbo(target, base, num_samples=draws, generator=run.stream("refine/elbo"))
     after = elbo(target, fit.posterior, num_samples=draws, generator=run.stream("refine/elbo"))
     gain, gain_error = elbo_gain(target, base, fit.posterior, num_samples=draws, generator=run.stream("refine/elbo"))
-    if gain > max(NUM_STANDARD_ERRORS * gain_error, NEGLIGIBLE_NATS):
-        verdict = "helped"
-    elif gain < -max(NUM_STANDARD_ERRORS * gain_error, NEGLIGIBLE_NATS):
-        verdict = "hurt"
-    else:
+    if not all(math.isfinite(value) for value in (before.value, after.value, gain, gain_error)):
+        raise NumericError(
+            f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
+            hint=f"use a --learning-rate below {options.learning_rate:g}",
+        )
+    if abs(gain) <= NUM_STANDARD_ERRORS * gain_error:
         verdict = "no difference"
+    elif abs(gain) < NEGLIGIBLE_NATS:
+        verdict = "negligible"
+    else:
+        verdict = "helped" if gain > 0 else "hurt"
     estimates = {"before": before, "after": after}
     metrics: dict[str, Any] = {}
     for name, estimate in estimates.items():
@@ -168,16 +182,21 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     spread = metrics["log_weight_sd_before"]
     if metrics["verdict"] == "helped":
         lines.append("refinement helped: the refined posterior is closer to the target than the base")
+        if metrics["log_weight_sd_after"] > FAR_LOG_WEIGHT_SD:
+            lines.append(
+                f"it is still far from it (log importance weights have standard deviation "
+                f"{metrics['log_weight_sd_after']:.1f}): compare with hmc before use"
+            )
     elif metrics["verdict"] == "hurt":
         lines.append("refinement hurt: use the base, or a smaller --learning-rate or more --epochs")
     elif spread < CLOSE_LOG_WEIGHT_SD:
         lines.append(
-            f"refinement made no difference beyond its error: the base is close to the target already (its log "
+            f"refinement made no difference that matters: the base is close to the target already (its log "
             f"importance weights have standard deviation {spread:.2f})"
         )
     else:
         lines.append(
-            f"refinement made no difference beyond its error, though the base is not the target (its log importance "
+            f"refinement made no difference that matters, though the base is not the target (its log importance "
             f"weights have standard deviation {spread:.2f}): try another --flow, --space or --length, or hmc"
         )
     return lines

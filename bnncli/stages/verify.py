@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, DataError
+from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.evaluation.rows import check_probabilities
 from bnncli.stages._inputs import open_posterior
 from bnncli.stages._run import Result, Run, Table
@@ -14,13 +14,14 @@ from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
 
+SUFFIXES = (".h5", ".safetensors", ".nc", ".json")
+
 
 def run(run: Run, options: Any) -> Result:
     """A line for each file; the failure has the first problem's exit code."""
     entries: list[dict[str, Any]] = []
     failure: BnnError | None = None
-    for given in run.arguments["file"]:
-        path = Path(given)
+    for path in _files(run.arguments["file"]):
         run.console.poll(str(path))
         try:
             header = check_artifact(path)
@@ -33,6 +34,21 @@ def run(run: Run, options: Any) -> Result:
         for entry in entries
     ]
     return Result(extra={"files": entries}, tables=[Table(["file", "kind", "state", "problem"], rows)], failure=failure)
+
+
+def _files(given: list[Path]) -> list[Path]:
+    """The files named, and the artifacts in the folders named."""
+    found: list[Path] = []
+    for path in map(Path, given):
+        if path.is_dir():
+            files = sorted(file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}"))
+            inside = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+            if not inside:
+                raise MissingInput(f"{path} holds no artifacts ({', '.join(SUFFIXES)})", path=path)
+            found += inside
+        else:
+            found.append(path)
+    return found
 
 
 def check_artifact(path: Path) -> Header:

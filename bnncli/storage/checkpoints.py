@@ -7,6 +7,7 @@ say, whatever the file is called.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,4 +179,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
     """The same error, naming the file."""
     message = f"{quoted(path, limit=300)}: {error.message}"
-    return type(error)(message, hint=error.hint, code=error.code, path=path)
+    hint = error.hint
+    if hint == TRUST_HINT:
+        target = path.with_suffix(".safetensors")
+        hint = f"if you trust where it comes from: {shlex.join(['bnncli', 'convert', str(path), str(target), '--trust-pickle'])}"
+    return type(error)(message, hint=hint, code=error.code, path=path)

@@ -175,3 +175,10 @@ def head_digest(split: FeatureSplit) -> str:
     """Identity of the head that a split's features belong to."""
     parts = {"weight": split.head_weight, "bias": split.head_bias}
     return tensor_digest({name: part for name, part in parts.items() if part is not None})
+
+
+def read_sample_ids(path: Path) -> Array:
+    """The row of each example in its source, (N,), without reading the features."""
+    with open_hdf5(path) as file:
+        ids: Array = file["sample_id"][()]
+    return ids

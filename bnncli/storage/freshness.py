@@ -105,7 +105,12 @@ def _carries_our_mark(target: Path) -> bool:
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-    return ", ".join(f"{name}: {old.get(name)!r} there, {new.get(name)!r} asked" for name in names) or "other options"
+    return ", ".join(f"{name}: {_said(old, name)} there, {_said(new, name)} asked" for name in names) or "other options"
+
+
+def _said(params: Mapping[str, Any], name: str) -> str:
+    value = params.get(name)
+    return "none" if value in (None, [], "") else str(value) if not isinstance(value, str) else repr(value)
 
 
 def _changes(header: Header, algo_rev: int, sources: Sequence[Source], weights_digest: str | None) -> list[str]:

@@ -23,7 +23,7 @@ def write_metrics(
 ) -> str:
     """Publish a metrics file and return its content digest."""
     meta = {"predictions": list(predictions), "rows": list(rows), "checks": []}
-    digest = json_sha256(meta)
+    digest = _digest(meta)
     document = {
         "kind": "metrics",
         "schema": "bnncli.metrics/" + SCHEMA,
@@ -34,6 +34,10 @@ def write_metrics(
     text = json.dumps(with_digest(document), sort_keys=True, indent=1, allow_nan=False) + "\n"
     publish_bytes(target, text.encode(), may_replace=may_replace)
     return digest
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    return f"sha256:{json_sha256(dict(meta))}"
 
 
 def read_metrics_header(path: Path) -> Header:
@@ -55,6 +59,6 @@ def read_metrics(path: Path) -> Header:
     header = read_metrics_header(path)
     if header.kind != "metrics":
         raise DataError(f"{path}: expected metrics, got {header.kind}", code="wrong_kind", path=path)
-    if json_sha256(header.meta) != header.content_digest:
+    if _digest(header.meta) != header.content_digest:
         raise DataError(f"{path}: its content does not match its digest", code="digest_mismatch", path=path)
     return header

@@ -11,8 +11,10 @@ import pickle
 import pickletools
 import re
 import struct
+import sys
 import warnings
 import zipfile
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -65,6 +67,8 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
 def load_trusted(stream: IO[bytes]) -> Any:
     """What a pickle or torch file holds, loaded with all its code: the file can do whatever the user can."""
     stream.seek(0)
+    if (folder := str(Path.cwd())) not in sys.path:  # where the user's own classes most likely are, as for python -m
+        sys.path.insert(0, folder)
     try:
         if sniff(stream) == "pickle":
             return pickle.load(stream)

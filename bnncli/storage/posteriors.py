@@ -11,15 +11,15 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, parse_json, with_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METADATA_KEY = "bnncli"
 MAX_HEADER_BYTES = 100_000_000
@@ -63,6 +63,7 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
         MissingInput: no such file.
         DataError: truncated, duplicate names, wrong digest, values that are not finite.
     """
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -124,6 +125,8 @@ def read_posterior_header(path: Path) -> Header:
 
 
 def _digest(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    import torch  # slow to import, and headers are read without it
+
     described = torch.frombuffer(bytearray(canonical_json(meta).encode()), dtype=torch.uint8)
     return tensor_digest({**tensors, "//description": described})
 

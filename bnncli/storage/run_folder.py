@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from bnncli.errors import MissingInput
+from bnncli.errors import MissingInput, OutputExists
 from bnncli.option import check_artifact_name, check_split_name
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
@@ -52,6 +53,15 @@ class RunFolder:
     def posterior(self, name: str, *, suffix: str = ".safetensors") -> Path:
         """posteriors/<name>.safetensors, or .nc for draws."""
         return self.root / "posteriors" / f"{name}{suffix}"
+
+    def check_name_is_free(self, target: Path) -> None:
+        """Raise OutputExists when draws and another posterior would share a name: predictions go by it."""
+        for suffix in POSTERIOR_SUFFIXES:
+            other = target.with_suffix(suffix)
+            if suffix != target.suffix and other.exists():
+                raise OutputExists(
+                    f"{other} has the same name as {target.name}", hint="choose another --name", path=other
+                )
 
     def predictions(self, name: str, split: str) -> Path:
         """predictions/<posterior>.<integrator>/<split>.h5; `name` is <posterior>.<integrator>."""
@@ -108,7 +118,9 @@ class RunFolder:
         for path in candidates:
             if path.is_file():
                 return path
-        there = ", ".join(path.stem for path in self.posteriors()) or "none"
+        names = [path.stem for path in self.posteriors()]
+        near = difflib.get_close_matches(name_or_file, names, n=1)
+        there, maker = ", ".join(names) or "none", f"did you mean {near[0]!r}?" if near else maker
         raise MissingInput(
             f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {candidates[0]}; there: {there})",
             hint=maker,

@@ -1,0 +1,33 @@
+"""Rows that two splits of a run have in common: what was tuned on must not be tested on."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+
+import numpy as np
+
+from bnncli.storage.features import read_sample_ids
+from bnncli.storage.headers import read_header
+from bnncli.storage.run_folder import RunFolder
+
+
+def shared_rows(folder: RunFolder) -> list[str]:
+    """A warning for every two in-distribution splits that hold the same rows of the same source."""
+    sources = {}
+    for name in folder.splits():
+        header = read_header(folder.features(name))
+        if not header.meta.get("is_ood"):
+            sources[name] = re.sub(r"@\d+$", "", str(header.provenance.get("source")))
+    found = []
+    for first, second in combinations(sources, 2):
+        if sources[first] != sources[second]:
+            continue
+        ids, others = (read_sample_ids(folder.features(name)) for name in (first, second))
+        count = len(np.intersect1d(ids, others))
+        if count:
+            found.append(
+                f"splits {first!r} and {second!r} share {count} rows of {sources[first]}: scores on one are not "
+                "independent of what was fitted or tuned on the other"
+            )
+    return found

@@ -1,0 +1,148 @@
+"""What a run refuses or warns of because the numbers would be wrong without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+Cli = Any
+Arrays = dict[str, np.ndarray]
+
+
+def test_predictions_of_two_posteriors_under_one_name_are_not_scored(cli: Cli, small_run: Path) -> None:
+    for posterior, split in (("laplace", "test"), ("map", "far")):
+        words = ("--posterior", posterior, "--name", "mixed", "--split", split)
+        assert cli("predict", small_run, *words).code == 0
+    done = cli("evaluate", small_run, "--posterior", "mixed", "--json")
+    assert (done.code, done.json["error"]["code"]) == (65, "mixed_predictions")
+
+
+def test_labels_of_an_out_of_distribution_split_do_not_count(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
+    path = tmp_path / "features.npz"
+    np.savez(path, **arrays, labels_far=np.arange(60))
+    assert cli("extract-features", tmp_path / "run", "--from-npz", path).code == 65
+    assert cli("extract-features", tmp_path / "run", "--from-npz", path, "--ood", "far").code == 0
+    with h5py.File(tmp_path / "run.bnn/features/far.h5") as file:
+        assert "labels" not in file
+        assert len(file["classes"]) == 3
+
+
+def test_splits_of_other_classes_are_not_mixed(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
+    arrays = {name: part for name, part in arrays.items() if not name.startswith("head")}
+    np.savez(tmp_path / "a.npz", **arrays)
+    np.savez(tmp_path / "b.npz", features_test=arrays["features_test"], labels_test=np.arange(120) % 5)
+    run = tmp_path / "run"
+    assert cli("extract-features", run, "--from-npz", tmp_path / "a.npz").code == 0
+    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    assert cli("extract-features", run, "--from-npz", tmp_path / "b.npz").code == 0
+    done = cli("predict", run, "--json")
+    assert (done.code, done.json["error"]["code"]) == (65, "wrong_head")
+
+
+def test_rows_that_two_splits_share_are_warned_of(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
+    path, run = tmp_path / "features.npz", tmp_path / "run"
+    np.savez(path, **{name: part for name, part in arrays.items() if "val" not in name})
+    first = cli("extract-features", run, "--from-npz", path, "--hold-out", "val=test:30", "--json")
+    assert not any("share" in warning for warning in first.json["warnings"])
+    again = cli("extract-features", run, "--from-npz", path, "--force", "--json")
+    assert any("'test' and 'val' share 30 rows" in warning for warning in again.json["warnings"])
+
+
+def test_splits_of_one_run_share_their_preprocessing(cli: Cli, tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"0.weight": torch.ones(2, 3), "0.bias": torch.zeros(2)}, tmp_path / "net.pt")
+    np.savez(tmp_path / "data.npz", x=np.ones((9, 3), np.float32), y=np.zeros(9, np.int64))
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(3, 2))\n"
+    )
+    words = ("extract-features", tmp_path / "net.pt", "--model", f"{tmp_path}/net.py:make")
+    assert cli(*words, "--data", f"train=npz:{tmp_path}/data.npz").code == 0
+    done = cli(*words, "--data", f"test=npz:{tmp_path}/data.npz@5", "--mean", "0.5", "--json")
+    assert (done.code, done.json["error"]["code"]) == (65, "mixed_options")
+    assert "--mean" in done.json["error"]["message"]
+
+
+def test_a_data_set_without_a_network_has_as_many_classes_as_its_labels(cli: Cli, tmp_path: Path) -> None:
+    code = "class Rows:\n    def __len__(self):\n        return 12\n    def __getitem__(self, i):\n"
+    (tmp_path / "four_classes.py").write_text(
+        code + "        import torch\n        return torch.full((2,), i / 4), i % 4\n"
+    )
+    spec = f"train=py:{tmp_path}/four_classes.py:Rows"
+    assert cli("extract-features", tmp_path / "run", "--model", "flatten", "--data", spec).code == 0
+    with h5py.File(tmp_path / "run.bnn/features/train.h5") as file:
+        assert len(file["classes"]) == 4
+
+
+@pytest.mark.parametrize("words", [("hmc", "--prior-precision", "inf"), ("refine", "--learning-rate", "inf")])
+def test_numbers_must_be_finite(cli: Cli, small_run: Path, words: tuple[str, ...]) -> None:
+    done = cli(words[0], small_run, *words[1:], "--name", "x", "--json")
+    assert done.code == 2
+    assert "finite" in done.json["error"]["message"]
+
+
+def test_a_seed_that_changes_nothing_is_the_same_request(cli: Cli, small_run: Path) -> None:
+    done = cli("predict", small_run, "--posterior", "map", "--seed", 7, "--json")
+    assert done.json["action"] == "up_to_date"
+    assert cli("predict", small_run, "--posterior", "laplace", "--seed", 7).code == 73
+
+
+def test_draws_and_another_posterior_do_not_share_a_name(cli: Cli, small_run: Path) -> None:
+    done = cli("refine", small_run, "--name", "hmc", "--json")
+    assert (done.code, done.json["error"]["code"]) == (73, "exists")
+
+
+def test_nuts_has_no_dynamics_to_choose(cli: Cli, small_run: Path) -> None:
+    done = cli("hmc", small_run, "--sampler", "nuts", "--dynamics", "leapfrog", "--name", "n")
+    assert done.code == 2
+    assert "--dynamics" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("refine", "--base", "hmc", "--name", "r"),
+        ("predict", "--posterior", "hmc", "--integrator", "probit"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_dry_run_exits_as_the_real_run_would(cli: Cli, small_run: Path, words: tuple[str, ...]) -> None:
+    real, dry = (cli(words[0], small_run, *words[1:], *more) for more in ((), ("--dry-run",)))
+    assert real.code == dry.code != 0
+
+
+def test_verify_takes_a_folder(cli: Cli, small_run: Path) -> None:
+    done = cli("verify", small_run.with_name("small.bnn"), "--json")
+    assert done.code == 0
+    assert {entry["kind"] for entry in done.json["files"]} == {
+        "features", "posterior", "samples", "predictions", "metrics"
+    }  # fmt: skip
+
+
+def test_a_variable_that_means_nothing_is_warned_of(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BNNCLI_REFINE_EPOCS", "5")
+    assert "did you mean BNNCLI_REFINE_EPOCHS?" in cli("status", small_run).stderr
+
+
+def test_the_recorded_command_has_the_options_of_the_environment(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BNNCLI_FIT_LAPLACE_PRIOR_PRECISION", "3")
+    assert cli("fit-laplace", small_run, "--name", "three").code == 0
+    done = cli("inspect", small_run.with_name("small.bnn") / "posteriors/three.safetensors", "--json")
+    command = done.json["provenance"]["command"]
+    assert command[command.index("--prior-precision") + 1] == "3"
+
+
+def test_a_reference_that_has_not_converged_is_named_under_the_table(cli: Cli, small_run: Path) -> None:
+    words = ("--chains", 4, "--warmup", 1, "--draws", 4, "--target-accept", 0.3, "--name", "poor", "--json")
+    done = cli("hmc", small_run, *words)
+    assert done.json["metrics"]["max_rhat"] > 1.05
+    assert any("R-hat" in warning for warning in done.json["warnings"])
+    assert "poor has not converged" in cli("evaluate", small_run, "--reference", "poor", "--force").stdout
+    assert json.dumps(done.json)
