@@ -44,7 +44,7 @@ def handlers() -> Iterator[None]:
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signals.install_handlers()
     yield
-    signals.install_handlers()  # forget what was received
+    signals.forget_received()
     for name, handler in before.items():
         signal.signal(name, handler)
 

@@ -129,7 +129,7 @@ def test_70_is_a_fit_that_failed_and_publishes_nothing(cli: Cli, small_run: Path
 def test_73_is_an_output_that_exists_and_differs(cli: Cli, small_run: Path) -> None:
     done = cli("fit-laplace", small_run, "--prior-precision", "11")
     assert done.code == 73
-    assert "prior_precision: '10' there, '11' asked" in done.stderr
+    assert "prior_precision: 10.0 there, 11.0 asked" in done.stderr
     assert "--force" in done.stderr
 
 

@@ -80,7 +80,7 @@ def test_provenance_says_everything_that_made_the_numbers(cli: Cli, small_run: P
 
 def test_features_say_what_they_were_made_from(cli: Cli, small_run: Path) -> None:
     document = cli("inspect", small_run.with_name("small.bnn") / "features" / "far.h5", "--json").json
-    assert document["provenance"]["source"].endswith("features.npz")
+    assert document["provenance"]["source"].endswith("features.npz:features_far")
 
 
 def test_no_artifact_names_the_folder_it_was_made_in_but_in_its_command(cli: Cli, small_run: Path) -> None:

@@ -92,7 +92,8 @@ def test_metrics_are_strict_sorted_json_with_a_newline_and_a_digest(tmp_path: Pa
     text = path.read_text()
     assert text == json.dumps(json.loads(text), sort_keys=True, indent=1) + "\n"
     assert read_metrics(path).meta["rows"] == rows
-    assert read_metrics(path).content_digest == digest == json_sha256({"predictions": [], "rows": rows, "checks": []})
+    assert read_metrics(path).content_digest == digest
+    assert digest == "sha256:" + json_sha256({"predictions": [], "rows": rows, "checks": []})
     path.write_text(text.replace("no labels", "no babels"))
     with pytest.raises(DataError, match="does not match its digest"):
         read_metrics(path)

@@ -77,6 +77,9 @@ def test_names_that_are_not_file_names_are_refused(tmp_path: Path, name: str) ->
 def test_a_missing_posterior_names_those_there_and_the_command(small_run: Path) -> None:
     run = folder(small_run)
     with pytest.raises(MissingInput, match="there: map, laplace, refine, hmc") as caught:
-        run.find_posterior("laplaze", flag="--base", maker="bnncli fit-laplace x")
+        run.find_posterior("diagonal", flag="--base", maker="bnncli fit-laplace x")
     assert caught.value.hint == "bnncli fit-laplace x"
+    with pytest.raises(MissingInput, match="laplaze") as near:
+        run.find_posterior("laplaze", flag="--base", maker="bnncli fit-laplace x")
+    assert near.value.hint == "did you mean 'laplace'?"
     assert run.find_posterior("hmc", flag="--base", maker="").name == "hmc.nc"
