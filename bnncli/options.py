@@ -137,7 +137,7 @@ class ExtractFeaturesOptions(Checked):
     resize: int | None = option(None, "Resize the shorter side of images to this many pixels.", minimum=1)
     crop: int | None = option(None, "Crop the centre square of this many pixels.", minimum=1)
     dtype: str = option("float32", "Type the features are stored in.", choices=("float32", "float16"))
-    batch_size: int = option(512, "Inputs a batch.", minimum=1, numeric=False)
+    batch_size: int = option(256, "Inputs a batch.", minimum=1, numeric=False)
     num_workers: int = option(0, "Processes that decode images.", minimum=0, numeric=False)
 
     def __post_init__(self) -> None:
