@@ -22,7 +22,6 @@ def option(
     maximum: float | None = None,
     numeric: bool = True,
     env_common: bool = False,
-    aliases: tuple[str, ...] = (),
     metavar: str = "",
 ) -> Any:
     """A dataclass field with what the command line needs to know about it.
@@ -44,7 +43,6 @@ def option(
         "maximum": maximum,
         "numeric": numeric,
         "env_common": env_common,
-        "aliases": aliases,
         "metavar": metavar,
     }
     if isinstance(default, list):

@@ -29,12 +29,6 @@ def forget_received() -> None:
     _received.clear()
 
 
-def restore_default_handlers() -> None:
-    """For forked data workers: die of a signal as any process does."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_DFL)
-
-
 def _handle(signum: int, frame: FrameType | None) -> None:
     if _received:
         os._exit(128 + signum)

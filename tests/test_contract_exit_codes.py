@@ -270,8 +270,3 @@ def test_a_hangup_that_was_ignored_on_entry_stays_ignored() -> None:
     code = "os.kill(os.getpid(), signal.SIGHUP); signals.raise_if_interrupted()"
     assert run_python(code, preexec_fn=ignore) == 0
     assert run_python(code, stderr=subprocess.DEVNULL) == 1
-
-
-def test_a_forked_worker_dies_of_a_signal_as_any_process_does() -> None:
-    code = "signals.restore_default_handlers(); os.kill(os.getpid(), signal.SIGTERM); print('still here')"
-    assert run_python(code) == -signal.SIGTERM

@@ -97,16 +97,6 @@ class Split:
         identity = self.source.identity(progress)
         return None if identity is None else tensor_digest({**identity, "rows": self.rows})
 
-    def describe(self, progress: Progress = SILENT) -> dict[str, Any]:
-        """What provenance records: spec, sizes, digest."""
-        return {
-            "spec": self.spec,
-            "num_examples": len(self),
-            "num_stored": len(self.source),
-            "is_labeled": self.is_labeled,
-            "content_digest": self.content_digest(progress),
-        }
-
     def batches(self, batch_size: int, *, device: torch.device | str = "cpu", num_workers: int = 0) -> Iterator[Batch]:
         """Batches in order, preprocessed on the device; `num_workers` processes read and decode ahead.
 
