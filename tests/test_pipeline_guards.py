@@ -146,3 +146,11 @@ def test_a_reference_that_has_not_converged_is_named_under_the_table(cli: Cli, s
     assert any("R-hat" in warning for warning in done.json["warnings"])
     assert "poor has not converged" in cli("evaluate", small_run, "--reference", "poor", "--force").stdout
     assert json.dumps(done.json)
+
+
+def test_a_refined_file_tells_the_prior_of_its_target_from_that_of_its_base(cli: Cli, small_run: Path) -> None:
+    from safetensors.numpy import load_file
+
+    assert cli("refine", small_run, "--prior-precision", 40, "--epochs", 1, "--name", "other").code == 0
+    tensors = load_file(small_run.with_name("small.bnn") / "posteriors/other.safetensors")
+    assert (tensors["prior.precision"][0], tensors["base.prior.precision"][0]) == (40.0, 10.0)

@@ -124,7 +124,7 @@ def test_flow_comes_back_from_its_tensors(structure: str, kind: str, space: str)
     again = Flow.from_tensors(tensors, json.loads(json.dumps(meta)))
     assert torch.equal(again.sample(5, seeded()), flow.sample(5, seeded()))
     assert torch.equal(flow.to("cpu").sample(5, seeded()), flow.sample(5, seeded()))
-    assert again.prior_precision == 0.5
+    assert again.base.prior_precision == 0.5
 
 
 @every_structure

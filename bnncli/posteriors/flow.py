@@ -48,11 +48,6 @@ class Flow:
         return self.base.layout
 
     @property
-    def prior_precision(self) -> float:
-        """Of the target that it was fitted to."""
-        return self.base.prior_precision
-
-    @property
     def center(self) -> None:
         """None: the mean of a flow has no closed form."""
         return None
@@ -93,6 +88,7 @@ class Flow:
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The base's tensors and `flow.<i>.<parameter>`; kind, length and space as JSON."""
         tensors, meta = self.base.to_tensors()
+        tensors["base.prior.precision"] = tensors.pop("prior.precision")  # the target's may be another
         for i, layer in enumerate(self.layers):
             tensors |= {f"flow.{i}.{name}": value for name, value in layer.to_tensors().items()}
         flow_meta = {"type": self.type, "flow": self.kind, "length": len(self.layers), "space": self.space}
@@ -107,7 +103,8 @@ class Flow:
             prefix = f"flow.{i}."
             own = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
             layers.append(kind.from_tensors(own))
-        return cls(Gaussian.from_tensors(tensors, meta), tuple(layers), meta["flow"], meta["space"])
+        base_tensors = {**tensors, "prior.precision": tensors["base.prior.precision"]}
+        return cls(Gaussian.from_tensors(base_tensors, meta), tuple(layers), meta["flow"], meta["space"])
 
     def _push(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (S, P) through all layers, and the sum of their log determinants (S,)."""

@@ -121,6 +121,7 @@ def _compute(
     metrics = _metrics(run, options, fit, base, target)
     tensors, meta = fit.posterior.to_tensors()
     tensors |= head_tensors(train)
+    tensors["prior.precision"] = torch.tensor([prior_precision], dtype=torch.float64)
     tensors["history.elbo"] = fit.history.double().cpu()
     meta |= {
         "method": "refine",

@@ -66,7 +66,8 @@ def _entry(run: Run, path: Path) -> dict[str, Any]:
     try:
         record = run.belongs(header)
     except BnnError as error:
-        return entry | {"state": "stale", "why": error.message}
+        changed = "the checkpoint has changed" if error.code == "wrong_checkpoint" else error.message
+        return entry | {"state": "stale", "why": changed}
     why = staleness(header, weights_digest=record["weights_digest"] if record else None)
     return entry | {"state": "stale", "why": why} if why else entry
 
