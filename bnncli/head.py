@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bnncli.errors import DataError, DeviceError, UsageError
 from bnncli.layout import HeadLayout
 from bnncli.names import listed, quoted
+from bnncli.user_code import running
 
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
@@ -111,8 +112,7 @@ def _explain(logits: Tensor, output: Tensor) -> str:
         "it is the sigmoid of the logits: remove the sigmoid": logits.sigmoid(),
         "it is the ReLU of the logits: remove the ReLU": logits.relu(),
         "it is the logits less their mean: remove the centring": centered,
-        f"it is the logits times {float(scale):.4g}: remove the scale (bnncli's own temperature is found later)": logits
-        * scale,
+        f"it is the logits times {float(scale):.4g}: remove the scale": logits * scale,
     }
     for text, candidate in candidates.items():
         if (candidate - output).abs().max() <= HEAD_TOLERANCE * (1 + output.abs().max()):
@@ -128,13 +128,8 @@ def forward(model: nn.Module, inputs: Tensor) -> Tensor:
         DeviceError: not enough memory.
     """
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), running("the network", but=RuntimeError):
             output = model(inputs)
-    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        first_line = str(error).strip().split("\n")[0][:200]
-        raise DataError(
-            f"the network raised {type(error).__name__}: {first_line}", code="user_code", hint="-v shows where"
-        ) from error
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"not enough memory on {inputs.device} for {len(inputs)} inputs", hint="use a smaller --batch-size"

@@ -63,6 +63,12 @@ class WriteOptions(Checked):
 
     force: bool = option(False, "Recompute, and replace what is there.", short="-f", numeric=False)
     dry_run: bool = option(False, "Say what would be done, and do nothing.", short="-n", numeric=False)
+
+
+@dataclass(frozen=True)
+class LockOptions(Checked):
+    """Options of commands that lock what they write."""
+
     wait: float = option(
         0.0,
         "Seconds to wait for another bnncli that writes the same artifact.",

@@ -23,15 +23,18 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 
 
 @contextmanager
-def running(what: str) -> Iterator[None]:
+def running(what: str, *, but: type[Exception] = BnnError) -> Iterator[None]:
     """Run the user's code inside the block: whatever it raises is an error in `what`, not one of bnncli's.
+
+    Args:
+        but: let through, for a caller that knows more of it.
 
     Raises:
         DataError: naming what was raised; the exception itself is its cause, shown with -v.
     """
     try:
         yield
-    except (BnnError, MemoryError):
+    except (BnnError, MemoryError, but):
         raise
     except Exception as error:
         first_line = str(error).strip().split("\n")[0][:200]

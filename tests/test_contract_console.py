@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -138,12 +139,16 @@ def test_a_stream_that_cannot_show_a_character_shows_its_escape(monkeypatch: pyt
     assert raw.getvalue() == b"error: Gr\\xf6\\xdfe \\udcff\n"
 
 
-def test_a_broken_stderr_never_stops_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_stderr_never_stops_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stream = io.StringIO()
     stream.close()
+    console = Console("x", CommonOptions(log_file=str(tmp_path / "log")))
     for broken in (stream, None):
         monkeypatch.setattr(sys, "stderr", broken)
-        Console("x", CommonOptions()).info("anything")
+        console.warn(f"with {broken}")
+    console.close()
+    assert len(console.warnings) == 2
+    assert [line.split(" WARNING x ")[1] for line in (tmp_path / "log").read_text().splitlines()] == console.warnings
 
 
 def test_printable_keeps_ordinary_text_of_any_language() -> None:

@@ -169,7 +169,7 @@ def test_centers_are_theta_mean_mean_of_draws_and_none() -> None:
     gaussian = make_gaussian()
     assert torch.equal(gaussian.center, gaussian.mean)
     assert torch.equal(make_samples().center, make_samples().draws.mean(dim=(0, 1)))
-    assert make_flow("radial", "whitened", gaussian).center is None
+    assert not hasattr(make_flow("radial", "whitened", gaussian), "center")
 
 
 def test_a_flow_near_the_identity_is_called_idle() -> None:

@@ -145,5 +145,8 @@ def test_what_is_no_probability_is_refused_with_its_likely_cause(
 
 
 @pytest.mark.parametrize("probs", [predictions(7)[0], np.empty((0, 7)), np.eye(7), np.full((1, 7), 1.00005 / 7)])
-def test_probabilities_pass(probs: NDArray) -> None:
+def test_probabilities_pass_and_the_same_rows_a_little_too_large_do_not(probs: NDArray) -> None:
     check_probabilities(probs, 7)
+    if len(probs):
+        with pytest.raises(DataError, match=r"sum to 1|values in"):
+            check_probabilities(probs * 1.0003, 7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import logging
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from bnncli.cli.settings import Setting, config_path, read_config, resolve, reso
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, MissingInput, OutputExists, UsageError, WriteError
-from bnncli.options import CommonOptions, ComputeOptions, NameOptions, RunOptions, WriteOptions
+from bnncli.options import CommonOptions, ComputeOptions, LockOptions, NameOptions, RunOptions, WriteOptions
 
 
 def run_command_line(argv: list[str], results: TextIO) -> int:
@@ -116,6 +117,8 @@ class _Invocation:
         common = options[CommonOptions]
         self.is_json = common.json
         self.console = Console(command.name, common)
+        if common.verbose >= 2:
+            logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, force=True)
         from bnncli.stages._run import Run
 
         arguments = {argument.name: values[argument.name] for argument in command.arguments}
@@ -131,6 +134,7 @@ class _Invocation:
             write=options.get(WriteOptions, WriteOptions()),
             compute=options.get(ComputeOptions, ComputeOptions()),
             naming=options.get(NameOptions, NameOptions()),
+            lock=options.get(LockOptions, LockOptions()),
         )
         sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
         try:
@@ -221,7 +225,7 @@ class _Invocation:
 
 
 _NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
-_SHARED = (CommonOptions, RunOptions, WriteOptions, ComputeOptions, NameOptions)
+_SHARED = (CommonOptions, RunOptions, WriteOptions, LockOptions, ComputeOptions, NameOptions)
 
 
 def _error_json(error: BnnError) -> dict[str, Any]:

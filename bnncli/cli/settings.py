@@ -114,8 +114,7 @@ def resolve(
         for table in ("common", command.name):
             if name in config.get(table, {}):
                 setting = Setting(config[table][name], f"config [{table}]")
-        variables = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
-        for variable in (entry.upper().replace("-", "_") for entry in variables):
+        for variable in _variables(command, name, spec):
             if variable in environ and variable != "BNNCLI_CONFIG":
                 setting = Setting(_from_text(environ[variable], hint, variable), variable)
                 check_value(spec, setting.value, variable)
@@ -124,13 +123,18 @@ def resolve(
     return settings
 
 
+def _variables(command: Command, name: str, spec: Field[Any]) -> list[str]:
+    """The environment variables that set an option, the one that wins first."""
+    names = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
+    return [entry.upper().replace("-", "_") for entry in names]
+
+
 def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
     """A warning for every BNNCLI_ variable that no command reads, with the nearest that one does."""
     known = {"BNNCLI_CONFIG"}
     for command in COMMANDS:
         for name, (spec, _) in option_fields(command).items():
-            entries = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
-            known |= {entry.upper().replace("-", "_") for entry in entries}
+            known |= {*_variables(command, name, spec)}
     unknown = sorted(name for name in environ if name.startswith("BNNCLI_") and name not in known)
     near = {name: difflib.get_close_matches(name, sorted(known), n=1) for name in unknown}
     return [

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from bnncli.errors import DataError
 from bnncli.progress import SILENT, Progress
 
+GOOD_RHAT = 1.05  # above it the chains do not agree well enough to be quoted
+STUCK_ACCEPTANCE = 0.05  # a chain that accepts less of its moves has not sampled anything
 MIN_DRAWS = 4  # per chain: fewer cannot be split into halves that have a variance
 _TAIL_QUANTILES = (0.05, 0.95)
 _CHUNK_PARAMS = 64

@@ -119,8 +119,8 @@ def fit_flow(
     covariance = base.covariance.to(device=target.device, dtype=dtype)
     single = Gaussian(base.mean.to(target.device), covariance, base.layout, base.prior_precision)
     problem = _Problem(target, single.mean.to(dtype), single, space)
-    step_size = batch_size * target.layout.num_params * num_draws
-    with single_threaded() if step_size < _SMALL_STEP else nullcontext():
+    num_multiplications = batch_size * target.layout.num_params * num_draws
+    with single_threaded() if num_multiplications < _SMALL_STEP else nullcontext():
         history = _train(
             problem,
             layers,

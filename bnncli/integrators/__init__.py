@@ -95,17 +95,9 @@ def load_integrator(name: str) -> Integrator:
     return integrator
 
 
-_CAPABILITIES = {
-    "point": {"center", "sample", "logit_moments"},
-    "gaussian": {"center", "sample", "logit_moments"},
-    "flow": {"sample"},
-    "samples": {"center", "sample"},
-}
-
-
 def can_use(name: str, kind: str) -> bool:
     """Whether the integrator called `name` works for posteriors of this kind, before one is opened."""
-    return load_integrator(name).needs in _CAPABILITIES.get(kind, set())
+    return hasattr(load_class("posteriors", kind), load_integrator(name).needs)
 
 
 def usable(kind: str) -> list[str]:

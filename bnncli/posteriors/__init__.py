@@ -1,33 +1,17 @@
-"""What a fit returns, one file per kind: point, gaussian, flow, samples."""
+"""What a fit returns, one file per kind: point, gaussian, flow, samples.
+
+Every kind has a `type`, a `layout`, `sample(num_samples, generator) -> (S, P)` and `to(device)`. Some have more, and
+integrators ask for it by name: `center` (P,), `logit_moments(features)`, `log_density(theta)`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bnncli.layout import HeadLayout
-
-
-class Posterior(Protocol):
-    """What every kind offers; predict and evaluate ask for more by capability (center, logit_moments, log_density)."""
-
-    type: ClassVar[str]
-
-    @property
-    def layout(self) -> HeadLayout:
-        """How weight and bias lie in theta."""
-
-    @property
-    def center(self) -> Tensor | None:
-        """theta (P,) to plug in, or None where the kind has no natural one."""
-
-    def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """Draws (S, P), float32, on the posterior's device."""
-
-    def to(self, device: torch.device | str) -> Self:
-        """A copy on another device."""
 
 
 def standard_normal(num_samples: int, dim: int, generator: torch.Generator, device: torch.device) -> Tensor:

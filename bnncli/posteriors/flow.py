@@ -23,7 +23,7 @@ SPACES = ("whitened", "weight")
 
 @dataclass(frozen=True)
 class Flow:
-    """A base Gaussian and the layers, applied in order.
+    """A base Gaussian and the layers, applied in order. It has no center: its mean has no closed form.
 
     Args:
         base: N(m, L L^T).
@@ -46,11 +46,6 @@ class Flow:
     def layout(self) -> HeadLayout:
         """How weight and bias lie in theta."""
         return self.base.layout
-
-    @property
-    def center(self) -> None:
-        """None: the mean of a flow has no closed form."""
-        return None
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """Standard normal draws (S, P) float64, for from_noise."""

@@ -177,3 +177,9 @@ def gaussian_prior_precision(path: Path, header: Header) -> float:
             path=path,
         )
     return float(value)
+
+
+def head_tensors(train: Split) -> dict[str, Tensor]:
+    """The network's own head, which travels with every posterior; nothing without one."""
+    parts = {"head.weight": train.content.head_weight, "head.bias": train.content.head_bias}
+    return {name: torch.from_numpy(part) for name, part in parts.items() if part is not None}

@@ -74,7 +74,7 @@ def produce(
             check_free_space(request.target.parent, request.estimated_bytes)
         return _planned(run, request, decision)
     check_writable(request.target.parent)
-    with artifact_lock(run.folder.lock(request.target), wait=run.write.wait, poll=run.console.poll):
+    with artifact_lock(run.folder.lock(request.target), wait=run.lock.wait, poll=run.console.poll):
         decision = _decide(run, request)
         if decision.action == "skip" and decision.header is not None:
             return _up_to_date(run, request, decision.header, when_fresh)
@@ -82,6 +82,9 @@ def produce(
             run.console.info(f"{request.target}: replacing it ({decision.why})")
         remove_dead_temporaries(request.target.parent)
         check_free_space(request.target.parent, request.estimated_bytes)
+        run.console.debug(
+            f"computing on {run.device}"
+        )  # threads and determinism are set with the device, before the work
         start = time.monotonic()
         computed = compute()
         run.console.poll("publishing")

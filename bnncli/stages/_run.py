@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.console import Console
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.options import ComputeOptions, NameOptions, RunOptions, WriteOptions
+from bnncli.options import ComputeOptions, LockOptions, NameOptions, RunOptions, WriteOptions
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.storage.run_folder import RunFolder
@@ -79,6 +79,7 @@ class Run:
     write: WriteOptions
     compute: ComputeOptions
     naming: NameOptions
+    lock: LockOptions = field(default_factory=LockOptions)
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
 

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from bnncli.errors import DataError, MissingInput
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.rows import check_probabilities, detection_rows, in_distribution_rows, mmd_rows
 from bnncli.options import EvaluateOptions
 from bnncli.stages._inputs import open_posterior
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.stages._score_table import score_table
-from bnncli.stages.hmc import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.storage.freshness import check_fresh
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics

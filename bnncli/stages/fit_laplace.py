@@ -6,9 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bnncli.devices import available_memory
 from bnncli.errors import DeviceError, UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
@@ -18,7 +15,7 @@ from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
-from bnncli.stages._inputs import Split, load_split
+from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header
@@ -159,12 +156,6 @@ def _compute(
         return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
 
     return Computed(publish, metrics, _summary(metrics))
-
-
-def head_tensors(train: Split) -> dict[str, Tensor]:
-    """The network's own head, which travels with every posterior; nothing without one."""
-    parts = {"head.weight": train.content.head_weight, "head.bias": train.content.head_bias}
-    return {name: torch.from_numpy(part) for name, part in parts.items() if part is not None}
 
 
 def _metrics(

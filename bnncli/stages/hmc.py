@@ -12,7 +12,7 @@ import torch
 from bnncli import __version__
 from bnncli.devices import available_memory
 from bnncli.errors import CheckFailed, UsageError
-from bnncli.evaluation.convergence import Convergence, convergence
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, convergence
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.options import HmcOptions
@@ -23,8 +23,6 @@ from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile, write_samples
 
 ALGO_REV = 1
-GOOD_RHAT = 1.05
-STUCK_ACCEPTANCE = 0.05
 
 
 def run(run: Run, options: HmcOptions) -> Result:

@@ -18,13 +18,13 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.stages._inputs import (
     Split,
     gaussian_prior_precision,
+    head_tensors,
     load_split,
     open_posterior,
     posterior_source,
 )
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
-from bnncli.stages.fit_laplace import head_tensors
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
