@@ -79,6 +79,15 @@ class LockOptions(Checked):
 
 
 @dataclass(frozen=True)
+class InputOptions(Checked):
+    """Options of commands that take artifacts as inputs."""
+
+    allow_stale: bool = option(
+        False, "Use an input although what it was made from has changed since; recorded as a warning.", numeric=False
+    )
+
+
+@dataclass(frozen=True)
 class ComputeOptions(Checked):
     """Options of commands that compute."""
 
@@ -88,6 +97,9 @@ class ComputeOptions(Checked):
     )
     threads: int | None = option(None, "CPU threads; all cores by default.", minimum=1, numeric=False, env_common=True)
     deterministic: bool = option(False, "Use deterministic kernels only.", numeric=False, env_common=True)
+    record_host: bool = option(
+        False, "Record the name of this machine in the artifact.", numeric=False, env_common=True
+    )
 
 
 @dataclass(frozen=True)
@@ -267,6 +279,12 @@ class EvaluateOptions(Checked):
         [], "Only this integrator's predictions. Repeatable.", family="integrators", numeric=False
     )
     split: list[str] = option([], "Only this in-distribution split. Repeatable.", metavar="SPLIT", numeric=False)
+    metric: list[str] = option(
+        [],
+        "Show only this score, and fail (65) where it is undefined for every posterior. Repeatable.",
+        choices=("accuracy", "nll", "brier", "ece", "mce", "auroc", "fpr95", "mmd2"),
+        numeric=False,
+    )
     reference: str = option("hmc", "Sample posterior that MMD^2 is measured to.", metavar="NAME")
     bins: int = option(15, "Equal-width bins of ECE and MCE.", minimum=1)
 

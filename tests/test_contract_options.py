@@ -17,7 +17,7 @@ from bnncli.cli.settings import option_fields
 Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
-    "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "structure": "kron",
+    "metric": "nll", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
     "prior-precision": "2", "max-rhat": "1.5", "draws": "9", "model": "mlp", "elbo-draws": "9",
 }  # fmt: skip

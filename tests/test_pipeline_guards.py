@@ -154,3 +154,42 @@ def test_a_refined_file_tells_the_prior_of_its_target_from_that_of_its_base(cli:
     assert cli("refine", small_run, "--prior-precision", 40, "--epochs", 1, "--name", "other").code == 0
     tensors = load_file(small_run.with_name("small.bnn") / "posteriors/other.safetensors")
     assert (tensors["prior.precision"][0], tensors["base.prior.precision"][0]) == (40.0, 10.0)
+
+
+def test_a_stale_input_is_used_only_when_asked_for_and_with_a_recorded_warning(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-laplace", small_run, "--prior-precision", 9, "--force").code == 0
+    assert cli("predict", small_run, "--posterior", "refine", "--json").code == 65
+    done = cli("predict", small_run, "--posterior", "refine", "--allow-stale", "--force", "--json")
+    assert done.code == 0
+    assert "--allow-stale" in done.json["warnings"][0]
+    path = small_run.with_name("small.bnn") / "predictions/refine.mc/test.h5"
+    assert "--allow-stale" in cli("inspect", path, "--json").json["provenance"]["warnings"][0]
+
+
+def test_only_the_scores_asked_for_are_shown(cli: Cli, small_run: Path) -> None:
+    words = ("--split", "test", "--metric", "nll", "--metric", "auroc")
+    done = cli("evaluate", small_run, *words, "--json")
+    assert {metric["name"] for row in done.json["rows"] for metric in row["metrics"]} == {"nll", "auroc"}
+    header = cli("evaluate", small_run, *words).stdout.splitlines()[0]
+    assert [word.strip() for word in header.split("|")] == ["split", "posterior", "integrator", "NLL", "AUROC far"]
+
+
+def test_a_score_asked_for_that_is_undefined_is_an_error(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", **{name: part for name, part in arrays.items() if name != "labels_test"})
+    run = tmp_path / "run"
+    assert cli("extract-features", run, "--from-npz", tmp_path / "f.npz").code == 0
+    assert cli("predict", run, "--split", "test").code == 0
+    assert cli("evaluate", run).code == 0
+    done = cli("evaluate", run, "--metric", "nll", "--json")
+    assert (done.code, done.json["error"]["code"]) == (65, "undefined_metric")
+    assert "no labels" in done.json["error"]["message"]
+
+
+def test_the_host_is_recorded_only_when_asked_for(cli: Cli, small_run: Path) -> None:
+    import socket
+
+    folder = small_run.with_name("small.bnn") / "posteriors"
+    for words, expected in (((), None), (("--record-host",), socket.gethostname())):
+        assert cli("fit-laplace", small_run, "--prior-precision", 10, "--force", *words).code == 0
+        provenance = cli("inspect", folder / "laplace.safetensors", "--json").json["provenance"]
+        assert provenance.get("host") == expected

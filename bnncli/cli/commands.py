@@ -72,7 +72,7 @@ COMMANDS = (
         "Refine a Gaussian posterior with a normalizing flow.",
         "Maximises the ELBO of a flow pushed from the base Gaussian and says, with standard errors, whether it helped. "
         "Writes posteriors/refine.safetensors.",
-        (o.RefineOptions, o.NameOptions, *COMPUTE),
+        (o.RefineOptions, o.NameOptions, o.InputOptions, *COMPUTE),
         (
             "bnncli refine ckpt.pt --flow radial --length 5 --epochs 20",
             "bnncli refine ckpt.pt --base prior --name naive",
@@ -83,7 +83,7 @@ COMMANDS = (
         "Draw from the exact posterior by Hamiltonian Monte Carlo.",
         "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
         "rank-normalised split R-hat and the smallest effective sample size. Writes posteriors/hmc.nc, which ArviZ opens.",
-        (o.HmcOptions, o.NameOptions, *COMPUTE),
+        (o.HmcOptions, o.NameOptions, o.InputOptions, *COMPUTE),
         ("bnncli hmc ckpt.pt", "bnncli hmc ckpt.pt --chains 32 --draws 100 --max-rhat 1.01"),
     ),
     Command(
@@ -91,7 +91,7 @@ COMMANDS = (
         "Turn posteriors into class probabilities.",
         "Predicts every split but train with every posterior of the run, or those named. Writes "
         "predictions/<posterior>.<integrator>/<split>.h5.",
-        (o.PredictOptions, o.NameOptions, *COMPUTE),
+        (o.PredictOptions, o.NameOptions, o.InputOptions, *COMPUTE),
         (
             "bnncli predict ckpt.pt",
             "bnncli predict ckpt.pt --posterior refine --integrator mc --samples 100 --split test",
@@ -102,7 +102,7 @@ COMMANDS = (
         "Score predictions: accuracy, NLL, Brier, ECE, OOD detection, distance to HMC.",
         "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
         "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason.",
-        (o.EvaluateOptions, *COMPUTE),
+        (o.EvaluateOptions, o.InputOptions, *COMPUTE),
         ("bnncli evaluate ckpt.pt", "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'"),
     ),
     Command(

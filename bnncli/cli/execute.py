@@ -20,7 +20,15 @@ from bnncli.cli.settings import Setting, config_path, read_config, resolve, reso
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, MissingInput, OutputExists, UsageError, WriteError
-from bnncli.options import CommonOptions, ComputeOptions, LockOptions, NameOptions, RunOptions, WriteOptions
+from bnncli.options import (
+    CommonOptions,
+    ComputeOptions,
+    InputOptions,
+    LockOptions,
+    NameOptions,
+    RunOptions,
+    WriteOptions,
+)
 
 
 def run_command_line(argv: list[str], results: TextIO) -> int:
@@ -135,6 +143,7 @@ class _Invocation:
             compute=options.get(ComputeOptions, ComputeOptions()),
             naming=options.get(NameOptions, NameOptions()),
             lock=options.get(LockOptions, LockOptions()),
+            inputs=options.get(InputOptions, InputOptions()),
         )
         sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
         try:
@@ -225,7 +234,7 @@ class _Invocation:
 
 
 _NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
-_SHARED = (CommonOptions, RunOptions, WriteOptions, LockOptions, ComputeOptions, NameOptions)
+_SHARED = (CommonOptions, RunOptions, WriteOptions, LockOptions, InputOptions, ComputeOptions, NameOptions)
 
 
 def _error_json(error: BnnError) -> dict[str, Any]:

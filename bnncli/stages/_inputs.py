@@ -18,7 +18,6 @@ from bnncli.layout import HeadLayout
 from bnncli.posteriors.samples import Samples
 from bnncli.stages._run import Run
 from bnncli.storage.features import FeatureSplit, head_digest, read_features
-from bnncli.storage.freshness import check_fresh
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.provenance import Source
@@ -124,8 +123,7 @@ def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:
     header = read_header(path)
     if header.kind not in ("posterior", "samples"):
         raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
-    checkpoint = run.belongs(header)
-    check_fresh(header, weights_digest=checkpoint["weights_digest"] if checkpoint else None, remake=run.remake)
+    run.use(header)
     return header, Source(role, path, header.content_digest)
 
 

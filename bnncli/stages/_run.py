@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.console import Console
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.options import ComputeOptions, LockOptions, NameOptions, RunOptions, WriteOptions
+from bnncli.options import ComputeOptions, InputOptions, LockOptions, NameOptions, RunOptions, WriteOptions
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.storage.run_folder import RunFolder
@@ -80,6 +81,7 @@ class Run:
     compute: ComputeOptions
     naming: NameOptions
     lock: LockOptions = field(default_factory=LockOptions)
+    inputs: InputOptions = field(default_factory=InputOptions)
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -131,7 +133,9 @@ class Run:
         import torch
 
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        host = {"host": socket.gethostname()} if self.compute.record_host else {}
         return {
+            **host,
             "seed": self.compute.seed,
             "deterministic": self.compute.deterministic,
             "device": str(self.device),
@@ -164,6 +168,22 @@ class Run:
                 path=header.path,
             )
         return dict(recorded)
+
+    def use(self, header: Header) -> None:
+        """Pass an artifact as an input: of this checkpoint, and fresh, or stale with --allow-stale and a warning.
+
+        Raises:
+            DataError: it comes from another checkpoint, or is stale, with the command that makes it again.
+        """
+        from bnncli.storage.freshness import check_fresh
+
+        checkpoint = self.belongs(header)
+        try:
+            check_fresh(header, weights_digest=checkpoint["weights_digest"] if checkpoint else None, remake=self.remake)
+        except DataError as error:
+            if not self.inputs.allow_stale:
+                raise
+            self.console.warn(f"{error.message}; used all the same (--allow-stale)")
 
     def _current_weights(self, recorded: dict[str, Any]) -> str:
         """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""

@@ -15,6 +15,8 @@ _PLAIN = (
     ("mce", "MCE", 4),
 )
 
+_NAMES = {title: name for name, title, _ in _PLAIN} | {"AUROC": "auroc", "FPR95": "fpr95", "MMD^2": "mmd2"}
+
 
 def score_table(rows: Sequence[dict[str, Any]], notes: list[str]) -> Table:
     """The rows of evaluate as a Table; an undefined score is a dash."""
@@ -25,6 +27,9 @@ def score_table(rows: Sequence[dict[str, Any]], notes: list[str]) -> Table:
     columns += ["MMD^2", "MMD^2 biased"]
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
     cells = [_cells(row, others) for row in ordered]
+    names = {metric["name"] for row in rows for metric in row["metrics"]}
+    kept = [i for i, title in enumerate(columns) if i < 3 or _NAMES[title.split()[0]] in names]
+    columns, cells = [columns[i] for i in kept], [[row[i] for i in kept] for row in cells]
     return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
 
 

@@ -17,7 +17,6 @@ from bnncli.stages._inputs import open_posterior
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.stages._score_table import score_table
-from bnncli.storage.freshness import check_fresh
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.predictions import PredictionFile, read_predictions
@@ -98,7 +97,22 @@ def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> li
                 f"--split: no predictions of an in-distribution split {name!r} (there: {', '.join(there) or 'none'})",
                 hint=run.suggest("predict", "--split", name),
             )
-    return [row for row in rows if not options.split or row["split"] in options.split]
+    chosen = [row for row in rows if not options.split or row["split"] in options.split]
+    if not options.metric:
+        return chosen
+    kept = [{**row, "metrics": [m for m in row["metrics"] if m["name"] in options.metric]} for row in chosen]
+    _check_defined(options, kept)
+    return kept
+
+
+def _check_defined(options: EvaluateOptions, rows: list[dict[str, Any]]) -> None:
+    """Raise DataError when a score that was asked for by name is undefined for every posterior on a split."""
+    for split in dict.fromkeys(row["split"] for row in rows):
+        for name in options.metric:
+            found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
+            if all(m["value"] is None for m in found):
+                reason = found[0]["undefined"] if found else "there is no out-of-distribution split"
+                raise DataError(f"--metric {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
 
 
 def _groups(run: Run, options: EvaluateOptions) -> list[Group]:
@@ -140,8 +154,7 @@ def _groups(run: Run, options: EvaluateOptions) -> list[Group]:
             )
         try:
             for header in group.headers:
-                record = run.belongs(header)
-                check_fresh(header, weights_digest=record["weights_digest"] if record else None, remake=run.remake)
+                run.use(header)
         except DataError as error:
             if options.posterior:
                 raise
@@ -163,9 +176,7 @@ def _reference_path(run: Run, options: EvaluateOptions) -> Path | None:
     path = run.folder.posterior(options.reference, suffix=".nc")
     if path.is_file():
         try:
-            header = read_header(path)
-            record = run.belongs(header)
-            check_fresh(header, weights_digest=record["weights_digest"] if record else None, remake=run.remake)
+            run.use(read_header(path))
         except DataError as error:
             run.console.warn(f"MMD^2 is left out: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
             return None
