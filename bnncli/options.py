@@ -264,6 +264,9 @@ class PredictOptions(Checked):
         "How the posterior becomes probabilities; plug-in for map, mc for all others by default.",
         family="integrators",
     )
+    keep_samples: bool = option(
+        False, "Keep the probabilities of every draw as well (float16, draws x examples x classes).", numeric=False
+    )
     samples: int | None = option(None, "Draws of a sampling integrator; 20 by default, all draws for hmc.", minimum=1)
     split: list[str] = option(
         [], "Split to predict; all but train by default. Repeatable.", metavar="SPLIT", numeric=False

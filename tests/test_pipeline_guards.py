@@ -193,3 +193,15 @@ def test_the_host_is_recorded_only_when_asked_for(cli: Cli, small_run: Path) -> 
         assert cli("fit-laplace", small_run, "--prior-precision", 10, "--force", *words).code == 0
         provenance = cli("inspect", folder / "laplace.safetensors", "--json").json["provenance"]
         assert provenance.get("host") == expected
+
+
+def test_kept_samples_are_the_draws_behind_the_prediction(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "hmc", "--split", "test", "--name", "kept", "--keep-samples", "--samples", 30)
+    assert cli("predict", small_run, *words).code == 0
+    path = small_run.with_name("small.bnn") / "predictions/kept/test.h5"
+    with h5py.File(path) as file:
+        samples, probs = file["probs_samples"][()], file["probs"][()]
+    assert samples.shape == (30, 120, 3)
+    np.testing.assert_allclose(samples.astype(np.float64).mean(axis=0), probs, atol=5e-4)
+    assert samples.std(axis=0).max() > 0.01
+    assert cli("verify", path).code == 0

@@ -95,6 +95,26 @@ class Mc:
         return Prediction(probs=probs, entropy=entropy_of_mean, mutual_info=mutual_info)
 
 
+def probs_of_draws(
+    posterior: CanSample, features: Tensor, *, num_samples: int | None, generator: torch.Generator
+) -> Tensor:
+    """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `Mc` predicts.
+
+    Args:
+        posterior, features, num_samples, generator: as for Mc.predict; the same generator state gives the same draws.
+    """
+    layout = posterior.layout
+    check_features(layout, features)
+    theta = posterior.sample(num_samples, generator).to(features)
+    kept = torch.empty(theta.shape[0], features.shape[0], layout.num_classes, dtype=torch.float16)
+    example_slices, draw_slices = _chunks(features, layout, num_draws=theta.shape[0])
+    for rows in example_slices:
+        for draws in draw_slices:
+            logits = with_reference_class(layout.logits(features[rows], theta[draws]), dim=2)
+            kept[draws, rows] = torch.softmax(logits, dim=2).to("cpu", torch.float16)
+    return kept
+
+
 def _chunks(features: Tensor, layout: HeadLayout, *, num_draws: int) -> tuple[list[slice], list[slice]]:
     """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
     budget = chunk_budget(features) // layout.num_classes

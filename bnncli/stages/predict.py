@@ -7,6 +7,7 @@ from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.integrators import can_use, load_integrator, usable
+from bnncli.integrators.mc import probs_of_draws
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_source
 from bnncli.stages._produce import Computed, Request, produce
@@ -95,6 +96,9 @@ def _predict(
         and (options.integrator or len(options.posterior) == 1)
     ):
         raise UsageError(f"--samples: the integrator {name} makes no draws")
+    keep = options.keep_samples and integrator.is_sampling
+    stored = header.meta.get("metrics", {})
+    num_draws = samples or stored.get("chains", 0) * stored.get("draws", 0)
     kind = "samples" if header.kind == "samples" else str(header.meta.get("type"))
     if not can_use(name, kind):
         refusal = UsageError(
@@ -112,8 +116,11 @@ def _predict(
         label = run.naming.name or f"{path.stem}.{name}"
         target = Path(run.naming.out) if run.naming.out else run.folder.predictions(label, split.content.name)
         seed = run.compute.seed if integrator.is_sampling else None
-        params = {"integrator": name, "samples": samples, "posterior": path.stem, "seed": seed}
+        params: dict[str, Any] = {"integrator": name, "samples": samples, "posterior": path.stem, "seed": seed}
+        params["keep_samples"] = keep
         size = len(split.content.features) * (4 * len(split.content.classes) + 32)
+        if keep:
+            size += 2 * num_draws * len(split.content.features) * len(split.content.classes)
         request = Request(
             target,
             "predictions",
@@ -158,6 +165,14 @@ def _compute(run: Run, posterior: Any, split: Split, path: Path, params: dict[st
         generator=run.stream("predict/draws"),
         progress=run.console,
     )
+    samples = None
+    if params["keep_samples"]:
+        samples = probs_of_draws(
+            posterior,
+            split.features(run.device),
+            num_samples=params["samples"],
+            generator=run.stream("predict/draws"),
+        ).numpy()
     content = PredictionFile(
         probs=prediction.probs.cpu().numpy(),
         entropy=prediction.entropy.cpu().numpy(),
@@ -165,6 +180,7 @@ def _compute(run: Run, posterior: Any, split: Split, path: Path, params: dict[st
         labels=split.content.labels,
         sample_id=split.content.sample_id,
         classes=split.content.classes,
+        probs_samples=samples,
     )
     meta = {
         "posterior": params["posterior"],

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bnncli.errors import DataError
 from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, write_hdf5
 from bnncli.storage.headers import Header
@@ -22,6 +24,7 @@ class PredictionFile:
         mutual_info: (N,) float32, nats; None for integrators that do not sample.
         labels: (N,) int64 or None. sample_id: (N,) int64.
         classes: the C class names.
+        probs_samples: (S, N, C) float16, of every draw; only where they were asked for.
     """
 
     probs: Array
@@ -31,6 +34,7 @@ class PredictionFile:
     sample_id: Array
     classes: list[str]
     header: Header | None = None
+    probs_samples: Array | None = None
 
 
 def write_predictions(
@@ -43,7 +47,11 @@ def write_predictions(
 ) -> str:
     """Publish a prediction file and return its content digest; meta has posterior, integrator, samples, split, is_ood."""
     arrays = {"probs": predictions.probs, "entropy": predictions.entropy, "sample_id": predictions.sample_id}
-    optional = {"mutual_info": predictions.mutual_info, "labels": predictions.labels}
+    optional = {
+        "mutual_info": predictions.mutual_info,
+        "labels": predictions.labels,
+        "probs_samples": predictions.probs_samples,
+    }
     arrays |= {name: value for name, value in optional.items() if value is not None}
     texts: dict[str, str | list[str]] = {"classes": predictions.classes}
     return write_hdf5(
@@ -82,4 +90,14 @@ def read_predictions(path: Path) -> PredictionFile:
         sample_id=arrays["sample_id"],
         classes=classes,
         header=header,
+        probs_samples=_check_samples(path, arrays.get("probs_samples"), probs),
     )
+
+
+def _check_samples(path: Path, samples: Array | None, probs: Array) -> Array | None:
+    """The draws' probabilities. Raises DataError when their mean is not the prediction."""
+    if samples is None:
+        return None
+    if samples.shape[1:] != probs.shape or np.abs(samples.mean(axis=0, dtype=np.float64) - probs).max(initial=0) > 1e-3:
+        raise DataError(f"{path}: the mean of probs_samples is not probs", code="damaged", path=path)
+    return samples
