@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from bnncli.errors import MissingInput
+from bnncli.errors import Locked, MissingInput
 from bnncli.stages._run import Result, Run
+from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries, write_error
+from bnncli.storage.locks import artifact_lock
+from bnncli.storage.run_folder import POSTERIOR_SUFFIXES
 
 
 def run(run: Run, options: Any) -> Result:
@@ -14,7 +18,8 @@ def run(run: Run, options: Any) -> Result:
     root = run.folder.root
     if not root.is_dir():
         raise MissingInput(f"{run.checkpoint_path} has no run folder (looked for {root})", path=root)
-    leftovers = temporaries(root) + sorted(root.rglob(".*.resume.safetensors"))
+    states = resume.leftovers(root)
+    leftovers = temporaries(root) + [path for path in states if not _is_in_use(run, path)]
     for path in leftovers:
         try:
             path.unlink(missing_ok=True)
@@ -22,3 +27,17 @@ def run(run: Run, options: Any) -> Result:
             raise write_error(error, path) from None
     removed = [str(path) for path in leftovers]
     return Result(extra={"removed": removed}, lines=removed, summary=[f"removed {len(removed)} files"])
+
+
+def _is_in_use(run: Run, leftover: Path) -> bool:
+    """True when a live process is making the artifact that a resume state belongs to."""
+    for suffix in POSTERIOR_SUFFIXES:
+        lock = run.folder.lock(leftover.with_name(resume.artifact_stem(leftover) + suffix))
+        try:
+            if lock.exists():
+                with artifact_lock(lock, wait=0, poll=run.console.poll):
+                    pass
+        except Locked:
+            run.console.info(f"{leftover}: kept, a running bnncli uses it")
+            return True
+    return False

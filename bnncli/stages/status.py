@@ -8,6 +8,7 @@ from typing import Any
 from bnncli.errors import BnnError, CheckFailed, MissingInput
 from bnncli.options import StatusOptions
 from bnncli.stages._run import Result, Run, Table
+from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries
 from bnncli.storage.freshness import staleness
 from bnncli.storage.headers import read_header
@@ -32,13 +33,15 @@ def run(run: Run, options: StatusOptions) -> Result:
     entries += [_missing(path) for path in _expected(run, paths)]
     leftovers = [str(path) for path in temporaries(folder.root)]
     notes = [f"leftover of a dead run: {path} (bnncli clean removes it)" for path in leftovers]
+    states = [str(path) for path in resume.leftovers(folder.root)]
+    notes += [f"resume state: {path} (--resume continues from it, bnncli clean removes it)" for path in states]
     notes += [f"to refresh: {entry['remake']}" for entry in entries if entry["state"] == "stale" and entry["remake"]]
     table = Table(
         ["artifact", "state", "why"],
         [[entry["name"], entry["state"], entry["why"]] for entry in entries],
         notes=list(dict.fromkeys(notes)),
     )
-    result = Result(extra={"artifacts": entries, "leftovers": leftovers}, tables=[table])
+    result = Result(extra={"artifacts": entries, "leftovers": leftovers, "resume_states": states}, tables=[table])
     bad = [entry["name"] for entry in entries if entry["state"] != "fresh"]
     if options.check and bad:
         result.failure = CheckFailed(

@@ -37,13 +37,14 @@ def write_error(error: OSError, path: Path) -> BnnError:
     return WriteError(f"writing {path} failed: {reason}; nothing was changed", hint=hint, path=path)
 
 
-def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool) -> None:
+def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, poll: bool = True) -> None:
     """Write a file through a temporary name and rename it into place.
 
     Args:
         target: the final path; its folder is made when missing.
         write: writes the complete content to the path it is given.
         may_replace: False refuses when somebody else has published meanwhile.
+        poll: False publishes although a signal has come: for what is saved because of it.
 
     Raises:
         OutputExists: the folder cannot be written, or the target appeared and may not be replaced.
@@ -54,7 +55,8 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool) -
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
-        signals.raise_if_interrupted("publishing")
+        if poll:
+            signals.raise_if_interrupted("publishing")
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
         os.chmod(temporary, mode)
         _sync(temporary)
@@ -74,7 +76,7 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool) -
             temporary.unlink()
 
 
-def publish_bytes(target: Path, content: bytes, *, may_replace: bool) -> None:
+def publish_bytes(target: Path, content: bytes, *, may_replace: bool, poll: bool = True) -> None:
     """Publish `content` as a file; raises as publish does."""
 
     def write(path: Path) -> None:
@@ -82,7 +84,7 @@ def publish_bytes(target: Path, content: bytes, *, may_replace: bool) -> None:
             reserve(stream.fileno(), len(content))
             stream.write(content)
 
-    publish(target, write, may_replace=may_replace)
+    publish(target, write, may_replace=may_replace, poll=poll)
 
 
 def reserve(descriptor: int, size: int) -> None:

@@ -89,6 +89,18 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
 
 def read_posterior_header(path: Path) -> Header:
     """The header of a posterior file; tensors are not read."""
+    document = read_document(path)
+    fields = ("kind", "schema", "content_digest", "provenance", "meta")
+    return check_header(path, *(document.get(name) for name in fields))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """What a safetensors file of ours says of itself, once its sizes are known to add up; tensors are not read.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: truncated, damaged, or without our metadata.
+    """
     check_is_file(path)
     size = path.stat().st_size
     with open(path, "rb") as stream:
@@ -114,14 +126,7 @@ def read_posterior_header(path: Path) -> Header:
         raise DataError(f"{path}: its header is damaged", code="bad_header", path=path) from None
     if 8 + length + max(ends, default=0) != size:
         raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
-    return check_header(
-        path,
-        document.get("kind"),
-        document.get("schema"),
-        document.get("content_digest"),
-        document.get("provenance"),
-        document.get("meta"),
-    )
+    return document
 
 
 def _digest(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
