@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli.errors import DataError
 from bnncli.layout import HeadLayout
-from bnncli.targets import likelihood
+from bnncli.targets import likelihood, stream
 from bnncli.targets.last_layer import LastLayerTarget, batch_log_likelihood_and_grad
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
@@ -77,7 +77,7 @@ def test_hessian_vector_product_is_autograds(layout: HeadLayout) -> None:
 def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     target, theta = make_target(layout), draw_theta(layout)
     whole = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
-    monkeypatch.setitem(likelihood._BLOCK_ELEMENTS, "cpu", 40)
+    monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 40)
     monkeypatch.setitem(likelihood._MAX_ROWS, "cpu", 6)
     blocks = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)

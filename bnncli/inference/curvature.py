@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.stream import BLOCK_ELEMENTS
 
 _BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
 
@@ -25,13 +26,16 @@ def ggn(target: LastLayerTarget, theta: Tensor, structure: str) -> dict[str, Ten
     """
     kind = registry.load_class("covariances", structure)
     layout = target.layout
-    probabilities = target.probabilities(theta)
-    total: tuple[Tensor, ...] = ()
+
+    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        sums: tuple[Tensor, ...] = kind.curvature_sums(
+            layout.augment_features(block), target.probabilities(theta, block)
+        )
+        return sums
+
     size = _BLOCK_EXAMPLES.get(target.device.type, 2**13)
-    for start in range(0, target.num_examples, size):
-        rows = slice(start, start + size)
-        sums = kind.curvature_sums(layout.augment_features(target.features[rows]), probabilities[:, rows])
-        total = tuple(a + b for a, b in zip(total, sums, strict=True)) if total else sums
+    columns = max(layout.num_outputs, BLOCK_ELEMENTS.get(target.device.type, 2**19) // size)
+    total = target.blocks.sum(work, columns=columns, dtype=target.dtype)
     hessian: dict[str, Tensor] = kind.hessian(total, layout, target.num_examples)
     return {name: _scaled(name, part, target.likelihood_scale) for name, part in hessian.items()}
 

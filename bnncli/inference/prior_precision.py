@@ -89,7 +89,7 @@ def search(
                 "tuning the prior precision on validation data needs a labelled val split",
                 hint="extract one (--hold-out val=test:2000), give --prior-precision, or tune by marglik",
             )
-        validation = (val_features.to(target.features), val_labels.to(target.device))
+        validation = (val_features.to(target.device, target.dtype), val_labels.to(target.device))
     else:
         validation = None
     grid = _grid(*bounds)

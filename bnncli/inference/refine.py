@@ -114,7 +114,7 @@ def fit_flow(
     started = time.perf_counter()
     kind = registry.load_class("flows", flow)
     layers = tuple(kind(target.layout.num_params, generator) for _ in range(length))
-    dtype = target.features.dtype
+    dtype = target.dtype
     layers = tuple(layer.to(device=target.device, dtype=dtype) for layer in layers)
     covariance = base.covariance.to(device=target.device, dtype=dtype)
     single = Gaussian(base.mean.to(target.device), covariance, base.layout, base.prior_precision)
@@ -152,7 +152,7 @@ def _train(
 ) -> Tensor:
     """Trains layers in place; the ELBO, less constants, averaged over the steps of each epoch, (E,) float64."""
     target = problem.target
-    indicators = label_indicators(target.labels, target.layout, target.features.dtype)
+    indicators = label_indicators(target.labels, target.layout, target.dtype)
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, fused=True)
     num_batches = -(-target.num_examples // batch_size)
@@ -161,7 +161,7 @@ def _train(
     for epoch in range(epochs):
         order = torch.randperm(target.num_examples, generator=generator, device=generator.device)
         order = order.to(target.device)
-        features, shuffled = target.features[order], indicators[:, order]
+        features, shuffled = target.rows(order), indicators[:, order]
         total = torch.zeros((), dtype=torch.float64, device=target.device)
         for step in range(num_batches):
             rows = slice(step * batch_size, (step + 1) * batch_size)
@@ -184,7 +184,7 @@ def _train(
 
 def _noise(problem: _Problem, count: int, generator: torch.Generator) -> Tensor:
     """Standard normal (count, P) in the precision of the steps."""
-    features = problem.target.features
-    shape = (count, problem.target.layout.num_params)
-    noise = torch.randn(shape, generator=generator, device=generator.device, dtype=features.dtype)
-    return noise.to(features.device)
+    target = problem.target
+    shape = (count, target.layout.num_params)
+    noise = torch.randn(shape, generator=generator, device=generator.device, dtype=target.dtype)
+    return noise.to(target.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bnncli import registry
+from bnncli.devices import available_memory
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
 from bnncli.layout import HeadLayout
@@ -24,6 +25,7 @@ from bnncli.storage.provenance import Source
 from bnncli.storage.samples import SampleFile, read_samples
 from bnncli.targets.last_layer import LastLayerTarget
 
+RESIDENT_SHARE = 0.5  # of a GPU's free memory that a split's features may take; curvature and draws need the rest
 EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--data", "test=SPEC")
 
 
@@ -44,7 +46,7 @@ class Split:
         return HeadLayout(weight.shape[0], weight.shape[1], has_bias=self.content.head_bias is not None)
 
     def features(self, device: torch.device) -> Tensor:
-        """(N, D) float32 on the device."""
+        """(N, D) float32 on the device; on the CPU the file's own pages, where they are float32."""
         return torch.from_numpy(self.content.features).to(device=device, dtype=torch.float32)
 
     def labels(self, device: torch.device) -> Tensor:
@@ -60,8 +62,14 @@ class Split:
         return self
 
     def target(self, prior_precision: float, device: torch.device) -> LastLayerTarget:
-        """The log posterior of the head given this split."""
-        return LastLayerTarget(self.features(device), self.labels(device), self.layout, prior_precision)
+        """The log posterior of the head given this split.
+
+        Features move to a GPU whole where they leave room there; else they stay in the file, and blocks travel.
+        """
+        features = torch.from_numpy(self.content.features)
+        if features.nbytes <= RESIDENT_SHARE * available_memory(device):
+            features = features.to(device)
+        return LastLayerTarget(features, self.labels(device), self.layout, prior_precision)
 
     def head(self) -> Tensor | None:
         """theta (P,) float64 of the network as trained; None without a head."""

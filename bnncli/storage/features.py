@@ -1,7 +1,8 @@
 """Feature files: penultimate features of one split, with labels, class names and the head they belong to.
 
 A file checks itself: features times head must give the logits that the network gave for the first rows. That catches a
-wrong layer, a wrong checkpoint, permuted rows and damaged bytes in one test.
+wrong layer, a wrong checkpoint, permuted rows and damaged bytes in one test. Features are mapped, not read: they may be
+larger than memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_
 from bnncli.storage.headers import Header
 
 CHECK_ROWS = 256
+CHECK_BYTES = 1 << 23
 CHECK_TOLERANCE = {"float32": 1e-3, "float16": 2e-2}
 
 
@@ -27,7 +29,7 @@ class FeatureSplit:
     """One split's features.
 
     Attributes:
-        features: (N, D) float32 or float16.
+        features: (N, D) float32 or float16; of a file, its pages.
         labels: (N,) int64, or None without labels.
         sample_id: (N,) int64, the row of each example in its source.
         classes: names of the C classes; index = label.
@@ -98,7 +100,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:
         header = header_of(path, file)
         if header.kind != "features":
             raise DataError(f"{path}: expected features, got {header.kind}", code="wrong_kind", path=path)
-        arrays, texts = read_contents(path, file)
+        arrays, texts = read_contents(path, file, mapped=("features",))
     if is_full_check:
         check_digest(path, header, arrays, texts)
     for name in ("features", "sample_id"):
@@ -132,8 +134,8 @@ def check_split(path: Path, split: FeatureSplit) -> None:
         )
     if str(split.features.dtype) not in CHECK_TOLERANCE:
         raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
-    if not np.isfinite(split.features).all():
-        bad = np.unique(np.argwhere(~np.isfinite(split.features))[:, 0])
+    bad = _rows_not_finite(split.features)
+    if len(bad):
         raise DataError(
             f"{path}: {len(bad)} rows are not finite, the first is row {bad[0]}", code="not_finite", path=path
         )
@@ -169,6 +171,17 @@ def check_split(path: Path, split: FeatureSplit) -> None:
             hint="the file is damaged or mixed up: run extract-features --force",
             path=path,
         )
+
+
+def _rows_not_finite(features: Array) -> Array:
+    """The rows (n,) that hold a NaN or an infinity, found block by block."""
+    size = max(1, CHECK_BYTES // max(1, features[:1].nbytes))
+    found = [np.empty(0, np.int64)]
+    for start in range(0, len(features), size):
+        is_finite = np.isfinite(features[start : start + size])
+        if not is_finite.all():
+            found.append(start + np.flatnonzero(~is_finite.all(axis=1)))
+    return np.concatenate(found)
 
 
 def head_digest(split: FeatureSplit) -> str:

@@ -1,15 +1,16 @@
 """HDF5 files that can be trusted: written whole, read only when they hold nothing but plain arrays of their own.
 
 An HDF5 file that opens is not a complete file, and one that links to other files can read them. Files are built in
-memory up to 1 GiB and published as bytes; larger ones are allocated on disk before the first write, because h5py
+memory up to 128 MiB and published as bytes; larger ones are allocated on disk before the first write, because h5py
 crashes when the disk fills under it. On reading, every object is looked at before any data.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from bnncli.storage.atomic import publish, publish_bytes
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
 from bnncli.storage.seal import is_sealed, make_seal
 
-IN_MEMORY_LIMIT = 1 << 30
+IN_MEMORY_LIMIT = 1 << 27  # the image is held up to four times while it is made and sealed
 MAX_OBJECTS = 10_000
 BLOCK_BYTES = 64 << 20
 _STRING = h5py.string_dtype("utf-8")
@@ -226,20 +227,40 @@ def read_hdf5_header(path: Path) -> Header:
         return header_of(path, file)
 
 
-def read_contents(path: Path, file: h5py.File) -> tuple[dict[str, Array], dict[str, Text]]:
-    """Every array and every text of the file, as write_hdf5 was given them."""
+def read_contents(
+    path: Path, file: h5py.File, *, mapped: Collection[str] = ()
+) -> tuple[dict[str, Array], dict[str, Text]]:
+    """Every array and every text of the file, as write_hdf5 was given them.
+
+    Args:
+        mapped: arrays to map into memory instead of reading them; they take memory only where they are looked at, and
+            what is changed in them never reaches the file.
+    """
     arrays: dict[str, Array] = {}
     texts: dict[str, Text] = {}
 
     def visit(name: str, entry: Any) -> None:
         if isinstance(entry, h5py.Dataset) and name not in (_PROVENANCE, _META):
             if h5py.check_string_dtype(entry.dtype) is None:
-                arrays[name] = entry[()]
+                arrays[name] = _map(file, entry) if name in mapped else entry[()]
             else:
                 texts[name] = read_text(file, name) if entry.shape == () else read_texts(file, name)
 
     file.visititems(visit)
     return arrays, texts
+
+
+def _map(file: h5py.File, entry: h5py.Dataset) -> Array:
+    """A contiguous dataset as a copy-on-write array over the file's pages; read where it cannot be mapped."""
+    offset, kind = entry.id.get_offset(), entry.dtype
+    if not offset or offset % kind.itemsize or not kind.isnative or not entry.size or file.driver != "sec2":
+        array: Array = entry[()]
+        return array
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    length = offset - start + entry.size * kind.itemsize
+    # By h5py's own descriptor: the path may name another file by now.
+    pages = mmap.mmap(file.id.get_vfd_handle(), length, access=mmap.ACCESS_COPY, offset=start)
+    return np.frombuffer(pages, kind, count=entry.size, offset=offset - start).reshape(entry.shape)
 
 
 def check_digest(path: Path, header: Header, arrays: Mapping[str, Array], texts: Mapping[str, Text]) -> None:

@@ -2,11 +2,13 @@
 
 log p(D, theta) = sum_n log p(y_n | W x_n + b) + log N(theta | 0, I / prior_precision), both normalised. The label term
 of the value is linear in theta, sum_n logit[n, y_n] = theta . t with the fixed statistic t = sum_n onehot(y_n) x x_n,
-and costs no pass over the examples. Products run in the features' precision, sums over blocks of examples in float64.
+and costs no pass over the examples. Products run in the features' precision (float32 for float16 files), sums over
+blocks of examples in float64. Features may lie elsewhere than the work is done: see targets/stream.py.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bnncli.devices import available_memory
 from bnncli.errors import DataError
 from bnncli.layout import HeadLayout
 from bnncli.shapes import check_shapes
@@ -25,11 +28,13 @@ from bnncli.targets.likelihood import (
     label_indicators,
     log_normalizers_,
     normalize_,
-    row_blocks,
     weighted_feature_sums,
 )
+from bnncli.targets.stream import FeatureBlocks, Work
 
 ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+_PROBABILITIES_SHARE = 0.25  # of free memory that probabilities (K, N) may take; where they do not fit, made again
 
 
 class ValueWithGradient(torch.autograd.Function):
@@ -54,8 +59,9 @@ class LastLayerTarget:
     """The unnormalised log posterior over theta (P,).
 
     Args:
-        features: (N, D), float32 (float64 for tests); their device and precision are those of every product.
-        labels: (N,) int64, in 0..K-1, or 0..1 for a single output.
+        features: (N, D), float32 or float16 (float64 for tests), on the compute device, or on the CPU where they do not
+            fit it: a mapped file will do.
+        labels: (N,) int64 on the compute device, in 0..K-1, or 0..1 for a single output.
         layout: how weight and bias lie in theta.
         prior_precision: of the isotropic prior over all of theta, bias included.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
@@ -81,9 +87,9 @@ class LastLayerTarget:
                 f"labels must lie in 0..{self.layout.num_classes - 1}, got {lowest}..{highest}",
                 hint="are these labels of another data set than the network's?",
             )
-        if not math.isfinite(self.features.sum()):  # one fast pass; count only when it fails
-            num_bad = int((~torch.isfinite(self.features)).sum())
-            raise DataError(f"features hold {num_bad} values that are not finite")
+        if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; count only when it fails
+            num_bad = self._sum(lambda rows, block: ((~torch.isfinite(block)).sum(),), columns=self.layout.num_features)
+            raise DataError(f"features hold {int(num_bad[0])} values that are not finite")
 
     @property
     def num_examples(self) -> int:
@@ -92,18 +98,32 @@ class LastLayerTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the features are, and so every product."""
-        return self.features.device
+        """Where every product is computed, and the labels are."""
+        return self.labels.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the products: the features' own, float32 at least."""
+        return torch.promote_types(self.features.dtype, torch.float32)
+
+    @cached_property
+    def blocks(self) -> FeatureBlocks:
+        """The features in blocks of rows on the compute device."""
+        return FeatureBlocks(self.features, self.device)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The features (B, D) of the rows in index (B,), on the compute device and in the products' precision."""
+        return self.blocks.gather(index, self.dtype)
 
     @cached_property
     def label_statistic(self) -> Tensor:
         """t = sum_n onehot(y_n) x x_n in theta order, (P,) float64: the label term is theta . t."""
-        total = torch.zeros(self.layout.num_params, dtype=torch.float64, device=self.device)
-        for rows in row_blocks(self.num_examples, 16 * self.layout.num_outputs, self.device):
-            block = self.features[rows].double()
+
+        def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             indicators = label_indicators(self.labels[rows], self.layout, block.dtype)
-            total += weighted_feature_sums(indicators.unsqueeze(1), block, self.layout)[0]
-        return total
+            return (weighted_feature_sums(indicators.unsqueeze(1), block, self.layout)[0],)
+
+        return self._sum(work, columns=16 * self.layout.num_outputs, dtype=torch.float64)[0]
 
     def log_prior(self, theta: Tensor) -> Tensor:
         """log N(theta | 0, I / prior_precision), (S,) float64, for theta (S, P)."""
@@ -113,7 +133,7 @@ class LastLayerTarget:
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """Sum over the examples of log p(y | x, theta) times likelihood_scale, (S,) float64, for theta (S, P)."""
         self._check(theta)
-        theta = theta.to(self.device, self.features.dtype)
+        theta = theta.to(self.device, self.dtype)
         return torch.cat([self._block_log_likelihood(block) for block in draw_blocks(theta, self.layout)])
 
     def log_joint(self, theta: Tensor) -> Tensor:
@@ -121,7 +141,7 @@ class LastLayerTarget:
         if theta.requires_grad and torch.is_grad_enabled():
             return ValueWithGradient.apply(theta, self.log_joint_and_grad)
         theta = theta.to(self.device)
-        return self.log_likelihood(theta) + self.log_prior(theta.to(self.features.dtype))
+        return self.log_likelihood(theta) + self.log_prior(theta.to(self.dtype))
 
     def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
@@ -131,29 +151,42 @@ class LastLayerTarget:
             dtype: precision of the products; the features' own by default, float64 to polish a mode.
         """
         self._check(theta)
-        theta = theta.to(self.device, dtype or self.features.dtype)
+        theta = theta.to(self.device, dtype or self.dtype)
         parts = [self._block_log_likelihood_and_grad(block) for block in draw_blocks(theta, self.layout)]
         log_likelihood = torch.cat([value for value, _ in parts])
         gradient = torch.cat([gradient for _, gradient in parts])
         return log_likelihood + self.log_prior(theta), gradient - self.prior_precision * theta.double()
 
-    def probabilities(self, theta: Tensor) -> Tensor:
-        """Probabilities (K, N) of the outputs under one theta (P,); for a single output, of label 1."""
-        theta = theta.to(self.device, self.features.dtype).unsqueeze(0)
-        blocks = row_blocks(self.num_examples, self.layout.num_outputs, self.device)
-        parts = [normalize_(block_logits(self.features[rows], theta, self.layout))[1] for rows in blocks]
-        return torch.cat(parts, dim=2)[:, 0]
+    def probabilities(self, theta: Tensor, features: Tensor | None = None) -> Tensor:
+        """Probabilities of the outputs under one theta (P,); for a single output, of label 1.
+
+        (K, N) for all examples, or (K, n) for the features (n, D) of a block.
+        """
+        theta = theta.to(self.device, self.dtype).unsqueeze(0)
+
+        def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            return (normalize_(block_logits(block, theta, self.layout))[1][:, 0],)
+
+        if features is not None:
+            return work(slice(None), features)[0]
+        parts = self.blocks.map(work, columns=self.layout.num_outputs, dtype=self.dtype)
+        return torch.cat([part for (part,) in parts], dim=1)
 
     def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
 
         (diag(p) - p p^T) x x x^T summed over the examples, plus the prior precision; exact for a linear layer. The
-        probabilities (K, N) are kept, so that each product streams over the features once.
+        probabilities (K, N) are kept where they fit in memory, so that each product streams over the features once.
         """
-        probabilities = self.probabilities(theta)
+        size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
+        fits = size <= _PROBABILITIES_SHARE * available_memory(self.device)
+        kept = self.probabilities(theta) if fits else None
+
+        def probabilities(rows: slice, block: Tensor) -> Tensor:
+            return self.probabilities(theta, block) if kept is None else kept[:, rows]
 
         def multiply(vectors: Tensor) -> Tensor:
-            return self._multiply_hessian(probabilities, vectors.to(self.device, self.features.dtype))
+            return self._multiply_hessian(probabilities, vectors.to(self.device, self.dtype))
 
         return multiply
 
@@ -164,45 +197,51 @@ class LastLayerTarget:
     def minibatch(self, index: Tensor) -> LastLayerTarget:
         """The target of the rows in index (B,) with the likelihood scaled by N / B: unbiased for the whole."""
         scale = self.likelihood_scale * self.num_examples / index.shape[0]
-        return replace(self, features=self.features[index], labels=self.labels[index], likelihood_scale=scale)
+        return replace(self, features=self.rows(index), labels=self.labels[index], likelihood_scale=scale)
 
     def with_prior_precision(self, value: float) -> LastLayerTarget:
         """The same data under another prior precision."""
-        return replace(self, prior_precision=value)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"prior_precision must be positive and finite, got {value}")
+        other = copy.copy(self)  # what is known of the data is kept: checking them again would be a pass over a file
+        object.__setattr__(other, "prior_precision", value)
+        return other
 
     def _check(self, theta: Tensor) -> None:
         check_shapes(theta=(theta, f"S {self.layout.num_params}"))
 
+    def _sum(self, work: Work, *, columns: int, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        return self.blocks.sum(work, columns=columns, dtype=dtype or self.dtype)
+
     def _block_log_likelihood(self, theta: Tensor) -> Tensor:
-        total = theta.double() @ self.label_statistic
-        columns = self.layout.num_outputs * theta.shape[0]
-        for rows in row_blocks(self.num_examples, columns, self.device):
-            normalizers = log_normalizers_(block_logits(self.features[rows], theta, self.layout))
-            total -= normalizers.sum(dim=1, dtype=torch.float64)
-        return total * self.likelihood_scale
+        def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            normalizers = log_normalizers_(block_logits(block, theta, self.layout))
+            return (normalizers.sum(dim=1, dtype=torch.float64),)
+
+        (normalizers,) = self._sum(work, columns=self.layout.num_outputs * theta.shape[0], dtype=theta.dtype)
+        return (theta.double() @ self.label_statistic - normalizers) * self.likelihood_scale
 
     def _block_log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        total = theta.double() @ self.label_statistic
-        gradient = torch.zeros(theta.shape, dtype=torch.float64, device=self.device)
-        columns = self.layout.num_outputs * theta.shape[0]
-        for rows in row_blocks(self.num_examples, columns, self.device):
-            block = self.features[rows].to(theta.dtype)
+        def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             normalizers, probabilities = normalize_(block_logits(block, theta, self.layout))
-            total -= normalizers.sum(dim=1, dtype=torch.float64)
             # Residuals, not probabilities: their float32 sums are smaller, and so are the rounding errors.
-            residuals = probabilities.sub_(label_indicators(self.labels[rows], self.layout, block.dtype).unsqueeze(1))
-            gradient -= weighted_feature_sums(residuals, block, self.layout)
-        return total * self.likelihood_scale, gradient * self.likelihood_scale
+            indicators = label_indicators(self.labels[rows], self.layout, block.dtype)
+            residuals = probabilities.sub_(indicators.unsqueeze(1))
+            return normalizers.sum(dim=1, dtype=torch.float64), weighted_feature_sums(residuals, block, self.layout)
 
-    def _multiply_hessian(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
-        total = torch.zeros(vectors.shape, dtype=torch.float64, device=self.device)
-        columns = self.layout.num_outputs * vectors.shape[0]
-        for rows in row_blocks(self.num_examples, columns, self.device):
-            block = self.features[rows]
-            p = probabilities[:, rows].unsqueeze(1)
+        columns = self.layout.num_outputs * theta.shape[0]
+        normalizers, gradient = self._sum(work, columns=columns, dtype=theta.dtype)
+        value = theta.double() @ self.label_statistic - normalizers
+        return value * self.likelihood_scale, gradient * -self.likelihood_scale
+
+    def _multiply_hessian(self, probabilities: Callable[[slice, Tensor], Tensor], vectors: Tensor) -> Tensor:
+        def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            p = probabilities(rows, block).unsqueeze(1)
             u = block_logits(block, vectors, self.layout)
             mean = p * u if self.layout.num_outputs == 1 else (p * u).sum(dim=0)
-            total += weighted_feature_sums(p * (u - mean), block, self.layout)
+            return (weighted_feature_sums(p * (u - mean), block, self.layout),)
+
+        (total,) = self._sum(work, columns=self.layout.num_outputs * vectors.shape[0])
         return total * self.likelihood_scale + self.prior_precision * vectors.double()
 
 

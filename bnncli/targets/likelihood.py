@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from bnncli.layout import HeadLayout
+from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 
-# Measured on two cores: blocks of about 2 MB stay in cache; a GPU wants few, large kernels.
-_BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+# Rows of a matrix product; more gain nothing.
 _MAX_ROWS = {"cpu": 1024, "cuda": 2**14}
 
 
@@ -68,8 +68,7 @@ def weighted_feature_sums(weights: Tensor, features: Tensor, layout: HeadLayout)
 
 def row_blocks(num_rows: int, columns: int, device: torch.device) -> Iterator[slice]:
     """Slices over `num_rows` examples, sized so that a block of rows times `columns` fits the cache."""
-    size = max(1, _BLOCK_ELEMENTS.get(device.type, 2**19) // columns)
-    return (slice(start, start + size) for start in range(0, num_rows, size))
+    return slices(0, num_rows, max(1, BLOCK_ELEMENTS.get(device.type, 2**19) // columns))
 
 
 def draw_blocks(theta: Tensor, layout: HeadLayout) -> tuple[Tensor, ...]:

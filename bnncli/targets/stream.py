@@ -1,0 +1,123 @@
+"""Features in blocks of rows on the compute device, wherever they lie: in its memory, in the CPU's, or in a file.
+
+Sums over the examples are taken block by block, so that nothing of the size of the data is made. Where the features do
+not fit the GPU, blocks travel through two pinned buffers on a stream of their own, while the block before is at work.
+Where the device runs out of memory, the block is halved and the pass goes on with the rows that are not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import DeviceError
+
+Work = Callable[[slice, Tensor], tuple[Tensor, ...]]
+
+# Elements of the largest intermediate, rows times columns. Measured on two cores: blocks of about 2 MB stay in cache; a
+# GPU wants few, large kernels.
+BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+TRANSFER_BYTES = 2**26  # of one pinned buffer: long enough for the full speed of the bus
+
+
+@dataclass
+class FeatureBlocks:
+    """Features (N, D) to be read in blocks of rows.
+
+    Args:
+        features: (N, D), of any floating-point type, on the compute device or on the CPU (a mapped file, perhaps).
+        device: where blocks are needed.
+        divisor: by how much blocks had to become smaller for the device's memory; grows with every refusal.
+    """
+
+    features: Tensor
+    device: torch.device
+    divisor: int = 1
+
+    def sum(self, work: Work, *, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The sums over all blocks of what `work` returns for each; arguments as for `map`."""
+        total: tuple[Tensor, ...] = ()
+        for parts in self.map(work, columns=columns, dtype=dtype):
+            total = tuple(sum_.add_(part) for sum_, part in zip(total, parts, strict=True)) if total else parts
+        return total
+
+    def map(self, work: Work, *, columns: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+        """What `work` returns for each block, in the order of the rows.
+
+        Args:
+            work: takes a slice of rows and their features (n, D); returns new tensors, and changes nothing else.
+            columns: elements a row of its largest intermediate.
+            dtype: precision that it takes features in.
+
+        Raises:
+            DeviceError: when not even one row fits in the device's memory.
+        """
+        start, (num_rows, num_features) = 0, self.features.shape
+        if dtype != self.features.dtype:  # the block is itself an intermediate
+            columns = max(columns, num_features)
+        while start < num_rows:
+            size = max(1, BLOCK_ELEMENTS.get(self.device.type, 2**19) // columns // self.divisor)
+            try:
+                for rows, block in self._blocks(start, size):
+                    parts = work(rows, block.to(dtype))
+                    start = rows.stop
+                    yield parts
+            except torch.OutOfMemoryError as error:
+                if size == 1:
+                    raise DeviceError(
+                        f"{self.device}: out of memory with a block of one example ({columns} columns)",
+                        hint="use a smaller --structure, fewer draws or chains, or --device cpu",
+                        code="out_of_memory",
+                    ) from error
+            else:
+                return
+            self.divisor *= 2  # only now are the tensors of the failed block free
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows in index (B,), (B, D) on the compute device."""
+        return self.features[index.to(self.features.device)].to(device=self.device, dtype=dtype)
+
+    def _blocks(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of at most `size` rows from `start` on, with their features on the device."""
+        if self.features.device == self.device:
+            for rows in slices(start, self.features.shape[0], size):
+                yield rows, self.features[rows]
+            return
+        for chunk, block in self._transfers(start, size):
+            for rows in slices(chunk.start, chunk.stop, size):
+                yield rows, block[rows.start - chunk.start : rows.stop - chunk.start]
+
+    def _transfers(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of at least `size` rows and their features, copied to the GPU while the ones before are in use."""
+        num_rows, num_features = self.features.shape
+        row_bytes = num_features * self.features.element_size()
+        length = min(max(size, TRANSFER_BYTES // self.divisor // row_bytes), num_rows - start)
+        shape = (length, num_features)
+        pinned = [torch.empty(shape, dtype=self.features.dtype, pin_memory=True) for _ in range(2)]
+        on_device = [torch.empty(shape, dtype=self.features.dtype, device=self.device) for _ in range(2)]
+        copied, used = ([torch.cuda.Event(), torch.cuda.Event()] for _ in range(2))
+        copying, working = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        copying.wait_stream(
+            working
+        )  # the buffers' memory may be in use by work queued before; it goes back the same way
+        for count, rows in enumerate(slices(start, num_rows, length)):
+            turn, here = count % 2, slice(0, rows.stop - rows.start)
+            copied[turn].synchronize()  # the pinned buffer is free once its last copy is done
+            pinned[turn][here].copy_(self.features[rows])
+            with torch.cuda.stream(copying):
+                copying.wait_event(used[turn])
+                on_device[turn][here].copy_(pinned[turn][here], non_blocking=True)
+                copied[turn].record(copying)
+            working.wait_event(copied[turn])
+            yield rows, on_device[turn][here]
+            used[turn].record(working)
+
+
+def slices(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of at most `size`, covering range(start, stop)."""
+    return (slice(begin, min(begin + size, stop)) for begin in range(start, stop, size))

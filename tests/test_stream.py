@@ -1,0 +1,246 @@
+"""Features that lie elsewhere than the work is done: in a file, or beside a GPU that is too small for them."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError, DeviceError
+from bnncli.inference.curvature import ggn
+from bnncli.layout import HeadLayout
+from bnncli.storage import features as feature_files
+from bnncli.storage import hdf5
+from bnncli.storage.features import FeatureSplit, read_features, write_features
+from bnncli.targets import last_layer, stream
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.stream import FeatureBlocks
+
+LAYOUT = HeadLayout(3, 40)
+N = 3000
+
+
+def write_split(path: Path, features: np.ndarray) -> None:
+    rows = len(features)
+    labels, ids = np.arange(rows) % 3, np.arange(rows)
+    split = FeatureSplit("train", features, labels, ids, ["a", "b", "c"], None, None, None, is_ood=False)
+    provenance = {"params_hash": "", "params": {}, "algo_rev": 1, "command": ["bnncli"], "inputs": []}
+    nothing: dict[str, Any] = {"layer": None, "order_digest": "", "source": "", "may_replace": False}
+    write_features(path, split, preprocess={}, provenance=provenance, **nothing)
+
+
+def stored(path: Path, dtype: str) -> LastLayerTarget:
+    write_split(path, np.random.default_rng(0).normal(size=(N, 40)).astype(dtype))
+    split = read_features(path)
+    assert split.labels is not None
+    return LastLayerTarget(torch.from_numpy(split.features), torch.from_numpy(split.labels), LAYOUT, 2.0)
+
+
+def everything(target: LastLayerTarget) -> list[Tensor]:
+    theta = torch.randn(3, LAYOUT.num_params, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    index = torch.tensor([5, 0, 2999])
+    hessians = [part for name in ("full", "kron", "diag") for part in ggn(target, theta[0], name).values()]
+    energies = [target.log_joint(theta), *target.log_joint_and_grad(theta)]
+    exact = target.log_joint_and_grad(theta, dtype=torch.float64)
+    return [*hessians, *energies, *exact, target.hessian_vector_product(theta[0], theta), target.rows(index)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_mapped_file_gives_the_bits_of_features_in_memory(tmp_path: Path, dtype: str) -> None:
+    mapped = stored(tmp_path / "train.h5", dtype)
+    in_memory = LastLayerTarget(mapped.features.float().clone(), mapped.labels, LAYOUT, 2.0)
+    for ours, theirs in zip(everything(mapped), everything(in_memory), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_features_are_mapped_and_the_file_is_safe_from_changes(tmp_path: Path) -> None:
+    write_split(tmp_path / "train.h5", np.ones((N, 40), np.float32))
+    before = (tmp_path / "train.h5").read_bytes()
+    features = read_features(tmp_path / "train.h5").features
+    assert features.base is not None
+    features[:] = 7.0
+    assert (tmp_path / "train.h5").read_bytes() == before
+
+
+def test_a_file_that_is_replaced_stays_as_it_was_read(tmp_path: Path) -> None:
+    write_split(tmp_path / "train.h5", np.ones((N, 40), np.float32))
+    features = read_features(tmp_path / "train.h5").features
+    write_split(tmp_path / "other.h5", np.zeros((N, 40), np.float32))
+    (tmp_path / "other.h5").replace(tmp_path / "train.h5")
+    assert features.min() == 1
+
+
+def test_rows_that_are_not_finite_are_found_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_files, "CHECK_BYTES", 7 * 160)
+    features = np.ones((N, 40), np.float32)
+    features[[20, 21, 2999], [1, 0, 39]] = [np.nan, np.inf, -np.inf]
+    write_split(tmp_path / "train.h5", features)
+    with pytest.raises(DataError, match="3 rows are not finite, the first is row 20"):
+        read_features(tmp_path / "train.h5")
+
+
+PROBE = """
+import re, sys, torch
+from pathlib import Path
+from bnncli.inference.curvature import ggn
+from bnncli.layout import HeadLayout
+from bnncli.storage.features import read_features
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.stream import FeatureBlocks
+
+def private():  # memory that the system cannot take back, as it can a mapped file's pages
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+peak, plain = 0, FeatureBlocks.map
+def watched(self, work, **rest):
+    def look(rows, block):
+        global peak
+        parts = work(rows, block)
+        peak = max(peak, private())
+        return parts
+    return plain(self, look, **rest)
+FeatureBlocks.map = watched
+torch.ones(300, 300) @ torch.ones(300, 300)
+start = private()
+for name in sys.argv[1:]:
+    split = read_features(Path(name))
+    target = LastLayerTarget(torch.from_numpy(split.features), torch.from_numpy(split.labels), HeadLayout(3, 256), 1.0)
+    theta = torch.zeros(1, 3 * 257)
+    target.log_joint_and_grad(theta)
+    ggn(target, theta[0], "diag")
+    print(peak - start)
+"""
+
+
+def test_files_of_any_size_take_little_memory(tmp_path: Path) -> None:
+    files = []
+    for dtype in ("float32", "float16"):
+        features = np.ones((160_000, 256), dtype)
+        files.append(tmp_path / f"{dtype}.h5")
+        write_split(files[-1], features)
+    command = [sys.executable, "-c", PROBE, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    # The workspace of products and a few blocks of 8 MB, which the C library gives back late; the files: 164 and 82 MB.
+    assert max(map(int, done.stdout.split())) < 72e6
+
+
+def test_probabilities_that_do_not_fit_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = stored(tmp_path / "train.h5", "float32")
+    vectors = torch.randn(2, LAYOUT.num_params, generator=torch.Generator().manual_seed(1))
+    kept = target.hessian_vector_product(vectors[0], vectors)
+    monkeypatch.setattr(last_layer, "_PROBABILITIES_SHARE", 0.0)
+    torch.testing.assert_close(target.hessian_vector_product(vectors[0], vectors), kept, rtol=1e-5, atol=1e-4)
+
+
+def test_another_prior_costs_no_pass_over_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = stored(tmp_path / "train.h5", "float32")
+    monkeypatch.setattr(FeatureBlocks, "map", None)
+    assert target.with_prior_precision(3.0).label_statistic is target.label_statistic
+
+
+def column_sums(blocks: FeatureBlocks, largest: int) -> Tensor:
+    """Sums of the columns on a device that has no memory for more than `largest` rows."""
+
+    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        if len(block) > largest:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return (block.sum(dim=0, dtype=torch.float64),)
+
+    return blocks.sum(work, columns=2**19 // 700, dtype=torch.float32)[0]
+
+
+def test_a_device_without_memory_for_a_block_gets_smaller_ones() -> None:
+    blocks = FeatureBlocks(torch.arange(4000.0).view(2000, 2), torch.device("cpu"))
+    assert torch.equal(column_sums(blocks, largest=90), blocks.features.double().sum(dim=0))
+    assert blocks.divisor == 8
+    assert torch.equal(column_sums(blocks, largest=90), blocks.features.double().sum(dim=0))
+    assert blocks.divisor == 8
+
+
+def test_a_device_without_memory_for_one_example_is_an_error() -> None:
+    blocks = FeatureBlocks(torch.ones(2000, 2), torch.device("cpu"))
+    with pytest.raises(DeviceError, match="out of memory with a block of one example"):
+        column_sums(blocks, largest=0)
+
+
+class LateEvent:
+    """An event of a GPU whose copies are done as late as the events allow."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def record(self, queue: "LateStream") -> None:
+        self.pending, queue.copies = self.pending + queue.copies, []
+
+    def synchronize(self) -> None:
+        while self.pending:
+            to, source = self.pending.pop(0)
+            to.copy_(source)
+
+
+class LateStream:
+    def __init__(self, device: object = None) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def wait_event(self, event: LateEvent) -> None:
+        event.synchronize()
+
+    def wait_stream(self, other: "LateStream") -> None:
+        pass
+
+
+def test_pinned_buffers_bring_every_row_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[LateStream] = []
+
+    @contextmanager
+    def on(queue: LateStream) -> Iterator[None]:
+        current.append(queue)
+        yield
+        current.pop()
+
+    plain_empty, plain_copy = torch.empty, Tensor.copy_
+
+    def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            current[-1].copies.append((self, source))
+            return self
+        return plain_copy(self, source)
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, pin_memory: bool = False, device: object = None) -> Tensor:
+        return plain_empty(shape, dtype=dtype).fill_(float("nan"))
+
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", LateStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", LateStream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(stream.torch, "empty", empty)
+    monkeypatch.setattr(Tensor, "copy_", copy_)
+    monkeypatch.setattr(stream, "TRANSFER_BYTES", 300 * 8)
+    features = torch.arange(2002.0).view(1001, 2)
+    blocks = FeatureBlocks(features, torch.device("cuda"))
+    got = [(rows, block.clone()) for rows, block in blocks._blocks(0, 70)]
+    assert [rows.start for rows, _ in got] == [at + 70 * i for at in (0, 300, 600, 900) for i in range(5)][: len(got)]
+    assert torch.equal(torch.cat([block for _, block in got]), features)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_features_beside_the_gpu_give_what_features_on_it_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "TRANSFER_BYTES", 300 * 160)
+    features, labels = torch.randn(N, 40), torch.arange(N).cuda() % 3
+    beside, on_it = (LastLayerTarget(part, labels, LAYOUT, 2.0) for part in (features, features.cuda()))
+    for ours, theirs in zip(everything(beside), everything(on_it), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
+
+
+def test_small_files_are_mapped_as_large_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5, "IN_MEMORY_LIMIT", 0)
+    on_disk = stored(tmp_path / "large.h5", "float32")
+    monkeypatch.undo()
+    assert torch.equal(on_disk.features, stored(tmp_path / "small.h5", "float32").features)
