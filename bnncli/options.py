@@ -210,10 +210,17 @@ class RefineOptions(Checked):
     batch_size: int = option(128, "Examples a step.", minimum=1)
     learning_rate: float = option(1e-3, "First learning rate of Adam; it decays to 0 along a cosine.", minimum=1e-12)
     space: str = option(
-        "whitened",
-        "Where the flow acts: coordinates whitened by the base, or weight space.",
-        choices=("whitened", "weight"),
+        "auto",
+        "Where the flow acts: coordinates whitened by the base, or weight space; auto is the flow's own choice.",
+        choices=("auto", "whitened", "weight"),
     )
+    rank: int | None = option(
+        None, "Rank of the flow's update (sylvester, affine --scale low-rank); 16 by default.", minimum=1
+    )
+    hidden: int | None = option(
+        None, "Hidden units of the flow's network (iaf, realnvp, spline); 64 by default.", minimum=1
+    )
+    scale: str | None = option(None, "Linear part of affine; kron by default.", choices=("kron", "low-rank"))
     num_draws: int = option(1, "Draws from the flow a step.", minimum=1)
     elbo_draws: int = option(256, "Fresh draws for the ELBO before and after, on the full data.", minimum=2)
     prior_precision: float | None = option(

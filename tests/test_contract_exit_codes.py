@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from bnncli.registry import names
+
 SCRIPT = Path(sys.executable).with_name("bnncli")
 Cli = Any
 
@@ -71,7 +73,8 @@ def test_2_is_a_wrong_option_or_argument(cli: Cli, words: list[str]) -> None:
 
 
 def test_2_lists_the_choices_of_a_family(cli: Cli) -> None:
-    assert "expected one of planar, radial; got 'spiral'" in cli("refine", "x", "--flow", "spiral").stderr
+    choices = ", ".join(names("flows"))
+    assert f"expected one of {choices}; got 'spiral'" in cli("refine", "x", "--flow", "spiral").stderr
 
 
 def test_3_is_a_negative_verdict(cli: Cli, small_run: Path) -> None:

@@ -17,7 +17,7 @@ from bnncli.cli.settings import option_fields
 Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
-    "metric": "nll", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "structure": "kron",
+    "metric": "nll", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
     "prior-precision": "2", "max-rhat": "1.5", "draws": "9", "model": "mlp", "elbo-draws": "9",
 }  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_list_in_the_environment_is_separated_by_semicolons(
         ("[refine]\nepochs = 'many'", "2: .refine. epochs: expected a whole number; got 'many'"),
         ("[refine]\nepochs = true", "expected a whole number; got True"),
         ("[refine]\nepochs = 0", "2: .refine. epochs: expected a number of at least 1; got 0"),
-        ("[refine]\nflow = 'spiral'", "expected one of planar, radial; got 'spiral'"),
+        ("[refine]\nflow = 'spiral'", "expected one of affine, .*radial.*; got 'spiral'"),
         ("[predict]\nsplit = 'test'", "expected a list of texts"),
         ("[refin]\nepochs = 3", "1: unknown table .refin.; did you mean 'refine'"),
         ("refine = 3", "unknown table"),

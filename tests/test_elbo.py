@@ -74,7 +74,7 @@ def test_blocks_of_draws_do_not_change_the_weights(monkeypatch: pytest.MonkeyPat
 def test_gain_is_paired_and_agrees_with_separate_estimates() -> None:
     target = make_target()
     before = fit_gaussian(target, start=torch.zeros(2)).gaussian
-    layer = Radial(2, seeded()).requires_grad_(False)
+    layer = Radial(HeadLayout(1, 1), seeded()).requires_grad_(False)
     after = Flow(before, (layer,), "radial", "whitened")
     gain, error = elbo_gain(target, before, after, generator=seeded(), num_samples=4000)
     first, second = (elbo(target, q, generator=seeded(1), num_samples=4000) for q in (before, after))

@@ -2,24 +2,27 @@
 
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bnncli import registry
+from bnncli.flows import SPACES, build_layers
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.layout import HeadLayout
-from bnncli.posteriors.flow import SPACES, Flow, is_idle
+from bnncli.posteriors.flow import Flow, is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
 from bnncli.targets.last_layer import LastLayerTarget
 
 every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
-every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
 every_space = pytest.mark.parametrize("space", SPACES)
+every_flow_and_space = pytest.mark.parametrize(
+    ("kind", "space"),
+    [(kind, space) for kind in registry.names("flows") for space in registry.load_class("flows", kind).spaces],
+)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -37,10 +40,10 @@ def make_gaussian(structure: str = "full", layout: HeadLayout | None = None) -> 
 def make_flow(kind: str, space: str, base: Gaussian) -> Flow:
     layers = []
     for seed in range(3):
-        layer = registry.load_class("flows", kind)(base.layout.num_params, seeded(seed))
+        layer = build_layers(kind, base.layout, seeded(seed), length=1)[0]
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
-            parameter += torch.randn(parameter.shape, generator=seeded(seed), dtype=torch.float64)
+            parameter += 0.4 * torch.randn(parameter.shape, generator=seeded(seed), dtype=torch.float64)
         layers.append(layer)
     return Flow(base, tuple(layers), kind, space)
 
@@ -84,21 +87,21 @@ def test_logit_moments_are_those_of_many_draws(structure: str, layout: HeadLayou
         assert ((empirical - covariance[n]) / scale).abs().max() < 4.5 * (2 / 20_000) ** 0.5
 
 
-@every_flow
-@every_space
+@every_flow_and_space
 def test_flow_density_integrates_to_one(kind: str, space: str) -> None:
     base = make_gaussian(layout=HeadLayout(1, 1))
     flow = make_flow(kind, space, base)
-    scale = float(dense(base).diagonal().max()) ** 0.5
-    centre = flow.sample(2000, seeded()).mean(dim=0)
-    axes = [torch.linspace(float(c) - 14 * scale, float(c) + 14 * scale, 700, dtype=torch.float64) for c in centre]
+    draws = flow.sample(2000, seeded()).double()
+    centre, reach = draws.mean(dim=0), 10 * draws.std(dim=0)
+    axes = [
+        torch.linspace(float(c - r), float(c + r), 700, dtype=torch.float64) for c, r in zip(centre, reach, strict=True)
+    ]
     density = flow.log_density(torch.cartesian_prod(*axes)).exp()
     cell = float(axes[0][1] - axes[0][0]) * float(axes[1][1] - axes[1][0])
     assert float(density.sum()) * cell == pytest.approx(1, abs=5e-3)
 
 
-@every_flow
-@every_space
+@every_flow_and_space
 @every_structure
 def test_flow_density_of_a_draw_is_the_one_it_came_with(kind: str, space: str, structure: str) -> None:
     flow = make_flow(kind, space, make_gaussian(structure))
@@ -116,8 +119,7 @@ def test_a_flow_without_layers_is_its_base(space: str) -> None:
 
 
 @every_structure
-@every_flow
-@every_space
+@every_flow_and_space
 def test_flow_comes_back_from_its_tensors(structure: str, kind: str, space: str) -> None:
     flow = make_flow(kind, space, make_gaussian(structure))
     tensors, meta = flow.to_tensors()
@@ -173,12 +175,22 @@ def test_centers_are_theta_mean_mean_of_draws_and_none() -> None:
 
 
 def test_a_flow_near_the_identity_is_called_idle() -> None:
-    flow = make_flow("radial", "whitened", make_gaussian())
-    assert not is_idle(flow.layers)
-    layer: Any = flow.layers[0]
-    layer.raw_beta.copy_(layer.raw_alpha + 1e-3)
-    assert is_idle((layer,))
-    assert not is_idle(make_flow("planar", "whitened", make_gaussian()).layers)
+    base = make_gaussian()
+    noise = base.noise(50, seeded())
+    assert not is_idle(make_flow("radial", "whitened", base), noise)
+    assert is_idle(Flow(base, (), "radial", "weight"), noise)
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize(("distance", "expected"), [(0.049, True), (0.051, False)])
+def test_a_shift_of_a_twentieth_of_a_standard_deviation_is_not_idle(
+    space: str, distance: float, expected: bool
+) -> None:
+    base = make_gaussian()
+    shift = distance * torch.eye(9, dtype=torch.float64)[:1]
+    layer = build_layers("affine", base.layout, seeded(), length=1)[0].requires_grad_(False)
+    layer.shift.copy_((shift if space == "whitened" else base.covariance.unwhiten(shift))[0])
+    assert is_idle(Flow(base, (layer,), "affine", space), base.noise(50, seeded())) is expected
 
 
 def test_sizes_that_do_not_fit_the_head_are_refused() -> None:

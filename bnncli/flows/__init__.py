@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from bnncli import registry
+from bnncli.errors import UsageError
+from bnncli.layout import HeadLayout
+
+SPACES = ("whitened", "weight")
+DEFAULT_RANK = 16
+DEFAULT_HIDDEN = 64
 
 
 class FlowLayer(Protocol):
-    """What every layer offers; each is also an nn.Module, built as kind(dim, generator)."""
+    """What every layer offers; each is also an nn.Module, built as kind(layout, generator, **settings).
+
+    Args:
+        settings: names of the settings it takes: rank, hidden, scale, and index, its place among the layers. Each is
+            an attribute of the layer as well, with its resolved value.
+        spaces: where it can act, its own choice first.
+        maps: how its stored parameters become those of its formula.
+    """
+
+    settings: ClassVar[tuple[str, ...]]
+    spaces: ClassVar[tuple[str, ...]]
+    maps: ClassVar[str]
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The image of z (S, P) and log|det Jacobian| there, (S,)."""
@@ -18,10 +37,10 @@ class FlowLayer(Protocol):
         """z (S, P) with forward(z) = y (S, P)."""
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The unconstrained parameters, float64 on the CPU."""
+        """The unconstrained parameters, on the CPU, float64 when the layer is."""
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
 
     def summary(self) -> dict[str, float]:
@@ -31,7 +50,63 @@ class FlowLayer(Protocol):
         """Moves the layer, as every nn.Module does."""
 
 
+def build_layers(
+    kind: str, layout: HeadLayout, generator: torch.Generator, *, length: int, **settings: Any
+) -> tuple[Any, ...]:
+    """`length` layers of one kind; a setting of None is left to the kind.
+
+    Raises:
+        UsageError: when there is no such kind, or it does not take a setting.
+    """
+    load = registry.load_class("flows", kind)
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in load.settings:
+            takers = [flow for flow in registry.names("flows") if name in registry.load_class("flows", flow).settings]
+            raise UsageError(f"--{name}: {kind} layers have none; flows that take it: {', '.join(takers)}")
+    places = [{"index": index} if "index" in load.settings else {} for index in range(length)]
+    return tuple(load(layout, generator, **given, **place) for place in places)
+
+
+def settings_of(layer: FlowLayer) -> dict[str, Any]:
+    """The resolved settings that all layers of a flow share."""
+    return {name: getattr(layer, name) for name in layer.settings if name != "index"}
+
+
+def choose_space(kind: str, space: str) -> str:
+    """Where layers of this kind act: `space`, or their own choice for auto. Raises UsageError when they cannot."""
+    load = registry.load_class("flows", kind)
+    if space == "auto":
+        return str(load.spaces[0])
+    if space not in load.spaces:
+        raise UsageError(
+            f"--space: {kind} layers act in {' or '.join(load.spaces)} space; got {space!r}",
+            hint=getattr(load, "spaces_reason", None),
+        )
+    return space
+
+
+def choose_rank(rank: int | None, layout: HeadLayout) -> int:
+    """`rank`, or the default where it is None. Raises UsageError when theta has fewer coordinates."""
+    if rank is None:
+        return min(DEFAULT_RANK, layout.num_params)
+    if not 1 <= rank <= layout.num_params:
+        raise UsageError(f"--rank: expected 1 to {layout.num_params}, the number of parameters; got {rank}")
+    return rank
+
+
 def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:
     """Float64 numbers from U(-bound, bound), on the generator's device."""
     unit = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
     return (2 * unit - 1) * bound
+
+
+def zeros(*shape: int, generator: torch.Generator) -> nn.Parameter:
+    """A parameter of float64 zeros, on the generator's device."""
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=generator.device))
+
+
+def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by name, on the CPU; floating-point ones as float64."""
+    state = {name: value.detach().cpu().clone() for name, value in layer.state_dict().items()}
+    return {name: value.double() if value.is_floating_point() else value for name, value in state.items()}

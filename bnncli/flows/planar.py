@@ -7,13 +7,14 @@ equation.
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import uniform
+from bnncli.flows import SPACES, tensors_of, uniform
+from bnncli.layout import HeadLayout
 
 # Halving an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60
@@ -26,12 +27,17 @@ class Planar(nn.Module):
     bias 0, as in Pyro.
 
     Args:
-        dim: P.
+        layout: of theta; only P matters.
         generator: of the initial parameters.
     """
 
-    def __init__(self, dim: int, generator: torch.Generator) -> None:
+    settings: ClassVar[tuple[str, ...]] = ()
+    spaces: ClassVar[tuple[str, ...]] = SPACES
+    maps: ClassVar[str] = "u = raw_u + (softplus(w . raw_u) - 1 - w . raw_u) w / |w|^2"
+
+    def __init__(self, layout: HeadLayout, generator: torch.Generator) -> None:
         super().__init__()
+        dim = layout.num_params
         bound = 1 / math.sqrt(dim)
         self.w = nn.Parameter(uniform((dim,), bound, generator))
         self.raw_u = nn.Parameter(uniform((dim,), bound, generator))
@@ -58,12 +64,12 @@ class Planar(nn.Module):
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`w` (P,), `raw_u` (P,), `bias` (1,), float64."""
-        return {name: value.detach().double().cpu().clone() for name, value in self.named_parameters()}
+        return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        layer = cls(tensors["w"].shape[0], torch.Generator()).to(dtype=tensors["w"].dtype)
+        layer = cls(layout, torch.Generator())
         layer.load_state_dict(tensors)
         return layer
 

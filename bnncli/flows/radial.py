@@ -7,13 +7,14 @@ quadratic, because the layer only moves points along the ray from x0.
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import uniform
+from bnncli.flows import SPACES, tensors_of, uniform
+from bnncli.layout import HeadLayout
 
 
 class Radial(nn.Module):
@@ -23,12 +24,17 @@ class Radial(nn.Module):
     U(-1/sqrt(P), 1/sqrt(P)) as in Pyro.
 
     Args:
-        dim: P.
+        layout: of theta; only P matters.
         generator: of the initial parameters.
     """
 
-    def __init__(self, dim: int, generator: torch.Generator) -> None:
+    settings: ClassVar[tuple[str, ...]] = ()
+    spaces: ClassVar[tuple[str, ...]] = SPACES
+    maps: ClassVar[str] = "alpha = softplus(raw_alpha); beta = -alpha + softplus(raw_beta)"
+
+    def __init__(self, layout: HeadLayout, generator: torch.Generator) -> None:
         super().__init__()
+        dim = layout.num_params
         bound = 1 / math.sqrt(dim)
         self.x0 = nn.Parameter(uniform((dim,), bound, generator))
         self.raw_alpha = nn.Parameter(uniform((1,), bound, generator))
@@ -57,12 +63,12 @@ class Radial(nn.Module):
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`x0` (P,), `raw_alpha` (1,), `raw_beta` (1,), float64."""
-        return {name: value.detach().double().cpu().clone() for name, value in self.named_parameters()}
+        return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        layer = cls(tensors["x0"].shape[0], torch.Generator()).to(dtype=tensors["x0"].dtype)
+        layer = cls(layout, torch.Generator())
         layer.load_state_dict(tensors)
         return layer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli import registry
 from bnncli.devices import single_threaded
 from bnncli.errors import NumericError
-from bnncli.flows import FlowLayer
-from bnncli.posteriors.flow import SPACES, Flow
+from bnncli.flows import FlowLayer, build_layers, choose_space
+from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget, ValueWithGradient, batch_log_likelihood_and_grad
@@ -86,8 +86,9 @@ def fit_flow(
     epochs: int = 20,
     batch_size: int = 128,
     learning_rate: float = 1e-3,
-    space: str = "whitened",
+    space: str = "auto",
     num_draws: int = 1,
+    settings: Mapping[str, Any] | None = None,
     progress: Progress = SILENT,
 ) -> RefineFit:
     """The flow of `length` layers on base that maximises the ELBO of target.
@@ -101,19 +102,19 @@ def fit_flow(
         epochs: passes over the data, 20 as published.
         batch_size: examples a step, 128 as published.
         learning_rate: of Adam, falling to 0 as a cosine; 1e-3 as published.
-        space: where the layers act: whitened, theta = m + L F(z), or weight, theta = F(m + L z), as published.
+        space: where the layers act: whitened, theta = m + L F(z), or weight, theta = F(m + L z), as published; auto is
+            the kind's own choice.
         num_draws: theta drawn a step, 1 as published.
+        settings: of the layers: rank, hidden, scale; those left out or None are the kind's own.
         progress: advanced once a step.
 
     Raises:
         NumericError: when the ELBO of an epoch is not finite.
-        UsageError: when there is no such flow.
+        UsageError: when there is no such flow, or it does not take a setting or the space.
     """
-    if space not in SPACES:
-        raise ValueError(f"space: expected one of {', '.join(SPACES)}; got {space!r}")
     started = time.perf_counter()
-    kind = registry.load_class("flows", flow)
-    layers = tuple(kind(target.layout.num_params, generator) for _ in range(length))
+    space = choose_space(flow, space)
+    layers = build_layers(flow, target.layout, generator, length=length, **(settings or {}))
     dtype = target.dtype
     layers = tuple(layer.to(device=target.device, dtype=dtype) for layer in layers)
     covariance = base.covariance.to(device=target.device, dtype=dtype)

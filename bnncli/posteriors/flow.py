@@ -6,7 +6,6 @@ log q(F(z)) = log N(z) - sum_l log|det J_l(z_{l-1})|.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.flows import FlowLayer
+from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-
-SPACES = ("whitened", "weight")
 
 
 @dataclass(frozen=True)
@@ -77,29 +74,30 @@ class Flow:
     def to(self, device: torch.device | str) -> Flow:
         """A copy on another device."""
         kind = registry.load_class("flows", self.kind)
-        layers = tuple(kind.from_tensors(layer.to_tensors()).to(device=device) for layer in self.layers)
+        layers = tuple(kind.from_tensors(layer.to_tensors(), self.layout).to(device=device) for layer in self.layers)
         return replace(self, base=self.base.to(device), layers=layers)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The base's tensors and `flow.<i>.<parameter>`; kind, length and space as JSON."""
+        """The base's tensors and `flow.<i>.<parameter>`; kind, length, space and settings as JSON."""
         tensors, meta = self.base.to_tensors()
         tensors["base.prior.precision"] = tensors.pop("prior.precision")  # the target's may be another
         for i, layer in enumerate(self.layers):
             tensors |= {f"flow.{i}.{name}": value for name, value in layer.to_tensors().items()}
         flow_meta = {"type": self.type, "flow": self.kind, "length": len(self.layers), "space": self.space}
-        return tensors, {**meta, **flow_meta}
+        settings = settings_of(self.layers[0]) if self.layers else {}
+        return tensors, {**meta, **flow_meta, "settings": settings}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Flow:
         """The inverse of to_tensors."""
         kind = registry.load_class("flows", meta["flow"])
+        base = Gaussian.from_tensors({**tensors, "prior.precision": tensors["base.prior.precision"]}, meta)
         layers = []
         for i in range(meta["length"]):
             prefix = f"flow.{i}."
             own = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
-            layers.append(kind.from_tensors(own))
-        base_tensors = {**tensors, "prior.precision": tensors["base.prior.precision"]}
-        return cls(Gaussian.from_tensors(base_tensors, meta), tuple(layers), meta["flow"], meta["space"])
+            layers.append(kind.from_tensors(own, base.layout))
+        return cls(base, tuple(layers), meta["flow"], meta["space"])
 
     def _push(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (S, P) through all layers, and the sum of their log determinants (S,)."""
@@ -110,7 +108,12 @@ class Flow:
         return x, log_det
 
 
-def is_idle(layers: tuple[FlowLayer, ...], threshold: float = 1e-2) -> bool:
-    """Whether radial layers do next to nothing: every |beta| below the threshold. False for other layers."""
-    betas = [layer.summary().get("beta", math.inf) for layer in layers]
-    return all(abs(beta) < threshold for beta in betas)
+def is_idle(flow: Flow, noise: Tensor, threshold: float = 0.05) -> bool:
+    """Whether the layers do next to nothing: they move theta by less than `threshold` standard deviations of the base.
+
+    The move is the distance in whitened coordinates, root mean square over noise (S, P): a shift by 0.05 is a
+    Kullback-Leibler divergence of 0.001 nats.
+    """
+    theta, _ = flow.from_noise(noise)
+    moved = flow.base.covariance.whiten(theta - flow.base.mean) - noise
+    return bool(moved.square().sum(dim=1).mean().sqrt() < threshold)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, NumericError, UsageError
+from bnncli.flows import build_layers, choose_space, settings_of
 from bnncli.inference.elbo import elbo, elbo_gain
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.options import RefineOptions
@@ -30,6 +32,7 @@ from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
+IDLE_DRAWS = 64
 NUM_STANDARD_ERRORS = 3.0
 NEGLIGIBLE_NATS = 0.5
 CLOSE_LOG_WEIGHT_SD = 2.0
@@ -39,6 +42,8 @@ FAR_LOG_WEIGHT_SD = 5.0
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish; the result's metrics have the ELBO before and after."""
     train = load_split(run, "train").check_labeled()
+    layer = _one_layer(options, train)
+    options = replace(options, space=choose_space(options.flow, options.space), **settings_of(layer))
     base_path, sources = None, [train.source]
     if options.base != "prior":
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
@@ -48,7 +53,8 @@ def run(run: Run, options: RefineOptions) -> Result:
     prior_precision = _prior_precision(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
-    size = (base_path.stat().st_size if base_path else 0) + train.layout.num_params * 8 * (options.length + 4)
+    num_stored = train.layout.num_params * 4 + options.length * sum(part.numel() for part in layer.parameters())
+    size = (base_path.stat().st_size if base_path else 0) + 8 * num_stored
     run.folder.check_name_is_free(target)
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
@@ -57,6 +63,16 @@ def run(run: Run, options: RefineOptions) -> Result:
         return _compute(run, options, train, base, prior_precision, target)
 
     return produce(run, request, compute, when_fresh=_when_fresh)
+
+
+def _one_layer(options: RefineOptions, train: Split) -> Any:
+    """A layer as the fit will build them: it knows its settings and its size. Raises UsageError for a wrong setting."""
+    return build_layers(options.flow, train.layout, torch.Generator(), length=1, **_settings(options))[0]
+
+
+def _settings(options: RefineOptions) -> dict[str, Any]:
+    """The options that are settings of the layers."""
+    return {"rank": options.rank, "hidden": options.hidden, "scale": options.scale}
 
 
 def _prior_precision(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> float:
@@ -115,6 +131,7 @@ def _compute(
         learning_rate=options.learning_rate,
         space=options.space,
         num_draws=options.num_draws,
+        settings=_settings(options),
         generator=run.stream("refine/train"),
         progress=run.console,
     )
@@ -130,7 +147,7 @@ def _compute(
         "num_examples": len(train.content.features),
         "metrics": metrics,
         "classes": train.content.classes,
-        "maps": {"radial": "alpha = softplus(raw_alpha); beta = -alpha + softplus(raw_beta)"}.get(options.flow),
+        "maps": fit.posterior.layers[0].maps,
     }
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
@@ -165,10 +182,11 @@ def _metrics(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
         "elbo_gain": {"value": gain, "standard_error": gain_error},
         "elbo_draws": draws,
         "verdict": verdict,
-        "is_idle": is_idle(fit.posterior.layers),
+        "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
         "flow": options.flow,
         "length": options.length,
         "space": options.space,
+        "settings": {name: value for name, value in _settings(options).items() if value is not None},
         "layers": [dict(layer.summary()) for layer in fit.posterior.layers],
         "epochs": options.epochs,
     }

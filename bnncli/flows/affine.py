@@ -1,0 +1,130 @@
+"""Affine flow: a learned shift and a learned linear scale, the Gaussians that the base can become.
+
+One such layer is Gaussian variational inference started from the base. The linear part is Kronecker-factored, as
+in Louizos and Welling (2016), arXiv:1603.04733, or diagonal plus low rank, as in Ong, Nott and Smith (2018),
+arXiv:1701.03208, with determinant and inverse by the matrix determinant lemma and Woodbury's identity.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from bnncli.errors import UsageError
+from bnncli.flows import SPACES, choose_rank, tensors_of, zeros
+from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
+from bnncli.layout import HeadLayout
+
+
+class Affine(nn.Module):
+    """F(z) = shift + d M z with a diagonal d > 0; starts as the identity.
+
+    kron: M z = vec(B Z A^T), Z (K, F) the weight with the bias as its last column, A (F, F) and B (K, K) lower
+    triangular with positive diagonals.
+
+    low-rank: M = I + Q (C - I) Q^T, Q (P, R) orthonormal, C (R, R) lower triangular with a positive diagonal. M M^T is
+    then I + Q (C C^T - I) Q^T, any positive definite matrix that differs from I by rank R: variances shrink as well as
+    grow and correlations have either sign, which a plain I + U U^T cannot do, and F is invertible for all parameters.
+
+    Args:
+        layout: how the matrix lies in theta.
+        generator: of the first directions Q.
+        scale: kron or low-rank.
+        rank: R, for low-rank; 16 by default.
+
+    Raises:
+        UsageError: when rank comes with kron, or is above P.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("scale", "rank")
+    spaces: ClassVar[tuple[str, ...]] = SPACES
+    maps: ClassVar[str] = (
+        "d = exp(log_scale); lower(raw) = tril(raw, -1) + diag(exp(diag(raw))); A = lower(feature_factor); "
+        "B = lower(output_factor); C = lower(core); Q = first columns of the Householder reflections along basis"
+    )
+
+    def __init__(
+        self, layout: HeadLayout, generator: torch.Generator, *, scale: str = "kron", rank: int | None = None
+    ) -> None:
+        super().__init__()
+        self.layout, self.scale = layout, scale
+        self.shift = zeros(layout.num_params, generator=generator)
+        self.log_scale = zeros(layout.num_params, generator=generator)
+        self.rank: int | None = None
+        if scale == "kron":
+            if rank is not None:
+                raise UsageError("--rank: --scale kron has none; give --scale low-rank")
+            num_columns = layout.num_features + layout.has_bias
+            self.feature_factor = zeros(num_columns, num_columns, generator=generator)
+            self.output_factor = zeros(layout.num_outputs, layout.num_outputs, generator=generator)
+        else:
+            self.rank = choose_rank(rank, layout)
+            self.basis = reflection_vectors(layout.num_params, self.rank, generator)
+            self.core = zeros(self.rank, self.rank, generator=generator)
+
+    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The image of z (S, P) and log|det J|, the same number for all, (S,)."""
+        if self.scale == "kron":
+            matrix = self.layout.augment(z)
+            rows = matrix @ _lower(self.feature_factor).T
+            moved = self.layout.flatten(_lower(self.output_factor) @ rows)
+        else:
+            basis = orthonormal_columns(self.basis)
+            moved = z + (z @ basis) @ (_lower_less_identity(self.core).T @ basis.T)
+        return torch.addcmul(self.shift, self.log_scale.exp(), moved), self._log_det().expand(z.shape[0])
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """z (S, P) with F(z) = y: triangular solves, with R right-hand sides' worth of work for low-rank."""
+        moved = (y - self.shift) * (-self.log_scale).exp()
+        solve = torch.linalg.solve_triangular
+        if self.scale == "kron":
+            rows = solve(_lower(self.output_factor), self.layout.augment(moved), upper=False)
+            return self.layout.flatten(solve(_lower(self.feature_factor).T, rows, upper=True, left=False))
+        basis = orthonormal_columns(self.basis)
+        inside = moved @ basis
+        return moved + (solve(_lower(self.core), inside.T, upper=False).T - inside) @ basis.T
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """`shift`, `log_scale` (P,); `feature_factor` (F, F), `output_factor` (K, K), or `basis` (P, R), `core` (R, R)."""
+        return tensors_of(self)
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+        """The inverse of to_tensors."""
+        if "core" in tensors:
+            layer = cls(layout, torch.Generator(), scale="low-rank", rank=tensors["core"].shape[0])
+        else:
+            layer = cls(layout, torch.Generator(), scale="kron")
+        layer.load_state_dict(tensors)
+        return layer
+
+    def summary(self) -> dict[str, float]:
+        """|shift|, log|det J|, and the smallest and the largest number that a coordinate is scaled by on its own."""
+        with torch.no_grad():
+            scale = self.log_scale.exp()
+            return {
+                "shift_norm": float(self.shift.norm()),
+                "log_det": float(self._log_det()),
+                "min_scale": float(scale.min()),
+                "max_scale": float(scale.max()),
+            }
+
+    def _log_det(self) -> Tensor:
+        """log|det J|, a scalar: det(B kron A) = det(B)^F det(A)^K; det M = det C by the determinant lemma."""
+        if self.scale == "kron":
+            num_outputs, num_columns = self.output_factor.shape[0], self.feature_factor.shape[0]
+            features, outputs = self.feature_factor.diagonal().sum(), self.output_factor.diagonal().sum()
+            return self.log_scale.sum() + num_columns * outputs + num_outputs * features
+        return self.log_scale.sum() + self.core.diagonal().sum()
+
+
+def _lower(raw: Tensor) -> Tensor:
+    """Lower triangular with the positive diagonal exp(diag(raw))."""
+    return raw.tril(-1) + torch.diag(raw.diagonal().exp())
+
+
+def _lower_less_identity(raw: Tensor) -> Tensor:
+    """_lower(raw) - I, exact near 0."""
+    return raw.tril(-1) + torch.diag(raw.diagonal().expm1())

@@ -1,0 +1,68 @@
+"""refine's flow options on the command line: what is recorded, what is refused, what a saved flow gives back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bnncli.stages._inputs import open_posterior
+
+Cli = Any
+QUICK = ("--epochs", 1, "--length", 2, "--elbo-draws", 8)
+
+
+def refined(cli: Cli, small_run: Path, *words: object) -> Path:
+    done = cli("refine", small_run, "--name", "flow", *QUICK, *words)
+    assert done.code == 0, done.stderr
+    return small_run.with_name("small.bnn") / "posteriors" / "flow.safetensors"
+
+
+def test_params_record_the_settings_that_were_resolved(cli: Cli, small_run: Path) -> None:
+    path = refined(cli, small_run, "--flow", "affine", "--scale", "low-rank")
+    params = cli("inspect", path, "--json").json["provenance"]["params"]
+    assert (params["scale"], params["rank"], params["hidden"], params["space"]) == ("low-rank", 16, None, "whitened")
+
+
+def test_the_flows_own_default_said_aloud_is_the_same_request(cli: Cli, small_run: Path) -> None:
+    refined(cli, small_run, "--flow", "affine")
+    done = cli(
+        "refine", small_run, "--name", "flow", *QUICK, "--flow", "affine", "--scale", "kron", "--space", "whitened"
+    )
+    assert done.code == 0
+    assert "up to date" in done.stderr
+
+
+def test_another_setting_is_another_request(cli: Cli, small_run: Path) -> None:
+    refined(cli, small_run, "--flow", "affine")
+    assert cli("refine", small_run, "--name", "flow", *QUICK, "--flow", "affine", "--scale", "low-rank").code == 73
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--rank", 4), "--rank: radial layers have none; flows that take it: affine"),
+        (("--flow", "planar", "--scale", "kron"), "--scale: planar layers have none; flows that take it: affine"),
+        (("--flow", "affine", "--rank", 4), "--rank: --scale kron has none"),
+        (("--flow", "affine", "--scale", "low-rank", "--rank", 99), "--rank: expected 1 to 18"),
+        (("--rank", 0), "--rank: expected a number of at least 1"),
+    ],
+)
+def test_a_setting_that_the_flow_does_not_take_is_refused(
+    cli: Cli, small_run: Path, words: tuple[object, ...], why: str
+) -> None:
+    done = cli("refine", small_run, "--name", "flow", *words)
+    assert done.code == 2
+    assert why in done.stderr
+
+
+def test_a_saved_flow_loads_and_has_the_same_density(cli: Cli, small_run: Path) -> None:
+    path = refined(cli, small_run, "--flow", "affine", "--scale", "low-rank", "--rank", 3)
+    posterior, header = open_posterior(path)
+    assert header.meta["settings"] == {"scale": "low-rank", "rank": 3}
+    assert "C = lower(core)" in header.meta["maps"]
+    theta, log_density = posterior.from_noise(posterior.noise(6, torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(posterior.log_density(theta), log_density, rtol=1e-8, atol=1e-8)
+    assert posterior.layers[1].core.abs().max() > 0
