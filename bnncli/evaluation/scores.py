@@ -22,8 +22,12 @@ def accuracy(probs: NDArray, labels: NDArray) -> float:
 
 def nll(probs: NDArray, labels: NDArray) -> float:
     """Mean negative log probability of the label, nats per example, clamped at SMALLEST_PROBABILITY."""
-    of_label = _of_label(probs, labels)
-    return float(-np.mean(np.log(np.maximum(of_label, SMALLEST_PROBABILITY))))
+    return float(np.mean(nll_per_example(probs, labels)))
+
+
+def nll_per_example(probs: NDArray, labels: NDArray) -> NDArray[np.float64]:
+    """Negative log probability (N,) of each example's label, nats, clamped at SMALLEST_PROBABILITY."""
+    return -np.log(np.maximum(_of_label(probs, labels), SMALLEST_PROBABILITY))
 
 
 def brier(probs: NDArray, labels: NDArray) -> float:

@@ -36,6 +36,12 @@ class ElboEstimate:
     log_weights: Tensor
     log_weight_sd: float
 
+    @classmethod
+    def of(cls, log_weights: Tensor) -> ElboEstimate:
+        """The estimate that log weights (S,) give."""
+        sd = float(log_weights.std())
+        return cls(float(log_weights.mean()), sd / math.sqrt(len(log_weights)), log_weights, sd)
+
 
 def elbo(
     target: LastLayerTarget,
@@ -55,9 +61,7 @@ def elbo(
         progress: advanced once a draw.
     """
     noise = posterior.noise(num_samples, generator)
-    weights = _log_weights(target, posterior, noise, progress)
-    sd = float(weights.std())
-    return ElboEstimate(float(weights.mean()), sd / math.sqrt(num_samples), weights, sd)
+    return ElboEstimate.of(_log_weights(target, posterior, noise, progress))
 
 
 def elbo_gain(

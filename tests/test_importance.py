@@ -1,0 +1,119 @@
+"""Importance diagnostics against weights whose tail and mean are known, and Gaussian targets in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bnncli.covariances.diag import Diag
+from bnncli.inference import importance
+from bnncli.inference.importance import diagnose_importance, diagnose_weights, k_threshold
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.targets.last_layer import LastLayerTarget
+
+LAYOUT = HeadLayout(1, 3)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pareto_log_weights(shape: float, size: int, seed: int = 0) -> torch.Tensor:
+    """Logs of Pareto weights of this shape; their mean is 1 / (1 - shape)."""
+    return -shape * torch.rand(size, generator=seeded(seed), dtype=torch.float64).log()
+
+
+def prior_target(prior_precision: float = 1.0) -> LastLayerTarget:
+    """A target that is its prior: Gaussian, evidence 1."""
+    features = torch.ones(4, 3, dtype=torch.float64)
+    return LastLayerTarget(features, torch.zeros(4, dtype=torch.int64), LAYOUT, prior_precision, likelihood_scale=0.0)
+
+
+def gaussian(precision: float) -> Gaussian:
+    zeros = torch.zeros(LAYOUT.num_params, dtype=torch.float64)
+    return Gaussian(zeros, Diag.from_hessian({"hessian.diag": zeros}, precision, LAYOUT), LAYOUT, precision)
+
+
+@pytest.mark.parametrize("shape", [0.2, 0.5, 1.0])
+def test_k_is_the_shape_of_pareto_weights(shape: float) -> None:
+    size = 100_000
+    tail = 3 * math.sqrt(size)
+    shrunk = (tail * shape + 5) / (tail + 10)  # the fit's own prior
+    found = diagnose_weights(pareto_log_weights(shape, size)).pareto_k
+    assert found == pytest.approx(shrunk, abs=4 * (1 + shape) / math.sqrt(tail))
+
+
+def test_the_evidence_is_the_logarithm_of_the_mean_weight_within_its_error() -> None:
+    scores = []
+    for seed in range(40):
+        found = diagnose_weights(pareto_log_weights(0.3, 2000, seed) - 5000)
+        assert found.log_evidence is not None
+        assert found.log_evidence_error is not None
+        scores.append((found.log_evidence + 5000 + math.log(0.7)) / found.log_evidence_error)
+    assert abs(sum(scores) / 40) < 4 / math.sqrt(40)
+    assert 0.6 < torch.tensor(scores).square().mean().sqrt() < 1.5
+
+
+def test_the_evidence_is_undefined_with_a_reason_above_the_threshold() -> None:
+    found = diagnose_weights(pareto_log_weights(1.5, 2000))
+    assert found.log_evidence is None
+    assert found.log_evidence_error is None
+    assert found.pareto_k is not None
+    assert found.pareto_k > found.k_threshold
+    assert "above 0.70" in str(found.evidence_undefined)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(100, 0.5), (1000, 2 / 3), (8192, 0.7)])
+def test_the_threshold_of_k_grows_with_the_draws_up_to_seven_tenths(size: int, expected: float) -> None:
+    assert k_threshold(size) == pytest.approx(expected)
+
+
+def test_a_wider_gaussian_has_its_kl_divergence_and_the_evidence_of_the_target() -> None:
+    found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), num_draws=4000)
+    kl = 0.5 * LAYOUT.num_params * (2.0 - 1 - math.log(2.0))  # q has variance 2
+    assert found.elbo_error is not None
+    assert found.elbo == pytest.approx(-kl, abs=4 * found.elbo_error)
+    # log w = log 2 P/2 - |theta|^2 / 4 with |theta|^2 = 2 chi^2_P, of variance 2 P
+    assert found.log_weight_sd == pytest.approx(math.sqrt(2 * LAYOUT.num_params) / 2, rel=0.1)
+    assert found.pareto_k is not None
+    assert found.pareto_k < 0.1  # the weights are bounded
+    assert found.log_evidence_error is not None
+    assert found.log_evidence == pytest.approx(0, abs=4 * found.log_evidence_error)
+
+
+def test_a_narrower_gaussian_has_heavy_tails() -> None:
+    # Weights exp(0.4 |z|^2) of z ~ N(0, I): P(w > t) falls like t^{-1 / 0.8}.
+    found = diagnose_importance(prior_target(1.0), gaussian(5.0), generator=seeded(), num_draws=4000)
+    assert found.pareto_k is not None
+    assert found.pareto_k > 0.7
+    assert found.log_evidence is None
+
+
+def test_the_posterior_itself_has_equal_weights_and_the_evidence_without_error() -> None:
+    found = diagnose_importance(prior_target(2.0), gaussian(2.0), generator=seeded())
+    assert (found.num_draws, found.pareto_k) == (512, None)
+    assert "equal" in str(found.undefined)
+    assert found.log_evidence == pytest.approx(0, abs=1e-10)
+    assert found.log_weight_sd == pytest.approx(0, abs=1e-10)
+
+
+def test_draws_double_until_the_standard_error_suffices_or_the_cap_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Standard deviation 1.4 around an ELBO of -0.6 nats: 1 % needs more draws than are allowed.
+    assert diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded()).num_draws == 8192
+    monkeypatch.setattr(importance, "WANTED_SHARE", 0.06)
+    found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded())
+    assert found.num_draws in (1024, 2048)
+    assert found.elbo is not None
+    assert found.elbo_error is not None
+    assert found.elbo_error <= 0.06 * abs(found.elbo)
+    assert diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), num_draws=30).num_draws == 30
+
+
+def test_few_or_infinite_weights_are_undefined_with_the_reason() -> None:
+    few = diagnose_weights(torch.arange(9.0))
+    assert (few.elbo, few.pareto_k, few.undefined) == (4.0, None, "needs at least 25 draws, got 9")
+    bad = diagnose_weights(torch.tensor([0.0, -math.inf, 1.0]))
+    assert (bad.elbo, bad.log_weight_sd, bad.undefined) == (None, None, "1 of 3 log weights are not finite")
