@@ -174,8 +174,8 @@ class FitLaplaceOptions(Checked):
 
     structure: str = option(
         "auto",
-        "Structure of the covariance: full, kron, diag; auto is full where it fits in memory and has at most 6,000 parameters, else kron.",
-        choices=("auto", "full", "kron", "diag"),
+        "Structure of the covariance: full; block (all pairs of one output's parameters); kron; diag. auto is full where it fits in memory and has at most 6,000 parameters, else kron.",
+        choices=("auto", "full", "block", "kron", "diag"),
     )
     center: str = option(
         "mode",

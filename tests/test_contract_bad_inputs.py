@@ -10,6 +10,8 @@ import h5py
 import numpy as np
 import pytest
 
+from bnncli import registry
+
 Cli = Any
 Arrays = dict[str, np.ndarray]
 
@@ -93,7 +95,7 @@ def one_example(arrays: Arrays) -> Arrays:
     }
 
 
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", registry.names("covariances"))
 @pytest.mark.parametrize(
     "arrays",
     [

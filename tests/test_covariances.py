@@ -6,10 +6,12 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli import registry
+from bnncli.covariances import block
 from bnncli.covariances.full import Full
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron
 from bnncli.layout import HeadLayout
+from bnncli.targets import stream
 from bnncli.targets.last_layer import LastLayerTarget
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
@@ -47,9 +49,17 @@ def kron_to_dense(parts: dict[str, Tensor], layout: HeadLayout) -> Tensor:
     return out
 
 
+def blocks_to_dense(blocks: Tensor, layout: HeadLayout) -> Tensor:
+    places = layout.augment(torch.arange(layout.num_params)).flatten()
+    out = torch.empty(layout.num_params, layout.num_params, dtype=torch.float64)
+    out[places[:, None], places] = torch.block_diag(*blocks)
+    return out
+
+
 DENSE = {
     "full": lambda parts, layout: parts["hessian.full"],
     "kron": kron_to_dense,
+    "block": lambda parts, layout: blocks_to_dense(parts["hessian.block"], layout),
     "diag": lambda parts, layout: parts["hessian.diag"].diag(),
 }
 
@@ -72,6 +82,17 @@ def test_full_ggn_is_autograds_hessian(layout: HeadLayout) -> None:
 def test_diag_ggn_is_the_diagonal_of_autograds_hessian(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
     torch.testing.assert_close(ggn_diag(target, theta), autograd_hessian(target, theta).diagonal())
+
+
+@every_layout
+def test_block_ggn_is_autograds_hessian_within_each_output(layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(block._BLOCK_EXAMPLES, "cpu", 7)
+    monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 7 * 2 * 5)
+    target, theta = make_target(layout), draw_theta(layout)
+    output_of = layout.flatten(torch.arange(layout.num_outputs).unsqueeze(1).expand(-1, 4 + layout.has_bias))
+    expected = autograd_hessian(target, theta) * (output_of[:, None] == output_of)
+    got = blocks_to_dense(ggn(target, theta, "block")["hessian.block"], layout)
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
 @every_layout
@@ -192,13 +213,20 @@ def test_a_singular_precision_gets_a_recorded_jitter() -> None:
     assert make_covariance("full", LAYOUTS[0])[0].jitter == 0  # type: ignore[attr-defined]
 
 
+def test_a_singular_block_gets_a_recorded_jitter() -> None:
+    singular = {"hessian.block": torch.ones(3, 5, 5, dtype=torch.float64)}
+    covariance = block.Block.from_hessian(singular, 0.0, LAYOUTS[0])
+    assert 0 < covariance.jitter < 1e-5
+    assert block.Block.from_tensors(covariance.to_tensors(), LAYOUTS[0]).jitter == covariance.jitter
+
+
 def test_an_indefinite_precision_is_an_error() -> None:
     indefinite = {"hessian.full": torch.diag(torch.tensor([1.0] * 14 + [-5.0]))}
     with pytest.raises(NumericError, match="not positive definite"):
         Full.from_hessian(indefinite, 1.0, LAYOUTS[0])
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("structure", ["block", "diag", "kron"])
 def test_a_hessian_that_is_not_finite_is_an_error(structure: str) -> None:
     parts = ggn(make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0]), structure)
     broken = {name: part * float("nan") for name, part in parts.items()}
@@ -207,5 +235,5 @@ def test_a_hessian_that_is_not_finite_is_an_error(structure: str) -> None:
 
 
 def test_an_unknown_structure_is_refused_with_the_choices() -> None:
-    with pytest.raises(UsageError, match="diag, full, kron"):
+    with pytest.raises(UsageError, match="block, diag, full, kron"):
         ggn(make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0]), "low-rank")

@@ -90,7 +90,7 @@ def test_a_known_hessian_saves_steps_and_gives_the_same_fit() -> None:
 
 
 def test_unknown_structure_and_center_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected one of diag, full, kron"):
-        fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), structure="block")
+    with pytest.raises(UsageError, match="expected one of block, diag, full, kron"):
+        fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), structure="low-rank")
     with pytest.raises(ValueError, match="expected one of mode, checkpoint"):
         fit_gaussian(make_target(LAYOUTS[0]), start=start(LAYOUTS[0]), center="mean")

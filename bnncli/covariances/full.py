@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances._products import pack_quadratic_form, packed_products, unpack_symmetric
-from bnncli.errors import NumericError
+from bnncli.covariances._roots import inverse_root
 from bnncli.layout import HeadLayout
 
-# Relative to the mean diagonal of the precision; beyond the last step the matrix is wrong, not rounded.
-JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6)
 _BLOCK_EXAMPLES = 1024
 
 
@@ -74,22 +72,9 @@ class Full:
             NumericError: when even the largest jitter leaves the precision without a Cholesky factor.
         """
         precision = hessian["hessian.full"].double().clone()
-        diagonal = precision.diagonal()
-        diagonal += prior_precision
-        size = float(diagonal.mean())
-        eye = torch.eye(precision.shape[0], dtype=precision.dtype, device=precision.device)
-        for step in JITTERS:
-            # With the order of the parameters reversed, the inverse of the factor is lower triangular again.
-            factor, failed = torch.linalg.cholesky_ex((precision + step * size * eye).flip(0, 1))
-            if not failed:
-                upper = factor.flip(0, 1)
-                scale = torch.linalg.solve_triangular(upper, eye, upper=True).T.contiguous()
-                if torch.isfinite(scale).all():
-                    return cls(scale, jitter=step * size)
-        raise NumericError(
-            "the posterior precision is not positive definite",
-            hint="use a larger --prior-precision, or --structure kron",
-        )
+        precision.diagonal().add_(prior_precision)
+        scale, jitter = inverse_root(precision)
+        return cls(scale, jitter=jitter)
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T, (S, P)."""

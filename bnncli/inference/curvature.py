@@ -18,7 +18,7 @@ _BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
 def ggn(target: LastLayerTarget, theta: Tensor, structure: str) -> dict[str, Tensor]:
     """The Hessian of -log likelihood at theta (P,), in the parts and under the names of that structure.
 
-    full: `hessian.full` (P, P); kron: `hessian.kron.A` (F, F), `hessian.kron.B` (K, K); diag: `hessian.diag` (P,).
+    full: `hessian.full` (P, P); block: `hessian.block` (K, F, F); kron: `hessian.kron.A` (F, F), `hessian.kron.B` (K, K); diag: `hessian.diag` (P,).
     Sums over the examples (twice the data, twice the Hessian), times the target's likelihood_scale; float64.
 
     Raises:

@@ -53,7 +53,7 @@ def fit_gaussian(
     Args:
         target: the log posterior.
         start: (P,), the checkpoint's head.
-        structure: of the covariance: full, kron, diag.
+        structure: of the covariance: full, block, kron, diag.
         center: mode, or checkpoint for start itself.
         mode_hessian: passed to find_mode, a Hessian from near the mode.
         progress: passed to find_mode.

@@ -1,0 +1,136 @@
+"""The block covariance: all pairs of one output's parameters, none of different outputs'.
+
+H_k = sum_n p_k (1 - p_k) x x^T is the diagonal block of the Hessian that belongs to output k, one F x F matrix for each
+of the K outputs. Where a full covariance has K^2 F^2 numbers, this has K F^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli.covariances._roots import inverse_root
+from bnncli.errors import NumericError
+from bnncli.layout import HeadLayout
+from bnncli.targets.stream import BLOCK_ELEMENTS, slices
+
+_BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sigma_k = L_k L_k^T for each output k, with L_k lower triangular.
+
+    Args:
+        scale_tril: (K, F, F), in the order of the augmented matrix: an output's weights, then its bias.
+        layout: how the augmented matrix (K, F) lies in theta.
+        jitter: what had to be added to the precisions' diagonals before they could be factored; 0 nearly always.
+    """
+
+    structure: ClassVar[str] = "block"
+    scale_tril: Tensor
+    layout: HeadLayout
+    jitter: float = 0.0
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        return self.scale_tril.shape[0] * self.scale_tril.shape[1]
+
+    @staticmethod
+    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+        """sum_n p_k (1 - p_k) x x^T, (K, F, F)."""
+        weights, size = probabilities * (1 - probabilities), features.shape[1]
+        total = features.new_zeros(weights.shape[0], size, size, dtype=torch.float64)
+        for rows, outputs in _tiles(features, weights.shape[0]):
+            block = features[rows]
+            weighted = (weights[outputs, rows].unsqueeze(1) * block.T).flatten(0, 1)
+            total[outputs] += (weighted @ block).view(-1, size, size)
+        return (total,)
+
+    @staticmethod
+    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
+        """`hessian.block`, (K, F, F) float64."""
+        return {"hessian.block": sums[0]}
+
+    @classmethod
+    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Block:
+        """(H_k + prior_precision I)^{-1} for each output, factored in float64.
+
+        Raises:
+            NumericError: when a block is not finite, or not positive definite with the largest jitter.
+        """
+        precision = hessian["hessian.block"].double().clone()
+        if not torch.isfinite(precision).all():
+            raise NumericError("the blocks of the Hessian are not finite", hint="check the features")
+        precision.diagonal(dim1=1, dim2=2).add_(prior_precision)
+        scale, jitter = inverse_root(precision)
+        return cls(scale, layout, jitter)
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """z L^T, (S, P)."""
+        return self._by_output(z, self.scale_tril.mT)
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """L^{-1} x, (S, P)."""
+        columns = self.layout.augment(x.to(self.scale_tril)).permute(1, 2, 0)
+        solved = torch.linalg.solve_triangular(self.scale_tril, columns, upper=False)
+        return self.layout.flatten(solved.permute(2, 0, 1))
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """gradient L, (S, P)."""
+        return self._by_output(gradient, self.scale_tril)
+
+    def log_det_scale(self) -> float:
+        """log|det L|."""
+        return float(self.scale_tril.diagonal(dim1=1, dim2=2).double().log().sum())
+
+    def variance(self) -> Tensor:
+        """The diagonal of Sigma, (P,)."""
+        return self.layout.flatten(self.scale_tril.square().sum(dim=2))
+
+    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact J Sigma J^T, (n, K, K): diagonal, |L_k^T x|^2, O(K F^2) an example."""
+        augmented = layout.augment_features(features).to(self.scale_tril)
+        num_outputs, size = self.scale_tril.shape[:2]
+        variances = augmented.new_empty(len(augmented), num_outputs)
+        for rows, outputs in _tiles(augmented, num_outputs):
+            roots = self.scale_tril[outputs].transpose(0, 1).reshape(size, -1)
+            variances[rows, outputs] = (augmented[rows] @ roots).unflatten(1, (-1, size)).square().sum(dim=2)
+        return variances.diag_embed().to(features.dtype)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """`cov.block.scale_tril` (K, F, F) and `cov.jitter` (1,), float64."""
+        jitter = torch.tensor([self.jitter], dtype=torch.float64)
+        return {"cov.block.scale_tril": self.scale_tril.double().cpu().contiguous(), "cov.jitter": jitter}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Block:
+        """The inverse of to_tensors."""
+        scale, size = tensors["cov.block.scale_tril"], layout.num_features + layout.has_bias
+        if scale.shape != (layout.num_outputs, size, size):
+            raise ValueError(f"cov.block.scale_tril: expected {(layout.num_outputs, size, size)}, got {scale.shape}")
+        return cls(scale, layout, float(tensors["cov.jitter"]))
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Block:
+        """A copy elsewhere or in another precision."""
+        return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
+
+    def _by_output(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """x (S, P) with each output's parameters, as a row vector, times its matrix of (K, F, F)."""
+        rows = self.layout.augment(x.to(self.scale_tril)).transpose(0, 1)
+        return self.layout.flatten((rows @ matrices).transpose(0, 1))
+
+
+def _tiles(features: Tensor, num_outputs: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of examples and of outputs whose product with the features (n, F) stays in the cache."""
+    kind = features.device.type
+    examples = _BLOCK_EXAMPLES.get(kind, 1024)
+    outputs = max(1, BLOCK_ELEMENTS.get(kind, 2**19) // (examples * features.shape[1]))
+    for rows in slices(0, features.shape[0], examples):
+        for some in slices(0, num_outputs, outputs):
+            yield rows, some
