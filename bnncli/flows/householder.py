@@ -1,0 +1,76 @@
+"""Householder flow: a rotation about a learned centre, by two reflections.
+
+Tomczak and Welling (2016), arXiv:1611.09630. One reflection is never near the identity; two along the same vector are
+the identity, and together they turn the plane of their vectors by twice the angle between them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from bnncli.flows import tensors_of, uniform, zeros
+from bnncli.layout import HeadLayout
+
+
+class Householder(nn.Module):
+    """F(z) = center + H(second) H(first) (z - center), H(v) = I - 2 v v^T / |v|^2; starts as the identity.
+
+    It acts in weight space alone: a rotation leaves the standard normal of whitened space as it is. Both vectors start
+    equal, from U(-1/sqrt(P), 1/sqrt(P)), the centre at 0.
+
+    Args:
+        layout: of theta; only P matters.
+        generator: of the initial vectors.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    spaces: ClassVar[tuple[str, ...]] = ("weight",)
+    spaces_reason: ClassVar[str] = (
+        "a rotation leaves the standard normal of whitened space as it is: use --space weight"
+    )
+    maps: ClassVar[str] = "z to center + H(second) H(first) (z - center), H(v) = I - 2 v v^T / |v|^2"
+
+    def __init__(self, layout: HeadLayout, generator: torch.Generator) -> None:
+        super().__init__()
+        vector = uniform((layout.num_params,), 1 / math.sqrt(layout.num_params), generator)
+        self.first = nn.Parameter(vector)
+        self.second = nn.Parameter(vector.clone())
+        self.center = zeros(layout.num_params, generator=generator)
+
+    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The image of z (S, P) and log|det J| = 0, (S,)."""
+        turned = _reflect(_reflect(z - self.center, self.first), self.second)
+        return self.center + turned, z.new_zeros(z.shape[0])
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """z (S, P) with F(z) = y: the same reflections in the other order."""
+        return self.center + _reflect(_reflect(y - self.center, self.second), self.first)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """`first`, `second` and `center`, (P,), float64."""
+        return tensors_of(self)
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+        """The inverse of to_tensors."""
+        layer = cls(layout, torch.Generator())
+        layer.load_state_dict(tensors)
+        return layer
+
+    def summary(self) -> dict[str, float]:
+        """The angle that it turns by, 0 to pi, and |center|."""
+        with torch.no_grad():
+            first, second = (vector / vector.norm() for vector in (self.first, self.second))
+            # |u - w| and |u + w| tell small angles that the cosine rounds away.
+            between = 2 * torch.atan2((first - second).norm(), (first + second).norm())
+            angle = 2 * torch.minimum(between, math.pi - between)
+            return {"angle": float(angle), "center_norm": float(self.center.norm())}
+
+
+def _reflect(z: Tensor, vector: Tensor) -> Tensor:
+    """H(vector) z, (S, P)."""
+    return z - (z @ vector).unsqueeze(-1) * (2 * vector / vector.square().sum())
