@@ -106,6 +106,15 @@ COMMANDS = (
         ("bnncli evaluate ckpt.pt", "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'"),
     ),
     Command(
+        "diagnose",
+        "Judge every posterior against its target: ELBO, Pareto k, evidence, R-hat, MMD^2; say which to use.",
+        "A Gaussian or flow is good when its log importance weights spread by at most 2 nats and Pareto k is below its "
+        "threshold; draws are good with R-hat at most 1.05, 400 effective draws and no divergence. Fit to the target and "
+        "prediction (NLL on the val split) are told apart. Nothing is written.",
+        (o.DiagnoseOptions, o.InputOptions, o.ComputeOptions, *READ),
+        ("bnncli diagnose ckpt.pt", "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict"),
+    ),
+    Command(
         "status",
         "List the artifacts of a run: fresh, stale, missing or invalid.",
         "An artifact is stale when an input it was made from has changed since, by content.",

@@ -143,12 +143,7 @@ def open_posterior(path: Path) -> tuple[Any, Header]:
     """
     header = read_header(path)
     if header.kind == "samples":
-        content = read_samples(path)
-        assert content.header is not None
-        try:
-            return samples_of(content), content.header
-        except (ValueError, RuntimeError) as error:
-            raise _damaged(path, error) from None
+        return open_samples(path)[0], header
     tensors, header = read_posterior(path)
     kind = str(header.meta.get("type"))
     if kind not in registry.names("posteriors"):
@@ -156,6 +151,15 @@ def open_posterior(path: Path) -> tuple[Any, Header]:
     try:
         return registry.load_class("posteriors", kind).from_tensors(tensors, header.meta), header
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise _damaged(path, error) from None
+
+
+def open_samples(path: Path) -> tuple[Samples, SampleFile]:
+    """The draws in a sample file as a posterior, and all that the file has. Raises DataError when it is damaged."""
+    content = read_samples(path)
+    try:
+        return samples_of(content), content
+    except (ValueError, RuntimeError) as error:
         raise _damaged(path, error) from None
 
 

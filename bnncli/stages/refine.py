@@ -11,6 +11,7 @@ import torch
 
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, NumericError, UsageError
+from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
 from bnncli.flows import build_layers, choose_space, settings_of
 from bnncli.inference.elbo import elbo, elbo_gain
 from bnncli.inference.refine import RefineFit, fit_flow
@@ -33,9 +34,6 @@ from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
 IDLE_DRAWS = 64
-NUM_STANDARD_ERRORS = 3.0
-NEGLIGIBLE_NATS = 0.5
-CLOSE_LOG_WEIGHT_SD = 2.0
 FAR_LOG_WEIGHT_SD = 5.0
 
 

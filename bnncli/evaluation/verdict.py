@@ -1,0 +1,250 @@
+"""The verdict on the posteriors of a run: which fits its target well enough to use, and which predicts best.
+
+A pure function from numbers to a sentence. A Gaussian or flow is good when its importance weights say so (Yao et al. 2018,
+arXiv:1802.02538: Pareto k; and a small spread of the log weights, which bounds the divergence that k does not see); draws
+are good when their chains agree (Vehtari et al. 2021, arXiv:1903.08008). How well a posterior fits its target and how
+well it predicts are two questions: a good fit to a bad prior predicts badly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bnncli.evaluation.bfmi import LOW_BFMI
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
+
+CLOSE_LOG_WEIGHT_SD = 2.0  # nats; the KL divergence of log-normal weights is half its square
+GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: fewer, and the diagnostics themselves are noise
+NEGLIGIBLE_NATS = 0.5  # a difference of ELBOs that does not choose between posteriors
+NUM_STANDARD_ERRORS = 3.0
+WORSE_SHARE = 0.01  # of the lowest NLL: less is no worse prediction
+_EXACT_SD = 1e-6  # nats; the weights are equal, and k has no tail to be fitted to
+_SHOWN_P = 0.01  # below it draws show a difference
+DENSITIES = ("gaussian", "flow")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is known of one posterior; None where it is undefined for its type.
+
+    Args:
+        name: of the artifact.
+        type: point, gaussian, flow or samples.
+        target: its prior precision, which defines the log posterior it was fitted to.
+        elbo, elbo_error: nats.
+        log_weight_sd, pareto_k, k_threshold: of its importance weights.
+        r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
+        reference, mmd2, mmd_p: the draws of the same target it was compared with, the distance, the p-value.
+        nll, nll_error: on val, nats an example.
+        nll_excess, nll_excess_error: over the lowest of the run, paired by example.
+        is_tuned: its prior precision was chosen by val NLL.
+    """
+
+    name: str
+    type: str
+    target: float | None = None
+    elbo: float | None = None
+    elbo_error: float | None = None
+    log_weight_sd: float | None = None
+    pareto_k: float | None = None
+    k_threshold: float = 0.7
+    r_hat: float | None = None
+    ess_bulk: float | None = None
+    ess_tail: float | None = None
+    divergences: int | None = None
+    lowest_acceptance: float | None = None
+    lowest_bfmi: float | None = None
+    reference: str | None = None
+    mmd2: float | None = None
+    mmd_p: float | None = None
+    nll: float | None = None
+    nll_error: float | None = None
+    nll_excess: float | None = None
+    nll_excess_error: float | None = None
+    is_tuned: bool = False
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Commands to be pasted: predict with a posterior, sample a target, fit a Gaussian, tune the prior on val."""
+
+    predict: Callable[[str], str]
+    sample: Callable[[float | None], str]
+    fit: str
+    tune: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which posterior to use.
+
+    Args:
+        sentence: for people.
+        use: name of the posterior to use for fit to the target; None when none is good.
+        target: the prior precision that the sentence speaks of.
+        is_good: whether any posterior is good for its target.
+        run: the command to run next.
+        predicts_best: name of the posterior with the lowest val NLL.
+        is_worse: whether the one to use predicts worse than that.
+    """
+
+    sentence: str
+    use: str | None
+    target: float | None
+    is_good: bool
+    run: str
+    predicts_best: str | None
+    is_worse: bool
+
+
+def doubts(judged: Judged) -> list[str]:
+    """Why a posterior is not good for its target, in words; empty when it is good. The one place that defines good."""
+    if judged.type == "samples":
+        return _doubts_of_chains(judged)
+    if judged.type not in DENSITIES:
+        return [f"a {judged.type} is no distribution"]
+    if judged.log_weight_sd is None:
+        return ["its importance weights are undefined"]
+    found = []
+    if judged.log_weight_sd > CLOSE_LOG_WEIGHT_SD:
+        found.append(f"log-weight sd {judged.log_weight_sd:.3g} (above {CLOSE_LOG_WEIGHT_SD:g})")
+    if judged.pareto_k is None and judged.log_weight_sd > _EXACT_SD:
+        found.append("Pareto k unknown")
+    if judged.pareto_k is not None and judged.pareto_k > judged.k_threshold:
+        found.append(f"Pareto k {judged.pareto_k:.2f} (above {judged.k_threshold:.2f})")
+    return found
+
+
+def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
+    """The verdict on posteriors, in the order in which equals are preferred."""
+    distributions = [judged for judged in posteriors if judged.type in DENSITIES or judged.type == "samples"]
+    best = min((j for j in posteriors if j.nll is not None), key=lambda j: j.nll or 0.0, default=None)
+    targets = list(dict.fromkeys(judged.target for judged in distributions))
+    choices = {target: _choose([j for j in distributions if j.target == target]) for target in targets}
+    target = next((t for t in targets if choices[t] is not None), targets[0] if targets else None)
+    use = choices.get(target)
+    where = f"at prior precision {target:.4g}, " if len(targets) > 1 and target is not None else ""
+    fit, command = _fit_clause([j for j in distributions if j.target == target], use, commands)
+    prediction, is_worse = _prediction_clause(posteriors, use, best, commands)
+    return Verdict(
+        sentence=f"{where}{fit}; {prediction}",
+        use=use.name if use else None,
+        target=target,
+        is_good=use is not None,
+        run=command,
+        predicts_best=best.name if best else None,
+        is_worse=is_worse,
+    )
+
+
+def _doubts_of_chains(judged: Judged) -> list[str]:
+    found = []
+    if judged.r_hat is None:
+        found.append("R-hat undefined")
+    elif judged.r_hat > GOOD_RHAT:
+        found.append(f"R-hat {judged.r_hat:.3f} (above {GOOD_RHAT})")
+    sizes = [size for size in (judged.ess_bulk, judged.ess_tail) if size is not None]
+    if sizes and min(sizes) < GOOD_ESS:
+        found.append(f"ESS {min(sizes):.0f} (below {GOOD_ESS:.0f})")
+    if judged.divergences:
+        found.append(f"{judged.divergences} divergences")
+    if judged.lowest_acceptance is not None and judged.lowest_acceptance < STUCK_ACCEPTANCE:
+        found.append(f"a chain accepts {judged.lowest_acceptance:.1%}")
+    if judged.lowest_bfmi is not None and judged.lowest_bfmi < LOW_BFMI:
+        found.append(f"E-BFMI {judged.lowest_bfmi:.2f} (below {LOW_BFMI})")
+    return found
+
+
+def _choose(same_target: Sequence[Judged]) -> Judged | None:
+    """The good posterior to use: the simplest density whose ELBO is not worse than the best one's, else chains."""
+    good = [judged for judged in same_target if not doubts(judged)]
+    densities = [judged for judged in good if judged.type in DENSITIES]
+    if not densities:
+        return max(good, key=lambda judged: judged.ess_bulk or 0.0, default=None)
+    highest = _highest_elbo(densities)
+    return next(
+        judged
+        for kind in DENSITIES
+        for judged in densities
+        if judged.type == kind and (judged is highest or _elbo_gap(highest, judged) <= 0)
+    )
+
+
+def _highest_elbo(densities: Sequence[Judged]) -> Judged:
+    return max(densities, key=lambda judged: -math.inf if judged.elbo is None else judged.elbo)
+
+
+def _elbo_gap(highest: Judged, other: Judged) -> float:
+    """Nats by which the ELBO of other is lower than noise and indifference allow; at most 0 when it is not."""
+    noise = NUM_STANDARD_ERRORS * math.hypot(highest.elbo_error or 0.0, other.elbo_error or 0.0)
+    return (highest.elbo or 0.0) - (other.elbo or 0.0) - max(NEGLIGIBLE_NATS, noise)
+
+
+def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Commands) -> tuple[str, str]:
+    """What fits the target, and the command to run next."""
+    densities = [judged for judged in same_target if judged.type in DENSITIES]
+    far = ""
+    if densities:
+        closest = _highest_elbo(densities)
+        far = f"no Gaussian or flow is close (best: {closest.name}, {_weights(closest)})"
+    if use is None:
+        return _nothing_good(same_target, far, commands)
+    predict = commands.predict(use.name)
+    if use.type == "samples":
+        start = f"{far}: use {use.name}" if far else f"use {use.name}"
+        return f"{start} ({_chains(use)}; {predict})", predict
+    numbers = _weights(use)
+    close = "close to the posterior"
+    if use.reference is not None and use.mmd2 is not None:
+        shown = "p unknown" if use.mmd_p is None else f"p {use.mmd_p:.2g}"
+        numbers += f", MMD^2 to {use.reference} {use.mmd2:.4f}, {shown}"
+        if use.mmd_p is not None and use.mmd_p > _SHOWN_P:
+            close = "as close to the posterior as draws of it can show"
+    return f"{use.name} is {close} ({numbers}): use it, predict with mc ({predict})", predict
+
+
+def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -> tuple[str, str]:
+    if not same_target:
+        return f"no posterior but a point: run {commands.fit}", commands.fit
+    chains = [judged for judged in same_target if judged.type == "samples"]
+    bad = [f"{judged.name} has not converged ({', '.join(doubts(judged))})" for judged in chains]
+    command = commands.sample(same_target[0].target)
+    return f"{' and '.join([far] * bool(far) + bad)}: run {command}", command
+
+
+def _prediction_clause(
+    posteriors: Sequence[Judged], use: Judged | None, best: Judged | None, commands: Commands
+) -> tuple[str, bool]:
+    """Which posterior predicts best, and whether the one to use predicts worse."""
+    if best is None:
+        return "no labelled val split, so which predicts best is unknown", False
+    clause = f"lowest val NLL: {best.name} {best.nll:.4f}" + (f" +- {best.nll_error:.4f}" if best.nll_error else "")
+    if use is None or use is best or not _is_worse(use, best):
+        return clause, False
+    by = f"{use.nll_excess:.4f}" + (f" +- {use.nll_excess_error:.4f}" if use.nll_excess_error else "")
+    remedy = "though chosen on val" if use.is_tuned else f"try {commands.tune}"
+    return (
+        f"{clause}; warning: {use.name} fits better but predicts worse (by {by} nats): its prior is bad, {remedy}",
+        True,
+    )
+
+
+def _is_worse(judged: Judged, best: Judged) -> bool:
+    """Whether the val NLL is higher than the lowest by more than noise and by more than a hundredth."""
+    if judged.nll_excess is None or best.nll is None:
+        return False
+    return judged.nll_excess > max(2 * (judged.nll_excess_error or 0.0), WORSE_SHARE * best.nll)
+
+
+def _weights(judged: Judged) -> str:
+    if judged.log_weight_sd is None:
+        return "importance weights undefined"
+    shown = "" if judged.pareto_k is None else f", Pareto k {judged.pareto_k:.2f}"
+    return f"log-weight sd {judged.log_weight_sd:.2f}{shown}"
+
+
+def _chains(judged: Judged) -> str:
+    r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.3f}"
+    return f"R-hat {r_hat}" + ("" if judged.ess_bulk is None else f", ESS {judged.ess_bulk:.0f}")

@@ -1,0 +1,128 @@
+"""The tables that diagnose prints: Gaussians, flows and points; chains; distances between all pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.stages._run import Table
+
+_DENSITY_COLUMNS = ["posterior", "prior", "ELBO", "sd log w", "k", "log evidence", "val NLL", "good"]
+_CHAIN_COLUMNS = [
+    "posterior",
+    "prior",
+    "R-hat",
+    "ESS bulk",
+    "ESS tail",
+    "E-BFMI",
+    "div.",
+    "accepts",
+    "val NLL",
+    "good",
+]
+
+
+def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str, Any]]) -> list[Table]:
+    """Tables of at most about 100 columns; an undefined number is a dash, +- is one standard error."""
+    densities = {name: entry for name, entry in entries.items() if entry["type"] != "samples"}
+    chains = {name: entry for name, entry in entries.items() if entry["type"] == "samples"}
+    tables = []
+    if densities:
+        tables.append(
+            Table(
+                _DENSITY_COLUMNS,
+                [_density_row(name, entry) for name, entry in densities.items()],
+                notes=[
+                    "nats, +- one standard error; log w: log importance weights; k: their Pareto k; an ELBO is on the",
+                    "target of its own prior precision: compare it only with ELBOs of the same",
+                    _draws_note(densities),
+                ],
+                narrow=[_turned(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],
+            )
+        )
+    if chains:
+        rows = [_chain_row(name, entry) for name, entry in chains.items()]
+        notes = ["worst over all parameters or chains; div.: divergences; accepts: lowest acceptance of a chain"]
+        tables.append(Table(_CHAIN_COLUMNS, rows, notes=notes, narrow=[_turned(_CHAIN_COLUMNS, rows)]))
+    if pairs:
+        tables.append(_pair_table(pairs))
+    return tables
+
+
+def _density_row(name: str, entry: dict[str, Any]) -> list[str]:
+    return [
+        name,
+        _prior(entry),
+        _number(entry["elbo"], 2),
+        _number(entry["log_weight_sd"], 2),
+        _number(entry["pareto_k"], 2),
+        _number(entry["log_evidence"], 2),
+        _number(entry["val_nll"], 4),
+        _good(entry),
+    ]
+
+
+def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
+    keys = (
+        ("r_hat", 3),
+        ("ess_bulk", 0),
+        ("ess_tail", 0),
+        ("bfmi", 2),
+        ("divergences", 0),
+        ("lowest_chain_acceptance", 2),
+    )
+    return [
+        name,
+        _prior(entry),
+        *(_number(entry[key], digits) for key, digits in (*keys, ("val_nll", 4))),
+        _good(entry),
+    ]
+
+
+def _pair_table(pairs: list[dict[str, Any]]) -> Table:
+    rows = []
+    for pair in pairs:
+        keys = (("unbiased", 4), ("biased", 4), ("p_value", 3))
+        values = [_number({"value": pair[key]}, digits) for key, digits in keys]
+        same = "yes" if pair["is_same_target"] else "no"
+        rows.append([f"{pair['posteriors'][0]} - {pair['posteriors'][1]}", *values, same])
+    notes = list(dict.fromkeys(pair["reason"] for pair in pairs if "reason" in pair))
+    known = next((pair for pair in pairs if pair["unbiased"] is not None), None)
+    if known is not None:
+        notes.insert(
+            0,
+            f"bandwidth: median distance of the draws of {known['bandwidth_of']}; p: {known['permutations']} permutations of "
+            "independent draws",
+        )
+    return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=notes)
+
+
+def _turned(columns: list[str], rows: list[list[str]]) -> Table:
+    """The same numbers for a narrow terminal: a row for each number, a column for each posterior."""
+    turned = [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i > 0]
+    return Table([columns[0], *(row[0] for row in rows)], turned)
+
+
+def _draws_note(densities: Mapping[str, dict[str, Any]]) -> str:
+    counts = [f"{name} {entry['draws']}" for name, entry in densities.items() if entry["draws"]]
+    return (
+        f"draws: {', '.join(counts)}" if counts else "a point has no density: nothing but its predictions can be judged"
+    )
+
+
+def _prior(entry: dict[str, Any]) -> str:
+    value = entry["prior_precision"]
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _good(entry: dict[str, Any]) -> str:
+    return "-" if entry["is_good"] is None else "yes" if entry["is_good"] else "no"
+
+
+def _number(part: dict[str, Any], digits: int) -> str:
+    """A number with its standard error, or a dash."""
+    if part["value"] is None:
+        return "-"
+    error = part.get("standard_error")
+    shown = f"{round(part['value'], digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
+    return shown if error is None else f"{shown} +- {error:.{digits}f}"

@@ -1,0 +1,220 @@
+"""diagnose: every posterior of the run judged against its target, and one sentence that says which to use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bnncli.errors import CheckFailed, DataError, MissingInput
+from bnncli.evaluation.mmd import NUM_PERMUTATIONS, median_bandwidth, mmd2, permutation_p_value
+from bnncli.evaluation.verdict import Commands, Judged, Verdict, give_verdict
+from bnncli.options import DiagnoseOptions
+from bnncli.stages._diagnosis import Diagnosis, diagnose
+from bnncli.stages._diagnosis_tables import diagnosis_tables
+from bnncli.stages._inputs import load_split, posterior_source
+from bnncli.stages._run import Result, Run, source_json
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.provenance import Source
+
+
+def run(run: Run, options: DiagnoseOptions) -> Result:
+    """Judge and print; nothing is written."""
+    train = load_split(run, "train").check_labeled()
+    val = load_split(run, "val") if run.folder.features("val").is_file() else None
+    found = _open(run, options)
+    diagnoses = []
+    for name, (path, _, _) in found.items():
+        run.console.poll(f"diagnose {name}")
+        diagnoses.append(diagnose(run, options, path, name=name, train=train, val=val))
+    pairs = _pairs(run, diagnoses)
+    headers = {name: header for name, (_, header, _) in found.items()}
+    diagnoses = _with_comparisons(diagnoses, pairs, headers)
+    verdict = give_verdict([one.judged for one in diagnoses], _commands(run, options, diagnoses, headers))
+    entries = {one.judged.name: one.entry for one in diagnoses}
+    used = [part.source for part in (train, val) if part is not None] + [source for _, _, source in found.values()]
+    return Result(
+        extra={
+            "posteriors": entries,
+            "pairs": pairs,
+            "verdict": _verdict_json(verdict),
+            "inputs": [source_json(source) for source in used],
+            "environment": run.environment(),
+        },
+        tables=diagnosis_tables(entries, pairs),
+        lines=[verdict.sentence],
+        failure=None if verdict.is_good or not options.strict else _failure(verdict),
+    )
+
+
+def _open(run: Run, options: DiagnoseOptions) -> dict[str, tuple[Path, Header, Source]]:
+    """The posteriors to judge, by name, or by path when they lie elsewhere; stale ones are skipped with a warning unless they were named."""
+    if options.posterior:
+        maker = run.suggest("status")
+        named = dict.fromkeys(options.posterior)
+        paths = [run.folder.find_posterior(name, flag="--posterior", maker=maker) for name in named]
+    else:
+        paths = run.folder.posteriors()
+    if not paths:
+        raise MissingInput(
+            f"{run.checkpoint_path} has no posteriors",
+            hint=run.suggest("fit-laplace"),
+            path=run.folder.root / "posteriors",
+        )
+    found = {}
+    for path in paths:
+        is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
+        try:
+            found[path.stem if is_own else str(path)] = (path, *posterior_source(run, path, "posterior"))
+        except DataError as error:
+            if options.posterior:
+                raise
+            run.console.warn(f"skipping {path.stem}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+    if not found:
+        raise DataError("every posterior of the run is stale", code="stale_input", hint=run.suggest("status"))
+    return found
+
+
+def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
+    """MMD^2 between all pairs of posteriors, with one bandwidth for all, and the p-value of a permutation test."""
+    chosen = _bandwidth(run, diagnoses)
+    task = run.console.task("mmd", len(diagnoses) * (len(diagnoses) - 1) // 2)
+    pairs = []
+    for one, other in combinations(diagnoses, 2):
+        pair: dict[str, Any] = {
+            "posteriors": [one.judged.name, other.judged.name],
+            "is_same_target": one.judged.target is not None and one.judged.target == other.judged.target,
+            "unbiased": None,
+            "biased": None,
+            "p_value": None,
+            "n": [len(one.draws), len(other.draws)],
+        }
+        finite = [side.judged.name for side in (one, other) if not torch.isfinite(side.draws).all()]
+        if finite:
+            pair["reason"] = f"draws of {' and '.join(finite)} are not finite"
+        elif chosen is None:
+            pair["reason"] = "no posterior whose draws tell a bandwidth"
+        else:
+            pair |= _distance(run, one, other, chosen)
+        pairs.append(pair)
+        task.advance()
+    return pairs
+
+
+def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
+    """The posterior whose draws set the kernel's bandwidth, chains before others, and that bandwidth."""
+    distributions = [one for one in diagnoses if one.judged.type != "point" and bool(torch.isfinite(one.draws).all())]
+    for one in sorted(distributions, key=lambda one: one.judged.type != "samples"):
+        try:
+            return one.judged.name, median_bandwidth(one.draws.to(run.device))
+        except DataError:  # chains that stand still have no scale
+            continue
+    return None
+
+
+def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, float]) -> dict[str, Any]:
+    """MMD^2 of two posteriors with its p-value, and what defines both."""
+    name, bandwidth = chosen
+    x, y = (side.draws.to(run.device) for side in (one, other))
+    distance = mmd2(x, y, bandwidth)
+    found: dict[str, Any] = {
+        "unbiased": distance.unbiased,
+        "biased": distance.biased,
+        "kernel": "rbf",
+        "bandwidth": bandwidth,
+        "bandwidth_of": name,
+        "permutations": NUM_PERMUTATIONS,
+    }
+    if one.is_independent and other.is_independent:
+        generator = run.stream(f"diagnose/permutations/{one.judged.name}/{other.judged.name}")
+        return found | {"p_value": permutation_p_value(x, y, bandwidth, generator=generator)}
+    return found | {"reason": "the draws of a chain are too correlated for a permutation test"}
+
+
+def _with_comparisons(
+    diagnoses: list[Diagnosis], pairs: list[dict[str, Any]], headers: dict[str, Header]
+) -> list[Diagnosis]:
+    """The diagnoses with their distance to draws of the same target, and their val NLL over the lowest, paired."""
+    scored = [one.losses for one in diagnoses if one.losses is not None]
+    lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
+    chains = [one.judged.name for one in diagnoses if one.judged.type == "samples"]
+    tuned = {header.meta.get("prior_precision") for header in headers.values() if header.meta.get("criterion") == "val"}
+    compared = []
+    for one in diagnoses:
+        judged = replace(one.judged, is_tuned=one.judged.target in tuned)
+        for pair in pairs:
+            other = next((name for name in pair["posteriors"] if name != judged.name), judged.name)
+            if (
+                judged.reference is None
+                and pair["is_same_target"]
+                and other in chains
+                and judged.name in pair["posteriors"]
+            ):
+                judged = replace(judged, reference=other, mmd2=pair["unbiased"], mmd_p=pair["p_value"])
+        if one.losses is not None and lowest is not None:
+            excess = one.losses - lowest
+            error = float(np.std(excess, ddof=1) / len(excess) ** 0.5) if len(excess) > 1 else None
+            judged = replace(judged, nll_excess=float(excess.mean()), nll_excess_error=error)
+            one.entry["val_nll"] |= {"excess": judged.nll_excess, "excess_standard_error": error}
+        compared.append(replace(one, judged=judged))
+    return compared
+
+
+def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
+    """The commands that a verdict may suggest, to be pasted."""
+
+    def sample(target: float | None) -> str:
+        return _sampling_command(
+            run, options, [one.judged for one in diagnoses if one.judged.target == target], headers
+        )
+
+    return Commands(
+        predict=lambda name: run.suggest("predict", "--posterior", name, "--integrator", "mc"),
+        sample=sample,
+        fit=run.suggest("fit-laplace"),
+        tune=run.suggest("fit-laplace", "--prior-precision", "val", "--name", "laplace-val"),
+    )
+
+
+def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judged], headers: dict[str, Header]) -> str:
+    """The command that gives draws of a target: for longer than those judged; or to judge those that lie there."""
+    bases = [judged.name for judged in same_target if judged.type != "samples"]
+    words = ["--base", bases[0]] if bases and "laplace" not in bases else []
+    drawn = next((judged for judged in same_target if judged.type == "samples"), None)
+    if drawn is not None:
+        params = headers[drawn.name].provenance.get("params", {})
+        words = words if bases else ["--prior-precision", repr(drawn.target)]
+        for key in ("warmup", "draws"):
+            words += [f"--{key}", str(2 * int(params[key]))] if params.get(key) else []
+        return run.suggest("hmc", *words, *(["--name", drawn.name] if drawn.name != "hmc" else []), "--force")
+    path = run.folder.posterior("hmc", suffix=".nc")
+    if not path.is_file():
+        return run.suggest("hmc", *words)
+    if read_header(path).meta.get("prior_precision") != same_target[0].target:
+        return run.suggest("hmc", *words, "--name", f"hmc-{bases[0]}")
+    if options.posterior:  # there, and not among those named
+        named = [word for name in (*options.posterior, "hmc") for word in ("--posterior", name)]
+        return run.suggest("diagnose", *named)
+    return run.suggest("hmc", *words, "--force")  # there, and skipped as stale
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "sentence": verdict.sentence,
+        "use": verdict.use,
+        "prior_precision": verdict.target,
+        "is_good": verdict.is_good,
+        "run": verdict.run,
+        "predicts_best": verdict.predicts_best,
+        "predicts_worse": verdict.is_worse,
+    }
+
+
+def _failure(verdict: Verdict) -> CheckFailed:
+    return CheckFailed(
+        "--strict: no posterior of the run is good for its target", hint=verdict.run, code="no_good_posterior"
+    )

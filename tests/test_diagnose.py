@@ -1,0 +1,186 @@
+"""diagnose, as people and scripts see it: numbers with reasons, exit codes, and nothing written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+Cli = Any
+NUMBERS = {
+    "elbo", "log_weight_sd", "pareto_k", "log_evidence", "r_hat", "ess_bulk", "ess_tail", "bfmi", "divergences",
+    "lowest_chain_acceptance", "val_nll",
+}  # fmt: skip
+
+
+def folder_of(run: Path) -> Path:
+    return run.with_name("small.bnn")
+
+
+def keep_only(run: Path, *names: str) -> None:
+    for path in (folder_of(run) / "posteriors").iterdir():
+        if path.stem not in names:
+            path.unlink()
+
+
+def test_every_number_has_a_value_or_a_reason(cli: Cli, small_run: Path) -> None:
+    done = cli("diagnose", small_run, "--json")
+    assert (done.code, done.json["ok"], list(done.json["posteriors"])) == (0, True, ["map", "laplace", "refine", "hmc"])
+    for name, entry in done.json["posteriors"].items():
+        assert set(entry) >= NUMBERS
+        for key in NUMBERS:
+            assert entry[key]["value"] is not None or len(entry[key]["reason"]) > 5, (name, key)
+        is_density = name in ("laplace", "refine")
+        assert (entry["elbo"]["value"] is not None) == (entry["log_weight_sd"]["value"] is not None) == is_density
+        assert (entry["r_hat"]["value"] is not None) == (name == "hmc")
+        assert entry["val_nll"]["standard_error"] > 0
+    assert done.json["posteriors"]["laplace"]["prior_precision"] == 10.0
+    assert {"sentence", "use", "is_good", "run"} <= set(done.json["verdict"])
+
+
+def test_numbers_are_those_of_the_artifacts(cli: Cli, small_run: Path) -> None:
+    posteriors = cli("diagnose", small_run, "--json").json["posteriors"]
+    stored = cli("inspect", folder_of(small_run) / "posteriors/refine.safetensors", "--json").json["meta"]["metrics"]
+    for name, key in (("laplace", "elbo_before"), ("refine", "elbo_after")):
+        error = np.hypot(stored[key]["standard_error"], posteriors[name]["elbo"]["standard_error"])
+        assert abs(posteriors[name]["elbo"]["value"] - stored[key]["value"]) < 4 * error
+    chains = cli("inspect", folder_of(small_run) / "posteriors/hmc.nc", "--json").json["meta"]["metrics"]
+    assert posteriors["hmc"]["r_hat"]["value"] == chains["max_rhat"]
+    assert posteriors["hmc"]["lowest_chain_acceptance"]["value"] == pytest.approx(chains["lowest_chain_acceptance"])
+    fit = cli("inspect", folder_of(small_run) / "posteriors/laplace.safetensors", "--json").json["meta"]["metrics"]
+    assert posteriors["laplace"]["log_evidence"]["laplace"] == fit["log_marginal_likelihood"]
+    assert posteriors["laplace"]["log_evidence"]["value"] >= posteriors["laplace"]["elbo"]["value"]
+    assert posteriors["map"]["val_nll"]["value"] == pytest.approx(fit["val_nll_network"], abs=1e-6)
+
+
+def test_pairs_have_distances_with_p_values(cli: Cli, small_run: Path) -> None:
+    pairs = {tuple(pair["posteriors"]): pair for pair in cli("diagnose", small_run, "--json").json["pairs"]}
+    assert len(pairs) == 6
+    assert all(pair["bandwidth_of"] == "hmc" for pair in pairs.values())
+    far, near = pairs["map", "laplace"], pairs["laplace", "refine"]
+    assert (far["p_value"], far["is_same_target"]) == (0.001, False)
+    assert (near["p_value"] > 0.001, near["is_same_target"]) == (True, True)
+    assert near["unbiased"] < 0.01 < far["unbiased"]
+    assert near["n"] == [600, 600]
+    assert pairs["laplace", "hmc"]["n"][1] <= 128
+
+
+def test_nothing_is_written_and_a_seed_gives_the_same_numbers(cli: Cli, small_run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder_of(small_run).rglob("*")}
+    first, again = (cli("diagnose", small_run, "--json").json for _ in range(2))
+    other = cli("diagnose", small_run, "--json", "--seed", 7).json
+    assert {path: path.stat().st_mtime_ns for path in folder_of(small_run).rglob("*")} == before
+    assert all(first[key] == again[key] for key in ("posteriors", "pairs", "verdict"))
+    assert first["posteriors"]["laplace"]["elbo"] != other["posteriors"]["laplace"]["elbo"]
+
+
+def test_text_is_tables_of_at_most_100_columns_and_one_sentence(cli: Cli, small_run: Path) -> None:
+    done = cli("diagnose", small_run)
+    lines = done.stdout.splitlines()
+    assert max(len(line) for line in lines[:-1]) <= 100
+    assert lines[-1] == cli("diagnose", small_run, "--json").json["verdict"]["sentence"]
+    assert "use it, predict with mc" in lines[-1] or "run bnncli hmc" in lines[-1]
+
+
+def test_the_command_of_the_verdict_runs(cli: Cli, small_run: Path) -> None:
+    verdict = cli("diagnose", small_run, "--json").json["verdict"]
+    words = shlex.split(verdict["run"])
+    assert words[:2] == ["bnncli", "predict"]
+    assert verdict["run"] in verdict["sentence"]
+    assert cli(*words[1:]).code == 0
+
+
+def test_strict_is_3_when_nothing_is_good_and_prints_all_the_same(cli: Cli, small_run: Path) -> None:
+    assert cli("diagnose", small_run, "--strict").code == 0
+    done = cli("diagnose", small_run, "--posterior", "hmc", "--strict", "--json")  # 16 draws a chain are too few
+    assert (done.code, done.json["exit"], done.json["error"]["code"]) == (3, 3, "no_good_posterior")
+    assert done.json["posteriors"]["hmc"]["doubts"]
+    assert "--draws 32" in done.json["verdict"]["run"]
+    assert cli("diagnose", small_run, "--posterior", "hmc").code == 0
+    done = cli("diagnose", small_run, "--posterior", "map", "--strict")
+    assert (done.code, "hint: bnncli fit-laplace" in done.stderr) == (3, True)
+
+
+def test_draws_are_as_many_as_asked_for(cli: Cli, small_run: Path) -> None:
+    entry = cli("diagnose", small_run, "--posterior", "laplace", "--draws", 20, "--json").json["posteriors"]["laplace"]
+    assert (entry["draws"], entry["elbo"]["value"] is not None) == (20, True)
+    assert (entry["pareto_k"]["value"], entry["pareto_k"]["reason"]) == (None, "needs at least 25 draws, got 20")
+    assert cli("diagnose", small_run, "--draws", 1).code == 2
+
+
+def test_without_chains_the_bandwidth_is_that_of_the_first_distribution(cli: Cli, small_run: Path) -> None:
+    keep_only(small_run, "map", "laplace")
+    pairs = cli("diagnose", small_run, "--json").json["pairs"]
+    assert [(pair["bandwidth_of"], pair["n"]) for pair in pairs] == [("laplace", [600, 600])]
+    keep_only(small_run, "map")
+    assert cli("diagnose", small_run, "--json").json["pairs"] == []
+
+
+def test_each_posterior_is_measured_on_its_own_target(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-laplace", small_run, "--prior-precision", 40, "--name", "other").code == 0
+    document = cli("diagnose", small_run, "--json").json
+    other = document["posteriors"]["other"]
+    assert other["prior_precision"] == 40
+    assert other["log_evidence"]["value"] == pytest.approx(other["log_evidence"]["laplace"], abs=0.5)
+    assert abs(other["elbo"]["value"] - document["posteriors"]["laplace"]["elbo"]["value"]) > 5
+    assert "at prior precision 10," in document["verdict"]["sentence"]
+
+
+def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path) -> None:
+    from bnncli.stages import _diagnosis
+    from bnncli.stages._inputs import open_samples
+
+    path = folder_of(small_run) / "posteriors/hmc.nc"
+    posterior, content = open_samples(path)
+    stored = _diagnosis._chains(None, posterior.draws, content)  # type: ignore[arg-type]
+    assert content.header is not None
+    content.header.meta["metrics"].clear()
+
+    class Quiet:
+        from bnncli.progress import SILENT as console
+
+    assert _diagnosis._chains(Quiet(), posterior.draws, content) == stored  # type: ignore[arg-type]
+    content.stats.clear()
+    assert _diagnosis._chains(Quiet(), posterior.draws, content)["bfmi"]["reason"] == "the sampler does not tell"  # type: ignore[arg-type]
+
+
+def test_no_posteriors_or_no_training_features_is_66_with_the_command(cli: Cli, small_run: Path) -> None:
+    keep_only(small_run)
+    done = cli("diagnose", small_run)
+    assert (done.code, f"hint: bnncli fit-laplace {small_run}" in done.stderr) == (66, True)
+    (folder_of(small_run) / "features/train.h5").unlink()
+    done = cli("diagnose", small_run)
+    assert (done.code, "hint: bnncli extract-features" in done.stderr) == (66, True)
+    assert cli("diagnose", small_run, "--posterior", "none").code == 66
+
+
+def test_stale_posteriors_are_skipped_unless_named(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-laplace", small_run, "--prior-precision", 9, "--force").code == 0
+    done = cli("diagnose", small_run, "--json")
+    assert (done.code, list(done.json["posteriors"])) == (0, ["map", "laplace"])
+    assert any("skipping refine" in warning for warning in done.json["warnings"])
+    assert cli("diagnose", small_run, "--posterior", "refine").code == 65
+    done = cli("diagnose", small_run, "--posterior", "refine", "--allow-stale", "--json")
+    assert (done.code, "--allow-stale" in done.json["warnings"][0]) == (0, True)
+    keep_only(small_run, "refine")
+    assert cli("diagnose", small_run).code == 65
+
+
+def test_without_val_the_predictions_are_not_judged(cli: Cli, small_run: Path) -> None:
+    (folder_of(small_run) / "features/val.h5").unlink()
+    keep_only(small_run, "map")
+    document = cli("diagnose", small_run, "--json").json
+    assert document["posteriors"]["map"]["val_nll"] == {"value": None, "reason": "no labelled val split"}
+    assert "no labelled val split" in document["verdict"]["sentence"]
+
+
+def test_a_damaged_posterior_is_65(cli: Cli, small_run: Path) -> None:
+    path = folder_of(small_run) / "posteriors/hmc.nc"
+    with h5py.File(path, "r+") as file:
+        file["posterior/head_weight"][0, 0, 0, 0] += 1
+    done = cli("diagnose", small_run, "--posterior", "hmc")
+    assert (done.code, "Traceback" in done.stderr) == (65, False)

@@ -1,0 +1,120 @@
+"""The verdict on tables of cases: what is good, what to use, what to run, and prediction kept apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bnncli.evaluation.verdict import Commands, Judged, Verdict, doubts, give_verdict
+
+COMMANDS = Commands(
+    predict=lambda name: f"<predict {name}>",
+    sample=lambda target: f"<sample {target}>",
+    fit="<fit>",
+    tune="<tune>",
+)
+POINT = Judged("map", "point", nll=0.42, nll_error=0.03, nll_excess=0.08, nll_excess_error=0.01)
+GAUSSIAN = Judged("laplace", "gaussian", 10.0, elbo=-100.0, elbo_error=0.05, log_weight_sd=0.8, pareto_k=0.3)
+FLOW = replace(GAUSSIAN, name="refine", type="flow", elbo=-99.9)
+CHAINS = Judged(
+    "hmc", "samples", 10.0, r_hat=1.004, ess_bulk=1500.0, ess_tail=900.0, divergences=0, lowest_acceptance=0.7,
+    lowest_bfmi=0.9,
+)  # fmt: skip
+FAR = replace(GAUSSIAN, log_weight_sd=14.0, pareto_k=1.2, elbo=-130.0)
+FAR_FLOW = replace(FLOW, log_weight_sd=9.0, pareto_k=1.1, elbo=-120.0)
+BAD_CHAINS = replace(CHAINS, r_hat=1.3)
+
+
+def judge(*posteriors: Judged) -> Verdict:
+    return give_verdict(posteriors, COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("judged", "changes", "doubt"),
+    [
+        (GAUSSIAN, {}, None),
+        (GAUSSIAN, {"log_weight_sd": 2.1}, "log-weight sd 2.1 (above 2)"),
+        (GAUSSIAN, {"pareto_k": 0.65, "k_threshold": 0.63}, "Pareto k 0.65 (above 0.63)"),
+        (GAUSSIAN, {"pareto_k": 0.62, "k_threshold": 0.63}, None),
+        (GAUSSIAN, {"pareto_k": None}, "Pareto k unknown"),
+        (GAUSSIAN, {"pareto_k": None, "log_weight_sd": 0.0}, None),
+        (FLOW, {"log_weight_sd": None, "pareto_k": None}, "its importance weights are undefined"),
+        (CHAINS, {}, None),
+        (CHAINS, {"r_hat": 1.06}, "R-hat 1.060 (above 1.05)"),
+        (CHAINS, {"r_hat": None}, "R-hat undefined"),
+        (CHAINS, {"ess_tail": 399.0}, "ESS 399 (below 400)"),
+        (CHAINS, {"divergences": 1}, "1 divergences"),
+        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts 1.0%"),
+        (CHAINS, {"lowest_bfmi": 0.2}, "E-BFMI 0.20 (below 0.3)"),
+        (CHAINS, {"lowest_bfmi": None, "divergences": None, "lowest_acceptance": None}, None),
+        (POINT, {}, "a point is no distribution"),
+    ],
+)
+def test_good_is_defined_by_these_bounds(judged: Judged, changes: dict[str, float], doubt: str | None) -> None:
+    assert doubts(replace(judged, **changes)) == ([] if doubt is None else [doubt])
+
+
+@pytest.mark.parametrize(
+    ("posteriors", "use", "run"),
+    [
+        ([POINT, GAUSSIAN, FLOW, CHAINS], "laplace", "<predict laplace>"),
+        ([replace(GAUSSIAN, elbo=-102.0), FLOW, CHAINS], "refine", "<predict refine>"),
+        ([replace(GAUSSIAN, elbo=-102.0, elbo_error=1.0), FLOW], "laplace", "<predict laplace>"),
+        ([FAR, FLOW, CHAINS], "refine", "<predict refine>"),
+        ([FAR, FAR_FLOW, CHAINS], "hmc", "<predict hmc>"),
+        ([CHAINS, replace(CHAINS, name="longer", ess_bulk=9000.0)], "longer", "<predict longer>"),
+        ([FAR, FAR_FLOW], None, "<sample 10.0>"),
+        ([FAR, BAD_CHAINS], None, "<sample 10.0>"),
+        ([POINT], None, "<fit>"),
+    ],
+)
+def test_the_simplest_good_posterior_is_used(posteriors: list[Judged], use: str | None, run: str) -> None:
+    verdict = judge(*posteriors)
+    assert (verdict.use, verdict.run, verdict.is_good) == (use, run, use is not None)
+    assert run in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("posteriors", "words"),
+    [
+        ([GAUSSIAN], "laplace is close to the posterior (log-weight sd 0.80, Pareto k 0.30): use it, predict with mc"),
+        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-4, mmd_p=0.4)], "as close to the posterior as draws of it can show"),
+        ([replace(GAUSSIAN, reference="hmc", mmd2=1e-2, mmd_p=0.001)], "is close to the posterior (log-weight sd 0.80"),
+        ([FAR, FAR_FLOW, CHAINS], "no Gaussian or flow is close (best: refine, log-weight sd 9.00, Pareto k 1.10): use hmc"),
+        ([CHAINS], "use hmc (R-hat 1.004, ESS 1500"),
+        ([FAR], "(best: laplace, log-weight sd 14.00, Pareto k 1.20): run <sample 10.0>"),
+        ([BAD_CHAINS], "hmc has not converged (R-hat 1.300 (above 1.05)): run <sample 10.0>"),
+        ([GAUSSIAN], "no labelled val split"),
+    ],
+)  # fmt: skip
+def test_the_sentence_says_why(posteriors: list[Judged], words: str) -> None:
+    assert words in judge(*posteriors).sentence
+
+
+def test_elbos_of_different_targets_are_not_compared() -> None:
+    other = replace(GAUSSIAN, name="weak", target=1.0, elbo=-50.0)
+    verdict = judge(GAUSSIAN, other)
+    assert (verdict.use, verdict.target) == ("laplace", 10.0)
+    assert verdict.sentence.startswith("at prior precision 10, laplace")
+    assert judge(FAR, other).use == "weak"  # good for its own target, where no posterior is for the first
+    assert judge(FAR, other, CHAINS).use == "hmc"
+
+
+def test_a_better_fit_that_predicts_worse_is_warned_of() -> None:
+    best = replace(FAR, nll=0.34, nll_error=0.03, nll_excess=0.0, nll_excess_error=0.0)
+    chains = replace(CHAINS, nll=0.41, nll_error=0.03, nll_excess=0.07, nll_excess_error=0.01)
+    verdict = judge(POINT, best, chains)
+    assert (verdict.use, verdict.predicts_best, verdict.is_worse) == ("hmc", "laplace", True)
+    assert "lowest val NLL: laplace 0.3400 +- 0.0300; warning: hmc fits better but predicts worse" in verdict.sentence
+    assert "its prior is bad, try <tune>" in verdict.sentence
+    assert "<tune>" not in judge(best, replace(chains, is_tuned=True)).sentence
+
+
+@pytest.mark.parametrize(("excess", "error"), [(0.07, 0.04), (0.003, 0.0001), (0.0, 0.0)])
+def test_noise_or_less_than_a_hundredth_is_no_worse_prediction(excess: float, error: float) -> None:
+    best = replace(FAR, nll=0.34, nll_excess=0.0)
+    chains = replace(CHAINS, nll=0.34 + excess, nll_excess=excess, nll_excess_error=error)
+    verdict = judge(best, chains)
+    assert not verdict.is_worse
+    assert "warning" not in verdict.sentence
