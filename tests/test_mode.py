@@ -64,6 +64,31 @@ def test_a_kronecker_whitening_leads_to_the_same_mode(layout: HeadLayout, monkey
     torch.testing.assert_close(kron.theta, full.theta, rtol=0, atol=1e-7)
 
 
+@every_layout
+def test_a_polished_mode_keeps_to_the_tolerance_with_one_evaluation_less(
+    layout: HeadLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, evaluations = make_target(layout), []
+
+    def counted(*words: object) -> object:
+        evaluations.append(1)
+        return evaluate(*words)
+
+    evaluate = mode_module._evaluate
+    monkeypatch.setattr(mode_module, "_evaluate", counted)
+    counts = []
+    for tolerance in (0.1, 1e-3, 1e-5):
+        for polish in (False, True):
+            evaluations.clear()
+            found = find_mode(target, far_start(layout), tolerance=tolerance, polish=polish)
+            counts.append(len(evaluations))
+            precision = ggn_full(target, found.theta) + 0.3 * torch.eye(layout.num_params)
+            gap = found.theta - torch.tensor(mode_by_scipy(target))
+            assert float(gap @ precision @ gap) ** 0.5 < 1.2 * tolerance + 1e-6
+        assert found.log_joint == pytest.approx(target.log_joint(found.theta[None]).item(), abs=tolerance)
+        assert counts[-1] < counts[-2]
+
+
 def test_a_hessian_from_another_prior_leads_to_the_same_mode() -> None:
     target = make_target(LAYOUTS[0])
     other = find_mode(target.with_prior_precision(30.0), far_start(LAYOUTS[0]))

@@ -2,14 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import scipy.optimize
 import torch
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.prior_precision import _parabola_vertex, predictive_nll, search
+from bnncli.inference.curvature import ggn
+from bnncli.inference.laplace import covariance_at, fit_gaussian
+from bnncli.inference.prior_candidates import lagrange_weights, predictive_nll
+from bnncli.inference.prior_precision import NUM_DRAWS, TOLERANCES, PriorSearch, _parabola_vertex, search
 from bnncli.layout import HeadLayout
 from bnncli.targets.last_layer import LastLayerTarget
 
@@ -85,12 +88,117 @@ def test_curve_is_sorted_and_best_is_its_lowest() -> None:
     assert found.curve[-1][0] == pytest.approx(1e5)
 
 
-def test_center_of_the_search_is_the_mode_at_the_best() -> None:
-    target = make_target(LAYOUTS[0])
-    found = search(target, start=torch.zeros(15), generator=seeded(), criterion="marglik")
-    again = fit_gaussian(target.with_prior_precision(found.best), start=found.center)
-    assert again.mode is not None
-    assert again.mode.num_iterations == 0
+def brute_force(criterion: str, target: LastLayerTarget, val: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The criterion from scratch: scipy's mode, a dense Hessian by autograd, its inverse and slogdet."""
+    size, layout = target.layout.num_params, target.layout
+
+    def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = target.log_joint_and_grad(torch.from_numpy(theta)[None])
+        return -value.item(), -gradient[0].numpy()
+
+    rough = scipy.optimize.minimize(loss, np.zeros(size), jac=True, method="BFGS", options={"gtol": 1e-6}).x
+    mode = torch.from_numpy(rough)
+    for _ in range(4):
+        hessian = torch.autograd.functional.hessian(lambda t: dense_loss(target, t), mode)
+        mode = mode - torch.linalg.solve(hessian, -target.log_joint_and_grad(mode[None])[1][0])
+    if criterion == "marglik":
+        log_det = torch.linalg.slogdet(hessian)[1].item()
+        return -target.log_joint(mode[None]).item() - 0.5 * size * math.log(2 * math.pi) + 0.5 * log_det
+    # L lower triangular with L L^T = H^{-1}, as the covariance has it: the same draws from the same noise.
+    noise = torch.randn(NUM_DRAWS, size, generator=seeded(), dtype=torch.float64)
+    draws = mode + noise @ torch.linalg.cholesky(torch.linalg.inv(hessian)).T
+    return predictive_nll(*val, draws, layout)
+
+
+def dense_loss(target: LastLayerTarget, theta: torch.Tensor) -> torch.Tensor:
+    logits = target.layout.logits(target.features, theta[None])[0]
+    if target.layout.num_outputs == 1:
+        logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
+    nll = torch.nn.functional.cross_entropy(logits, target.labels, reduction="sum")
+    return nll + 0.5 * target.prior_precision * theta.square().sum()
+
+
+def search_both(criterion: str, layout: HeadLayout, **keywords: float) -> PriorSearch:
+    features, labels = make_data(layout, 1, num_examples=400)
+    target, start = make_target(layout), torch.zeros(layout.num_params)
+    val = {"val_features": features, "val_labels": labels} if criterion == "val" else {}
+    return search(target, start=start, generator=seeded(), criterion=criterion, **val, **keywords)
+
+
+@every_layout
+@pytest.mark.parametrize("criterion", ["val", "marglik"])
+def test_without_interpolation_the_whole_curve_is_that_of_fits_from_scratch(criterion: str, layout: HeadLayout) -> None:
+    target, val = make_target(layout), make_data(layout, 1, num_examples=400)
+    found = search_both(criterion, layout, tolerance=0.0)
+    assert len(found.curve) >= 11  # 15, or less where the best is at an edge
+    for precision, value in found.curve:
+        exact = brute_force(criterion, target.with_prior_precision(precision), val)
+        assert value == pytest.approx(exact, rel=1e-6), precision
+
+
+@every_layout
+@pytest.mark.parametrize("criterion", ["val", "marglik"])
+def test_interpolation_keeps_to_its_tolerance_and_the_choice(criterion: str, layout: HeadLayout) -> None:
+    target, val = make_target(layout), make_data(layout, 1, num_examples=400)
+    found, exact = search_both(criterion, layout), search_both(criterion, layout, tolerance=0.0)
+    assert math.log(found.best) == pytest.approx(math.log(exact.best), abs=0.05)
+    for precision, value in found.curve:
+        expected = brute_force(criterion, target.with_prior_precision(precision), val)
+        assert value == pytest.approx(expected, abs=2 * TOLERANCES[criterion]), precision
+
+
+def test_interpolation_saves_hessians(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for tolerance in (0.0, 1e-2):
+        calls = []
+
+        def counted(*words: object, calls: list[int] = calls, **keywords: object) -> object:
+            calls.append(1)
+            return covariance_at(*words, **keywords)
+
+        monkeypatch.setattr("bnncli.inference.prior_candidates.covariance_at", counted)
+        search_both("val", LAYOUTS[0], tolerance=tolerance)
+        counts.append(len(calls))
+    assert counts[0] > 12
+    assert counts[1] <= 9  # the grid alone
+
+
+@every_structure
+def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, start = make_target(LAYOUTS[0]), torch.ones(15, dtype=torch.float64)
+    calls = []
+
+    def counted(*words: object) -> object:
+        calls.append(1)
+        return ggn(*words)
+
+    monkeypatch.setattr("bnncli.inference.laplace.ggn", counted)
+    common = {"start": start, "structure": structure, "center": "checkpoint"}
+    found = search(target, generator=seeded(), criterion="marglik", **common)
+    assert len(calls) == 2  # the search's, and that of the fit at the best
+    for precision, value in found.curve:
+        fit = fit_gaussian(target.with_prior_precision(precision), **common)
+        assert value == pytest.approx(-fit.log_marginal_likelihood, rel=1e-12)
+
+
+def test_lagrange_weights_reproduce_a_cubic() -> None:
+    nodes = [-1.0, 0.3, 2.0, 2.5]
+    weights = lagrange_weights(nodes, 1.1)
+    values = [x**3 - 2 * x + 4 for x in nodes]
+    assert sum(w * v for w, v in zip(weights, values, strict=True)) == pytest.approx(1.1**3 - 2 * 1.1 + 4)
+
+
+@every_structure
+def test_the_fit_of_the_search_is_that_of_the_best_precision_alone(structure: str) -> None:
+    target, start = make_target(LAYOUTS[0]), torch.zeros(15)
+    found = search(target, start=start, generator=seeded(), criterion="marglik", structure=structure)
+    alone = fit_gaussian(target.with_prior_precision(found.best), start=start, structure=structure)
+    assert found.fit.gaussian.prior_precision == found.best
+    assert found.fit.log_marginal_likelihood == pytest.approx(alone.log_marginal_likelihood, abs=1e-3)
+    assert found.fit.mode is not None
+    assert found.fit.mode.newton_decrement < 1e-3
+    assert dict(found.curve)[found.best] == pytest.approx(-found.fit.log_marginal_likelihood)
+    torch.testing.assert_close(found.fit.gaussian.mean, alone.gaussian.mean, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(("bounds", "best"), [((1e3, 1e5), 1e3), ((1e-5, 1e-3), 1e-3), ((2.0, 2.0), 2.0)])

@@ -29,12 +29,14 @@ class LaplaceFit:
     Args:
         gaussian: the posterior.
         mode: how exact the centre is; None when centred on the checkpoint.
+        log_joint: at the centre, nats.
         log_marginal_likelihood: Laplace's estimate of log p(D), nats.
         hessian: of the summed negative log likelihood at the centre, without the prior: the prior can be changed.
     """
 
     gaussian: Gaussian
     mode: Mode | None
+    log_joint: float
     log_marginal_likelihood: float
     hessian: dict[str, Tensor]
 
@@ -64,17 +66,31 @@ def fit_gaussian(
     """
     if center not in CENTERS:
         raise ValueError(f"center: expected one of {', '.join(CENTERS)}; got {center!r}")
-    kind = registry.load_class("covariances", structure)
     mode = None
     theta = start.to(target.device).double()
     if center == "mode":
         mode = find_mode(target, theta, hessian=mode_hessian, progress=progress)
         theta = mode.theta
-    hessian = ggn(target, theta, structure)
-    covariance = kind.from_hessian(hessian, target.prior_precision, target.layout)
+    covariance, hessian = covariance_at(target, theta, structure)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior_precision)
     log_joint = mode.log_joint if mode else float(target.log_joint(theta.unsqueeze(0)))
-    return LaplaceFit(gaussian, mode, laplace_evidence(log_joint, covariance), hessian)
+    return LaplaceFit(gaussian, mode, log_joint, laplace_evidence(log_joint, covariance), hessian)
+
+
+def covariance_at(
+    target: LastLayerTarget, theta: Tensor, structure: str, *, hessian: dict[str, Tensor] | None = None
+) -> tuple[Covariance, dict[str, Tensor]]:
+    """(H + prior_precision I)^{-1} at theta (P,), and H without the prior: the one given, or made.
+
+    Raises:
+        NumericError: when the precision is not positive definite.
+        UsageError: when there is no such structure.
+    """
+    kind = registry.load_class("covariances", structure)
+    if hessian is None:
+        hessian = ggn(target, theta, structure)
+    covariance: Covariance = kind.from_hessian(hessian, target.prior_precision, target.layout)
+    return covariance, hessian
 
 
 def laplace_evidence(log_joint: float, covariance: Covariance) -> float:

@@ -108,7 +108,13 @@ def _compute(
     target = train.target(1.0, run.device)
     found: PriorSearch | None = None
     if criterion == "number":
-        prior_precision = float(options.prior_precision)
+        fit = fit_gaussian(
+            target.with_prior_precision(float(options.prior_precision)),
+            structure=structure,
+            center=options.center,
+            start=start,
+            progress=run.console,
+        )
     else:
         val_features = val.features(run.device) if val is not None else None
         val_labels = val.labels(run.device) if val is not None and criterion == "val" else None
@@ -123,18 +129,11 @@ def _compute(
             generator=run.stream("fit-laplace/val"),
             progress=run.console,
         )
-        prior_precision, start = found.best, found.center
+        fit = found.fit
         if found.at_edge:
             run.console.warn(
-                f"the best prior precision found, {prior_precision:.4g}, lies at the edge of the range searched; set it with --prior-precision"
+                f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
             )
-    fit = fit_gaussian(
-        target.with_prior_precision(prior_precision),
-        structure=structure,
-        center=options.center,
-        start=start,
-        progress=run.console,
-    )
     metrics = _metrics(run, fit, found, criterion, structure, train, val)
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
@@ -143,7 +142,7 @@ def _compute(
     meta |= {
         "method": "laplace",
         "center": options.center,
-        "prior_precision": prior_precision,
+        "prior_precision": fit.gaussian.prior_precision,
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),
         "num_examples": len(train.content.features),
