@@ -174,7 +174,7 @@ class FitLaplaceOptions(Checked):
 
     structure: str = option(
         "auto",
-        "Structure of the covariance: full; block (all pairs of one output's parameters); kron; diag. auto is full where it fits in memory and has at most 6,000 parameters, else kron.",
+        "Structure of the covariance: full; block (all pairs of one output's parameters); kron; diag. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron.",
         choices=("auto", "full", "block", "kron", "diag"),
     )
     center: str = option(

@@ -14,7 +14,7 @@ LAYERS = (
     ("__main__", "cli"),
     ("stages",),
     ("console",),
-    ("storage", "networks", "inference", "integrators", "evaluation", "extraction"),
+    ("storage", "networks", "inference", "integrators", "evaluation", "extraction", "memory"),
     ("head",),
     ("posteriors",),
     ("covariances", "flows"),

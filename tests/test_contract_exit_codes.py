@@ -14,8 +14,12 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from bnncli import memory
+from bnncli.layout import HeadLayout
 from bnncli.registry import names
 
 SCRIPT = Path(sys.executable).with_name("bnncli")
@@ -114,12 +118,48 @@ def test_69_is_a_device_that_is_absent(cli: Cli, small_run: Path) -> None:
     assert "CUDA device" in done.stderr
 
 
-def test_69_is_memory_that_does_not_suffice(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.stages import fit_laplace
+def memory_for(structure: str) -> int:
+    """Bytes that must be free for fit-laplace on the small run to fit this structure and none that is larger."""
+    return int(memory.fit_bytes(structure, HeadLayout(3, 5), num_draws=200) / memory.SHARE) + 2
 
-    monkeypatch.setattr(fit_laplace, "available_memory", lambda device: 1000)
-    done = cli("fit-laplace", small_run, "--structure", "full", "--name", "x")
-    assert (done.code, "--structure kron" in done.stderr) == (69, True)
+
+@pytest.mark.parametrize(("wanted", "fits"), [("full", "block"), ("full", "kron"), ("block", "kron")])
+def test_69_is_memory_that_does_not_suffice(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, fits: str
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: memory_for(fits))
+    done = cli("fit-laplace", small_run, "--structure", wanted, "--name", "x")
+    assert (done.code, f"use --structure {fits}, the largest that fits" in done.stderr) == (69, True)
+    assert not (small_run.with_name("small.bnn") / "posteriors" / "x.safetensors").exists()
+    assert cli("fit-laplace", small_run, "--structure", fits, "--name", "x", "--prior-precision", "1").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        (("hmc", "--chains", "900"), "use at most --chains"),
+        (("refine", "--elbo-draws", "9999"), "use fewer --elbo-draws"),
+    ],
+)
+def test_69_is_memory_for_draws_that_does_not_suffice(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], advice: str
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1_000_000)
+    done = cli(command[0], small_run, *command[1:], "--name", "x")
+    assert (done.code, advice in done.stderr) == (69, True)
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 50), lambda: np.ones(1 << 50)], ids=["torch", "numpy"])
+def test_69_is_an_allocation_that_fails(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, allocate: Any
+) -> None:
+    from bnncli.stages import refine
+
+    monkeypatch.setattr(refine, "_base", lambda *_: allocate())
+    done = cli("refine", small_run, "--name", "x")
+    assert done.code == 69
+    assert "out of memory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_70_is_a_fit_that_failed_and_publishes_nothing(cli: Cli, small_run: Path) -> None:

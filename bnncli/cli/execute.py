@@ -258,8 +258,10 @@ def _as_bnn_error(error: Exception) -> BnnError | None:
             f"the device failed: {' '.join(str(error).split())[:200]}",
             hint="use a smaller --batch-size, or --device cpu",
         )
-    if isinstance(error, MemoryError):
-        return DeviceError("out of memory", hint="use fewer rows, or a smaller structure")
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        return DeviceError(
+            "out of memory", hint="use fewer rows, draws or chains, or a smaller --structure", code="out_of_memory"
+        )
     return None
 
 

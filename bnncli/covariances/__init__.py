@@ -24,6 +24,10 @@ class Covariance(Protocol):
         """P."""
 
     @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """Numbers in one copy of the matrices that it consists of."""
+
+    @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
         """Float64 sums over one block: features (n, F), a column of ones last if there is a bias; (K, n)."""
 

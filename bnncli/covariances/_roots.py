@@ -22,17 +22,17 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
     """
     diagonal = precision.diagonal(dim1=-2, dim2=-1)
     size, added = float(diagonal.mean()), 0.0
-    eye = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)
     for step in JITTERS:
         diagonal += step * size - added
         added = step * size
         # With the order of the parameters reversed, the inverse of the factor is lower triangular again.
-        factor, failed = torch.linalg.cholesky_ex(precision.flip(-2, -1))
+        root, failed = torch.linalg.cholesky_ex(precision.flip(-2, -1))
         if not failed.any():
-            scale = torch.linalg.solve_triangular(factor.flip(-2, -1), eye.expand_as(precision), upper=True)
-            scale = scale.mT.contiguous()
-            if torch.isfinite(scale).all():
-                return scale, added
+            root = root.flip(-2, -1)
+            eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device).expand_as(root)
+            root = torch.linalg.solve_triangular(root, eye, upper=True).mT.contiguous()
+            if torch.isfinite(root).all():
+                return root, added
     raise NumericError(
         "the posterior precision is not positive definite",
         hint="use a larger --prior-precision, or --structure kron",

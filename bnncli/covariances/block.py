@@ -42,6 +42,11 @@ class Block:
         return self.scale_tril.shape[0] * self.scale_tril.shape[1]
 
     @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """K F^2."""
+        return layout.num_params * (layout.num_features + layout.has_bias)
+
+    @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
         """sum_n p_k (1 - p_k) x x^T, (K, F, F)."""
         weights, size = probabilities * (1 - probabilities), features.shape[1]

@@ -29,6 +29,11 @@ class Diag:
         return self.variances.shape[0]
 
     @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """P."""
+        return layout.num_params
+
+    @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
         """sum_n p_k (1 - p_k) x_d^2, (K, F)."""
         return (((probabilities * (1 - probabilities)) @ features.square()).double(),)

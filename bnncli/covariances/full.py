@@ -7,6 +7,7 @@ matrix is the Hessian.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -17,8 +18,11 @@ from torch import Tensor
 from bnncli.covariances._products import pack_quadratic_form, packed_products, unpack_symmetric
 from bnncli.covariances._roots import inverse_root
 from bnncli.layout import HeadLayout
+from bnncli.targets.stream import slices
 
-_BLOCK_EXAMPLES = 1024
+_BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}
+_FEWEST_EXAMPLES = 64
+_PACKED_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 
 
 @dataclass(frozen=True)
@@ -40,29 +44,37 @@ class Full:
         return self.scale_tril.shape[0]
 
     @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """P^2."""
+        return layout.num_params**2
+
+    @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
         """sum_n p_k p_l x x^T for each pair k < l (p (1 - p) for a single output), packed, (pairs, F (F + 1) / 2)."""
-        total: Tensor | int = 0
-        for start in range(0, features.shape[0], _BLOCK_EXAMPLES):
-            rows = slice(start, start + _BLOCK_EXAMPLES)
-            weights = _pair_weights(probabilities[:, rows])
-            total = total + (weights @ packed_products(features[rows]).T).double()
-        return (torch.as_tensor(total),)
+        total: Tensor | None = None
+        for rows in _example_slices(features):
+            product = _pair_weights(probabilities[:, rows]) @ packed_products(features[rows]).T
+            total = product.double() if total is None else total.add_(product)
+        assert total is not None
+        return (total,)
 
     @staticmethod
     def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
-        """`hessian.full`, (P, P) float64."""
-        size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
-        pairs = unpack_symmetric(sums[0], size)
+        """`hessian.full`, (P, P) float64, written in place, one output's rows at a time."""
+        pairs, outputs, size = sums[0], layout.num_outputs, layout.num_features + layout.has_bias
+        places = layout.augment(torch.arange(layout.num_params, device=pairs.device))
+        matrix = pairs.new_empty(layout.num_params, layout.num_params)
         if outputs == 1:
-            return {"hessian.full": _to_theta_order(pairs[0], layout)}
-        blocks = pairs.new_zeros(outputs, outputs, size, size)
+            return {"hessian.full": _put(matrix, unpack_symmetric(pairs, size), places, places[0])}
         first, second = torch.triu_indices(outputs, outputs, 1, device=pairs.device)
-        blocks[first, second] = -pairs
-        blocks[second, first] = -pairs
-        every = torch.arange(outputs, device=pairs.device)
-        blocks[every, every] = -blocks.sum(dim=1)
-        return {"hessian.full": _to_theta_order(blocks.transpose(1, 2).reshape(layout.num_params, -1), layout)}
+        number = torch.zeros(outputs, outputs, dtype=torch.int64, device=pairs.device)
+        number[first, second] = number[second, first] = torch.arange(len(first), device=pairs.device)
+        for k in range(outputs):
+            blocks = unpack_symmetric(pairs[number[k]], size).neg_()
+            blocks[k] = 0
+            blocks[k] = -blocks.sum(dim=0)
+            _put(matrix, blocks, places, places[k])
+        return {"hessian.full": matrix}
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Full:
@@ -101,12 +113,12 @@ class Full:
         forms = self._quadratic_forms(layout)
         first, second = torch.triu_indices(layout.num_outputs, layout.num_outputs, device=features.device)
         out = features.new_empty(features.shape[0], layout.num_outputs, layout.num_outputs)
-        for start in range(0, features.shape[0], _BLOCK_EXAMPLES):
-            block = layout.augment_features(features[start : start + _BLOCK_EXAMPLES]).to(forms.dtype)
+        for rows in _example_slices(layout.augment_features(features[:1]), features.shape[0]):
+            block = layout.augment_features(features[rows]).to(forms.dtype)
             values = (forms @ packed_products(block)).T.to(out.dtype)
-            rows = out[start : start + _BLOCK_EXAMPLES]
-            rows[:, first, second] = values
-            rows[:, second, first] = values
+            block_out = out[rows]
+            block_out[:, first, second] = values
+            block_out[:, second, first] = values
         return out
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -145,12 +157,21 @@ def _pair_weights(probabilities: Tensor) -> Tensor:
     return probabilities[first] * probabilities[second]
 
 
+def _example_slices(features: Tensor, num_examples: int | None = None) -> Iterator[slice]:
+    """Slices of examples whose packed products fit the cache, or hide the cost of adding what they give."""
+    size, kind = features.shape[1], features.device.type
+    most = _PACKED_ELEMENTS.get(kind, 2**22) // (size * (size + 1) // 2)
+    length = min(max(most, _FEWEST_EXAMPLES), _BLOCK_EXAMPLES.get(kind, 1024))
+    return slices(0, features.shape[0] if num_examples is None else num_examples, length)
+
+
 def _theta_places(layout: HeadLayout, device: torch.device) -> Tensor:
     """For each parameter in augmented order (output by output, the bias last), its place in theta, (P,)."""
     return layout.augment(torch.arange(layout.num_params, device=device)).flatten()
 
 
-def _to_theta_order(matrix: Tensor, layout: HeadLayout) -> Tensor:
-    """A (P, P) matrix in augmented order, in theta order."""
-    order = _theta_places(layout, matrix.device).argsort()
-    return matrix[order][:, order]
+def _put(matrix: Tensor, blocks: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """The matrix (P, P), with blocks (K, F, F) in the given rows (F,) and each output's places (K, F)."""
+    for block, columns in zip(blocks, places, strict=True):
+        matrix[rows.unsqueeze(1), columns] = block
+    return matrix

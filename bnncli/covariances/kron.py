@@ -44,6 +44,11 @@ class Kron:
         return self.scales.numel()
 
     @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """F^2 + K^2, and K F scales."""
+        return (layout.num_features + layout.has_bias) ** 2 + layout.num_outputs**2 + layout.num_params
+
+    @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
         """sum_n x x^T (F, F) and sum_n (diag(p) - p p^T) (K, K)."""
         if probabilities.shape[0] == 1:

@@ -25,7 +25,7 @@ from bnncli.storage.provenance import Source
 from bnncli.storage.samples import SampleFile, read_samples
 from bnncli.targets.last_layer import LastLayerTarget
 
-RESIDENT_SHARE = 0.5  # of a GPU's free memory that a split's features may take; curvature and draws need the rest
+RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; memory.SHARE is for the rest
 EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--data", "test=SPEC")
 
 

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from bnncli.devices import available_memory
-from bnncli.errors import DeviceError, UsageError
+from bnncli import memory
+from bnncli.errors import UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.prior_precision import PriorSearch, search
+from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
 from bnncli.integrators import load_integrator
 from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
@@ -23,7 +23,6 @@ from bnncli.storage.posteriors import write_posterior
 
 ALGO_REV = 1
 VAL_DRAWS = 200
-MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
 MARGLIK_WARNING = (
     "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
     "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
@@ -49,7 +48,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
             "the prior decides most of the posterior"
         )
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
-    size = train.layout.num_params**2 * 12 if structure == "full" else train.layout.num_params * 64
+    size = memory.stored_bytes(structure, train.layout)
     run.folder.check_name_is_free(target)
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
@@ -77,22 +76,17 @@ def _has_labeled_val(run: Run) -> bool:
 
 
 def _structure(wanted: str, layout: HeadLayout, run: Run) -> str:
-    """The structure to fit. Raises DeviceError when the full one was asked for and does not fit."""
-    needed = 6 * 8 * layout.num_params**2  # Hessian, factor and work space in float64
-    fits = needed <= available_memory(run.device) // 2
-    if wanted == "full" and not fits:
-        raise DeviceError(
-            f"a full covariance of {layout.num_params} parameters needs about {needed >> 30} GiB; "
-            f"{available_memory(run.device) >> 30} GiB are free",
-            hint="use --structure kron, the largest that fits",
-        )
-    if wanted != "auto":
-        return wanted
-    if not fits or layout.num_params > MAX_AUTO_FULL:
-        why = "does not fit in memory" if not fits else "takes minutes; ask for it with --structure full"
-        run.console.warn(f"a full covariance of {layout.num_params} parameters {why}: using kron")
-        return "kron"
-    return "full"
+    """The structure to fit. Raises DeviceError when it does not fit in memory, naming the largest that does."""
+    sizes = {"num_draws": max(NUM_DRAWS, VAL_DRAWS)}
+    chosen = wanted
+    if wanted == "auto":
+        chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
+        if chosen != "full":
+            is_large = layout.num_params > memory.MAX_AUTO_FULL
+            why = "takes minutes; ask for it with --structure full" if is_large else "does not fit in memory"
+            run.console.warn(f"a full covariance of {layout.num_params} parameters {why}: using {chosen}")
+    memory.require_fit(chosen, layout, run.device, **sizes)
+    return chosen
 
 
 def _compute(

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bnncli import __version__
-from bnncli.devices import available_memory
+from bnncli import __version__, memory
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, convergence
 from bnncli.inference.hmc import HmcRun, sample_hmc
@@ -44,6 +43,8 @@ def run(run: Run, options: HmcOptions) -> Result:
     run.folder.check_name_is_free(target)
     request = Request(target, "samples", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
+    memory.require_sampling(train.layout, run.device, num_chains=options.chains)
+
     def compute() -> Computed:
         return _compute(run, options, train, prior_precision, target)
 
@@ -52,9 +53,9 @@ def run(run: Run, options: HmcOptions) -> Result:
 
 def _compute(run: Run, options: HmcOptions, train: Split, prior_precision: float, path: Path) -> Computed:
     target = train.target(prior_precision, run.device)
-    fits = 6 * 8 * train.layout.num_params**2 <= available_memory(run.device) // 2
+    whitening = memory.automatic_structure(train.layout, memory.budget(run.device))
     start = train.start().to(run.device)
-    fit = fit_gaussian(target, structure="full" if fits else "kron", center="mode", start=start, progress=run.console)
+    fit = fit_gaussian(target, structure=whitening, center="mode", start=start, progress=run.console)
     common: dict[str, Any] = {
         "mode": fit.gaussian.mean,
         "covariance": fit.gaussian.covariance,
@@ -93,7 +94,7 @@ def _compute(run: Run, options: HmcOptions, train: Split, prior_precision: float
         "num_examples": len(train.content.features),
         "metrics": metrics,
         "classes": train.content.classes,
-        "whitening": "full" if fits else "kron",
+        "whitening": whitening,
     }
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bnncli import memory
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
@@ -47,6 +48,8 @@ def run(run: Run, options: RefineOptions) -> Result:
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
+        structure = str(header.meta.get("structure"))
+        memory.require_refinement(structure, train.layout, run.device, num_draws=options.elbo_draws)
         sources.append(source)
     prior_precision = _prior_precision(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}

@@ -1,0 +1,124 @@
+"""What a command will take of the device's memory, estimated from sizes before it starts, in bytes.
+
+Features and probabilities are not among it: they are streamed where they do not fit. The counts of copies are measured
+peaks (tests/test_memory.py): the Hessian, its sums, the precision, its factor and the root, or what takes their places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bnncli import registry
+from bnncli.devices import available_memory
+from bnncli.errors import DeviceError
+from bnncli.layout import HeadLayout
+
+STRUCTURES = ("full", "block", "kron", "diag")  # from the one that says most of the posterior to the least
+SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
+MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
+MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
+_COPIES = 6  # of a structure's matrices that a fit holds at its peak
+_MODE_VECTORS = 10  # of P numbers that the search for the mode holds
+_BYTES_A_DRAW = 32  # of each parameter: noise, theta in two precisions, and one product on the way
+_CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
+
+
+def fit_bytes(structure: str, layout: HeadLayout, *, num_draws: int = 0) -> int:
+    """Bytes that a Gaussian of this structure takes to fit, with `num_draws` draws of it at once to judge it."""
+    size = layout.num_params
+    matrices = _COPIES * max(_elements(structure, layout), _elements("kron", layout))
+    if size <= MAX_FULL_PRECONDITIONER:
+        matrices += 2 * size**2
+    return 8 * (matrices + _MODE_VECTORS * size) + _BYTES_A_DRAW * num_draws * size
+
+
+def sampling_bytes(structure: str, layout: HeadLayout, *, num_chains: int) -> int:
+    """Bytes that chains whitened by a Gaussian of this structure take: its fit, then their states."""
+    return fit_bytes(structure, layout) + 8 * _CHAIN_VECTORS * num_chains * layout.num_params
+
+
+def refinement_bytes(structure: str, layout: HeadLayout, *, num_draws: int) -> int:
+    """Bytes that a stored Gaussian takes to refine: as read, in two precisions, and draws of it."""
+    return 20 * _elements(structure, layout) + _BYTES_A_DRAW * num_draws * layout.num_params
+
+
+def stored_bytes(structure: str, layout: HeadLayout) -> int:
+    """Bytes of a Gaussian's file: the matrices in float64, the Hessian in float32, the mean and the head."""
+    return 12 * _elements(structure, layout) + 12 * layout.num_params
+
+
+def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
+    """The structure to fit when none was asked for.
+
+    Full where it fits in the budget (bytes) and has at most 6,000 parameters; else block where it fits and its sums over
+    the examples cost no more than that largest full one's; else kron where it fits; else diag. Sizes as for fit_bytes.
+    """
+    most = {"full": MAX_AUTO_FULL**2, "block": MAX_AUTO_FULL**2 // 4}  # the full one needs a quarter of its products
+    for name in STRUCTURES:
+        is_quick = _elements(name, layout) <= most.get(name, _elements(name, layout))
+        if is_quick and fit_bytes(name, layout, **sizes) <= budget:
+            return name
+    return "diag"
+
+
+def budget(device: torch.device) -> int:
+    """Bytes that a command may plan with on the device."""
+    return int(SHARE * available_memory(device))
+
+
+def require(needed: int, device: torch.device, *, what: str, hint: str) -> None:
+    """Pass when `needed` bytes are there. Raises DeviceError otherwise."""
+    there = budget(device)
+    if needed > there:
+        raise DeviceError(
+            f"{what} needs about {_text(needed)} of memory; {_text(there)} can be used on {device}",
+            hint=hint,
+            code="out_of_memory",
+        )
+
+
+def require_fit(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
+    """Pass when the structure can be fitted. Raises DeviceError, naming the largest that can, otherwise."""
+    there = budget(device)
+    fitting = [name for name in STRUCTURES if fit_bytes(name, layout, **sizes) <= there]
+    hint = (
+        f"use --structure {fitting[0]}, the largest that fits" if fitting else "no structure fits: use fewer features"
+    )
+    what = f"a {structure} covariance of {layout.num_params} parameters"
+    require(fit_bytes(structure, layout, **sizes), device, what=what, hint=hint)
+
+
+def require_sampling(layout: HeadLayout, device: torch.device, *, num_chains: int) -> None:
+    """Pass when the chains have room. Raises DeviceError, naming how many do, otherwise."""
+    there = budget(device)
+    whitening = automatic_structure(layout, there)
+    one, more = (sampling_bytes(whitening, layout, num_chains=count) for count in (1, 2))
+    most = 1 + (there - one) // (more - one)
+    hint = f"use at most --chains {most}" if most > 0 else "no chain fits: use a head with fewer features"
+    needed = sampling_bytes(whitening, layout, num_chains=num_chains)
+    require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
+
+
+def require_refinement(structure: str, layout: HeadLayout, device: torch.device, *, num_draws: int) -> None:
+    """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise."""
+    there = budget(device)
+    fitting = [name for name in STRUCTURES if refinement_bytes(name, layout, num_draws=num_draws) <= there]
+    better = "refine a base fitted with --structure" if fitting else "use fewer --elbo-draws"
+    hint = " ".join([better, *fitting[:1]])
+    needed = refinement_bytes(structure, layout, num_draws=num_draws)
+    require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
+
+
+def _elements(structure: str, layout: HeadLayout) -> int:
+    """Numbers in one copy of the structure's matrices."""
+    return int(registry.load_class("covariances", structure).num_elements(layout))
+
+
+def _text(size: int) -> str:
+    """A number of bytes for people."""
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size / 1024:.0f} KiB"

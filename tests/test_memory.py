@@ -1,0 +1,129 @@
+"""Estimates of memory against the peaks that processes reach."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bnncli import memory, registry
+from bnncli.errors import DeviceError
+from bnncli.layout import HeadLayout
+
+# Sizes at which the matrices outweigh the rest.
+FITS = {"full": (10, 150), "block": (30, 200), "kron": (30, 800), "diag": (30, 800)}
+CHAINS = 1000
+
+PROBE = """
+import re, sys, torch
+from pathlib import Path
+from bnncli.inference.hmc import sample_hmc
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.layout import HeadLayout
+from bnncli.targets.last_layer import LastLayerTarget
+
+def now(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def target(layout):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(layout.num_outputs, (300,), generator=generator)
+    return LastLayerTarget(torch.randn(300, layout.num_features, generator=generator), labels, layout, 100.0)
+
+def measure(name, work):
+    start = now("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    result = work()
+    print(name, now("VmHWM") - start)
+    return result
+
+def fit(one, structure):
+    result = fit_gaussian(one, start=torch.zeros(one.layout.num_params, dtype=torch.float64), structure=structure)
+    result.gaussian.covariance.to_tensors()
+    return result.gaussian
+
+fit(target(HeadLayout(10, 30)), "full")  # libraries are loaded
+fit(target(HeadLayout(10, 300)), "kron")
+for words in sys.argv[1:]:
+    structure, outputs, features = words.split(",")
+    measure(structure, lambda: fit(target(HeadLayout(int(outputs), int(features))), structure))
+one = target(HeadLayout(10, 99))
+def sample():
+    base, generator = fit(one, "full"), torch.Generator().manual_seed(0)
+    common = {"num_chains": %d, "num_warmup": 1, "num_draws": 1, "generator": generator}
+    return sample_hmc(one, mode=base.mean, covariance=base.covariance, **common)
+measure("hmc", sample)
+"""
+
+
+def test_estimates_are_within_a_factor_of_two_of_measured_peaks() -> None:
+    words = [f"{name},{outputs},{features}" for name, (outputs, features) in FITS.items()]
+    # Large arrays get pages of their own, so that what is freed is seen to be free.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROBE % CHAINS, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stderr == ""
+    measured = {name: int(size) for name, size in (line.split() for line in done.stdout.splitlines())}
+    expected = {name: memory.fit_bytes(name, HeadLayout(*sizes)) for name, sizes in FITS.items()}
+    expected["hmc"] = memory.sampling_bytes("full", HeadLayout(10, 99), num_chains=CHAINS)
+    ratios = {name: expected[name] / measured[name] for name in expected}
+    assert all(0.5 < ratio < 2 for ratio in ratios.values()), (ratios, measured)
+
+
+def test_every_structure_has_its_rank() -> None:
+    assert sorted(memory.STRUCTURES) == registry.names("covariances")
+
+
+@pytest.mark.parametrize(
+    ("layout", "gigabytes", "chosen"),
+    [
+        (HeadLayout(10, 84), 16, "full"),
+        (HeadLayout(10, 599), 16, "full"),  # 6,000 parameters
+        (HeadLayout(10, 600), 16, "block"),
+        (HeadLayout(100, 256), 16, "block"),
+        (HeadLayout(1000, 2048), 16, "kron"),
+        (HeadLayout(1000, 50_000), 16, "diag"),
+        (HeadLayout(10, 599), 1, "block"),
+        (HeadLayout(1, 5000), 16, "full"),
+    ],
+    ids=str,
+)
+def test_the_automatic_structure_is_the_largest_that_is_sensible(
+    layout: HeadLayout, gigabytes: int, chosen: str
+) -> None:
+    assert memory.automatic_structure(layout, gigabytes << 30) == chosen
+
+
+def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 4 << 30)
+    with pytest.raises(DeviceError, match=r"full covariance of 10000 .* needs about 4.5 GiB .* 2.8 GiB") as caught:
+        memory.require_fit("full", HeadLayout(100, 99), torch.device("cpu"))
+    assert caught.value.hint == "use --structure block, the largest that fits"
+    assert caught.value.exit == 69
+
+
+def test_a_million_classes_times_a_hundred_thousand_features_fit_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 64 << 30)
+    with pytest.raises(DeviceError, match="diag covariance") as caught:
+        memory.require_fit("diag", HeadLayout(1_000_000, 100_000), torch.device("cpu"))
+    assert "no structure fits" in str(caught.value.hint)
+
+
+def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2 << 30)
+    with pytest.raises(DeviceError, match="refining a full Gaussian of 10000") as caught:
+        memory.require_refinement("full", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
+    assert caught.value.hint == "refine a base fitted with --structure block"
+    memory.require_refinement("block", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
+
+
+def test_the_advised_number_of_chains_fits_and_one_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1 << 30)
+    layout, device = HeadLayout(10, 84), torch.device("cpu")
+    with pytest.raises(DeviceError, match="100000 chains") as caught:
+        memory.require_sampling(layout, device, num_chains=100_000)
+    most = int(str(caught.value.hint).split()[-1])
+    memory.require_sampling(layout, device, num_chains=most)
+    with pytest.raises(DeviceError, match="chains"):
+        memory.require_sampling(layout, device, num_chains=most + 1)
