@@ -8,8 +8,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from bnncli import registry
 from bnncli.covariances import block
 from bnncli.covariances.full import Full
+from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron
+from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron, output_factor
 from bnncli.layout import HeadLayout
 from bnncli.targets import stream
 from bnncli.targets.last_layer import LastLayerTarget
@@ -146,6 +147,29 @@ def test_the_root_squares_to_the_inverse_precision(structure: str, layout: HeadL
     torch.testing.assert_close(root @ root.T, sigma, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(covariance.variance(), sigma.diagonal(), rtol=1e-10, atol=1e-12)
     assert covariance.log_det_scale() == pytest.approx(float(torch.linalg.slogdet(root)[1]), rel=1e-10)
+
+
+@every_layout
+def test_kron_with_the_prior_is_the_inverse_of_the_whole_matrix(layout: HeadLayout) -> None:
+    generator = torch.Generator().manual_seed(3)
+    size = 4 + layout.has_bias
+    factors = [torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (size, layout.num_outputs)]
+    a, b = (factor @ factor.T for factor in factors)
+    hessian = {"hessian.kron.A": a, "hessian.kron.B": b}
+    eye = torch.eye(layout.num_params, dtype=torch.float64)
+    root = Kron.from_hessian(hessian, PRIOR, layout).unwhiten(eye).T
+    expected = torch.linalg.inv(kron_to_dense(hessian, layout) + PRIOR * eye)
+    torch.testing.assert_close(root @ root.T, expected, rtol=1e-9, atol=1e-12)
+
+
+@every_layout
+def test_another_output_factor_is_another_fit(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    before, after = (ggn(target, one, "kron") for one in (theta, 2 * theta))
+    torch.testing.assert_close(output_factor(target, 2 * theta), after["hessian.kron.B"])
+    moved = Kron.from_hessian(before, PRIOR, layout).with_output_factor(after["hessian.kron.B"])
+    z = torch.eye(layout.num_params, dtype=torch.float64)
+    torch.testing.assert_close(moved.unwhiten(z), Kron.from_hessian(after, PRIOR, layout).unwhiten(z))
 
 
 @every_structure

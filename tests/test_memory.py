@@ -82,6 +82,7 @@ def test_every_structure_has_its_rank() -> None:
         (HeadLayout(10, 599), 16, "full"),  # 6,000 parameters
         (HeadLayout(10, 600), 16, "block"),
         (HeadLayout(100, 256), 16, "block"),
+        (HeadLayout(100, 512), 16, "kron"),  # a block Hessian would take longer than the largest full one
         (HeadLayout(1000, 2048), 16, "kron"),
         (HeadLayout(1000, 50_000), 16, "diag"),
         (HeadLayout(10, 599), 1, "block"),

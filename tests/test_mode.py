@@ -58,7 +58,7 @@ def test_decrement_is_the_distance_in_posterior_standard_deviations(layout: Head
 def test_a_kronecker_whitening_leads_to_the_same_mode(layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(layout)
     full = find_mode(target, far_start(layout), tolerance=1e-8)
-    monkeypatch.setattr(mode_module, "_MAX_FULL_PARAMS", 0)
+    monkeypatch.setattr(mode_module, "MAX_FULL_PRECONDITIONER", 0)
     kron = find_mode(target, far_start(layout), tolerance=1e-8)
     assert set(kron.hessian) == {"hessian.kron.A", "hessian.kron.B"}
     torch.testing.assert_close(kron.theta, full.theta, rtol=0, atol=1e-7)
@@ -124,3 +124,93 @@ def test_labels_that_a_stale_hessian_does_not_fit_get_a_fresh_one(monkeypatch: p
 def test_too_few_iterations_are_an_error() -> None:
     with pytest.raises(NumericError, match="no mode after 1 Newton steps"):
         find_mode(make_target(LAYOUTS[0]), far_start(LAYOUTS[0]), max_iterations=1)
+
+
+def make_wide(prior_precision: float, num_examples: int = 2000) -> LastLayerTarget:
+    """Twenty overlapping classes in rectified features with a decaying spectrum, as networks give them; P = 1,300."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(20, (num_examples,), generator=generator)
+    scales = torch.logspace(0.3, -1.2, 64)
+    centers = 2 * scales * torch.randn(20, 64, generator=generator)
+    basis = torch.linalg.qr(torch.randn(64, 64, generator=generator))[0]
+    noise = scales * torch.randn(num_examples, 64, generator=generator)
+    features = torch.relu((centers[labels] + noise) @ basis.T + 0.2)
+    return LastLayerTarget(features, labels, HeadLayout(20, 64), prior_precision)
+
+
+def mode_by_dense_newton(target: LastLayerTarget) -> torch.Tensor:
+    """Damped Newton with the whole Hessian of autograd's textbook loss, in float64."""
+    layout, features = target.layout, target.features.double()
+
+    def loss(theta: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(features, *layout.split(theta))
+        likelihood = torch.nn.functional.cross_entropy(logits, target.labels, reduction="sum")
+        return likelihood + 0.5 * target.prior_precision * theta.square().sum()
+
+    theta = torch.zeros(layout.num_params, dtype=torch.float64)
+    for _ in range(60):
+        leaf = theta.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(leaf), leaf)
+        probs = torch.softmax(torch.nn.functional.linear(features, *layout.split(theta)), dim=1)
+        weights = probs.diag_embed() - probs.unsqueeze(2) * probs.unsqueeze(1)
+        blocks = torch.einsum("nkl,ni,nj->kilj", weights, *[layout.augment_features(features)] * 2)
+        place = layout.augment(torch.arange(layout.num_params)).flatten()
+        precision = torch.empty(layout.num_params, layout.num_params, dtype=torch.float64)
+        precision[place[:, None], place] = blocks.reshape(layout.num_params, -1)
+        precision.diagonal().add_(target.prior_precision)
+        step = torch.linalg.solve(precision, gradient)
+        length = 1.0
+        while loss(theta - length * step) > loss(theta) - 1e-4 * length * gradient @ step + 1e-9:
+            length /= 2
+        theta = theta - length * step
+        if gradient @ step < 1e-18:
+            break
+    return theta
+
+
+@pytest.mark.parametrize("prior_precision", [0.1, 100.0])
+@pytest.mark.parametrize("most_full", [0, 5000])
+def test_mode_is_the_one_of_dense_newton_steps(
+    prior_precision: float, most_full: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mode_module, "MAX_FULL_PRECONDITIONER", most_full)
+    wide = make_wide(prior_precision, num_examples=400)
+    layout = HeadLayout(5, 12)
+    target = LastLayerTarget(wide.features[:, :12], wide.labels % 5, layout, prior_precision)
+    found = find_mode(target, torch.zeros(layout.num_params))
+    gap = found.theta - mode_by_dense_newton(target)
+    precision = target.hessian_vector_product(found.theta, torch.eye(layout.num_params))
+    distance = float(gap @ precision @ gap) ** 0.5
+    assert distance < 1.2e-3
+    assert distance == pytest.approx(found.newton_decrement, abs=2e-4)
+
+
+def test_mode_is_the_one_that_lbfgs_finds() -> None:
+    target = make_wide(10.0, num_examples=300)
+    theta = torch.zeros(target.layout.num_params, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([theta], max_iter=2000, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+    exact = LastLayerTarget(target.features.double(), target.labels, target.layout, 10.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = -exact.log_joint(theta.unsqueeze(0)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    found = find_mode(exact, torch.zeros(target.layout.num_params), tolerance=1e-6)
+    torch.testing.assert_close(found.theta, theta.detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("prior_precision", "most"), [(0.1, 80), (10.0, 45), (1000.0, 18)])
+def test_products_with_the_hessian_stay_few_under_weak_priors(
+    prior_precision: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mode_module, "MAX_FULL_PRECONDITIONER", 0)
+    products = []
+    plain = LastLayerTarget._multiply_hessian
+    monkeypatch.setattr(LastLayerTarget, "_multiply_hessian", lambda *args: products.append(1) or plain(*args))
+    target = make_wide(prior_precision)
+    found = find_mode(target, torch.zeros(target.layout.num_params))
+    assert found.newton_decrement < 1e-3
+    assert len(products) <= most

@@ -58,7 +58,8 @@ COMMANDS = (
     Command(
         "fit-laplace",
         "Fit a Gaussian posterior over the last layer.",
-        "Finds the exact mode of the target by Newton's method and puts the Laplace approximation there. The prior "
+        "Finds the mode of the target by Newton's method, to within 0.001 posterior standard deviations (the Newton "
+        "decrement, all parameters together), and puts the Laplace approximation there. The prior "
         "precision is chosen on the val split (data that the network was not trained on) or by the marginal likelihood, "
         "unless a number is given. Writes posteriors/laplace.safetensors.",
         (o.FitLaplaceOptions, o.NameOptions, *COMPUTE),

@@ -51,11 +51,14 @@ class Kron:
     @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
         """sum_n x x^T (F, F) and sum_n (diag(p) - p p^T) (K, K)."""
+        return (features.T @ features).double(), Kron.output_sums(probabilities)
+
+    @staticmethod
+    def output_sums(probabilities: Tensor) -> Tensor:
+        """sum_n (diag(p) - p p^T) (K, K), float64, of probabilities (K, n): all that changes with theta."""
         if probabilities.shape[0] == 1:
-            outputs = (probabilities * (1 - probabilities)).sum(dim=1, keepdim=True)
-        else:
-            outputs = probabilities.sum(dim=1).diag() - probabilities @ probabilities.T
-        return (features.T @ features).double(), outputs.double()
+            return (probabilities * (1 - probabilities)).sum(dim=1, keepdim=True).double()
+        return (probabilities.sum(dim=1).diag() - probabilities @ probabilities.T).double()
 
     @staticmethod
     def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
@@ -69,6 +72,31 @@ class Kron:
         if not (torch.isfinite(feature_factor).all() and torch.isfinite(output_factor).all()):
             raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
         feature_values, feature_basis = torch.linalg.eigh(feature_factor)
+        return cls._of_eigenbasis(
+            feature_factor, feature_values, feature_basis, output_factor=output_factor,
+            prior_precision=prior_precision, layout=layout,
+        )  # fmt: skip
+
+    def with_output_factor(self, output_factor: Tensor) -> Kron:
+        """The same with another B (K, K): the eigenvectors of A, which cost most, are kept."""
+        values = ((self.feature_factor @ self.feature_basis) * self.feature_basis).sum(dim=0)
+        return self._of_eigenbasis(
+            self.feature_factor, values, self.feature_basis, output_factor=output_factor,
+            prior_precision=self.prior_precision, layout=self.layout,
+        )  # fmt: skip
+
+    @classmethod
+    def _of_eigenbasis(
+        cls,
+        feature_factor: Tensor,
+        feature_values: Tensor,
+        feature_basis: Tensor,
+        *,
+        output_factor: Tensor,
+        prior_precision: float,
+        layout: HeadLayout,
+    ) -> Kron:
+        """From A with its eigenvalues and eigenvectors, and B."""
         output_values, output_basis = torch.linalg.eigh(output_factor)
         curvature = torch.outer(output_values.clamp(min=0), feature_values.clamp(min=0))
         scales = (curvature + prior_precision).rsqrt()

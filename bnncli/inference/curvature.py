@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli import registry
+from bnncli.covariances.kron import Kron
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import BLOCK_ELEMENTS
 
@@ -38,6 +39,16 @@ def ggn(target: LastLayerTarget, theta: Tensor, structure: str) -> dict[str, Ten
     total = target.blocks.sum(work, columns=columns, dtype=target.dtype)
     hessian: dict[str, Tensor] = kind.hessian(total, layout, target.num_examples)
     return {name: _scaled(name, part, target.likelihood_scale) for name, part in hessian.items()}
+
+
+def output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    """`hessian.kron.B` (K, K) alone at theta (P,): the outputs' factor, all of the pair that changes with theta."""
+
+    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        return (Kron.output_sums(target.probabilities(theta, block)),)
+
+    (total,) = target.blocks.sum(work, columns=target.layout.num_outputs, dtype=target.dtype)
+    return _scaled("hessian.kron.B", total, target.likelihood_scale)
 
 
 def ggn_full(target: LastLayerTarget, theta: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The exact mode of the log posterior, by Newton steps whose systems conjugate gradients solve.
 
 The log posterior is strictly concave, so that the mode is unique. Systems are solved in coordinates whitened by an
-earlier Hessian, full where it is small, else Kronecker-factored, made again when it has become too old to help.
+earlier Hessian, full where it is small and made again when it has become too old to help, else Kronecker-factored, whose
+outputs' factor is made again at every step, for half the price of one product.
 Products with the Hessian are float32, values and gradients float64, so that the result is exact. Nocedal and Wright
 (2006), Numerical Optimization, algorithms 3.1 and 7.1.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,14 +21,14 @@ from bnncli.covariances import Covariance
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError
-from bnncli.inference.curvature import ggn
+from bnncli.inference.curvature import ggn, output_factor
+from bnncli.memory import MAX_FULL_PRECONDITIONER
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 
 _MAX_CG_ITERATIONS = 200
 _MAX_HALVINGS = 30
-_MAX_FULL_PARAMS = 2048  # up to here a full Hessian costs less than the iterations it saves
-_STALE_ITERATIONS = {"full": 40, "kron": 10}  # more than this, and a new Hessian pays (measured: LeNet-5, P = 850)
+_STALE_ITERATIONS = {"full": 40, "kron": -1}  # more than this, and a new Hessian pays (measured: LeNet-5, P = 850)
 _SUFFICIENT_INCREASE = 1e-4  # Armijo constant, as usual
 
 
@@ -82,8 +84,9 @@ def find_mode(
     hessian = hessian or _fresh_hessian(target, theta)
     whitening = _whitening(target, hessian)
     previous = math.nan
+    accuracy = partial(_accuracy, tolerance=tolerance, polish=polish)
     for iteration in range(max_iterations):
-        step, num_products = _newton_step(target, theta, gradient, whitening, loosest=1e-2 if polish else 0.1)
+        step, num_products = _newton_step(target, theta, gradient, whitening=whitening, accuracy=accuracy)
         decrement = math.sqrt(max(float(gradient @ step), 0.0))
         if decrement < tolerance:
             return Mode(theta, iteration, decrement, float(gradient.norm()), value, hessian)
@@ -94,8 +97,8 @@ def find_mode(
         theta, value, gradient = _search_along(target, theta, value, gradient, step)
         previous = decrement
         if num_products > _STALE_ITERATIONS[whitening.structure]:
-            hessian = _fresh_hessian(target, theta)
-            whitening = _whitening(target, hessian)
+            hessian = _fresh_hessian(target, theta, before=hessian)
+            whitening = _whitening(target, hessian, before=whitening)
     raise NumericError(
         f"no mode after {max_iterations} Newton steps: {decrement:.2g} standard deviations away, asked for {tolerance:g}",
         hint="use a larger --prior-precision",
@@ -108,16 +111,24 @@ def _after_step(decrement: float, previous: float) -> float:
     The last two decrements say how fast it is, once they are small; before that, a unit factor errs on the safe side.
     """
     factor = max(decrement / previous**2, 1e-2) if decrement < 0.5 and previous < 10 else 1.0
-    return factor * decrement**2 + min(1e-2, max(1e-3, decrement)) * decrement
+    return factor * decrement**2 + _accuracy(decrement, polish=True) * decrement
 
 
-def _fresh_hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
-    """The Hessian of the negative log likelihood at theta, full where that is small."""
-    return ggn(target, theta, "full" if target.layout.num_params <= _MAX_FULL_PARAMS else "kron")
+def _fresh_hessian(
+    target: LastLayerTarget, theta: Tensor, *, before: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The Hessian of the negative log likelihood at theta, full where that is small; the features' factor is kept."""
+    if target.layout.num_params <= MAX_FULL_PRECONDITIONER:
+        return ggn(target, theta, "full")
+    if before is None or "hessian.kron.A" not in before:
+        return ggn(target, theta, "kron")
+    return {**before, "hessian.kron.B": output_factor(target, theta)}
 
 
-def _whitening(target: LastLayerTarget, hessian: dict[str, Tensor]) -> Covariance:
+def _whitening(target: LastLayerTarget, hessian: dict[str, Tensor], *, before: Covariance | None = None) -> Covariance:
     """The covariance that the Hessian gives under the target's prior."""
+    if isinstance(before, Kron) and before.feature_factor is hessian.get("hessian.kron.A"):
+        return before.with_output_factor(hessian["hessian.kron.B"])
     kind = Full if "hessian.full" in hessian else Kron
     return kind.from_hessian(hessian, target.prior_precision, target.layout)
 
@@ -131,17 +142,34 @@ def _evaluate(target: LastLayerTarget, theta: Tensor) -> tuple[float, Tensor]:
 
 
 def _newton_step(
-    target: LastLayerTarget, theta: Tensor, gradient: Tensor, whitening: Covariance, *, loosest: float
+    target: LastLayerTarget,
+    theta: Tensor,
+    gradient: Tensor,
+    *,
+    whitening: Covariance,
+    accuracy: Callable[[float], float],
 ) -> tuple[Tensor, int]:
     """H^{-1} gradient (P,), and how many products with H it took."""
     multiply = target.hessian_operator(theta)
     white_gradient = whitening.pull_back(gradient.unsqueeze(0))
-    # Near the mode systems are solved more exactly, so that convergence is quadratic in the end.
-    accuracy = min(loosest, max(1e-3, float(white_gradient.norm())))
     white_step, num_products = _conjugate_gradients(
-        lambda v: whitening.pull_back(multiply(whitening.unwhiten(v))), white_gradient, accuracy
+        lambda v: whitening.pull_back(multiply(whitening.unwhiten(v))),
+        white_gradient,
+        accuracy(float(white_gradient.norm())),
     )
     return whitening.unwhiten(white_step)[0], num_products
+
+
+def _accuracy(distance: float, *, polish: bool, tolerance: float = 0.0) -> float:
+    """How exactly a Newton step is solved, `distance` standard deviations from the mode.
+
+    More exactly when near, so that convergence is quadratic in the end; but no more than brings the next step well below
+    the tolerance (Dembo, Eisenstat and Steihaug 1982; Nocedal and Wright, section 7.1). A step that may be the last one,
+    with no pass to confirm it, is solved well.
+    """
+    if polish:
+        return min(1e-2, max(1e-3, distance))
+    return min(0.1, max(1e-3, distance, 0.3 * tolerance / max(distance, 1e-300)))
 
 
 def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, accuracy: float) -> tuple[Tensor, int]:
