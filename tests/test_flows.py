@@ -8,6 +8,7 @@ from typing import Any
 import pyro.distributions.transforms as pyro_transforms
 import pytest
 import torch
+from pyro.distributions.transforms.spline import _monotonic_rational_spline as pyro_spline_function
 from torch import Tensor
 
 from bnncli import registry
@@ -30,8 +31,11 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("affine", {"scale": "kron"}),
     ("affine", {"scale": "low-rank"}),
     ("householder", {}),
+    ("iaf", {"hidden": 7}),
     ("planar", {}),
     ("radial", {}),
+    ("realnvp", {"hidden": 7}),
+    ("spline", {"hidden": 7}),
     ("sylvester", {}),
 ]
 every_flow = pytest.mark.parametrize(("kind", "settings"), EXAMPLES, ids=lambda value: str(value))
@@ -45,8 +49,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def start_layer(kind: str, dim: int, seed: int = 0, **settings: Any) -> Any:
-    """The second layer of two, as a fit starts with it."""
-    return build_layers(kind, LAYOUTS[dim], seeded(seed), length=2, **settings)[1]
+    """One layer of two, as a fit starts with it: the first for an even seed, the second for an odd one."""
+    return build_layers(kind, LAYOUTS[dim], seeded(seed), length=2, **settings)[seed % 2]
 
 
 def make_layer(kind: str, dim: int, seed: int = 0, *, spread: float = 1.0, **settings: Any) -> Any:
@@ -71,16 +75,36 @@ def test_every_flow_has_an_example_and_a_reference() -> None:
     assert {kind for kind, _ in EXAMPLES} == set(registry.names("flows")) == set(REFERENCES)
 
 
-@every_flow
-@pytest.mark.parametrize("dim", [2, 5, 30])
-@pytest.mark.parametrize("seed", range(3))
-def test_log_det_is_that_of_autograds_jacobian(kind: str, settings: dict[str, Any], dim: int, seed: int) -> None:
-    layer, points = make_layer(kind, dim, seed, **settings), draw_points(dim)
+def check_log_det(layer: Any, points: Tensor) -> None:
     with torch.no_grad():
         log_det = layer(points)[1]
     for point, got in zip(points, log_det, strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda z: layer(z[None])[0][0], point, vectorize=True)
         torch.testing.assert_close(got, torch.linalg.slogdet(jacobian)[1], rtol=1e-10, atol=1e-10)
+
+
+@every_flow
+@pytest.mark.parametrize("dim", [2, 5, 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_log_det_is_that_of_autograds_jacobian(kind: str, settings: dict[str, Any], dim: int, seed: int) -> None:
+    check_log_det(make_layer(kind, dim, seed, **settings), draw_points(dim))
+
+
+def test_the_published_real_nvp_fails_the_same_check() -> None:
+    """Skaaret-Lund (2022), equations 3.6 and 3.7: the shift also moves the half that scale and shift depend on."""
+    weights = torch.randn(3, 6, 6, generator=seeded(), dtype=torch.float64)
+    mask = torch.tensor([1.0, 0, 1, 0, 1, 0], dtype=torch.float64)
+
+    def layer(z: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh((mask * z) @ weights[0])
+        shift, scale = hidden @ weights[1], torch.sigmoid(hidden @ weights[2])
+        log_det = ((1 - mask) * scale.log()).sum(dim=1)
+        return mask * z + (1 - mask) * scale * z + shifted * (1 - scale) * shift, log_det
+
+    points = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64)
+    check_log_det(lambda z: layer(z, 1 - mask), points)
+    with pytest.raises(AssertionError, match="not close"):
+        check_log_det(lambda z: layer(z, torch.ones(6, dtype=torch.float64)), points)
 
 
 @every_flow
@@ -110,14 +134,14 @@ def test_layers_stay_invertible_for_extreme_parameters(kind: str, settings: dict
 
 @every_flow
 def test_density_of_a_pushed_standard_normal_integrates_to_one(kind: str, settings: dict[str, Any]) -> None:
-    layer = make_layer(kind, 2, spread=0.7, **settings)
+    layer = make_layer(kind, 2, spread=0.5, **settings)
     with torch.no_grad():
         image = layer(torch.randn(4000, 2, generator=seeded(), dtype=torch.float64))[0]
         center, reach = image.mean(dim=0), float(12 * image.std(dim=0).max())
-        axes = [torch.linspace(float(c) - reach, float(c) + reach, 401, dtype=torch.float64) for c in center]
+        axes = [torch.linspace(float(c) - reach, float(c) + reach, 601, dtype=torch.float64) for c in center]
         z = layer.inverse(torch.cartesian_prod(*axes))
         log_density = -0.5 * z.square().sum(dim=1) - math.log(2 * math.pi) - layer(z)[1]
-    assert float(log_density.exp().sum()) * (2 * reach / 400) ** 2 == pytest.approx(1, abs=2e-3)
+    assert float(log_density.exp().sum()) * (2 * reach / 600) ** 2 == pytest.approx(1, abs=2e-3)
 
 
 @exact_start
@@ -163,8 +187,9 @@ def test_float32_stays_finite_far_out(kind: str, settings: dict[str, Any], sprea
 
 
 @every_flow
-def test_parameters_and_settings_come_back_from_tensors(kind: str, settings: dict[str, Any]) -> None:
-    layer, points = make_layer(kind, 5, **settings), draw_points(5)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_parameters_and_settings_come_back_from_tensors(kind: str, settings: dict[str, Any], seed: int) -> None:
+    layer, points = make_layer(kind, 5, seed, **settings), draw_points(5)
     again = type(layer).from_tensors(layer.to_tensors(), LAYOUTS[5])
     assert torch.equal(again(points)[0], layer(points)[0])
     assert settings_of(again) == settings_of(layer)
@@ -264,18 +289,91 @@ class PyroSylvester:
         return self.pyro._cached_logDetJ
 
 
+class Halved:
+    """A map of the moved half given the kept one, on whole points: kept first, as Pyro has them."""
+
+    def __init__(
+        self, layer: Any, num_parts: int, moved_map: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> None:
+        kept = [0, 1] if layer.index % 2 == 0 else [2, 3, 4]
+        self.order = kept + [i for i in range(5) if i not in kept]
+        self.num_kept, self.num_parts = len(kept), num_parts
+        self.network, self.moved_map = layer.network, moved_map
+
+    def __call__(self, z: Tensor) -> Tensor:
+        kept, moved = z[:, self.order].split([self.num_kept, 5 - self.num_kept], dim=1)
+        net = self.network
+        raw = torch.tanh(kept @ net.hidden_weight.T + net.hidden_bias) @ net.weight.T + net.bias
+        image, log_slope = self.moved_map(moved, raw)
+        self.log_det = log_slope.sum(dim=1)
+        return torch.cat([kept, image], dim=1)[:, torch.tensor(self.order).argsort()]
+
+    def log_abs_det_jacobian(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.log_det
+
+
+def pyro_realnvp(layer: Any) -> Any:
+    def move(moved: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
+        shift, log_scale = raw.chunk(2, dim=1)
+        log_scale = 2 * torch.tanh(log_scale / 2)
+        coupling = pyro_transforms.AffineCoupling(0, lambda _: (shift, log_scale))
+        return coupling(moved), log_scale
+
+    return Halved(layer, 2, move)
+
+
+def pyro_spline(layer: Any) -> Any:
+    def move(moved: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
+        parts = raw.view(len(moved), moved.shape[1], 23)
+        slopes = 0.001 + torch.nn.functional.softplus(parts[..., 16:] + math.log(math.e**0.999 - 1))
+        widths, heights = parts[..., :8].softmax(-1), parts[..., 8:16].softmax(-1)
+        return pyro_spline_function(moved, widths, heights, slopes, bound=5.0, min_derivative=0.0)
+
+    return Halved(layer, 23, move)
+
+
+class PyroIaf(torch.nn.Module):
+    """The network of an iaf layer, its masks one weight at a time, as Pyro's transform wants it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.permutation = range(5) if layer.index % 2 == 0 else range(4, -1, -1)
+        rank = {coordinate: place for place, coordinate in enumerate(self.permutation)}
+        net, self.reach = layer.network, [1, 2, 2, 2, 3, 4, 4]  # 1 to 4 in 7 even steps, halves to even
+        self.hidden_weight, self.weight = net.hidden_weight.detach().clone(), net.weight.detach().clone()
+        self.hidden_bias, self.bias = net.hidden_bias.detach(), net.bias.detach()
+        for k, reach in enumerate(self.reach):
+            for i in range(5):
+                if rank[i] >= reach:
+                    self.hidden_weight[k, i] = 0
+                if rank[i] < reach:
+                    self.weight[i, k] = self.weight[5 + i, k] = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        raw = torch.tanh(x.double() @ self.hidden_weight.T + self.hidden_bias) @ self.weight.T + self.bias
+        return raw[:, :5], 2 * torch.tanh(raw[:, 5:] / 2)
+
+
+def pyro_iaf(layer: Any) -> Any:
+    return pyro_transforms.AffineAutoregressive(PyroIaf(layer))
+
+
 REFERENCES: dict[str, Callable[[Any], Any]] = {
     "affine": torch_affine,
     "householder": pyro_householder,
+    "iaf": pyro_iaf,
     "planar": pyro_planar,
     "radial": pyro_radial,
+    "realnvp": pyro_realnvp,
+    "spline": pyro_spline,
     "sylvester": PyroSylvester,
 }
 
 
 @every_flow
-def test_layer_is_the_reference_transform(kind: str, settings: dict[str, Any]) -> None:
-    layer, points = make_layer(kind, 5, **settings), draw_points(5)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_layer_is_the_reference_transform(kind: str, settings: dict[str, Any], seed: int) -> None:
+    layer, points = make_layer(kind, 5, seed, **settings), draw_points(5)
     reference = REFERENCES[kind](layer)
     image, log_det = layer(points)
     expected = reference(points)
@@ -339,6 +437,39 @@ def test_affine_learns_correlations_of_either_sign(scale: str, correlation: floa
 def test_settings_that_a_flow_does_not_take_are_refused(kind: str, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         start_layer(kind, 30, **settings)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_iaf_coordinates_depend_on_the_ones_before_them_alone(index: int) -> None:
+    layer, point = make_layer("iaf", 30, index, hidden=64), draw_points(30)[0]
+    jacobian = torch.autograd.functional.jacobian(lambda z: layer(z[None])[0][0], point)
+    ordered = jacobian if index == 0 else jacobian.flip(0, 1)
+    assert ordered.triu(1).abs().max() == 0
+    assert (ordered[1:, 0] != 0).all()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_iaf_inverse_is_pyros(index: int) -> None:
+    layer, points = make_layer("iaf", 5, index, hidden=7), draw_points(5)
+    torch.testing.assert_close(layer.inverse(points), pyro_iaf(layer)._inverse(points))
+
+
+@pytest.mark.parametrize("kind", ["realnvp", "spline"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_coupling_layers_keep_one_half_and_move_the_other(kind: str, index: int) -> None:
+    layer, points = make_layer(kind, 5, index, hidden=7), draw_points(5)
+    has_moved = (layer(points)[0] != points).any(dim=0)
+    assert has_moved.tolist() == [index == 1] * 2 + [index == 0] * 3
+
+
+def test_spline_is_the_identity_outside_its_interval_and_monotone_inside() -> None:
+    layer = make_layer("spline", 2, spread=5.0, hidden=7)
+    moved = torch.linspace(-7, 7, 1401, dtype=torch.float64)
+    with torch.no_grad():
+        image = layer(torch.stack([torch.full_like(moved, 0.3), moved], dim=1))[0][:, 1]
+    assert torch.equal(image[moved.abs() >= 5], moved[moved.abs() >= 5])
+    assert (image.diff() > 0).all()
+    assert (image - moved).abs().max() > 0.5
 
 
 @pytest.mark.parametrize("raw", [-50.0, 50.0])

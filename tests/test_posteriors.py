@@ -40,10 +40,12 @@ def make_gaussian(structure: str = "full", layout: HeadLayout | None = None) -> 
 def make_flow(kind: str, space: str, base: Gaussian) -> Flow:
     layers = []
     for seed in range(3):
-        layer = build_layers(kind, base.layout, seeded(seed), length=1)[0]
+        layer = build_layers(kind, base.layout, seeded(seed), length=3)[seed]
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
-            parameter += 0.4 * torch.randn(parameter.shape, generator=seeded(seed), dtype=torch.float64)
+            size = parameter.shape[-1] if parameter.ndim > 1 else 1
+            step = torch.randn(parameter.shape, generator=seeded(seed), dtype=torch.float64)
+            parameter += 0.4 * step / max(size, 1) ** 0.5
         layers.append(layer)
     return Flow(base, tuple(layers), kind, space)
 

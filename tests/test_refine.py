@@ -91,7 +91,7 @@ def test_refining_a_diagonal_base_gains(kind: str) -> None:
         length=4,
         epochs=300,
         batch_size=24,
-        learning_rate=0.03,
+        learning_rate=0.01 if kind == "spline" else 0.03,
         num_draws=16,
     )
     gain, error = elbo_gain(target, base, fit.posterior, generator=seeded(1), num_samples=4000)

@@ -106,6 +106,11 @@ def zeros(*shape: int, generator: torch.Generator) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=generator.device))
 
 
+def place_buffer(index: int, generator: torch.Generator) -> Tensor:
+    """A layer's place among the layers as a tensor, (1,), so that it is stored with the parameters."""
+    return torch.tensor([index], device=generator.device)
+
+
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by name, on the CPU; floating-point ones as float64."""
     state = {name: value.detach().cpu().clone() for name, value in layer.state_dict().items()}
