@@ -47,6 +47,8 @@ def test_another_setting_is_another_request(cli: Cli, small_run: Path) -> None:
         (("--flow", "planar", "--scale", "kron"), "--scale: planar layers have none; flows that take it: affine"),
         (("--flow", "affine", "--rank", 4), "--rank: --scale kron has none"),
         (("--flow", "affine", "--scale", "low-rank", "--rank", 99), "--rank: expected 1 to 18"),
+        (("--flow", "sylvester", "--hidden", 4), "flows that take it: iaf, realnvp, spline"),
+        (("--flow", "householder", "--space", "whitened"), "--space: householder layers act in weight space"),
         (("--rank", 0), "--rank: expected a number of at least 1"),
     ],
 )
@@ -58,11 +60,20 @@ def test_a_setting_that_the_flow_does_not_take_is_refused(
     assert why in done.stderr
 
 
-def test_a_saved_flow_loads_and_has_the_same_density(cli: Cli, small_run: Path) -> None:
-    path = refined(cli, small_run, "--flow", "affine", "--scale", "low-rank", "--rank", 3)
-    posterior, header = open_posterior(path)
-    assert header.meta["settings"] == {"scale": "low-rank", "rank": 3}
-    assert "C = lower(core)" in header.meta["maps"]
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (("--flow", "affine", "--scale", "low-rank", "--rank", 3), {"scale": "low-rank", "rank": 3}),
+        (("--flow", "spline", "--hidden", 5), {"hidden": 5}),
+        (("--flow", "householder"), {}),
+    ],
+)
+def test_a_saved_flow_loads_and_has_the_same_density(
+    cli: Cli, small_run: Path, words: tuple[object, ...], settings: dict[str, Any]
+) -> None:
+    posterior, header = open_posterior(refined(cli, small_run, *words))
+    assert header.meta["settings"] == settings
+    assert header.meta["maps"] == posterior.layers[0].maps
+    assert [getattr(layer, "index", i) for i, layer in enumerate(posterior.layers)] == [0, 1]
     theta, log_density = posterior.from_noise(posterior.noise(6, torch.Generator().manual_seed(0)))
     torch.testing.assert_close(posterior.log_density(theta), log_density, rtol=1e-8, atol=1e-8)
-    assert posterior.layers[1].core.abs().max() > 0

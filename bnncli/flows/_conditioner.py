@@ -17,7 +17,9 @@ LOG_SCALE_BOUND = 2.0
 class Conditioner(nn.Module):
     """(S, num_inputs) to (S, num_outputs) by one hidden layer of tanh; all outputs are 0 at the start.
 
-    The tanh bounds the outputs for any input. The hidden layer starts from U(-1/sqrt(n), 1/sqrt(n)), n its inputs.
+    The outputs are weight tanh(...) / hidden + bias: the tanh bounds them for any input, and without the division (Yang
+    and Hu 2021, arXiv:2011.14522) one step of Adam would move them by its learning rate times the number of hidden
+    units, which drowned every gain in noise. The hidden layer starts from U(-1/sqrt(n), 1/sqrt(n)), n its inputs.
 
     Args:
         num_inputs, num_outputs: sizes; either may be 0.
@@ -55,9 +57,10 @@ class Conditioner(nn.Module):
         return linear(torch.tanh(linear(x, hidden_weight, self.hidden_bias)), weight, self.bias)
 
     def masked_weights(self) -> tuple[Tensor, Tensor]:
-        """The weights of both layers, with zeros where the masks say so."""
+        """The weights of both layers as they act: divided, and with zeros where the masks say so."""
         hidden_weight = self.hidden_weight if self.input_mask is None else self.hidden_weight * self.input_mask
-        return hidden_weight, self.weight if self.output_mask is None else self.weight * self.output_mask
+        weight = self.weight / self.hidden_bias.shape[0]
+        return hidden_weight, weight if self.output_mask is None else weight * self.output_mask
 
 
 def half_sizes(num_params: int, index: int) -> tuple[int, int]:

@@ -6,16 +6,23 @@ transform"): orthogonal for any V, with no loop over the reflections.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 
 def reflection_vectors(size: int, rank: int, generator: torch.Generator) -> nn.Parameter:
-    """Vectors (P, R) whose orthonormal_columns are a uniformly random frame of R directions."""
+    """Vectors (P, R) whose orthonormal_columns are a uniformly random frame of R directions.
+
+    Their length does not matter to the frame, only to how fast Adam turns it: sqrt(P) makes a step turn a direction by
+    about its learning rate, whatever P is.
+    """
     draw = torch.randn(size, rank, generator=generator, device=generator.device, dtype=torch.float64)
     packed, _ = torch.geqrf(draw)
     lower = packed.tril(-1)
-    return nn.Parameter(lower + torch.eye(size, rank, device=lower.device, dtype=lower.dtype))
+    unit = torch.eye(size, rank, device=lower.device, dtype=lower.dtype)
+    return nn.Parameter((lower + unit) * math.sqrt(size))
 
 
 def orthonormal_columns(vectors: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Householder(nn.Module):
     """F(z) = center + H(second) H(first) (z - center), H(v) = I - 2 v v^T / |v|^2; starts as the identity.
 
     It acts in weight space alone: a rotation leaves the standard normal of whitened space as it is. Both vectors start
-    equal, from U(-1/sqrt(P), 1/sqrt(P)), the centre at 0.
+    equal, from U(-1, 1): so long, a step of Adam turns by about its learning rate whatever P is. The centre starts at 0.
 
     Args:
         layout: of theta; only P matters.
@@ -36,7 +36,7 @@ class Householder(nn.Module):
 
     def __init__(self, layout: HeadLayout, generator: torch.Generator) -> None:
         super().__init__()
-        vector = uniform((layout.num_params,), 1 / math.sqrt(layout.num_params), generator)
+        vector = uniform((layout.num_params,), 1.0, generator)
         self.first = nn.Parameter(vector)
         self.second = nn.Parameter(vector.clone())
         self.center = zeros(layout.num_params, generator=generator)

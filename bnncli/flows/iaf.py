@@ -33,7 +33,7 @@ class Iaf(nn.Module):
     settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
-        "(mu, raw) = network.weight tanh(network.hidden_weight z + network.hidden_bias) + network.bias with MADE's "
+        "(mu, raw) = network.weight / hidden tanh(network.hidden_weight z + network.hidden_bias) + network.bias with MADE's "
         "masks; log scale = 2 tanh(raw / 2); odd index goes backwards"
     )
 

@@ -31,7 +31,7 @@ class Realnvp(nn.Module):
     settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
-        "(shift, raw) = network.weight tanh(network.hidden_weight z_kept + network.hidden_bias) + network.bias; "
+        "(shift, raw) = network.weight / hidden tanh(network.hidden_weight z_kept + network.hidden_bias) + network.bias; "
         "log scale = 2 tanh(raw / 2); even index keeps the first half"
     )
 

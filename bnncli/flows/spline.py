@@ -40,7 +40,7 @@ class Spline(nn.Module):
     settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
-        "(8 widths, 8 heights, 7 slopes) a coordinate = network.weight tanh(network.hidden_weight z_kept + "
+        "(8 widths, 8 heights, 7 slopes) a coordinate = network.weight / hidden tanh(network.hidden_weight z_kept + "
         "network.hidden_bias) + network.bias; widths and heights 10 (0.001 + 0.992 softmax(raw)); "
         "slopes 0.001 + softplus(raw + log(exp(0.999) - 1)); even index keeps the first half"
     )
