@@ -54,6 +54,7 @@ def test_numbers_are_those_of_the_artifacts(cli: Cli, small_run: Path) -> None:
     fit = cli("inspect", folder_of(small_run) / "posteriors/laplace.safetensors", "--json").json["meta"]["metrics"]
     assert posteriors["laplace"]["log_evidence"]["laplace"] == fit["log_marginal_likelihood"]
     assert posteriors["laplace"]["log_evidence"]["value"] >= posteriors["laplace"]["elbo"]["value"]
+    assert posteriors["laplace"]["val_nll"]["value"] == pytest.approx(fit["val_nll_laplace"], abs=0.01)
     assert posteriors["map"]["val_nll"]["value"] == pytest.approx(fit["val_nll_network"], abs=1e-6)
 
 
@@ -66,7 +67,22 @@ def test_pairs_have_distances_with_p_values(cli: Cli, small_run: Path) -> None:
     assert (near["p_value"] > 0.001, near["is_same_target"]) == (True, True)
     assert near["unbiased"] < 0.01 < far["unbiased"]
     assert near["n"] == [600, 600]
-    assert pairs["laplace", "hmc"]["n"][1] <= 128
+
+
+def test_chains_are_thinned_to_their_effective_sample_size(cli: Cli, small_run: Path) -> None:
+    document = cli("diagnose", small_run, "--json").json
+    sizes = [document["posteriors"]["hmc"][key]["value"] for key in ("ess_bulk", "ess_tail")]
+    pair = next(pair for pair in document["pairs"] if pair["posteriors"] == ["laplace", "hmc"])
+    assert pair["n"] == [600, int(min(sizes))]
+    assert min(sizes) < 128
+
+
+def test_posteriors_do_not_share_their_draws(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-laplace", small_run, "--prior-precision", 10, "--name", "twin").code == 0
+    keep_only(small_run, "laplace", "twin")
+    pair = cli("diagnose", small_run, "--json").json["pairs"][0]
+    assert pair["biased"] == pytest.approx(2 / 600 * (1 - np.exp(-1)), rel=0.3)  # its floor; 0 for the same draws
+    assert pair["p_value"] > 0.001
 
 
 def test_nothing_is_written_and_a_seed_gives_the_same_numbers(cli: Cli, small_run: Path) -> None:
@@ -103,6 +119,25 @@ def test_strict_is_3_when_nothing_is_good_and_prints_all_the_same(cli: Cli, smal
     assert cli("diagnose", small_run, "--posterior", "hmc").code == 0
     done = cli("diagnose", small_run, "--posterior", "map", "--strict")
     assert (done.code, "hint: bnncli fit-laplace" in done.stderr) == (3, True)
+
+
+def test_what_to_run_when_nothing_is_good_depends_on_what_is_there(cli: Cli, small_run: Path) -> None:
+    for precision, name in ((10, "far"), (3, "other")):
+        words = ("--center", "checkpoint", "--prior-precision", precision, "--name", name)
+        assert cli("fit-laplace", small_run, *words).code == 0
+
+    def suggested(*names: str) -> str:
+        words = [word for name in names for word in ("--posterior", name)]
+        verdict = cli("diagnose", small_run, *words, "--json").json["verdict"]
+        assert not verdict["is_good"]
+        return str(verdict["run"])
+
+    run = shlex.quote(str(small_run))
+    assert suggested("far") == f"bnncli diagnose {run} --posterior far --posterior hmc"
+    assert suggested("other") == f"bnncli hmc {run} --base other --name hmc-other"
+    assert suggested("far", "hmc") == f"bnncli hmc {run} --base far --warmup 16 --draws 32 --force"
+    (folder_of(small_run) / "posteriors/hmc.nc").unlink()
+    assert suggested("far") == f"bnncli hmc {run} --base far"
 
 
 def test_draws_are_as_many_as_asked_for(cli: Cli, small_run: Path) -> None:
