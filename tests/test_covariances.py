@@ -203,6 +203,15 @@ def test_logit_covariance_is_the_jacobians(structure: str, layout: HeadLayout) -
         torch.testing.assert_close(got, jacobian @ sigma @ jacobian.T, rtol=1e-9, atol=1e-12)
 
 
+@every_structure
+@every_layout
+def test_logit_variance_is_the_diagonal_of_the_covariance(structure: str, layout: HeadLayout) -> None:
+    covariance, _ = make_covariance(structure, layout)
+    features = make_target(layout, num_examples=1500).features
+    expected = covariance.logit_covariance(features, layout).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(covariance.logit_variance(features, layout), expected)
+
+
 def test_only_the_prior_pins_a_common_offset_of_the_logits() -> None:
     layout = LAYOUTS[0]
     covariance, _ = make_covariance("full", layout)

@@ -62,6 +62,10 @@ class Full:
         jacobian = self.layout.logits(features, basis).permute(1, 2, 0)
         return jacobian @ self.center, jacobian @ self.draws.scale @ self.draws.scale.T @ jacobian.mT
 
+    def logit_marginals(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        mean, covariance = self.logit_moments(features)
+        return mean, covariance.diagonal(dim1=1, dim2=2)
+
 
 class Counter:
     """Progress that counts."""

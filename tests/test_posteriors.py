@@ -80,6 +80,8 @@ def test_logit_moments_are_those_of_many_draws(structure: str, layout: HeadLayou
     gaussian = make_gaussian(structure, layout)
     features = torch.randn(3, 2, generator=seeded(5), dtype=torch.float64)
     mean, covariance = gaussian.logit_moments(features)
+    marginals = gaussian.logit_marginals(features)
+    torch.testing.assert_close(marginals, (mean, covariance.diagonal(dim1=1, dim2=2)))
     logits = layout.logits(features, gaussian.sample(20_000, seeded()).double())
     sd = covariance.diagonal(dim1=1, dim2=2).sqrt()
     assert ((logits.mean(dim=0) - mean) / sd).abs().max() < 4.5 / 20_000**0.5
@@ -149,6 +151,7 @@ def test_point_is_certain_of_its_logits() -> None:
     expected = torch.nn.functional.linear(features, torch.arange(6.0).view(3, 2), torch.tensor([6.0, 7.0, 8.0]))
     torch.testing.assert_close(mean, expected)
     assert torch.equal(covariance, torch.zeros(1, 3, 3))
+    assert all(map(torch.equal, point.logit_marginals(features), (mean, torch.zeros(1, 3))))
     tensors, meta = point.to_tensors()
     assert torch.equal(Point.from_tensors(tensors, meta).sample(2, seeded()), point.sample(2, seeded()))
 

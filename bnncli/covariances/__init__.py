@@ -54,6 +54,9 @@ class Covariance(Protocol):
     def variance(self) -> Tensor:
         """The diagonal of Sigma, (P,)."""
 
+    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact variance of each logit, (n, K), at features (n, D): the diagonal alone, nothing of size K^2 an example."""
+
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact covariance of the logits, J Sigma J^T, (n, K, K), at features (n, D)."""
 

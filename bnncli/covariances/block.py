@@ -98,15 +98,19 @@ class Block:
         """The diagonal of Sigma, (P,)."""
         return self.layout.flatten(self.scale_tril.square().sum(dim=2))
 
-    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Exact J Sigma J^T, (n, K, K): diagonal, |L_k^T x|^2, O(K F^2) an example."""
+    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of J Sigma J^T, |L_k^T x|^2, (n, K), O(K F^2) an example."""
         augmented = layout.augment_features(features).to(self.scale_tril)
         num_outputs, size = self.scale_tril.shape[:2]
         variances = augmented.new_empty(len(augmented), num_outputs)
         for rows, outputs in _tiles(augmented, num_outputs):
             roots = self.scale_tril[outputs].transpose(0, 1).reshape(size, -1)
             variances[rows, outputs] = (augmented[rows] @ roots).unflatten(1, (-1, size)).square().sum(dim=2)
-        return variances.diag_embed().to(features.dtype)
+        return variances.to(features.dtype)
+
+    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact J Sigma J^T, (n, K, K): diagonal."""
+        return self.logit_variance(features, layout).diag_embed()
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.block.scale_tril` (K, F, F) and `cov.jitter` (1,), float64."""

@@ -71,10 +71,14 @@ class Diag:
         """The diagonal of Sigma, (P,)."""
         return self.variances
 
-    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Exact J Sigma J^T, (n, K, K): diagonal, O(K F) an example."""
+    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of J Sigma J^T, (n, K), O(K F) an example."""
         squares = layout.augment_features(features).to(self.variances).square()
-        return (squares @ layout.augment(self.variances).T).diag_embed().to(features.dtype)
+        return (squares @ layout.augment(self.variances).T).to(features.dtype)
+
+    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact J Sigma J^T, (n, K, K): diagonal."""
+        return self.logit_variance(features, layout).diag_embed()
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.diag`, (P,) float64."""

@@ -108,17 +108,21 @@ class Full:
         """The diagonal of Sigma, (P,)."""
         return self.scale_tril.square().sum(dim=1)
 
+    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of J Sigma J^T, (n, K): quadratic forms x^T Sigma_kk x."""
+        every = torch.arange(layout.num_outputs, device=features.device)
+        return torch.cat(list(self._forms_at(features, layout, every, every)))
+
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact J Sigma J^T, (n, K, K): quadratic forms x^T Sigma_kl x, all pairs of outputs in one product."""
-        forms = self._quadratic_forms(layout)
         first, second = torch.triu_indices(layout.num_outputs, layout.num_outputs, device=features.device)
         out = features.new_empty(features.shape[0], layout.num_outputs, layout.num_outputs)
-        for rows in _example_slices(layout.augment_features(features[:1]), features.shape[0]):
-            block = layout.augment_features(features[rows]).to(forms.dtype)
-            values = (forms @ packed_products(block)).T.to(out.dtype)
-            block_out = out[rows]
+        start = 0
+        for values in self._forms_at(features, layout, first, second):
+            block_out = out[start : start + len(values)]
             block_out[:, first, second] = values
             block_out[:, second, first] = values
+            start += len(values)
         return out
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -135,13 +139,15 @@ class Full:
         """A copy elsewhere or in another precision."""
         return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
 
-    def _quadratic_forms(self, layout: HeadLayout) -> Tensor:
-        """Sigma_kl for k <= l, packed, (K (K + 1) / 2, F (F + 1) / 2)."""
+    def _forms_at(self, features: Tensor, layout: HeadLayout, first: Tensor, second: Tensor) -> Iterator[Tensor]:
+        """x^T Sigma_kl x for the pairs of outputs (first, second), in blocks (n, pairs) of the features' rows."""
         size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
         place = _theta_places(layout, self.scale_tril.device)
         sigma = self._sigma[place][:, place].view(outputs, size, outputs, size)
-        first, second = torch.triu_indices(outputs, outputs, device=sigma.device)
-        return pack_quadratic_form(sigma[first, :, second])
+        forms = pack_quadratic_form(sigma[first, :, second])
+        for rows in _example_slices(layout.augment_features(features[:1]), features.shape[0]):
+            block = layout.augment_features(features[rows]).to(forms.dtype)
+            yield (forms @ packed_products(block)).T.to(features.dtype)
 
     @cached_property
     def _sigma(self) -> Tensor:

@@ -123,12 +123,20 @@ class Kron:
         squares = self.output_basis.square() @ self.scales.square() @ self.feature_basis.square().T
         return self.layout.flatten(squares)
 
+    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of J Sigma J^T, (n, K): O(F^2 + F K + K^2) an example."""
+        return (self._eigen_variance(features, layout) @ self.output_basis.square().T).to(features.dtype)
+
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Exact J Sigma J^T, (n, K, K): diagonal in the outputs' eigenbasis, O(F^2 + F K) an example before that."""
-        projected = layout.augment_features(features).to(self.feature_basis) @ self.feature_basis
-        variances = projected.square() @ self.scales.square().T
+        """Exact J Sigma J^T = U diag(v) U^T, (n, K, K), from the variances v that logit_variance takes, too."""
+        variances = self._eigen_variance(features, layout)
         out = (self.output_basis * variances.unsqueeze(1)) @ self.output_basis.T
         return out.to(features.dtype)
+
+    def _eigen_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Variances (n, K) of the logits along the outputs' eigenvectors, where they are independent."""
+        projected = layout.augment_features(features).to(self.feature_basis) @ self.feature_basis
+        return projected.square() @ self.scales.square().T
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`hessian.kron.A`, `hessian.kron.B` and `prior.precision` (1,); the eigenbasis is computed again on load."""

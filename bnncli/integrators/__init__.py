@@ -1,7 +1,7 @@
 """Integrators turn a posterior and features into class probabilities; the files here are the choices.
 
 Each integrator is a frozen dataclass that says in `needs` which capability of a posterior it uses: `center`
-(a representative theta), `sample` (draws of theta) or `logit_moments` (exact mean and covariance of the
+(a representative theta), `sample` (draws of theta) `logit_marginals` (exact mean and variance of each logit) or `logit_moments` (mean and covariance of the
 logits).
 """
 

@@ -17,43 +17,43 @@ from torch import Tensor
 from bnncli.integrators import HasLayout, Prediction, check_features, chunk_budget, require_support, slices
 from bnncli.progress import SILENT, Progress
 
-_CHUNK_EXAMPLES = 4096  # at most: posteriors need further memory per example to form the covariances
+_CHUNK_EXAMPLES = 4096  # at most: posteriors need further memory per example for the variances
 
 
-class HasLogitMoments(HasLayout, Protocol):
-    """A posterior under which the logits have a known mean and covariance."""
+class HasLogitMarginals(HasLayout, Protocol):
+    """A posterior under which each logit has a known mean and variance."""
 
-    def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and covariance (n, K, K) of the logits of features (n, D)."""
+    def logit_marginals(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (n, K) and variance (n, K) of the logits of features (n, D)."""
 
 
 @dataclass(frozen=True)
 class Probit:
     """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`."""
 
-    needs: ClassVar[str] = "logit_moments"
+    needs: ClassVar[str] = "logit_marginals"
     is_sampling: ClassVar[bool] = False
 
     def predict(
         self,
-        posterior: HasLogitMoments,
+        posterior: HasLogitMarginals,
         features: Tensor,
         *,
         num_samples: int | None,
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities from the posterior's logit moments.
+        """Class probabilities from the posterior's logit means and variances.
 
         Args:
-            posterior: one with logit moments (gaussian, point).
+            posterior: one with logit marginals (gaussian, point).
             features: (N, D).
             num_samples: not used, there are no draws.
             generator: not used.
             progress: advances once per example.
 
         Raises:
-            UsageError: the posterior has no logit moments.
+            UsageError: the posterior has no logit marginals.
         """
         require_support("probit", posterior)
         layout = posterior.layout
@@ -61,10 +61,9 @@ class Probit:
         num_examples = features.shape[0]
         probs = features.new_empty(num_examples, layout.num_classes, dtype=torch.float32)
         task = progress.task("predict", num_examples)
-        chunk = min(_CHUNK_EXAMPLES, max(1, 8 * chunk_budget(features) // layout.num_outputs**2))
+        chunk = min(_CHUNK_EXAMPLES, max(1, 8 * chunk_budget(features) // layout.num_outputs))
         for rows in slices(num_examples, chunk):
-            mean, covariance = posterior.logit_moments(features[rows])
-            probs[rows] = probit_probs(mean, covariance.diagonal(dim1=1, dim2=2)).float()
+            probs[rows] = probit_probs(*posterior.logit_marginals(features[rows])).float()
             task.advance(rows.stop - rows.start)
         return Prediction.from_probs(probs)
 

@@ -67,6 +67,11 @@ class Gaussian:
         """Nats."""
         return 0.5 * self.layout.num_params * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
 
+    def logit_marginals(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Exact mean (n, K) and variance (n, K) of each logit at features (n, D)."""
+        mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
+        return mean, self.covariance.logit_variance(features, self.layout)
+
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Exact mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
         mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
