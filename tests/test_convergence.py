@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from arviz_stats.base import array_stats
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
-from bnncli.evaluation.convergence import convergence
+from bnncli.evaluation import convergence as module
+from bnncli.evaluation.convergence import convergence, energy_bfmi
+from bnncli.evaluation.rank_statistics import rank_statistics
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -117,3 +123,71 @@ def test_draws_that_are_not_finite_are_refused(value: float) -> None:
 def test_draws_without_a_chain_axis_are_refused() -> None:
     with pytest.raises(DataError, match=r"expected shape \(C, T, P\), got \(10, 2\)"):
         convergence(chains(2, 10, 2)[0])
+
+
+def make_ties(draws: NDArray) -> NDArray:
+    return np.round(draws)
+
+
+def make_rejections(draws: NDArray) -> NDArray:
+    is_rejected = np.random.default_rng(1).random(draws.shape[:2]) < 0.3
+    for t in range(1, draws.shape[1]):
+        draws[is_rejected[:, t], t] = draws[is_rejected[:, t], t - 1]
+    return draws
+
+
+def make_a_shifted_chain(draws: NDArray) -> NDArray:
+    draws[0] += 3
+    return draws
+
+
+@pytest.mark.parametrize("change", [np.copy, make_ties, make_rejections, make_a_shifted_chain])
+@pytest.mark.parametrize("shape", [(4, 50), (2, 31), (1, 40), (3, 4), (2, 5), (7, 120)], ids=str)
+@pytest.mark.parametrize("correlation", [-0.7, 0.0, 0.95])
+def test_every_statistic_is_that_of_arviz_stats(change: Any, shape: tuple[int, int], correlation: float) -> None:
+    draws = change(chains(*shape, 8, correlation=correlation))
+    each = np.delete(np.moveaxis(draws, 2, 0), module._stuck(draws), axis=0)
+    assert len(each) >= 2
+    got = rank_statistics(torch.from_numpy(each))
+    expected = array_stats.ess(each, method="bulk"), array_stats.ess(each, method="tail", prob=(0.05, 0.95))
+    np.testing.assert_allclose(got.ess_bulk, expected[0], rtol=1e-8)
+    np.testing.assert_allclose(got.ess_tail, expected[1], rtol=1e-8)
+    if shape[0] > 1:
+        with np.errstate(divide="ignore", invalid="ignore"):  # a few ties may leave no variance within any half-chain
+            r_hat = array_stats.rhat(each, method="rank")
+        is_defined = np.isfinite(r_hat)
+        assert is_defined.any()
+        np.testing.assert_allclose(got.r_hat[is_defined], r_hat[is_defined], rtol=1e-10)
+
+
+def test_draws_whose_distances_from_the_median_do_not_vary_have_no_r_hat() -> None:
+    draws = np.tile([0.0, 2.0], 4).reshape(2, 4, 1)
+    result = convergence(draws)
+    assert (result.r_hat, result.worst_parameter) == (None, None)
+    assert "parameter 0" in str(result.undefined)
+
+
+@pytest.mark.parametrize(("read", "work"), [(100, 60), (1, 1), (1 << 20, 500)])
+def test_parts_of_a_mapped_file_are_judged_like_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int, work: int
+) -> None:
+    draws = chains(3, 20, 7).astype(np.float32)
+    draws[1, :, 4] += 2
+    expected = convergence(draws)
+    draws.transpose(1, 0, 2).tofile(tmp_path / "draws")
+    mapped = np.memmap(tmp_path / "draws", np.float32, "r", shape=(20, 3, 7)).transpose(1, 0, 2)
+    monkeypatch.setattr(module, "_READ_VALUES", read)
+    monkeypatch.setattr(module, "_WORK_VALUES", work)
+    result = convergence(mapped)
+    assert result.worst_parameter == expected.worst_parameter == 4
+    for name in ("r_hat", "ess_bulk", "ess_tail"):
+        assert getattr(result, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+
+
+def test_energy_bfmi_is_that_of_arviz() -> None:
+    energy = np.cumsum(np.random.default_rng(0).normal(size=(4, 60)), axis=1)
+    energy[0] = np.random.default_rng(1).normal(size=60)
+    got = energy_bfmi(energy)
+    np.testing.assert_allclose(got, arviz.bfmi(energy), rtol=1e-12)
+    assert got[0] > 1
+    assert (got[1:] < 0.5).all()

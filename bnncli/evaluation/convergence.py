@@ -1,26 +1,29 @@
 """Convergence of chains: the worst R-hat and the smallest effective sample sizes over all parameters.
 
 Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), arXiv 1903.08008: rank-normalised split R-hat, bulk
-ESS, and tail ESS at the 5 % and 95 % quantiles, as computed by arviz-stats. An average over parameters hides
+ESS, and tail ESS at the 5 % and 95 % quantiles, the same numbers as arviz-stats. An average over parameters hides
 the ones that do not mix, so the worst is what counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from arviz_stats.base import array_stats
+import torch
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
+from bnncli.evaluation.rank_statistics import RankStatistics, rank_statistics
 from bnncli.progress import SILENT, Progress
 
 GOOD_RHAT = 1.05  # above it the chains do not agree well enough to be quoted
 STUCK_ACCEPTANCE = 0.05  # a chain that accepts less of its moves has not sampled anything
 MIN_DRAWS = 4  # per chain: fewer cannot be split into halves that have a variance
-_TAIL_QUANTILES = (0.05, 0.95)
-_CHUNK_PARAMS = 64
+GOOD_BFMI = 0.3  # below it momenta do not carry the chain across the energies there are (Betancourt 2016)
+_READ_VALUES = 1 << 25  # of draws taken at a time from an array that may lie on disk, and may not fit in memory
+_WORK_VALUES = 1 << 18  # judged at a time, so that the sorts stay in cache
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def convergence(draws: NDArray, *, progress: Progress = SILENT) -> Convergence:
     Any quantity with a chain and a draw axis can be judged: parameters, log probabilities of held-out labels.
 
     Args:
-        draws: (C, T, P): C chains, T draws each.
+        draws: (C, T, P): C chains, T draws each; may be memory-mapped, it is read some parameters at a time.
         progress: advances once per parameter.
 
     Raises:
@@ -56,39 +59,73 @@ def convergence(draws: NDArray, *, progress: Progress = SILENT) -> Convergence:
     """
     if draws.ndim != 3:
         raise DataError(f"draws: expected shape (C, T, P), got {draws.shape}")
-    if not np.isfinite(draws).all():
-        raise DataError("draws: expected finite values, got NaN or infinity")
-    reason = _why_undefined(draws)
-    if reason is not None:
-        return Convergence(None, None, None, None, undefined=reason)
-    num_chains, _, num_params = draws.shape
-    r_hat, ess_bulk, ess_tail = np.empty((3, num_params))
-    task = progress.task("convergence", num_params)
-    for begin in range(0, num_params, _CHUNK_PARAMS):
-        block = slice(begin, begin + _CHUNK_PARAMS)
-        chunk = np.moveaxis(draws[:, :, block], 2, 0).astype(np.float64)
-        r_hat[block] = array_stats.rhat(chunk, method="rank")
-        ess_bulk[block] = array_stats.ess(chunk, method="bulk")
-        ess_tail[block] = array_stats.ess(chunk, method="tail", prob=_TAIL_QUANTILES)
-        task.advance(len(chunk))
-    if num_chains == 1:
-        worst, reason = int(np.argmin(ess_bulk)), "R-hat needs at least two chains, got 1"
-        return Convergence(None, worst, float(ess_bulk.min()), float(ess_tail.min()), undefined=reason)
-    worst = int(np.argmax(r_hat))
-    return Convergence(float(r_hat[worst]), worst, float(ess_bulk.min()), float(ess_tail.min()))
+    return convergence_of(lambda block: draws[:, :, block], draws.shape, progress=progress)
 
 
-def _why_undefined(draws: NDArray) -> str | None:
-    """The reason why no value can be given, or None."""
-    num_chains, num_draws, num_params = draws.shape
+def convergence_of(
+    quantities: Callable[[slice], NDArray], shape: tuple[int, ...], *, progress: Progress = SILENT
+) -> Convergence:
+    """The same for quantities that are made a block at a time.
+
+    Args:
+        quantities: the draws (C, T, m) of those in a slice.
+        shape: (C, T, M), of all of them.
+        progress: advances once per quantity.
+    """
+    num_chains, num_draws, num_params = shape
     if num_chains == 0 or num_params == 0:
-        return f"no draws: shape {draws.shape}"
+        return Convergence(None, None, None, None, undefined=f"no draws: shape {shape}")
     if num_draws < MIN_DRAWS:
-        return f"needs at least {MIN_DRAWS} draws per chain, got {num_draws}"
-    half = num_draws // 2
-    # R-hat divides by the variance within half-chains: zero in all of them leaves it undefined.
+        reason = f"needs at least {MIN_DRAWS} draws per chain, got {num_draws}"
+        return Convergence(None, None, None, None, undefined=reason)
+    task = progress.task("convergence", num_params)
+    size = max(1, _READ_VALUES // (num_chains * num_draws))
+    found, stuck = [], []
+    for begin in range(0, num_params, size):
+        block = np.asarray(quantities(slice(begin, min(begin + size, num_params))))
+        if not np.isfinite(block).all():
+            raise DataError("draws: expected finite values, got NaN or infinity")
+        stuck += [begin + int(index) for index in _stuck(block)]
+        if not stuck:
+            found += _judge(torch.from_numpy(np.ascontiguousarray(np.moveaxis(block, 2, 0))))
+        task.advance(block.shape[2])
+    if stuck:
+        reason = f"constant draws: parameter {stuck[0]} does not move within any half-chain ({len(stuck)} such)"
+        return Convergence(None, None, None, None, undefined=reason)
+    r_hat, ess_bulk, ess_tail = (torch.cat(part) for part in zip(*found, strict=True))
+    smallest = float(ess_bulk.min()), float(ess_tail.min())
+    if num_chains == 1:
+        return Convergence(None, int(ess_bulk.argmin()), *smallest, undefined="R-hat needs at least two chains, got 1")
+    undefined = torch.nonzero(~torch.isfinite(r_hat)).flatten()
+    if len(undefined):
+        reason = f"parameter {int(undefined[0])} has the same distance from its median throughout half-chains"
+        return Convergence(None, None, None, None, undefined=reason)
+    return Convergence(float(r_hat.max()), int(r_hat.argmax()), *smallest)
+
+
+def energy_bfmi(energy: NDArray) -> NDArray:
+    """The energy Bayesian fraction of missing information of each chain, (C,): how freely energies change.
+
+    sum_t (E_t - E_{t-1})^2 / sum_t (E_t - mean)^2, about 1 where momenta explore all energies there are.
+
+    Args:
+        energy: (C, T) nats, of every kept state with the momentum that led to it.
+
+    Source: Betancourt (2016), arXiv:1604.00695, equation 3.1.
+    """
+    centred = energy - energy.mean(axis=1, keepdims=True)
+    changes: NDArray = np.square(np.diff(energy, axis=1)).sum(axis=1)
+    return changes / np.square(centred).sum(axis=1)
+
+
+def _judge(quantities: torch.Tensor) -> list[RankStatistics]:
+    """Statistics of quantities (m, C, T), some at a time."""
+    size = max(1, _WORK_VALUES // (quantities.shape[1] * quantities.shape[2]))
+    return [rank_statistics(part) for part in quantities.split(size)]
+
+
+def _stuck(draws: NDArray) -> NDArray:
+    """Which of the quantities in draws (C, T, m) move in no half-chain: R-hat divides by the variance within those."""
+    half = draws.shape[1] // 2
     moves = (np.ptp(draws[:, :half], axis=1) > 0) | (np.ptp(draws[:, -half:], axis=1) > 0)
-    stuck = np.flatnonzero(~moves.any(axis=0))
-    if stuck.size:
-        return f"constant draws: parameter {stuck[0]} does not move within any half-chain ({stuck.size} such)"
-    return None
+    return np.flatnonzero(~moves.any(axis=0))
