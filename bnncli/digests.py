@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -53,10 +53,11 @@ def tensor_digest(tensors: Mapping[str, Tensor | np.ndarray]) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        dtype, shape, data = _entry(tensors[name])
+        dtype, shape, blocks = _entry(tensors[name])
         header = canonical_json([name, dtype, shape])
         digest.update(header.encode("utf-8", "surrogatepass") + b"\n")
-        digest.update(data)
+        for block in blocks:
+            digest.update(block)
     return f"{ALGORITHM}:{digest.hexdigest()}"
 
 
@@ -75,8 +76,8 @@ def file_sha256(source: Path | str | IO[bytes], progress: Progress = SILENT) -> 
     return digest.hexdigest()
 
 
-def _entry(array: Any) -> tuple[str, list[int], bytes | memoryview]:
-    """Type name, shape and bytes of one array."""
+def _entry(array: Any) -> tuple[str, list[int], Iterable[bytes | memoryview]]:
+    """Type name, shape and the bytes of one array, in blocks."""
     if isinstance(array, (np.ndarray, np.generic)):
         return _numpy_entry(np.asarray(array))
     import torch
@@ -84,13 +85,19 @@ def _entry(array: Any) -> tuple[str, list[int], bytes | memoryview]:
     flat = array.detach().to("cpu").contiguous().reshape(-1)
     dtype = str(array.dtype).removeprefix("torch.")
     raw = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    return dtype, list(array.shape), raw.data
+    return dtype, list(array.shape), [raw.data]
 
 
-def _numpy_entry(array: np.ndarray) -> tuple[str, list[int], bytes | memoryview]:
+def _numpy_entry(array: np.ndarray) -> tuple[str, list[int], Iterable[bytes | memoryview]]:
     shape = list(array.shape)
     if array.dtype.kind in "OSUT":
         texts = [item.decode() if isinstance(item, bytes) else str(item) for item in array.reshape(-1).tolist()]
-        return "utf8", shape, canonical_json(texts).encode("utf-8", "surrogatepass")
+        return "utf8", shape, [canonical_json(texts).encode("utf-8", "surrogatepass")]
+    # Draws may lie in a file in another order: copied into the right one a row of the first axis at a time.
+    is_whole = array.ndim < 2 or array.flags.c_contiguous
+    return array.dtype.name, shape, (_little_endian(part) for part in ([array] if is_whole else array))
+
+
+def _little_endian(array: np.ndarray) -> memoryview:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return array.dtype.name, shape, little.reshape(-1).view(np.uint8).data
+    return little.reshape(-1).view(np.uint8).data

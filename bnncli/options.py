@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
+from bnncli.hmc_options import HmcOptions as HmcOptions
 from bnncli.option import Checked, check_artifact_name, option, parse_positive
 from bnncli.registry import check_name
 
@@ -228,32 +229,6 @@ class RefineOptions(Checked):
         "Prior precision of the target; the base's by default (needed with --base prior and no laplace).",
         minimum=1e-30,
     )
-
-
-@dataclass(frozen=True)
-class HmcOptions(Checked):
-    """Options of hmc."""
-
-    base: str = option(
-        "laplace", "Artifact whose prior precision defines the target.", metavar="NAME|FILE", numeric=False
-    )
-    prior_precision: float | None = option(None, "Prior precision of the target, instead of the base's.", minimum=1e-30)
-    chains: int = option(16, "Chains, run as one batch.", minimum=1)
-    warmup: int = option(60, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
-    draws: int = option(160, "Draws kept of each chain.", minimum=4)
-    target_accept: float = option(0.8, "Acceptance that the step size aims at.", minimum=0.1, maximum=0.99)
-    dynamics: str = option(
-        "split",
-        "split: the Gaussian at the mode moves exactly, only the rest is stepped; leapfrog: plain.",
-        choices=("split", "leapfrog"),
-    )
-    sampler: str = option("hmc", "hmc, or Pyro's nuts as the independent (slow) reference.", choices=("hmc", "nuts"))
-    max_rhat: float | None = option(None, "Exit 3 when the largest R-hat is above this.", minimum=1.0, numeric=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sampler == "nuts" and self.dynamics != "split":
-            raise UsageError("--dynamics is for --sampler hmc; nuts has its own")
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,14 @@ COMMANDS = (
         "hmc",
         "Draw from the exact posterior by Hamiltonian Monte Carlo.",
         "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
-        "rank-normalised split R-hat and the smallest effective sample size. Writes posteriors/hmc.nc, which ArviZ opens.",
+        "rank-normalised split R-hat and the smallest effective sample size, of parameters and of predictions on the val "
+        "split. An interrupted run is continued with --resume. Writes posteriors/hmc.nc, which ArviZ opens.",
         (o.HmcOptions, o.NameOptions, o.InputOptions, *COMPUTE),
-        ("bnncli hmc ckpt.pt", "bnncli hmc ckpt.pt --chains 32 --draws 100 --max-rhat 1.01"),
+        (
+            "bnncli hmc ckpt.pt",
+            "bnncli hmc ckpt.pt --chains 32 --draws 100 --max-rhat 1.01",
+            "bnncli hmc ckpt.pt --until 'rhat<=1.01,ess>=1000' --resume",
+        ),
     ),
     Command(
         "predict",

@@ -1,37 +1,34 @@
 """Hamiltonian Monte Carlo on the last-layer posterior, all chains at once, in coordinates whitened by a Gaussian.
 
 With theta = mode + L z the posterior is near N(0, I). The default dynamics split the Hamiltonian into that Gaussian,
-whose motion is an exact rotation, and the rest, which kicks (Shahbaba, Lan, Johnson, Neal 2014, arXiv:1106.5941,
-section 3.1); plain leapfrog is the control. One step size for all chains by dual averaging (Hoffman and Gelman 2014,
-arXiv:1111.4246, algorithm 5). Neal (2011), arXiv:1206.1901, for the rest.
+whose motion is an exact rotation, and the rest, which kicks; plain leapfrog is the control. One step size for all
+chains. A run can be stored between any two transitions and continued to the same bits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
-from bnncli.errors import NumericError
-from bnncli.inference.dynamics import DYNAMICS, State, WhitenedPotential, trajectory
+from bnncli.errors import Interrupted, NumericError
+from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, State, Transition, WhitenedPotential, transition
+from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 
-# A quarter turn of the Gaussian forgets the start; the jitter keeps trajectories from closing on themselves.
-QUARTER_TURN = 0.5 * math.pi
-JITTER = (0.8, 1.2)
-MAX_STEPS = 128
 # The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
 SETTLING_SHARE = 0.4
 SETTLING_STEPS = 16
-STUCK_SHARE = 0.25
-DIVERGENCE = 1000.0  # nats of energy error, as in Stan
 _OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
+_STATISTICS = ("log_joint", "energy", "acceptance_rate", "diverging")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class HmcRun:
     """What a sampler returns.
 
     Args:
-        draws: (C, T, P), float32.
+        draws: (C, T, P), float32; may be mapped from a file.
         log_joint: (C, T), float64, nats.
         energy: (C, T), of each kept state, nats; None where the sampler does not tell.
         acceptance_rate: (C, T), in [0, 1].
@@ -57,6 +54,51 @@ class HmcRun:
     n_steps: Tensor
 
 
+class DrawStore(Protocol):
+    """Where draws go as they come."""
+
+    def append(self, theta: Tensor) -> None:
+        """Keep one draw (C, P), float32, of every chain."""
+
+    def draws(self) -> Tensor:
+        """All of them, (C, T, P) float32 on the CPU."""
+
+
+class MemoryDraws:
+    """Draws kept in memory."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def append(self, theta: Tensor) -> None:
+        """Keep one draw (C, P) of every chain."""
+        self._kept.append(theta)
+
+    def draws(self) -> Tensor:
+        """All of them, (C, T, P) on the CPU."""
+        return torch.stack(self._kept, dim=1).cpu()
+
+
+class Checkpoint(Protocol):
+    """Where an unfinished run is kept; the draws are the store's."""
+
+    def restore(self) -> dict[str, Tensor] | None:
+        """The state to continue from, the store cut to its draws; None to start afresh."""
+
+    def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
+        """Called after every transition: store the state if it is time, or the last chance to."""
+
+
+class NoCheckpoint:
+    """Keeps nothing."""
+
+    def restore(self) -> None:
+        """Start afresh."""
+
+    def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
+        """Nothing to do."""
+
+
 def sample_hmc(
     target: LastLayerTarget,
     *,
@@ -68,21 +110,29 @@ def sample_hmc(
     num_draws: int = 160,
     target_accept: float = 0.8,
     dynamics: str = "split",
+    is_enough: Callable[[Tensor], bool] | None = None,
+    max_draws: int | None = None,
+    store: DrawStore | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Progress = SILENT,
 ) -> HmcRun:
-    """Draws from target, num_chains * num_draws of them after warm-up.
+    """Draws from target, num_chains * num_draws of them after warm-up, or as many as it takes.
 
     Args:
         target: the log posterior, with all data.
         mode: (P,), the mode or a point near it.
         covariance: of a Gaussian there; any gives the right distribution, a good one gives it soon.
-        generator: of starts, momenta, trajectory lengths and acceptances.
+        generator: of starts, momenta, trajectory lengths and acceptances; on the CPU.
         num_chains: all in one matrix product, started from N(mode, 2^2 Sigma).
         num_warmup: transitions a chain makes first, in which the step size is found.
         num_draws: transitions kept, a chain.
         target_accept: acceptance rate that the step size aims for.
         dynamics: split or leapfrog.
-        progress: advanced once a transition.
+        is_enough: judges the draws (C, T, P) after num_draws, and again after every num_draws / 2 more, until it
+            says True or there are max_draws a chain (20 num_draws by default).
+        store: where draws are kept; in memory by default.
+        checkpoint: where the run is kept while it is unfinished; nowhere by default.
+        progress: advanced once a transition; an Interrupted that it raises stores the state first.
 
     Raises:
         NumericError: when all chains diverge after warm-up.
@@ -90,154 +140,160 @@ def sample_hmc(
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics: expected one of {', '.join(DYNAMICS)}; got {dynamics!r}")
     potential = WhitenedPotential(target, mode.to(target.device).double(), covariance.to(device=target.device))
-    start = _OVERDISPERSION * standard_normal(num_chains, mode.shape[0], generator, target.device)
-    state = potential.state(start)
-    task = progress.task(f"hmc, {num_chains} chains", num_warmup + num_draws)
-    adaptation = StepSizeAdaptation.start(initial=QUARTER_TURN / 4, target_accept=target_accept)
-    smoothed = torch.full((num_chains,), target_accept, dtype=torch.float64, device=state.z.device)
-    settling = math.ceil(SETTLING_SHARE * num_warmup)
-    for iteration in range(num_warmup):
-        if iteration == settling:  # the steps that freed stuck chains say nothing about the steps to sample with
-            adaptation = StepSizeAdaptation.start(initial=QUARTER_TURN / 4, target_accept=target_accept)
-        max_steps = SETTLING_STEPS if iteration < settling else MAX_STEPS
-        result = transition(potential, state, generator, adaptation.current, dynamics, max_steps=max_steps)
-        state = result.state
-        smoothed = 0.7 * smoothed + 0.3 * result.acceptance
-        adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, target_accept))
-        task.advance(note=f"step size {adaptation.current:.2f}")
-    kept = Kept(torch.empty(num_chains, num_draws, mode.shape[0], device=state.z.device))
-    for _ in range(num_draws):
-        result = transition(potential, state, generator, adaptation.final, dynamics)
-        state = result.state
-        kept.add(potential.theta(state.z), result)
-        task.advance(note=f"step size {adaptation.final:.2f}")
-    return kept.run(adaptation.final)
+    plan = Plan(num_warmup, target_accept, dynamics)
+    store, checkpoint = store or MemoryDraws(), checkpoint or NoCheckpoint()
+    kept = Kept(store)
+    stored = checkpoint.restore()
+    if stored is None:
+        walk = Walk.start(potential, plan, num_chains=num_chains, generator=generator)
+    else:
+        walk = Walk.from_tensors(stored, target.device)
+        kept.restore(stored, target.device)
+        generator.set_state(stored["generator"])
+
+    def tensors() -> dict[str, Tensor]:
+        return {**walk.to_tensors(), **kept.to_tensors(), "generator": generator.get_state()}
+
+    try:
+        for goal in goals(num_draws, max_draws if is_enough else num_draws):
+            if goal < kept.num_draws:
+                continue  # judged before the run was stored
+            task = progress.task(f"hmc, {num_chains} chains", num_warmup + goal - walk.num_done)
+            while walk.num_done < num_warmup + goal:
+                walk, result = advance(potential, walk, plan, generator=generator)
+                if walk.num_done > num_warmup:
+                    kept.add(potential.theta(walk.state.z), result)
+                checkpoint.offer(tensors)
+                task.advance(note=f"step size {walk.adaptation.current:.2f}")
+            if is_enough is None or is_enough(store.draws()):
+                break
+    except Interrupted:
+        checkpoint.offer(tensors, is_last=True)
+        raise
+    return kept.run(walk.adaptation.final)
 
 
-def adaptation_statistic(smoothed: Tensor, acceptance: Tensor, target_accept: float) -> float:
-    """What dual averaging compares with its goal: the mean acceptance, unless a chain is stuck.
+def goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
+    """Draws a chain at which a run is judged: num_draws, then half as many more each time, up to max_draws."""
+    largest = 20 * num_draws if max_draws is None else max_draws
+    yield from itertools.takewhile(lambda goal: goal < largest, itertools.count(num_draws, max(1, num_draws // 2)))
+    yield largest
 
-    The mean hides one stuck chain behind the others. When the recent rate of a chain is below a quarter of the goal, it
-    is the harmonic mean of the chains' recent rates, which one chain near zero pulls to zero (Hoffman, Radul and
-    Sountsov 2021, AISTATS, use it throughout).
+
+class Plan(NamedTuple):
+    """How a run warms up and moves."""
+
+    num_warmup: int
+    target_accept: float
+    dynamics: str
+
+    @property
+    def num_settling(self) -> int:
+        """Transitions that bring the chains to where the posterior is."""
+        return math.ceil(SETTLING_SHARE * self.num_warmup)
+
+    def new_adaptation(self) -> StepSizeAdaptation:
+        """The search for the step size, before the first transition that counts for it."""
+        return StepSizeAdaptation.start(initial=TURN / 4, target_accept=self.target_accept)
+
+
+class Walk(NamedTuple):
+    """Where all chains are, and what the warm-up has found: all that the next transition needs but the generator.
 
     Args:
-        smoothed: (C,), each chain's recent acceptance rate.
-        acceptance: (C,), of the last transition.
-        target_accept: the goal.
+        state: of all chains.
+        adaptation: of the step size.
+        smoothed: (C,), each chain's recent acceptance rate in the warm-up.
+        num_done: transitions made, warm-up included.
     """
-    if float(smoothed.min()) >= STUCK_SHARE * target_accept:
-        return float(acceptance.mean())
-    return float(1 / (1 / smoothed.clamp(min=1e-3)).mean())
-
-
-class Transition(NamedTuple):
-    """One step of all chains."""
 
     state: State
-    energy: Tensor
-    acceptance: Tensor
-    is_divergent: Tensor
-    num_steps: int
-
-
-def transition(
-    potential: WhitenedPotential,
-    state: State,
-    generator: torch.Generator,
-    step_size: float,
-    dynamics: str,
-    *,
-    max_steps: int = MAX_STEPS,
-) -> Transition:
-    """New momenta, a trajectory of jittered length, and each chain's acceptance by the exact energy."""
-    num_chains, dim = state.z.shape
-    momentum = standard_normal(num_chains, dim, generator, state.z.device)
-    unit = torch.rand(num_chains + 1, generator=generator, device=generator.device, dtype=torch.float64)
-    length = QUARTER_TURN * (JITTER[0] + (JITTER[1] - JITTER[0]) * float(unit[0]))
-    num_steps = min(max_steps, max(1, math.ceil(length / step_size - 1e-9)))
-    proposal, new_momentum = trajectory(
-        potential, state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps, dynamics=dynamics
-    )
-    energy = state.potential + 0.5 * momentum.square().sum(dim=1)
-    new_energy = proposal.potential + 0.5 * new_momentum.square().sum(dim=1)
-    error = (new_energy - energy).nan_to_num(nan=math.inf)
-    acceptance = torch.exp(-error.clamp(min=0))
-    is_accepted = unit[1:].to(acceptance.device) < acceptance
-    return Transition(
-        State(*(_choose(is_accepted, new, old) for new, old in zip(proposal, state, strict=True))),
-        torch.where(is_accepted, new_energy, energy),
-        acceptance,
-        error > DIVERGENCE,
-        num_steps,
-    )
-
-
-class StepSizeAdaptation(NamedTuple):
-    """Dual averaging of one step size, algorithm 5 of Hoffman and Gelman, with their constants."""
-
-    goal: float
-    shrinkage_point: float
-    largest: float
-    num_updates: int
-    error_sum: float
-    log_current: float
-    log_average: float
+    adaptation: StepSizeAdaptation
+    smoothed: Tensor
+    num_done: int
 
     @classmethod
-    def start(cls, *, initial: float, target_accept: float) -> StepSizeAdaptation:
-        """Before the first transition. The largest step is one that makes the longest trajectory in one."""
-        largest = math.log(QUARTER_TURN * JITTER[1])
-        return cls(target_accept, math.log(10 * initial), largest, 0, 0.0, math.log(initial), math.log(initial))
+    def start(cls, potential: WhitenedPotential, plan: Plan, *, num_chains: int, generator: torch.Generator) -> Walk:
+        """Chains at over-dispersed starts."""
+        device = potential.target.device
+        z = _OVERDISPERSION * standard_normal(num_chains, potential.mode.shape[0], generator, device)
+        smoothed = torch.full((num_chains,), plan.target_accept, dtype=torch.float64, device=device)
+        return cls(potential.state(z), plan.new_adaptation(), smoothed, 0)
 
-    @property
-    def current(self) -> float:
-        """The step size to try next."""
-        return math.exp(self.log_current)
+    def to_tensors(self) -> dict[str, Tensor]:
+        """All of it, to be stored."""
+        return {
+            **self.state._asdict(),
+            "adaptation": self.adaptation.to_tensor(),
+            "smoothed": self.smoothed,
+            "num_done": torch.tensor(self.num_done),
+        }
 
-    @property
-    def final(self) -> float:
-        """The averaged step size, for sampling."""
-        return math.exp(min(self.log_average, self.largest))
-
-    def update(self, acceptance: float) -> StepSizeAdaptation:
-        """After a transition with this mean acceptance over the chains."""
-        count = self.num_updates + 1
-        weight = 1 / (count + 10)
-        error_sum = (1 - weight) * self.error_sum + weight * (self.goal - acceptance)
-        log_current = min(self.shrinkage_point - math.sqrt(count) / 0.05 * error_sum, self.largest)
-        decay = count**-0.75
-        log_average = decay * log_current + (1 - decay) * self.log_average
-        return self._replace(num_updates=count, error_sum=error_sum, log_current=log_current, log_average=log_average)
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> Walk:
+        """The inverse of to_tensors."""
+        return cls(
+            State(*(tensors[name].to(device) for name in State._fields)),
+            StepSizeAdaptation.from_tensor(tensors["adaptation"]),
+            tensors["smoothed"].to(device),
+            int(tensors["num_done"]),
+        )
 
 
-def _choose(is_accepted: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(is_accepted.view(-1, *[1] * (new.ndim - 1)), new, old)
+def advance(
+    potential: WhitenedPotential, walk: Walk, plan: Plan, *, generator: torch.Generator
+) -> tuple[Walk, Transition]:
+    """One transition of all chains, of the warm-up as long as that lasts."""
+    if walk.num_done >= plan.num_warmup:
+        result = transition(potential, walk.state, generator, walk.adaptation.final, plan.dynamics)
+        return walk._replace(state=result.state, num_done=walk.num_done + 1), result
+    # The steps that freed stuck chains say nothing about the steps to sample with.
+    adaptation = plan.new_adaptation() if walk.num_done == plan.num_settling else walk.adaptation
+    max_steps = SETTLING_STEPS if walk.num_done < plan.num_settling else MAX_STEPS
+    result = transition(potential, walk.state, generator, adaptation.current, plan.dynamics, max_steps=max_steps)
+    smoothed = 0.7 * walk.smoothed + 0.3 * result.acceptance
+    adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, plan.target_accept))
+    return Walk(result.state, adaptation, smoothed, walk.num_done + 1), result
 
 
 class Kept:
-    """The draws (C, T, P) as they come, and a few numbers of each; not the states, which are many times larger."""
+    """The draws as they come, in their store, and a few numbers of each; not the states, which are many times larger."""
 
-    def __init__(self, draws: Tensor) -> None:
-        self.draws = draws
-        self.numbers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    def __init__(self, store: DrawStore) -> None:
+        self.store = store
+        self.numbers: list[tuple[Tensor, ...]] = []
         self.num_steps: list[int] = []
+
+    @property
+    def num_draws(self) -> int:
+        """Draws kept, a chain."""
+        return len(self.num_steps)
 
     def add(self, theta: Tensor, result: Transition) -> None:
         """One more draw of every chain, theta (C, P)."""
-        self.draws[:, len(self.num_steps)] = theta.float()
+        self.store.append(theta.float())
         self.numbers.append((-result.state.potential, result.energy, result.acceptance, result.is_divergent))
         self.num_steps.append(result.num_steps)
 
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The numbers, (C, T) each, and the steps (T,)."""
+        stacked = [torch.stack(part, dim=1) for part in zip(*self.numbers, strict=True)]
+        steps = {"num_steps": torch.tensor(self.num_steps, dtype=torch.int64)}
+        return steps | dict(zip(_STATISTICS, stacked, strict=True) if stacked else ())
+
+    def restore(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """The inverse of to_tensors; the draws are in the store already."""
+        self.num_steps = tensors["num_steps"].tolist()
+        if self.num_steps:
+            self.numbers = list(zip(*(tensors[name].to(device).unbind(dim=1) for name in _STATISTICS), strict=True))
+
     def run(self, step_size: float) -> HmcRun:
         """All of it, chain axis first. Raises NumericError when every chain diverges."""
-        log_joint, energy, acceptance, diverging = (
-            torch.stack(part, dim=1) for part in zip(*self.numbers, strict=True)
-        )
-        if diverging.all(dim=1).all():
+        tensors = self.to_tensors()
+        if tensors["diverging"].all():
             raise NumericError(
                 "every trajectory of every chain diverged after warm-up",
                 hint="use more --warmup, or a larger --prior-precision",
             )
-        num_steps = torch.tensor(self.num_steps).repeat(diverging.shape[0], 1)
-        return HmcRun(self.draws, log_joint, energy, acceptance, diverging, step_size, num_steps)
+        num_steps = tensors.pop("num_steps").repeat(tensors["diverging"].shape[0], 1)
+        return HmcRun(draws=self.store.draws(), step_size=step_size, n_steps=num_steps, **tensors)

@@ -17,7 +17,14 @@ from bnncli.layout import HeadLayout
 def standard_normal(num_samples: int, dim: int, generator: torch.Generator, device: torch.device) -> Tensor:
     """N(0, I) draws (S, P), float64: made on the generator's device, then moved."""
     noise = torch.randn(num_samples, dim, generator=generator, device=generator.device, dtype=torch.float64)
-    return noise.to(device)
+    return move(noise, device)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on another device; from the CPU to a GPU through pinned memory, so that nothing waits for the GPU."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def layout_to_meta(layout: HeadLayout) -> dict[str, Any]:

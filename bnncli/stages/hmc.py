@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,24 +12,34 @@ import numpy as np
 import torch
 
 from bnncli import __version__, memory
-from bnncli.errors import CheckFailed, UsageError
-from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, convergence
+from bnncli.errors import Interrupted, UsageError
+from bnncli.evaluation.convergence import Convergence, convergence
+from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.options import HmcOptions
+from bnncli.stages._checkpoint import FileCheckpoint, resume_command
+from bnncli.stages._hmc_report import hmc_metrics, hmc_warnings, summary, verdict
 from bnncli.stages._inputs import Split, gaussian_prior_precision, load_split, posterior_source
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
+from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.headers import Header
+from bnncli.storage.resume import identity_of
 from bnncli.storage.samples import SampleFile, write_samples
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.until import unmet
 
 ALGO_REV = 1
 
 
 def run(run: Run, options: HmcOptions) -> Result:
     """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
+    if options.max_draws is not None and options.until is None:
+        raise UsageError("--max-draws says where --until gives up: give that too")
     train = load_split(run, "train").check_labeled()
-    sources = [train.source]
+    held_out = load_split(run, "val") if "val" in run.folder.splits() else None
+    sources = [train.source] + ([held_out.source] if held_out else [])
     prior_precision, base = options.prior_precision, None
     if prior_precision is None:
         path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
@@ -39,83 +51,163 @@ def run(run: Run, options: HmcOptions) -> Result:
         raise UsageError("--prior-precision and --base exclude each other: both say what the prior precision is")
     params = {**options.params(), "base": base, "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "hmc", suffix=".nc")
-    size = options.chains * options.draws * (train.layout.num_params * 4 + 64)
+    # Once as raw draws while the chains run, once as the artifact.
+    size = 2 * options.chains * options.draws * (train.layout.num_params * 4 + 64)
     run.folder.check_name_is_free(target)
     request = Request(target, "samples", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
-
     memory.require_sampling(train.layout, run.device, num_chains=options.chains)
-
-    def compute() -> Computed:
-        return _compute(run, options, train, prior_precision, target)
-
-    return produce(run, request, compute, when_fresh=lambda header: _when_fresh(header, options.max_rhat))
+    sampling = Sampling(run, options, request, train, held_out, prior_precision)
+    return produce(run, request, sampling.compute, when_fresh=lambda header: _when_fresh(header, options))
 
 
-def _compute(run: Run, options: HmcOptions, train: Split, prior_precision: float, path: Path) -> Computed:
-    target = train.target(prior_precision, run.device)
-    whitening = memory.automatic_structure(train.layout, memory.budget(run.device))
-    start = train.start().to(run.device)
-    fit = fit_gaussian(target, structure=whitening, center="mode", start=start, progress=run.console)
-    common: dict[str, Any] = {
-        "mode": fit.gaussian.mean,
-        "covariance": fit.gaussian.covariance,
-        "num_chains": options.chains,
-        "num_warmup": options.warmup,
-        "num_draws": options.draws,
-        "progress": run.console,
-    }
-    if options.sampler == "nuts":
+@dataclass(frozen=True)
+class Sampling:
+    """One request for draws, and what it needs.
+
+    Args:
+        held_out: the val split, whose predictions are judged too; None without one.
+    """
+
+    run: Run
+    options: HmcOptions
+    request: Request
+    train: Split
+    held_out: Split | None
+    prior_precision: float
+
+    def compute(self) -> Computed:
+        """Draw, judge, and say how to publish."""
+        run, options, train = self.run, self.options, self.train
+        target = train.target(self.prior_precision, run.device)
+        structure = memory.automatic_structure(train.layout, memory.budget(run.device))
+        start = train.start().to(run.device)
+        fit = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console)
+        sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
+        drawn, judged, finish = sample(
+            target,
+            mode=fit.gaussian.mean,
+            covariance=fit.gaussian.covariance,
+            num_chains=options.chains,
+            num_warmup=options.warmup,
+            num_draws=options.draws,
+            target_accept=options.target_accept,
+            progress=run.console,
+        )
+        predictions = self._judge_held_out(drawn)
+        metrics = hmc_metrics(
+            drawn, judged, held_out=predictions, options=options, prior_precision=self.prior_precision
+        )
+        for text in hmc_warnings(metrics):
+            run.console.warn(text)
+        meta = {
+            "method": "hmc",
+            "type": "samples",
+            "prior_precision": self.prior_precision,
+            "param_layout": train.layout.to_json(),
+            "num_examples": len(train.content.features),
+            "metrics": metrics,
+            "classes": train.content.classes,
+            "whitening": structure,
+        }
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            digest = self._publish(drawn, meta, provenance, may_replace)
+            finish()
+            return digest
+
+        return Computed(publish, metrics, summary(metrics), verdict(metrics, options))
+
+    def _sample_hmc(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Callable[[], None]]:
+        """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
+        run, options, request = self.run, self.options, self.request
+        store = DrawFile(request.target, num_chains=options.chains, num_params=self.train.layout.num_params)
+        identity = identity_of(
+            request.params,
+            algo_rev=request.algo_rev,
+            seed=run.compute.seed,
+            sources=request.sources,
+            weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
+        )
+        checkpoint = FileCheckpoint(
+            request.target,
+            identity,
+            store=store,
+            save_every=options.save_every,
+            resume=options.resume,
+            console=run.console,
+        )
+        judgements: dict[int, Convergence] = {}
+
+        def is_enough(draws: torch.Tensor) -> bool:
+            judged = judgements[draws.shape[1]] = convergence(draws.numpy(), progress=run.console)
+            run.console.info(_round_line(draws.shape[1], judged))
+            values = {"rhat": judged.r_hat, "ess": judged.ess_bulk, "ess-tail": judged.ess_tail}
+            return not unmet(options.conditions, values)
+
+        try:
+            drawn = sample_hmc(
+                target,
+                dynamics=options.dynamics,
+                generator=run.stream("hmc/chains"),
+                is_enough=is_enough if options.conditions else None,
+                max_draws=options.max_draws,
+                store=store,
+                checkpoint=checkpoint,
+                **common,
+            )
+        except Interrupted as error:
+            error.hint = f"continue with: {resume_command(run.argv)}"
+            raise
+        finally:
+            checkpoint.close()
+        judged = judgements.get(drawn.draws.shape[1])
+        return drawn, judged or convergence(drawn.draws.numpy(), progress=run.console), checkpoint.remove
+
+    def _sample_nuts(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Callable[[], None]]:
+        """The same by Pyro's NUTS, which cannot be continued."""
         from bnncli.inference.nuts import sample_nuts
 
-        drawn = sample_nuts(
-            target, target_accept=options.target_accept, seed=run.stream("hmc/nuts").initial_seed() % 2**31, **common
-        )
-        library = ("pyro", version("pyro-ppl"))
-    else:
-        drawn = sample_hmc(
-            target,
-            target_accept=options.target_accept,
-            dynamics=options.dynamics,
-            generator=run.stream("hmc/chains"),
-            **common,
-        )
-        library = ("bnncli", __version__)
-    judged = convergence(drawn.draws.cpu().numpy())
-    metrics = _metrics(drawn, judged, options, prior_precision)
-    for text in _warnings(metrics):
-        run.console.warn(text)
-    content = _content(drawn, train, prior_precision)
-    outputs = train.content.classes if train.layout.num_outputs > 1 else ["logit"]
-    meta = {
-        "method": "hmc",
-        "type": "samples",
-        "prior_precision": prior_precision,
-        "param_layout": train.layout.to_json(),
-        "num_examples": len(train.content.features),
-        "metrics": metrics,
-        "classes": train.content.classes,
-        "whitening": whitening,
-    }
+        drawn = sample_nuts(target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
+        return drawn, convergence(drawn.draws.cpu().numpy(), progress=self.run.console), lambda: None
 
-    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+    def _judge_held_out(self, drawn: HmcRun) -> Convergence | None:
+        """How the chains agree on a few hundred seeded examples of the val split; None without labels there."""
+        if self.held_out is None or self.held_out.content.labels is None:
+            return None
+        labels = self.held_out.labels(torch.device("cpu"))
+        order = torch.randperm(len(labels), generator=self.run.stream("hmc/held-out"))
+        rows = order[:MAX_ROWS].sort().values
+        features = torch.from_numpy(self.held_out.content.features)[rows]
+        return held_out_convergence(
+            drawn.draws.cpu(), features, labels[rows], layout=self.train.layout, progress=self.run.console
+        )
+
+    def _publish(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
+        is_nuts = self.options.sampler == "nuts"
         return write_samples(
-            path,
-            content,
-            outputs=outputs,
+            self.request.target,
+            _content(drawn, self.train, self.prior_precision),
+            outputs=self.train.content.classes if self.train.layout.num_outputs > 1 else ["logit"],
             created_at=provenance["created_at"],
-            name=run.checkpoint_path.stem,
-            sampler_library=library,
+            name=self.run.checkpoint_path.stem,
+            sampler_library=("pyro", version("pyro-ppl")) if is_nuts else ("bnncli", __version__),
             meta=meta,
             provenance=provenance,
             may_replace=may_replace,
         )
 
-    return Computed(publish, metrics, _summary(metrics), _verdict(metrics, options.max_rhat))
+
+def _round_line(num_draws: int, judged: Convergence) -> str:
+    """How far --until is."""
+    if judged.ess_bulk is None or judged.ess_tail is None:
+        return f"{num_draws} draws a chain: {judged.undefined}"
+    r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.4f}"
+    return f"{num_draws} draws a chain: R-hat {r_hat}, ESS {judged.ess_bulk:.0f} bulk, {judged.ess_tail:.0f} tail"
 
 
 def _content(drawn: HmcRun, train: Split, prior_precision: float) -> SampleFile:
     """Draws and statistics under the names of the ArviZ schema."""
-    weight, bias = train.layout.split(drawn.draws.float().cpu())
+    weight, bias = train.layout.split(drawn.draws.cpu())
     stats = {
         "lp": drawn.log_joint,
         "energy": drawn.energy,
@@ -132,82 +224,8 @@ def _content(drawn: HmcRun, train: Split, prior_precision: float) -> SampleFile:
     )
 
 
-def _metrics(drawn: HmcRun, judged: Convergence, options: HmcOptions, prior_precision: float) -> dict[str, Any]:
-    return {
-        "sampler": options.sampler,
-        "dynamics": options.dynamics if options.sampler == "hmc" else None,
-        "chains": options.chains,
-        "draws": options.draws,
-        "prior_precision": prior_precision,
-        "max_rhat": judged.r_hat,
-        "min_ess_bulk": judged.ess_bulk,
-        "min_ess_tail": judged.ess_tail,
-        "undefined": judged.undefined,
-        "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
-        "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
-        "divergences": int(drawn.diverging.sum()),
-        "step_size": drawn.step_size,
-        "mean_steps": float(drawn.n_steps.double().mean()),
-    }
-
-
-def _summary(metrics: dict[str, Any]) -> list[str]:
-    head = f"{metrics['chains']} chains of {metrics['draws']} draws"
-    if metrics["max_rhat"] is None:
-        lines = [f"{head}: R-hat undefined ({metrics['undefined']})"]
-    else:
-        lines = [
-            f"{head}: largest R-hat {metrics['max_rhat']:.3f}, smallest effective sample size {metrics['min_ess_bulk']:.0f} bulk, "
-            f"{metrics['min_ess_tail']:.0f} tail"
-        ]
-    lines.append(
-        f"acceptance {metrics['acceptance_rate']:.2f}, {metrics['divergences']} divergences, step size {metrics['step_size']:.3f}, "
-        f"{metrics['mean_steps']:.1f} steps a draw"
-    )
-    return lines
-
-
-def _warnings(metrics: dict[str, Any]) -> list[str]:
-    """Why these draws may not be the posterior's; empty when nothing speaks against them."""
-    found = []
-    if metrics["max_rhat"] is not None and metrics["max_rhat"] > GOOD_RHAT:
-        found.append(
-            f"the chains do not agree: largest R-hat {metrics['max_rhat']:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}"
-        )
-    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
-        lowest = metrics["lowest_chain_acceptance"]
-        found.append(f"a chain is stuck: it accepts {lowest:.1%} of its moves; {_remedy(metrics)}")
-    if metrics["divergences"]:
-        found.append(f"{metrics['divergences']} trajectories diverged; try a higher --target-accept")
-    return found
-
-
-def _remedy(metrics: dict[str, Any]) -> str:
-    """What most likely helps."""
-    if metrics["chains"] == 1:
-        return "use more --chains"
-    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
-        return "use a higher --target-accept and more --warmup"
-    return "use more --warmup and --draws"
-
-
-def _verdict(metrics: dict[str, Any], max_rhat: float | None) -> CheckFailed | None:
-    """The failure that --max-rhat asks for; an undefined R-hat does not pass."""
-    if max_rhat is None or (metrics["max_rhat"] is not None and metrics["max_rhat"] <= max_rhat):
-        return None
-    got = "undefined" if metrics["max_rhat"] is None else f"{metrics['max_rhat']:.4f}"
-    return CheckFailed(
-        f"--max-rhat {max_rhat}: the largest R-hat is {got}",
-        hint=_remedy(metrics),
-        code="max_rhat",
-    )
-
-
-def _when_fresh(header: Header, max_rhat: float | None) -> Computed:
+def _when_fresh(header: Header, options: HmcOptions) -> Computed:
     metrics = header.meta.get("metrics", {})
     return Computed(
-        lambda provenance, may_replace: header.content_digest,
-        metrics,
-        _summary(metrics),
-        _verdict(metrics, max_rhat),
+        lambda provenance, may_replace: header.content_digest, metrics, summary(metrics), verdict(metrics, options)
     )

@@ -59,12 +59,12 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
             signals.raise_if_interrupted("publishing")
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
         os.chmod(temporary, mode)
-        _sync(temporary)
+        sync(temporary)
         if may_replace:
             os.replace(temporary, target)
         else:
             _link(temporary, target)
-        _sync(target.parent)
+        sync(target.parent)
     except FileExistsError:
         raise OutputExists(
             f"{target} was written by somebody else meanwhile", hint="run the command again", path=target
@@ -171,7 +171,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until the file or folder is on the disk itself, where its file system can tell."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

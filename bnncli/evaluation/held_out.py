@@ -1,0 +1,59 @@
+"""Do the chains agree on predictions: log p(y | x, theta) of held-out examples as quantities of every draw.
+
+Parameters may mix badly along directions that change no prediction, and the other way round.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bnncli.evaluation.convergence import Convergence, convergence_of
+from bnncli.layout import HeadLayout
+from bnncli.progress import SILENT, Progress
+from bnncli.targets.likelihood import block_logits
+
+MAX_ROWS = 512
+_LOGIT_VALUES = 1 << 22  # made at a time
+
+
+def held_out_convergence(
+    draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout, progress: Progress = SILENT
+) -> Convergence:
+    """The worst R-hat and smallest ESS of log p(y | x, theta) over the examples.
+
+    Args:
+        draws: (C, T, P); may be mapped from a file.
+        features: (N, D). labels: (N,) int64.
+        layout: how weight and bias lie in theta.
+    """
+
+    def quantities(rows: slice) -> NDArray:
+        return log_probabilities(draws, features[rows], labels[rows], layout=layout)
+
+    return convergence_of(quantities, (*draws.shape[:2], features.shape[0]), progress=progress)
+
+
+def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout) -> NDArray:
+    """log p(y_n | x_n, theta), (C, T, N) float64, for draws (C, T, P)."""
+    num_chains, num_draws = draws.shape[:2]
+    out = np.empty((num_chains, num_draws, len(labels)), dtype=np.float64)
+    size = max(1, _LOGIT_VALUES // (num_chains * len(labels) * layout.num_outputs))
+    for start in range(0, num_draws, size):
+        theta = draws[:, start : start + size].float()
+        logits = block_logits(features.float(), theta.flatten(0, 1), layout).double()
+        values = _log_probability_of_labels(logits, labels)
+        out[:, start : start + size] = values.view(num_chains, -1, len(labels)).numpy()
+    return out
+
+
+def _log_probability_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """(S, n) from logits (K, S, n): -softplus(what speaks against the label), exact where the probability is near 1."""
+    if logits.shape[0] == 1:
+        return -torch.nn.functional.softplus(torch.where(labels == 1, -logits[0], logits[0]))
+    index = labels.view(1, 1, -1).expand(1, *logits.shape[1:])
+    own = logits.gather(0, index)[0]
+    others = logits.scatter(0, index, -torch.inf).logsumexp(dim=0)
+    return -torch.nn.functional.softplus(others - own)

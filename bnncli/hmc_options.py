@@ -1,0 +1,61 @@
+"""Options of hmc, which has the most of them; options.py has those of the other commands, and passes these on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, option
+from bnncli.until import Condition, parse_until
+
+
+@dataclass(frozen=True)
+class HmcOptions(Checked):
+    """Options of hmc."""
+
+    base: str = option(
+        "laplace", "Artifact whose prior precision defines the target.", metavar="NAME|FILE", numeric=False
+    )
+    prior_precision: float | None = option(None, "Prior precision of the target, instead of the base's.", minimum=1e-30)
+    chains: int = option(16, "Chains, run as one batch.", minimum=1)
+    warmup: int = option(60, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
+    draws: int = option(260, "Draws kept of each chain.", minimum=4)
+    until: str | None = option(
+        None,
+        "After --draws keep drawing, --draws / 2 at a time, until these hold for every parameter, as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when --max-draws come first.",
+        metavar="CONDITIONS",
+    )
+    max_draws: int | None = option(
+        None, "Draws of each chain at which --until gives up; 20 times --draws by default.", minimum=4
+    )
+    target_accept: float = option(0.9, "Acceptance that the step size aims at.", minimum=0.1, maximum=0.99)
+    dynamics: str = option(
+        "split",
+        "split: the Gaussian at the mode moves exactly, only the rest is stepped; leapfrog: plain.",
+        choices=("split", "leapfrog"),
+    )
+    sampler: str = option("hmc", "hmc, or Pyro's nuts as the independent (slow) reference.", choices=("hmc", "nuts"))
+    max_rhat: float | None = option(None, "Exit 3 when the largest R-hat is above this.", minimum=1.0, numeric=False)
+    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    save_every: float = option(
+        60.0,
+        "Seconds between the states that --resume continues from; 0 saves after every draw.",
+        minimum=0,
+        numeric=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampler == "nuts" and self.dynamics != "split":
+            raise UsageError("--dynamics is for --sampler hmc; nuts has its own")
+        if self.sampler == "nuts" and (self.until is not None or self.resume):
+            raise UsageError("--until and --resume are for --sampler hmc; nuts runs one chain after the other")
+        if self.max_draws is not None and self.max_draws < self.draws:
+            raise UsageError(f"--max-draws: expected at least --draws ({self.draws}); got {self.max_draws}")
+        if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:
+            raise UsageError("--until: rhat needs at least two --chains")
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """What --until asks for; nothing without it."""
+        return () if self.until is None else parse_until(self.until, "--until")

@@ -1,0 +1,240 @@
+"""The hmc command: interrupted runs continue to the same bits, --until judges, draws go to disk as they come."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bnncli import signals
+from bnncli.evaluation.convergence import convergence, energy_bfmi
+from bnncli.evaluation.held_out import log_probabilities
+from bnncli.layout import HeadLayout
+from bnncli.stages._checkpoint import FileCheckpoint
+from bnncli.stages._hmc_report import hmc_warnings
+from bnncli.storage.samples import read_samples
+
+Cli = Any
+SMALL = ("--chains", 4, "--warmup", 10, "--draws", 30)
+
+
+def posteriors(run: Path) -> Path:
+    return run.with_name("small.bnn") / "posteriors"
+
+
+def digest_of(done: Any) -> str:
+    assert done.code == 0, done.stderr
+    return str(done.json["outputs"][0]["content_digest"])
+
+
+def hidden_files(run: Path) -> list[str]:
+    return [path.name for path in posteriors(run).iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """stop_after(n): SIGTERM comes during the n-th transition from now."""
+    counts = {"left": -1}
+    offer = FileCheckpoint.offer
+
+    def counted(self: FileCheckpoint, tensors: Any, *, is_last: bool = False) -> None:
+        offer(self, tensors, is_last=is_last)
+        counts["left"] -= not is_last
+        if counts["left"] == 0:
+            signals._received.append(signal.SIGTERM)
+
+    monkeypatch.setattr(FileCheckpoint, "offer", counted)
+    yield lambda number: counts.update(left=number)
+    signals.forget_received()
+
+
+@pytest.mark.parametrize("stops", [[1], [10], [11, 3, 13], [39]], ids=str)
+def test_an_interrupted_run_continues_to_the_same_bits(
+    cli: Cli, small_run: Path, stop_after: Any, stops: list[int]
+) -> None:
+    expected = digest_of(cli("hmc", small_run, *SMALL, "--name", "whole", "--json"))
+    words = ["hmc", small_run, *SMALL, "--name", "cut"]
+    for number in stops:
+        stop_after(number)
+        done = cli(*words)
+        assert done.code == 128 + signal.SIGTERM
+        assert done.stderr.rstrip().endswith(f"hint: continue with: bnncli hmc {small_run} {joined(words[2:])}")
+        words = [*words[:8], "--name", "cut", "--resume"]
+    done = cli(*words, "--json")
+    assert f"resuming after {sum(stops)} transitions" in done.stderr
+    assert digest_of(done) == expected
+    assert hidden_files(small_run) == []
+
+
+def joined(words: list[Any]) -> str:
+    return " ".join([str(word) for word in words] + ([] if "--resume" in words else ["--resume"]))
+
+
+def test_a_killed_run_continues_to_the_same_bits(cli: Cli, small_run: Path) -> None:
+    words = ["hmc", str(small_run), "--chains", "4", "--warmup", "5", "--draws", "600", "--threads", "1", "--name"]
+    state = posteriors(small_run) / ".cut.resume.safetensors"
+    process = subprocess.Popen([sys.executable, "-m", "bnncli", *words, "cut", "--save-every", "0", "-q"])
+    deadline = time.monotonic() + 60
+    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(0.1)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = cli(*words, "cut", "--resume", "--json")
+    assert "resuming after" in done.stderr
+    assert digest_of(done) == digest_of(cli(*words, "whole", "--json"))
+    assert hidden_files(small_run) == []
+
+
+def test_until_continues_where_it_was_stopped(cli: Cli, small_run: Path, stop_after: Any) -> None:
+    words = ("hmc", small_run, *SMALL, "--until", "ess>=300", "--name")
+    whole = cli(*words, "whole", "--json")
+    stop_after(10 + 30 + 20)
+    assert cli(*words, "cut").code == 143
+    again = cli(*words, "cut", "--resume", "--json")
+    assert digest_of(again) == digest_of(whole)
+    assert again.json["metrics"]["draws"] == whole.json["metrics"]["draws"] > 60
+
+
+def test_a_state_that_nobody_asks_for_is_reported_and_overtaken(cli: Cli, small_run: Path, stop_after: Any) -> None:
+    stop_after(20)
+    assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
+    stop_after(-1)
+    done = cli("hmc", small_run, *SMALL, "--name", "cut", "--json")
+    assert "an interrupted run can be continued with --resume" in done.stderr
+    assert digest_of(done) == digest_of(cli("hmc", small_run, *SMALL, "--name", "whole", "--json"))
+    assert hidden_files(small_run) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--seed", 1], "another seed"),
+        (["--target-accept", 0.7], "other options"),
+        (["--prior-precision", 3], "other options, another base"),
+    ],
+    ids=str,
+)
+def test_another_request_does_not_continue_a_state(
+    cli: Cli, small_run: Path, stop_after: Any, change: list[Any], words: str
+) -> None:
+    stop_after(20)
+    assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
+    done = cli("hmc", small_run, *SMALL, *change, "--name", "cut", "--resume")
+    assert done.code == 65
+    assert words in done.stderr
+    assert f"rm {posteriors(small_run)}/.cut.resume.safetensors" in done.stderr
+    assert sorted(hidden_files(small_run)) == [".cut.resume.draws", ".cut.resume.safetensors"]
+
+
+@pytest.mark.parametrize("damage", ["state", "draws", "no draws"])
+def test_a_damaged_state_is_refused(cli: Cli, small_run: Path, stop_after: Any, damage: str) -> None:
+    stop_after(20)
+    assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
+    path = posteriors(small_run) / (".cut.resume.safetensors" if damage == "state" else ".cut.resume.draws")
+    if damage == "no draws":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-10])
+    done = cli("hmc", small_run, *SMALL, "--name", "cut", "--resume")
+    assert (done.code, "cannot resume from" in done.stderr) == (65, True)
+
+
+def test_resume_without_a_state_starts_afresh(cli: Cli, small_run: Path) -> None:
+    done = cli("hmc", small_run, *SMALL, "--name", "new", "--resume")
+    assert (done.code, "nothing to resume" in done.stderr) == (0, True)
+
+
+def test_until_draws_until_the_conditions_hold(cli: Cli, small_run: Path) -> None:
+    done = cli("hmc", small_run, *SMALL, "--name", "u", "--until", "rhat<=1.05, ess>=300, ess-tail>=150", "--json")
+    metrics = done.json["metrics"]
+    assert done.code == 0
+    assert metrics["draws"] in range(45, 600, 15)
+    draws = read_samples(posteriors(small_run) / "u.nc").head_weight
+    assert draws.shape[:2] == (4, metrics["draws"])
+    assert metrics["max_rhat"] <= 1.05
+    assert metrics["min_ess_bulk"] >= 300
+    assert metrics["min_ess_tail"] >= 150
+    shorter = convergence(draws[:, :-15].reshape(4, -1, draws[0, 0].size))
+    assert shorter.r_hat > 1.05 or shorter.ess_bulk < 300 or shorter.ess_tail < 150  # type: ignore[operator]
+    assert "30 draws a chain: R-hat" in done.stderr
+
+
+def test_until_gives_up_at_the_cap_and_publishes_all_the_same(cli: Cli, small_run: Path) -> None:
+    words = ("hmc", small_run, *SMALL, "--name", "u", "--until", "ess>=1e6", "--max-draws", 50)
+    for _ in range(2):  # the second time it is up to date, with the same verdict
+        done = cli(*words, "--json")
+        assert done.code == 3
+        assert done.json["error"]["code"] == "until"
+        assert "after 50 draws a chain" in done.stderr
+        assert done.json["metrics"]["draws"] == 50
+    assert read_samples(posteriors(small_run) / "u.nc").head_weight.shape[1] == 50
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--until", "rhat<1.01"],
+        ["--until", "rhat<=1.01", "--chains", "1"],
+        ["--max-draws", "500"],
+        ["--until", "ess>=400", "--max-draws", "9"],
+        ["--until", "ess>=400", "--sampler", "nuts"],
+        ["--sampler", "nuts", "--resume"],
+    ],
+    ids=" ".join,
+)
+def test_requests_that_mean_nothing_are_usage_errors(cli: Cli, words: list[str]) -> None:
+    assert cli("hmc", "x", *words).code == 2
+
+
+def test_predictions_on_held_out_rows_are_judged(cli: Cli, small_run: Path, arrays: dict[str, np.ndarray]) -> None:
+    metrics = cli("hmc", small_run, *SMALL, "--name", "h", "--json").json["metrics"]
+    content = read_samples(posteriors(small_run) / "h.nc")
+    assert content.head_bias is not None
+    weight, bias = content.head_weight.astype(np.float64), content.head_bias.astype(np.float64)
+    logits = np.einsum("ctkd,nd->ctnk", weight, arrays["features_val"]) + bias[:, :, None]
+    every = logits - np.log(np.exp(logits).sum(axis=3, keepdims=True))
+    labels = np.broadcast_to(arrays["labels_val"], every.shape[:3])[..., None]
+    expected = convergence(np.take_along_axis(every, labels, axis=3)[..., 0])
+    assert metrics["heldout_max_rhat"] == pytest.approx(expected.r_hat, abs=1e-4)
+    assert metrics["heldout_min_ess_bulk"] == pytest.approx(expected.ess_bulk, rel=1e-2)
+
+
+def test_without_a_val_split_no_predictions_are_judged(cli: Cli, small_run: Path) -> None:
+    (small_run.with_name("small.bnn") / "features" / "val.h5").unlink()
+    done = cli("hmc", small_run, *SMALL, "--prior-precision", 10, "--name", "h", "--json")
+    assert done.json["metrics"]["heldout_max_rhat"] is None
+    assert "held-out" not in done.stderr
+
+
+@pytest.mark.parametrize("layout", [HeadLayout(3, 2), HeadLayout(1, 2, has_bias=False)], ids=str)
+def test_log_probabilities_are_exact_where_the_label_is_all_but_certain(layout: HeadLayout) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = 8 * torch.randn(2, 9, layout.num_params, generator=generator)
+    features = 3 * torch.randn(7, 2, generator=generator)
+    labels = torch.randint(layout.num_classes, (7,), generator=generator)
+    logits = layout.logits(features.double(), draws.double().flatten(0, 1))
+    if layout.num_outputs == 1:
+        logits = torch.cat([torch.zeros_like(logits), logits], dim=2)
+    own = logits.gather(2, labels.view(1, -1, 1).expand(len(logits), -1, 1))
+    expected = -torch.log1p((logits - own).exp().sum(dim=2).sub(1).clamp(min=0)).view(2, 9, 7).numpy()
+    got = log_probabilities(draws, features, labels, layout=layout)
+    np.testing.assert_allclose(got[expected < -1e-6], expected[expected < -1e-6], rtol=1e-4)
+    assert (got < 0).all()
+    assert (got > -1e-9).any()
+
+
+def test_the_lowest_energy_bfmi_is_told_and_warned_about(cli: Cli, small_run: Path) -> None:
+    metrics = cli("hmc", small_run, *SMALL, "--name", "e", "--json").json["metrics"]
+    energy = read_samples(posteriors(small_run) / "e.nc").stats["energy"]
+    assert metrics["min_bfmi"] == pytest.approx(energy_bfmi(energy).min())
+    assert hmc_warnings({**metrics, "max_rhat": 1.0, "min_bfmi": 0.31, "divergences": 0}) == []
+    assert "lowest E-BFMI 0.29" in hmc_warnings({**metrics, "max_rhat": 1.0, "min_bfmi": 0.29, "divergences": 0})[0]
