@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bnncli import registry
-from bnncli.errors import NumericError
+from bnncli.covariances.full import Full
+from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory, transition
-from bnncli.inference.hmc import HmcRun, goals, sample_hmc
+from bnncli.inference.hmc import HmcRun, MemoryDraws, Walk, goals, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
@@ -302,3 +303,57 @@ def test_a_run_goes_on_until_its_draws_are_enough() -> None:
     long = sample_hmc(target, generator=seeded(), num_draws=8, is_enough=is_enough, **options)
     assert seen == [8, 12, 16, 20]
     assert torch.equal(long.draws, sample_hmc(target, generator=seeded(), num_draws=20, **options).draws)
+
+
+class MemoryCheckpoint:
+    """Offers the state of a run that was interrupted at a given transition."""
+
+    def __init__(self, store: MemoryDraws, stored: dict[str, Tensor] | None, stop_at: int = -1) -> None:
+        self.store, self.stored, self.left = store, stored, stop_at
+
+    def restore(self) -> dict[str, Tensor] | None:
+        return self.stored
+
+    def offer(self, tensors: Any, *, is_last: bool = False) -> None:
+        self.left -= 1
+        if is_last:
+            self.stored = {name: tensor.clone() for name, tensor in tensors().items()}
+        elif self.left == 0:
+            raise Interrupted(15, "interrupted")
+
+
+@every_dynamics
+@pytest.mark.parametrize("stop_at", [1, 7, 9, 18, 27, 33])
+def test_an_interrupted_sampler_goes_on_to_the_same_bits(dynamics: str, stop_at: int) -> None:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+    judged: list[int] = []
+
+    def sample(checkpoint: MemoryCheckpoint) -> HmcRun:
+        return sample_hmc(
+            target, mode=base.mean, covariance=Full(4 * base.covariance.scale_tril), generator=seeded(),  # type: ignore[attr-defined]
+            num_chains=3, num_warmup=15, num_draws=8, is_enough=lambda draws: judged.append(draws.shape[1]) or len(judged) > 4,  # type: ignore[func-returns-value]
+            dynamics=dynamics, store=checkpoint.store, checkpoint=checkpoint,
+        )  # fmt: skip
+
+    whole = sample(MemoryCheckpoint(MemoryDraws(), None))
+    assert judged == [8, 12, 16, 20, 24]
+    judged.clear()
+    cut = MemoryCheckpoint(MemoryDraws(), None, stop_at)
+    with pytest.raises(Interrupted):
+        sample(cut)
+    again = sample(MemoryCheckpoint(cut.store, cut.stored))
+    assert judged == [8, 12, 16, 20, 24]
+    for name in ("draws", "log_joint", "energy", "acceptance_rate", "diverging", "n_steps"):
+        assert torch.equal(getattr(again, name), getattr(whole, name))
+    assert again.step_size == whole.step_size
+
+
+def test_what_is_stored_of_a_walk_comes_back() -> None:
+    potential, z, _ = start_of_a_trajectory()
+    adaptation = StepSizeAdaptation.start(initial=0.3, target_accept=0.8).update(0.3).update(0.7)
+    walk = Walk(potential.state(z), adaptation, torch.tensor([0.1, 0.2]), 17)
+    again = Walk.from_tensors(walk.to_tensors(), torch.device("cpu"))
+    assert (again.adaptation, again.num_done) == (walk.adaptation, 17)
+    assert all(torch.equal(one, other) for one, other in zip(again.state, walk.state, strict=True))
+    assert torch.equal(again.smoothed, walk.smoothed)
