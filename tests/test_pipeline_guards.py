@@ -10,6 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
+from bnncli.stages import _inputs
+from bnncli.storage.predictions import read_predictions
+
 Cli = Any
 Arrays = dict[str, np.ndarray]
 
@@ -205,3 +208,18 @@ def test_kept_samples_are_the_draws_behind_the_prediction(cli: Cli, small_run: P
     np.testing.assert_allclose(samples.astype(np.float64).mean(axis=0), probs, atol=5e-4)
     assert samples.std(axis=0).max() > 0.01
     assert cli("verify", path).code == 0
+
+
+@pytest.mark.parametrize("words", [("--samples", "8", "--keep-samples"), ("--integrator", "probit")], ids=" ".join)
+def test_predictions_in_blocks_are_those_of_the_whole_split(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    whole, blocks = (small_run.with_name(name) for name in ("whole.h5", "blocks.h5"))
+    common = ("predict", small_run, "--posterior", "laplace", "--split", "test", *words)
+    assert cli(*common, "--out", whole).code == 0
+    monkeypatch.setattr(_inputs, "PREDICTION_BYTES", 7 * 5 * 4)
+    assert cli(*common, "--out", blocks).code == 0
+    ours, theirs = read_predictions(blocks), read_predictions(whole)
+    for name in ("probs", "entropy", "mutual_info", "probs_samples"):
+        parts = getattr(ours, name), getattr(theirs, name)
+        assert parts[0] is parts[1] is None or np.allclose(*parts, rtol=0, atol=1e-6)

@@ -7,7 +7,7 @@ logits).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -68,6 +68,13 @@ class Prediction:
     def from_probs(cls, probs: Tensor) -> Prediction:
         """The prediction of an integrator without draws, from probs (N, C)."""
         return cls(probs=probs.float(), entropy=entropy(probs).float())
+
+
+def join(parts: Sequence[Prediction]) -> Prediction:
+    """The prediction of consecutive blocks of examples, as one; on the CPU."""
+    probs, entropies = (torch.cat([getattr(part, name).cpu() for part in parts]) for name in ("probs", "entropy"))
+    information = [part.mutual_info.cpu() for part in parts if part.mutual_info is not None]
+    return Prediction(probs, entropies, torch.cat(information) if information else None)
 
 
 class Integrator(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from bnncli.storage.samples import SampleFile, read_samples
 from bnncli.targets.last_layer import LastLayerTarget
 
 RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; memory.SHARE is for the rest
+PREDICTION_BYTES = 1 << 30  # of features that predict holds on the device at once; the same everywhere, as its sums are
 EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--data", "test=SPEC")
 
 
@@ -48,6 +50,12 @@ class Split:
     def features(self, device: torch.device) -> Tensor:
         """(N, D) float32 on the device; on the CPU the file's own pages, where they are float32."""
         return torch.from_numpy(self.content.features).to(device=device, dtype=torch.float32)
+
+    def feature_blocks(self, device: torch.device) -> Iterator[Tensor]:
+        """The features (n, D) float32 on the device, block by block; most splits are one block."""
+        rows = max(1, PREDICTION_BYTES // (4 * self.content.features.shape[1]))
+        for block in torch.from_numpy(self.content.features).split(rows):
+            yield block.to(device=device, dtype=torch.float32)
 
     def labels(self, device: torch.device) -> Tensor:
         """(N,) int64 on the device. Raises DataError for a split without labels."""

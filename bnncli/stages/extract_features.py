@@ -219,7 +219,7 @@ def _ready(
 ) -> Computed:
     content = FeatureSplit(
         name=split.name,
-        features=split.features.astype(options.dtype),
+        features=split.features.astype(options.dtype, copy=False),
         labels=split.labels,
         sample_id=split.sample_id,
         classes=[str(index) for index in range(num_classes)],

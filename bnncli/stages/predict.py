@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.integrators import can_use, load_integrator, usable
+from bnncli.integrators import can_use, join, load_integrator, usable
 from bnncli.integrators.mc import probs_of_draws
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_source
@@ -158,25 +160,20 @@ def _compute(run: Run, posterior: Any, split: Split, path: Path, params: dict[st
             f"split {split.content.name!r} has {split.content.features.shape[1]} features, the posterior {posterior.layout.num_features}",
             code="wrong_layout",
         )
-    prediction = load_integrator(params["integrator"]).predict(
-        posterior,
-        split.features(run.device),
-        num_samples=params["samples"],
-        generator=run.stream("predict/draws"),
-        progress=run.console,
-    )
-    samples = None
-    if params["keep_samples"]:
-        samples = probs_of_draws(
-            posterior,
-            split.features(run.device),
-            num_samples=params["samples"],
-            generator=run.stream("predict/draws"),
-        ).numpy()
+    integrator, parts, kept = load_integrator(params["integrator"]), [], []
+    for features in split.feature_blocks(run.device):
+        draws: dict[str, Any] = {"num_samples": params["samples"]}  # of the same stream: the same draws for every block
+        draws["generator"] = run.stream("predict/draws")
+        parts.append(integrator.predict(posterior, features, progress=run.console, **draws))
+        if params["keep_samples"]:
+            draws["generator"] = run.stream("predict/draws")
+            kept.append(probs_of_draws(posterior, features, **draws))
+    prediction = join(parts)
+    samples = torch.cat(kept, dim=1).numpy() if kept else None
     content = PredictionFile(
-        probs=prediction.probs.cpu().numpy(),
-        entropy=prediction.entropy.cpu().numpy(),
-        mutual_info=None if prediction.mutual_info is None else prediction.mutual_info.cpu().numpy(),
+        probs=prediction.probs.numpy(),
+        entropy=prediction.entropy.numpy(),
+        mutual_info=None if prediction.mutual_info is None else prediction.mutual_info.numpy(),
         labels=split.content.labels,
         sample_id=split.content.sample_id,
         classes=split.content.classes,
