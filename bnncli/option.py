@@ -99,6 +99,14 @@ def check_split_name(name: str, flag: str) -> str:
     return name
 
 
+def check_suffix(path: str, flag: str, allowed: tuple[str, ...]) -> str:
+    """The suffix of a file's name in lower case, without its dot. Raises UsageError unless it is allowed."""
+    suffix = path.rpartition(".")[2].lower() if "." in path else ""
+    if suffix not in allowed:
+        raise UsageError(f"{flag}: expected a file ending in {', '.join('.' + kind for kind in allowed)}; got {path!r}")
+    return suffix
+
+
 def parse_positive(text: str, flag: str, expected: str = "a positive number") -> float:
     """The positive finite number that `text` says. Raises UsageError otherwise."""
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.hmc_options import HmcOptions as HmcOptions
-from bnncli.option import Checked, check_artifact_name, option, parse_positive
+from bnncli.option import Checked, check_artifact_name, check_suffix, option, parse_positive
 from bnncli.registry import check_name
 
 
@@ -188,11 +188,21 @@ class FitLaplaceOptions(Checked):
         "A number; val (lowest NLL on the val split, which must be data the network was not trained on); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
         metavar="NUMBER|val|marglik|auto",
     )
+    plot: str | None = option(
+        None,
+        "Draw the search for the prior precision, criterion against precision, as .png, .svg or .pdf.",
+        metavar="FILE",
+        numeric=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.plot is not None:
+            check_suffix(self.plot, "--plot", ("png", "svg", "pdf"))
         if self.prior_precision not in ("auto", "val", "marglik"):
             parse_positive(self.prior_precision, "--prior-precision", "auto, val, marglik or a positive number")
+            if self.plot is not None:
+                raise UsageError("--plot draws the search for the prior precision; there is none with a number given")
 
 
 @dataclass(frozen=True)

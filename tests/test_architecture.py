@@ -14,7 +14,7 @@ LAYERS = (
     ("__main__", "cli"),
     ("stages",),
     ("console",),
-    ("storage", "networks", "inference", "integrators", "evaluation", "extraction", "memory"),
+    ("storage", "networks", "inference", "integrators", "evaluation", "extraction", "memory", "figures"),
     ("head",),
     ("posteriors",),
     ("covariances", "flows"),
@@ -91,4 +91,4 @@ def test_help_imports_no_heavy_library(words: list[str]) -> None:
     loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert done.returncode == 0
     assert "typer" in loaded
-    assert not loaded & {"torch", "pyro", "sklearn", "h5py", "numpy", "scipy"}
+    assert not loaded & {"torch", "pyro", "sklearn", "h5py", "numpy", "scipy", "matplotlib"}

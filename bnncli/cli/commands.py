@@ -66,6 +66,7 @@ COMMANDS = (
         (
             "bnncli fit-laplace ckpt.pt",
             "bnncli fit-laplace ckpt.pt --structure kron --prior-precision 510 --name kron",
+            "bnncli fit-laplace ckpt.pt --plot prior-precision.png",
         ),
     ),
     Command(

@@ -18,7 +18,8 @@ from bnncli.posteriors.point import Point
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
-from bnncli.storage.headers import Header
+from bnncli.storage.figures import check_figure_path, write_figure
+from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import write_posterior
 
 ALGO_REV = 1
@@ -55,7 +56,34 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     def compute() -> Computed:
         return _compute(run, options, criterion, structure, train, val, target)
 
-    return produce(run, request, compute, when_fresh=_when_fresh)
+    if options.plot is not None:
+        others = [target, run.checkpoint_path, *(source.path for source in sources)]
+        check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
+    result = produce(run, request, compute, when_fresh=_when_fresh)
+    if options.plot is not None:
+        result.add(_plot(run, Path(options.plot), target))
+    return result
+
+
+def _plot(run: Run, path: Path, artifact: Path) -> Result:
+    """The figure of the search that the artifact has stored, drawn anew whether it was fitted now or before."""
+    role = f"{artifact.stem}.plot"
+    if run.write.dry_run:
+        size = 1 << 17
+        output: dict[str, Any] = {"role": role, "path": str(path), "planned": "compute", "estimated_bytes": size}
+        return Result("planned", [output], lines=[f"draw: {path}"])
+    from bnncli.figures import render
+    from bnncli.figures.prior_precision import draw
+
+    meta = read_header(artifact).meta
+    figure = draw(
+        [(precision, value) for precision, value in meta["curve"]],
+        criterion=meta["criterion"],
+        at_edge=meta["metrics"]["prior_precision_at_edge"],
+        network=meta["metrics"]["val_nll_network"] if meta["criterion"] == "val" else None,
+    )
+    digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    return Result("", [{"role": role, "path": str(path), "content_digest": digest}])
 
 
 def _criterion(run: Run, options: FitLaplaceOptions) -> str:
@@ -69,8 +97,6 @@ def _criterion(run: Run, options: FitLaplaceOptions) -> str:
 
 
 def _has_labeled_val(run: Run) -> bool:
-    from bnncli.storage.headers import read_header
-
     path = run.folder.features("val")
     return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
 
@@ -148,7 +174,7 @@ def _compute(
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
         return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
 
-    return Computed(publish, metrics, _summary(metrics))
+    return Computed(publish, _with_curve(metrics, meta), _summary(metrics))
 
 
 def _metrics(
@@ -219,4 +245,11 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
 
 def _when_fresh(header: Header) -> Computed:
     metrics = header.meta.get("metrics", {})
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics, _summary(metrics))
+    return Computed(
+        lambda provenance, may_replace: header.content_digest, _with_curve(metrics, header.meta), _summary(metrics)
+    )
+
+
+def _with_curve(metrics: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """The metrics as the result gives them: with the curve, which the artifact has beside its metrics."""
+    return {**metrics, "prior_precision_curve": meta.get("curve")}

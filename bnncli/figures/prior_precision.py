@@ -1,0 +1,84 @@
+"""The search for the prior precision: criterion against precision, all of it and near the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LABELS = {
+    "val": "validation NLL (nats per example)",
+    "marglik": "minus log marginal likelihood (nats)",
+}
+EDGE_TEXT = "the best lies at the edge of the range searched"
+_TICKS = (1, 2, 3, 5, 7)
+_NEAR = math.sqrt(10) * 1.001  # a factor of the best: what the halved steps around it cover
+_CURVE, _CHOSEN, _NETWORK = "#1f4e79", "#c44601", "#5b5b5b"  # told apart by lightness as well
+
+
+def draw(
+    curve: Sequence[tuple[float, float]],
+    *,
+    criterion: str,
+    at_edge: bool,
+    network: float | None = None,
+) -> Figure:
+    """Every candidate as a point, the lowest marked: the whole range beside what lies within half a decade of the best.
+
+    Args:
+        curve: (prior precision, criterion) in increasing order of precision.
+        criterion: val or marglik.
+        at_edge: whether to warn that the best lies at the edge.
+        network: validation nll of the network as trained, nats per example; drawn as a line where there is one.
+    """
+    from matplotlib.figure import Figure
+
+    best = min(curve, key=lambda point: point[1])
+    near = [point for point in curve if best[0] / _NEAR <= point[0] <= best[0] * _NEAR]
+    panels = [list(curve), near] if 3 <= len(near) < len(curve) else [list(curve)]
+    figure = Figure(figsize=(4.8 * len(panels), 3.8), layout="constrained")
+    for place, points in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        _draw_points(axes, points, best)
+        if network is not None:
+            _draw_network(axes, network, is_labeled=place == 0)
+        axes.set_xlabel("prior precision (1 / variance)" + ("" if place == 0 else ", near the best"))
+        if place == 1:
+            _label_plainly(axes)
+        else:
+            axes.set_ylabel(LABELS[criterion])
+            axes.legend(frameon=False, fontsize="small", loc="best")
+    if at_edge:
+        figure.supxlabel(f"Warning: {EDGE_TEXT}", color=_CHOSEN, fontsize="small")
+    return figure
+
+
+def _draw_points(axes: Axes, points: Sequence[tuple[float, float]], best: tuple[float, float]) -> None:
+    precisions, values = zip(*points, strict=True)
+    axes.set_xscale("log")
+    axes.plot(precisions, values, color=_CURVE, linewidth=1, marker="o", markersize=4, label="candidates")
+    label = f"chosen: {best[0]:.4g}, {best[1]:.6g}"
+    axes.plot(*best, color=_CHOSEN, marker="D", markersize=8, linestyle="none", label=label, zorder=3)
+    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label_plainly(axes: Axes) -> None:
+    """Ticks of a narrow logarithmic axis as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(LogLocator(subs=_TICKS))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_network(axes: Axes, network: float, *, is_labeled: bool) -> None:
+    """A horizontal line, in panels whose range it lies in or near."""
+    low, high = axes.get_ylim()
+    if is_labeled or low - (high - low) <= network <= high + (high - low):
+        label = f"network as trained: {network:.4f}" if is_labeled else None
+        axes.axhline(network, color=_NETWORK, linewidth=1.2, linestyle="--", label=label)

@@ -1,0 +1,45 @@
+"""Figure files: published like every other output, and replaced only where the old one is a figure of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from bnncli.digests import file_sha256
+from bnncli.errors import OutputExists, UsageError
+from bnncli.figures import MARK
+from bnncli.storage.atomic import check_writable, publish_bytes
+from bnncli.storage.freshness import is_same_file
+
+_MAX_BYTES = 1 << 24  # of ours; what is larger is somebody else's
+
+
+def check_figure_path(target: Path, flag: str, *, force: bool, others: Iterable[Path]) -> None:
+    """Raise before any work when a figure may not be written to `target`.
+
+    Args:
+        flag: the option that named it.
+        force: whether a file that is not a figure of ours may be replaced.
+        others: files of this command, which are never replaced by a figure.
+
+    Raises:
+        UsageError: target is one of the others.
+        OutputExists: the folder cannot be written, or a foreign file is there.
+    """
+    if any(is_same_file(target, other) or target.absolute() == other.absolute() for other in others):
+        raise UsageError(f"{flag}: {target} is an input or another output of this command; choose another name")
+    check_writable(target.parent)
+    if target.is_dir() or (target.exists() and not force and not _is_ours(target)):
+        what = "is a folder" if target.is_dir() else "exists and is no figure of bnncli"
+        hint = f"give {flag} another name" + ("" if target.is_dir() else ", or add --force to replace it")
+        raise OutputExists(f"{target} {what}", hint=hint, path=target)
+
+
+def write_figure(target: Path, content: bytes) -> str:
+    """Publish a figure, whose path has been checked; the digest of its bytes."""
+    publish_bytes(target, content, may_replace=True)
+    return f"sha256:{file_sha256(target)}"
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= _MAX_BYTES and MARK.encode() in path.read_bytes()

@@ -1,0 +1,132 @@
+"""The figure of the search for the prior precision, and the contract of --plot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bnncli.figures import render
+from bnncli.figures.prior_precision import EDGE_TEXT, LABELS, draw
+
+Cli = Any
+CURVE = [(0.1, 0.9), (1.0, 0.5), (4.0, 0.31), (10.0, 0.3), (30.0, 0.32), (100.0, 0.6)]
+
+
+@pytest.fixture
+def name(small_run: Path) -> Path:
+    """A run whose laplace comes from a search."""
+    small_run.with_name("small.bnn").joinpath("posteriors", "laplace.safetensors").unlink()
+    return small_run
+
+
+def texts(figure: Any) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text")))
+
+
+def test_every_candidate_is_drawn_and_the_lowest_is_marked() -> None:
+    figure = draw(CURVE, criterion="val", at_edge=False, network=0.4)
+    whole, near = figure.axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in whole.lines}
+    assert lines["candidates"] == [list(point) for point in CURVE]
+    assert lines["chosen: 10, 0.3"] == [[10.0, 0.3]]
+    assert [y for _, y in lines["network as trained: 0.4000"]] == [0.4, 0.4]
+    assert near.lines[0].get_xydata().tolist() == [list(point) for point in CURVE if 4 <= point[0] <= 30]
+    assert (whole.get_xscale(), near.get_xscale()) == ("log", "log")
+
+
+@pytest.mark.parametrize("criterion", LABELS)
+@pytest.mark.parametrize("at_edge", [False, True])
+def test_the_axes_say_criterion_and_unit_and_the_warning_stands_when_due(criterion: str, at_edge: bool) -> None:
+    figure = draw(CURVE, criterion=criterion, at_edge=at_edge)
+    assert LABELS[criterion] in texts(figure)
+    assert "nats" in LABELS[criterion]
+    assert "network" not in texts(figure)
+    assert (EDGE_TEXT in texts(figure)) == at_edge
+
+
+def test_a_single_candidate_can_be_drawn() -> None:
+    assert len(draw(CURVE[:1], criterion="val", at_edge=True).axes) == 1
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "pdf"])
+def test_the_same_numbers_give_the_same_bytes(form: str) -> None:
+    first, second = (render(draw(CURVE, criterion="val", at_edge=False), form) for _ in range(2))
+    assert first == second
+
+
+def test_plot_makes_a_png_of_sensible_size_and_lists_it(cli: Cli, name: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plots" / "curve.PNG"
+    done = cli("fit-laplace", name, "--plot", path)
+    assert (done.code, done.stdout.splitlines()[1:]) == (0, [str(path)])
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("L"))
+    assert 600 <= pixels.shape[1] <= 2000
+    assert 400 <= pixels.shape[0] <= 1200
+    assert 0.005 < (pixels < 128).mean() < 0.5  # drawn on, and not all over
+
+
+def test_plot_of_an_up_to_date_artifact_draws_the_stored_curve_without_fitting(
+    cli: Cli, name: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted = cli("fit-laplace", name, "--json").json
+    monkeypatch.setattr("bnncli.stages.fit_laplace.search", None)
+    for _ in range(2):  # the second time over the first figure
+        again = cli("fit-laplace", name, "--json", "--plot", tmp_path / "curve.svg").json
+        assert again["action"] == "up_to_date"
+        assert [output["role"] for output in again["outputs"]] == ["laplace", "laplace.plot"]
+        assert again["metrics"] == fitted["metrics"]
+    assert "<svg" in (tmp_path / "curve.svg").read_text()
+    curve = fitted["metrics"]["prior_precision_curve"]
+    assert fitted["metrics"]["prior_precision"] == min(curve, key=lambda point: point[1])[0]
+
+
+@pytest.mark.parametrize(
+    "words", [["--plot", "curve.jpg"], ["--plot", "curve"], ["--plot", "c.png", "--prior-precision", "3"]]
+)
+def test_another_suffix_or_nothing_to_draw_is_a_usage_error(cli: Cli, name: Path, words: list[str]) -> None:
+    done = cli("fit-laplace", name, *words)
+    assert done.code == 2
+    assert "error: --plot" in done.stderr
+    assert not name.with_name("small.bnn").joinpath("posteriors", "laplace.safetensors").exists()
+
+
+def test_a_foreign_file_is_refused_before_the_work_and_replaced_with_force(
+    cli: Cli, name: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "holiday.png"
+    path.write_bytes(b"a photograph")
+    done = cli("fit-laplace", name, "--plot", path)
+    assert (done.code, done.stdout, path.read_bytes()) == (73, "", b"a photograph")
+    assert "add --force" in done.stderr
+    assert not name.with_name("small.bnn").joinpath("posteriors", "laplace.safetensors").exists()
+    assert cli("fit-laplace", name, "--plot", path, "--force").code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_never_replaces_what_the_command_reads_or_writes(cli: Cli, name: Path, tmp_path: Path) -> None:
+    link = tmp_path / "train.png"
+    link.symlink_to(name.with_name("small.bnn") / "features" / "train.h5")
+    assert cli("fit-laplace", name, "--plot", link, "--force").code == 2
+    out = tmp_path / "out.png"
+    assert cli("fit-laplace", name, "--out", out, "--plot", out).code == 2
+
+
+def test_a_dry_run_names_the_figure_and_draws_nothing(cli: Cli, name: Path, tmp_path: Path) -> None:
+    done = cli("fit-laplace", name, "--plot", tmp_path / "curve.png", "--dry-run")
+    assert (done.code, f"draw: {tmp_path / 'curve.png'}" in done.stdout) == (0, True)
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_without_plot_matplotlib_is_not_imported(name: Path) -> None:
+    code = (
+        "import io, sys; from bnncli.cli.execute import run_command_line; "
+        f"assert run_command_line(['fit-laplace', {str(name)!r}], io.StringIO()) == 0; "
+        "assert 'torch' in sys.modules; assert 'matplotlib' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
