@@ -228,24 +228,21 @@ def test_78_is_a_wrong_configuration_file(cli: Cli, tmp_path: Path) -> None:
     assert "bnncli.toml:2: unknown key 'epochz' in [refine]; did you mean 'epochs'?" in done.stderr
 
 
-def wait_for_lock(run: Path, name: str) -> None:
-    lock = run.with_name("small.bnn") / ".locks" / f"posteriors-{name}"
-    deadline = time.monotonic() + 60
-    while not (lock.exists() and lock.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_a_terminated_refine_exits_143_and_leaves_only_its_lock_file(small_run: Path) -> None:
-    words = ["refine", small_run, "--name", "endless", "--epochs", "10000000", "--progress", "log"]
+def test_a_terminated_refine_exits_143_and_says_how_to_go_on(small_run: Path) -> None:
+    words = ["refine", small_run, "--name", "endless", "--epochs", "10000000", "--progress", "log", "--save-every", "0"]
     process = subprocess.Popen([SCRIPT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_lock(small_run, "endless.safetensors")
+    state = small_run.with_name("small.bnn") / "posteriors" / ".endless.resume.safetensors"
+    deadline = time.monotonic() + 60
+    while not state.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
     process.terminate()
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (143, "")
-    assert stderr.splitlines()[-1].startswith("error: interrupted by SIGTERM at")
+    error, hint = stderr.splitlines()[-2:]
+    assert error.startswith("error: interrupted by SIGTERM at")
+    assert hint.endswith("--save-every 0 --resume")
     left = [path for path in small_run.with_name("small.bnn").rglob("*endless*") if path.parent.name != ".locks"]
-    assert left == []
+    assert [path.name for path in left] == [".endless.resume.safetensors"]
 
 
 LOOP = """

@@ -122,7 +122,7 @@ def setting(cli: Cli, name: str, *words: str) -> tuple[Any, str]:
 def test_environment_wins_over_config_and_config_over_the_default(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert setting(cli, "epochs") == (20, "default")
+    assert setting(cli, "epochs") == (None, "default")
     (folder / "bnncli.toml").write_text("[refine]\nepochs = 7\n")
     assert setting(cli, "epochs") == (7, "config [refine]")
     monkeypatch.setenv("BNNCLI_REFINE_EPOCHS", "9")

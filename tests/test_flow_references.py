@@ -25,16 +25,20 @@ def pyro_planar(layer: Any) -> Any:
     return filled(pyro_transforms.Planar(5), w=layer.w, u=layer.raw_u, bias=layer.bias)
 
 
+def unit_lower(raw: Tensor) -> Tensor:
+    size = raw.shape[-1]
+    return raw.tril(-1) / size**0.5 + torch.eye(size, dtype=raw.dtype)
+
+
 def torch_affine(layer: Any) -> Any:
     """The same map as one dense lower triangular matrix after another, by torch's own transform."""
     if layer.scale == "low-rank":
         frame = orthonormal_columns(layer.basis)
-        core = layer.core.tril(-1) + layer.core.diagonal().exp().diag()
+        core = layer.core.tril(-1) / len(layer.core) ** 0.5 + layer.core.diagonal().exp().diag()
         rest = torch.eye(5, dtype=torch.float64) - frame @ frame.T
         linear = rest + frame @ core @ frame.T
     else:  # HeadLayout(1, 4): vec(B Z A^T) of one row with its bias last
-        feature = layer.feature_factor.tril(-1) + layer.feature_factor.diagonal().exp().diag()
-        linear = layer.output_factor.exp() * feature
+        linear = unit_lower(layer.feature_factor)
     dense = layer.log_scale.exp().diag() @ linear
     return Dense(layer.shift, dense)
 
@@ -185,7 +189,7 @@ def test_layer_is_the_reference_transform(kind: str, settings: dict[str, Any], s
 
 def test_kron_affine_is_a_dense_kronecker_product() -> None:
     layer, layout = make_layer("affine", 30, scale="kron"), LAYOUTS[30]
-    lower = [raw.tril(-1) + raw.diagonal().exp().diag() for raw in (layer.output_factor, layer.feature_factor)]
+    lower = [unit_lower(raw) for raw in (layer.output_factor, layer.feature_factor)]
     points = draw_points(30)
     vec = layout.augment(points).flatten(1) @ torch.kron(*lower).T
     expected = layer.shift + layer.log_scale.exp() * layout.flatten(vec.unflatten(1, (3, 10)))

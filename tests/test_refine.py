@@ -1,16 +1,18 @@
 """Refinement: the ELBO it starts from, what it gains, what bounds it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from bnncli import registry
-from bnncli.errors import NumericError, UsageError
+from bnncli.errors import Interrupted, NumericError, UsageError
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import elbo, elbo_gain
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.refine import _Problem, fit_flow
+from bnncli.inference.objective import Objective
+from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
@@ -51,12 +53,12 @@ def test_step_estimates_are_the_log_weights_of_the_flow(kind: str, space: str, l
             parameter += 0.3 * torch.randn(parameter.shape, generator=seeded(1), dtype=torch.float64)
     indicators = label_indicators(target.labels, layout, torch.float64)
     noise = base.noise(7, seeded())
-    problem = _Problem(target, base.mean, base, space)
-    estimates = problem.elbo_estimate(layers, noise, target.features, indicators)
+    objective = Objective.of(target, base, space)
+    estimates = objective.estimate(layers, noise, target.features, indicators)
     theta, log_density = Flow(base, layers, kind, space).from_noise(noise)
-    prior_constant = 0.5 * layout.num_params * math.log(0.3 / (2 * math.pi))
     base_log_density = base.from_noise(noise)[1]
-    expected = target.log_joint(theta) - (log_density - base_log_density) - prior_constant
+    expected = target.log_joint(theta) - (log_density - base_log_density)
+    torch.testing.assert_close(objective.estimate(layers, noise), expected)
     torch.testing.assert_close(estimates, expected)
 
 
@@ -117,7 +119,7 @@ def test_a_base_that_is_the_posterior_stays_as_it_is() -> None:
     target = make_target(LAYOUTS[0], likelihood_scale=0.0)
     base = make_base(target)
     fit = fit_flow(
-        target, base, generator=seeded(), length=2, epochs=150, batch_size=24, learning_rate=0.01, num_draws=16
+        target, base, generator=seeded(), length=2, epochs=400, batch_size=24, learning_rate=0.01, num_draws=16
     )
     value = elbo(target, fit.posterior, generator=seeded(), num_samples=500).value
     assert value == pytest.approx(0, abs=0.01)
@@ -159,3 +161,109 @@ def test_unknown_flow_and_space_are_refused() -> None:
         fit_flow(target, make_base(target), generator=seeded(), flow="spiral")
     with pytest.raises(UsageError, match="--space: radial layers act in whitened or weight space; got 'raw'"):
         fit_flow(target, make_base(target), generator=seeded(), space="raw")
+
+
+@pytest.mark.parametrize("batch_size", [8, 25])
+def test_a_resumed_fit_is_the_uninterrupted_one_bit_for_bit(batch_size: int) -> None:
+    target = make_target(LAYOUTS[0], num_examples=25)
+    base = make_base(target, "diag")
+    states = []
+
+    def fit(state: dict[str, torch.Tensor] | None) -> RefineFit:
+        return fit_flow(
+            target,
+            base,
+            generator=seeded(),
+            flow="affine",
+            epochs=90,
+            batch_size=batch_size,
+            num_draws=2,
+            state=state,
+            save=lambda state, is_last: states.append(dict(state)),
+        )
+
+    whole, saved = fit(None), states[1]
+    resumed = fit(saved)
+    assert 0 < len(saved["history.elbo"]) < 90
+    assert torch.equal(whole.history, resumed.history)
+    for name, part in whole.posterior.to_tensors()[0].items():
+        assert torch.equal(part, resumed.posterior.to_tensors()[0][name]), name
+
+
+def test_an_interrupted_fit_saves_the_last_round() -> None:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target, "diag")
+    saved = []
+    with pytest.raises(Interrupted):
+        fit_flow(
+            target,
+            base,
+            generator=seeded(),
+            epochs=90,
+            batch_size=24,
+            save=lambda state, is_last: saved.append((len(state["history.elbo"]), is_last)),
+            progress=StopAfter(60),
+        )
+    assert saved == [(25, False), (50, False), (50, True)]
+
+
+class StopAfter:
+    """A signal that comes after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def task(self, name: str, total: int) -> "StopAfter":
+        return self
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.left -= amount
+        if self.left < 0:
+            raise Interrupted(15, "stopped")
+
+
+def test_training_ends_early_when_the_elbo_stands_still() -> None:
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+
+    def fit(patience: int) -> RefineFit:
+        return fit_flow(target, base, generator=seeded(), flow="affine", epochs=1000, num_draws=4, patience=patience)
+
+    early, whole = fit(3), fit(0)
+    assert early.is_early
+    assert len(early.history) < 800
+    assert not whole.is_early
+    assert len(whole.history) == 1000
+    ends = [elbo(target, each.posterior, generator=seeded(1), num_samples=2000) for each in (early, whole)]
+    assert abs(ends[0].value - ends[1].value) < 0.1
+
+
+def test_a_rising_elbo_does_not_end_the_training() -> None:
+    target = make_target(LAYOUTS[0])
+    far = replace(make_base(target, "diag"), mean=make_base(target).mean + 30)
+    fit = fit_flow(target, far, generator=seeded(), flow="affine", epochs=300, learning_rate=0.01, patience=3)
+    assert not fit.is_early
+
+
+@pytest.mark.parametrize("settings", [{"scale": "kron"}, {"scale": "block"}, {"scale": "low-rank", "rank": 2}])
+def test_path_gradients_have_the_plain_ones_as_expectation_and_vanish_at_the_posterior(settings: dict) -> None:
+    layout = LAYOUTS[0]
+    target = make_target(layout, likelihood_scale=0.0)
+    base = make_base(target, "diag")
+    layers = build_layers("affine", layout, seeded(), length=2, **settings)
+    objective = Objective.of(target, base, "whitened")
+    noise = base.noise(20_000, seeded())
+    at_posterior = torch.autograd.grad(objective.estimate(layers, noise[:5]).sum(), layers[0].shift)[0]
+    torch.testing.assert_close(at_posterior, torch.zeros_like(at_posterior))
+    for i, parameter in enumerate(parameter for layer in layers for parameter in layer.parameters()):
+        parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=seeded(i), dtype=torch.float64))
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    path = torch.autograd.grad(objective.estimate(layers, noise).mean(), parameters)
+    image, log_det = noise, torch.zeros(len(noise), dtype=torch.float64)
+    for layer in layers:
+        image, step = layer(image)
+        log_det = log_det + step
+    theta = base.mean + base.covariance.unwhiten(image)
+    plain = torch.autograd.grad((target.log_joint(theta) + log_det).mean(), parameters)
+    for one, other in zip(path, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.1 * (1 + float(other.abs().max())))

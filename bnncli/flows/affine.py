@@ -7,13 +7,14 @@ arXiv:1701.03208, with determinant and inverse by the matrix determinant lemma a
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from bnncli.errors import UsageError
-from bnncli.flows import SPACES, choose_rank, tensors_of, zeros
+from bnncli.flows import SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
 from bnncli.layout import HeadLayout
 
@@ -22,27 +23,32 @@ class Affine(nn.Module):
     """F(z) = shift + d M z with a diagonal d > 0; starts as the identity.
 
     kron: M z = vec(B Z A^T), Z (K, F) the weight with the bias as its last column, A (F, F) and B (K, K) lower
-    triangular with positive diagonals.
+    triangular with ones on their diagonals. block: the same with an A of its own for each output.
 
     low-rank: M = I + Q (C - I) Q^T, Q (P, R) orthonormal, C (R, R) lower triangular with a positive diagonal. M M^T is
     then I + Q (C C^T - I) Q^T, any positive definite matrix that differs from I by rank R: variances shrink as well as
     grow and correlations have either sign, which a plain I + U U^T cannot do, and F is invertible for all parameters.
 
+    Entries below a diagonal are stored times the square root of the matrix's size: all parameters can then learn at
+    one rate, for a step in a matrix moves z as far as a step in the shift does.
+
     Args:
         layout: how the matrix lies in theta.
         generator: of the first directions Q.
-        scale: kron or low-rank.
+        scale: kron, block or low-rank.
         rank: R, for low-rank; 16 by default.
 
     Raises:
-        UsageError: when rank comes with kron, or is above P.
+        UsageError: when rank comes with another scale, or is above P.
     """
 
+    recipe: ClassVar[Recipe] = Recipe(length=2, epochs=600, batch_size=2**16, num_draws=8, learning_rate=0.03)
     settings: ClassVar[tuple[str, ...]] = ("scale", "rank")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
-        "d = exp(log_scale); lower(raw) = tril(raw, -1) + diag(exp(diag(raw))); A = lower(feature_factor); "
-        "B = lower(output_factor); C = lower(core); Q = first columns of the Householder reflections along basis"
+        "d = exp(log_scale); unit(raw) = I + tril(raw, -1) / sqrt(size); A = unit(feature_factor); "
+        "B = unit(output_factor); C = diag(exp(diag(core))) + tril(core, -1) / sqrt(R); Q = first columns of the "
+        "Householder reflections along basis"
     )
 
     def __init__(
@@ -53,41 +59,56 @@ class Affine(nn.Module):
         self.shift = zeros(layout.num_params, generator=generator)
         self.log_scale = zeros(layout.num_params, generator=generator)
         self.rank: int | None = None
-        if scale == "kron":
-            if rank is not None:
-                raise UsageError("--rank: --scale kron has none; give --scale low-rank")
-            num_columns = layout.num_features + layout.has_bias
-            self.feature_factor = zeros(num_columns, num_columns, generator=generator)
-            self.output_factor = zeros(layout.num_outputs, layout.num_outputs, generator=generator)
-        else:
+        if scale == "low-rank":
             self.rank = choose_rank(rank, layout)
             self.basis = reflection_vectors(layout.num_params, self.rank, generator)
             self.core = zeros(self.rank, self.rank, generator=generator)
+        else:
+            if rank is not None:
+                raise UsageError(f"--rank: --scale {scale} has none; give --scale low-rank")
+            num_columns = layout.num_features + layout.has_bias
+            blocks = (layout.num_outputs,) if scale == "block" else ()
+            self.feature_factor = zeros(*blocks, num_columns, num_columns, generator=generator)
+            self.output_factor = zeros(layout.num_outputs, layout.num_outputs, generator=generator)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The image of z (S, P) and log|det J|, the same number for all, (S,)."""
-        if self.scale == "kron":
-            matrix = self.layout.augment(z)
-            rows = matrix @ _lower(self.feature_factor).T
-            moved = self.layout.flatten(_lower(self.output_factor) @ rows)
-        else:
+        if self.scale == "low-rank":
             basis = orthonormal_columns(self.basis)
             moved = z + (z @ basis) @ (_lower_less_identity(self.core).T @ basis.T)
+        else:
+            # (K, S, F): one product an output, or one for all of them.
+            rows = self.layout.augment(z).transpose(0, 1) @ _unit_lower(self.feature_factor).mT
+            moved = self.layout.flatten(_unit_lower(self.output_factor) @ rows.transpose(0, 1))
         return torch.addcmul(self.shift, self.log_scale.exp(), moved), self._log_det().expand(z.shape[0])
 
     def inverse(self, y: Tensor) -> Tensor:
         """z (S, P) with F(z) = y: triangular solves, with R right-hand sides' worth of work for low-rank."""
         moved = (y - self.shift) * (-self.log_scale).exp()
         solve = torch.linalg.solve_triangular
-        if self.scale == "kron":
-            rows = solve(_lower(self.output_factor), self.layout.augment(moved), upper=False)
-            return self.layout.flatten(solve(_lower(self.feature_factor).T, rows, upper=True, left=False))
-        basis = orthonormal_columns(self.basis)
-        inside = moved @ basis
-        return moved + (solve(_lower(self.core), inside.T, upper=False).T - inside) @ basis.T
+        if self.scale == "low-rank":
+            basis = orthonormal_columns(self.basis)
+            inside = moved @ basis
+            return moved + (solve(_lower(self.core), inside.T, upper=False).T - inside) @ basis.T
+        rows = solve(_unit_lower(self.output_factor), self.layout.augment(moved), upper=False)
+        factor = _unit_lower(self.feature_factor)
+        return self.layout.flatten(solve(factor.mT, rows.transpose(0, 1), upper=True, left=False).transpose(0, 1))
+
+    def push_score(self, score: Tensor) -> Tensor:
+        """J^{-T} score, (S, P): the gradient of a log density at F(z) from that at z."""
+        solve = torch.linalg.solve_triangular
+        if self.scale == "low-rank":
+            basis = orthonormal_columns(self.basis)
+            inside = score @ basis
+            moved = score + (solve(_lower(self.core).T, inside.T, upper=True).T - inside) @ basis.T
+        else:
+            rows = solve(_unit_lower(self.output_factor).T, self.layout.augment(score), upper=True)
+            factor = _unit_lower(self.feature_factor)
+            moved = self.layout.flatten(solve(factor, rows.transpose(0, 1), upper=False, left=False).transpose(0, 1))
+        return moved * (-self.log_scale).exp()
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`shift`, `log_scale` (P,); `feature_factor` (F, F), `output_factor` (K, K), or `basis` (P, R), `core` (R, R)."""
+        """`shift`, `log_scale` (P,); `feature_factor` (F, F) or (K, F, F), `output_factor` (K, K), or `basis` (P, R), `core` (R, R)."""
         return tensors_of(self)
 
     @classmethod
@@ -96,7 +117,8 @@ class Affine(nn.Module):
         if "core" in tensors:
             layer = cls(layout, torch.Generator(), scale="low-rank", rank=tensors["core"].shape[0])
         else:
-            layer = cls(layout, torch.Generator(), scale="kron")
+            scale = "block" if tensors["feature_factor"].ndim == 3 else "kron"
+            layer = cls(layout, torch.Generator(), scale=scale)
         layer.load_state_dict(tensors)
         return layer
 
@@ -112,19 +134,23 @@ class Affine(nn.Module):
             }
 
     def _log_det(self) -> Tensor:
-        """log|det J|, a scalar: det(B kron A) = det(B)^F det(A)^K; det M = det C by the determinant lemma."""
-        if self.scale == "kron":
-            num_outputs, num_columns = self.output_factor.shape[0], self.feature_factor.shape[0]
-            features, outputs = self.feature_factor.diagonal().sum(), self.output_factor.diagonal().sum()
-            return self.log_scale.sum() + num_columns * outputs + num_outputs * features
-        return self.log_scale.sum() + self.core.diagonal().sum()
+        """log|det J|, a scalar: unit triangular factors have none; det M = det C by the determinant lemma."""
+        if self.scale == "low-rank":
+            return self.log_scale.sum() + self.core.diagonal().sum()
+        return self.log_scale.sum()
+
+
+def _unit_lower(raw: Tensor) -> Tensor:
+    """Lower triangular with ones on the diagonal, (..., n, n): I + tril(raw, -1) / sqrt(n)."""
+    size = raw.shape[-1]
+    return torch.eye(size, dtype=raw.dtype, device=raw.device) + raw.tril(-1) / math.sqrt(size)
 
 
 def _lower(raw: Tensor) -> Tensor:
-    """Lower triangular with the positive diagonal exp(diag(raw))."""
-    return raw.tril(-1) + torch.diag(raw.diagonal().exp())
+    """Lower triangular with the positive diagonal exp(diag(raw)), (n, n)."""
+    return raw.tril(-1) / math.sqrt(raw.shape[0]) + torch.diag(raw.diagonal().exp())
 
 
 def _lower_less_identity(raw: Tensor) -> Tensor:
     """_lower(raw) - I, exact near 0."""
-    return raw.tril(-1) + torch.diag(raw.diagonal().expm1())
+    return raw.tril(-1) / math.sqrt(raw.shape[0]) + torch.diag(raw.diagonal().expm1())

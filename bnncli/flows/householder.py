@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import tensors_of, uniform, zeros
+from bnncli.flows import ALL_DATA, Recipe, tensors_of, uniform, zeros
 from bnncli.layout import HeadLayout
 
 
@@ -27,6 +27,7 @@ class Householder(nn.Module):
         generator: of the initial vectors.
     """
 
+    recipe: ClassVar[Recipe] = ALL_DATA
     settings: ClassVar[tuple[str, ...]] = ()
     spaces: ClassVar[tuple[str, ...]] = ("weight",)
     spaces_reason: ClassVar[str] = (

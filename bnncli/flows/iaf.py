@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import DEFAULT_HIDDEN, SPACES, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, bounded_log_scale
 from bnncli.layout import HeadLayout
 
@@ -30,6 +30,7 @@ class Iaf(nn.Module):
         index: place among the layers: odd ones go through the coordinates backwards.
     """
 
+    recipe: ClassVar[Recipe] = ALL_DATA
     settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (

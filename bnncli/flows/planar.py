@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import SPACES, tensors_of, uniform
+from bnncli.flows import PUBLISHED, SPACES, Recipe, tensors_of, uniform
 from bnncli.layout import HeadLayout
 
 # Halving an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
@@ -31,6 +31,7 @@ class Planar(nn.Module):
         generator: of the initial parameters.
     """
 
+    recipe: ClassVar[Recipe] = PUBLISHED
     settings: ClassVar[tuple[str, ...]] = ()
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = "u = raw_u + (softplus(w . raw_u) - 1 - w . raw_u) w / |w|^2"

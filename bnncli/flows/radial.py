@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import SPACES, tensors_of, uniform
+from bnncli.flows import PUBLISHED, SPACES, Recipe, tensors_of, uniform
 from bnncli.layout import HeadLayout
 
 
@@ -28,6 +28,7 @@ class Radial(nn.Module):
         generator: of the initial parameters.
     """
 
+    recipe: ClassVar[Recipe] = PUBLISHED
     settings: ClassVar[tuple[str, ...]] = ()
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = "alpha = softplus(raw_alpha); beta = -alpha + softplus(raw_beta)"

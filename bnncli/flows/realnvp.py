@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import DEFAULT_HIDDEN, SPACES, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, bounded_log_scale, half_sizes, join_halves, split_halves
 from bnncli.layout import HeadLayout
 
@@ -28,6 +28,7 @@ class Realnvp(nn.Module):
         index: place among the layers: even ones keep the first half, odd ones the second.
     """
 
+    recipe: ClassVar[Recipe] = ALL_DATA
     settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (

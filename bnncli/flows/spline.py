@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import DEFAULT_HIDDEN, SPACES, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, split_halves
 from bnncli.layout import HeadLayout
 
@@ -37,6 +37,7 @@ class Spline(nn.Module):
         index: place among the layers: even ones keep the first half, odd ones the second.
     """
 
+    recipe: ClassVar[Recipe] = ALL_DATA
     settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import SPACES, choose_rank, tensors_of, zeros
+from bnncli.flows import ALL_DATA, SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
 from bnncli.layout import HeadLayout
 
@@ -36,6 +36,7 @@ class Sylvester(nn.Module):
         UsageError: when rank is above P.
     """
 
+    recipe: ClassVar[Recipe] = ALL_DATA
     settings: ClassVar[tuple[str, ...]] = ("rank",)
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (

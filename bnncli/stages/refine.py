@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,10 @@ import torch
 
 from bnncli import memory
 from bnncli.covariances.diag import Diag
-from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
-from bnncli.flows import build_layers, choose_space, settings_of
-from bnncli.inference.elbo import elbo, elbo_gain
-from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.errors import DataError, UsageError
+from bnncli.flows import build_layers, choose_recipe, choose_space, settings_of
+from bnncli.inference.refine import fit_flow
 from bnncli.options import RefineOptions
-from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.stages._inputs import (
     Split,
@@ -28,21 +24,21 @@ from bnncli.stages._inputs import (
     posterior_source,
 )
 from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._refine_report import measure, summary
+from bnncli.stages._resumable import Resumable
 from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
-IDLE_DRAWS = 64
-FAR_LOG_WEIGHT_SD = 5.0
 
 
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish; the result's metrics have the ELBO before and after."""
     train = load_split(run, "train").check_labeled()
     layer = _one_layer(options, train)
-    options = replace(options, space=choose_space(options.flow, options.space), **settings_of(layer))
+    options = _resolve(options, layer)
     base_path, sources = None, [train.source]
     if options.base != "prior":
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
@@ -54,14 +50,14 @@ def run(run: Run, options: RefineOptions) -> Result:
     prior_precision = _prior_precision(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
-    num_stored = train.layout.num_params * 4 + options.length * sum(part.numel() for part in layer.parameters())
+    num_stored = train.layout.num_params * 4 + (options.length or 0) * sum(part.numel() for part in layer.parameters())
     size = (base_path.stat().st_size if base_path else 0) + 8 * num_stored
     run.folder.check_name_is_free(target)
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
     def compute() -> Computed:
         base = _base(run, train, base_path, prior_precision)
-        return _compute(run, options, train, base, prior_precision, target)
+        return _compute(run, options, train, base, prior_precision=prior_precision, request=request)
 
     return produce(run, request, compute, when_fresh=_when_fresh)
 
@@ -69,6 +65,20 @@ def run(run: Run, options: RefineOptions) -> Result:
 def _one_layer(options: RefineOptions, train: Split) -> Any:
     """A layer as the fit will build them: it knows its settings and its size. Raises UsageError for a wrong setting."""
     return build_layers(options.flow, train.layout, torch.Generator(), length=1, **_settings(options))[0]
+
+
+def _resolve(options: RefineOptions, layer: Any) -> RefineOptions:
+    """The options with the flow's own choices in place of those that were left open."""
+    own = choose_recipe(
+        options.flow,
+        length=options.length,
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        num_draws=options.num_draws,
+    )
+    space = choose_space(options.flow, options.space)
+    return replace(options, space=space, **own._asdict(), **settings_of(layer))
 
 
 def _settings(options: RefineOptions) -> dict[str, Any]:
@@ -119,24 +129,29 @@ def _base(run: Run, train: Split, base_path: Path | None, prior_precision: float
 
 
 def _compute(
-    run: Run, options: RefineOptions, train: Split, base: Gaussian, prior_precision: float, path: Path
+    run: Run, options: RefineOptions, train: Split, base: Gaussian, *, prior_precision: float, request: Request
 ) -> Computed:
     target = train.target(prior_precision, run.device)
-    fit = fit_flow(
-        target,
-        base,
-        flow=options.flow,
-        length=options.length,
-        epochs=options.epochs,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        space=options.space,
-        num_draws=options.num_draws,
-        settings=_settings(options),
-        generator=run.stream("refine/train"),
-        progress=run.console,
-    )
-    metrics = _metrics(run, options, fit, base, target)
+    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every)
+    with resumable.hint():
+        fit = fit_flow(
+            target,
+            base,
+            flow=options.flow,
+            length=options.length,
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+            learning_rate=options.learning_rate,
+            num_draws=options.num_draws,
+            patience=options.patience,
+            space=options.space,
+            settings=_settings(options),
+            generator=run.stream("refine/train"),
+            state=resumable.restore(),
+            save=resumable.save,
+            progress=run.console,
+        )
+    metrics = measure(run, options, fit, base, target)
     tensors, meta = fit.posterior.to_tensors()
     tensors |= head_tensors(train)
     tensors["prior.precision"] = torch.tensor([prior_precision], dtype=torch.float64)
@@ -152,76 +167,13 @@ def _compute(
     }
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-        return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+        digest = write_posterior(request.target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+        resumable.remove()
+        return digest
 
-    return Computed(publish, metrics, _summary(metrics))
-
-
-def _metrics(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: Any) -> dict[str, Any]:
-    """ELBO before and after from fresh draws on the full data, both with the same noise."""
-    draws = options.elbo_draws
-    before = elbo(target, base, num_samples=draws, generator=run.stream("refine/elbo"))
-    after = elbo(target, fit.posterior, num_samples=draws, generator=run.stream("refine/elbo"))
-    gain, gain_error = elbo_gain(target, base, fit.posterior, num_samples=draws, generator=run.stream("refine/elbo"))
-    if not all(math.isfinite(value) for value in (before.value, after.value, gain, gain_error)):
-        raise NumericError(
-            f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
-            hint=f"use a --learning-rate below {options.learning_rate:g}",
-        )
-    if abs(gain) <= NUM_STANDARD_ERRORS * gain_error:
-        verdict = "no difference"
-    elif abs(gain) < NEGLIGIBLE_NATS:
-        verdict = "negligible"
-    else:
-        verdict = "helped" if gain > 0 else "hurt"
-    estimates = {"before": before, "after": after}
-    metrics: dict[str, Any] = {}
-    for name, estimate in estimates.items():
-        metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
-        metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
-    return metrics | {
-        "elbo_gain": {"value": gain, "standard_error": gain_error},
-        "elbo_draws": draws,
-        "verdict": verdict,
-        "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
-        "flow": options.flow,
-        "length": options.length,
-        "space": options.space,
-        "settings": {name: value for name, value in _settings(options).items() if value is not None},
-        "layers": [dict(layer.summary()) for layer in fit.posterior.layers],
-        "epochs": options.epochs,
-    }
-
-
-def _summary(metrics: dict[str, Any]) -> list[str]:
-    before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
-    lines = [
-        f"ELBO before {before['value']:.2f} +- {before['standard_error']:.2f}, after {after['value']:.2f} +- {after['standard_error']:.2f} nats; "
-        f"gain {gain['value']:+.2f} +- {gain['standard_error']:.2f} ({metrics['elbo_draws']} fresh draws, full data)"
-    ]
-    spread = metrics["log_weight_sd_before"]
-    if metrics["verdict"] == "helped":
-        lines.append("refinement helped: the refined posterior is closer to the target than the base")
-        if metrics["log_weight_sd_after"] > FAR_LOG_WEIGHT_SD:
-            lines.append(
-                f"it is still far from it (log importance weights have standard deviation "
-                f"{metrics['log_weight_sd_after']:.1f}): compare with hmc before use"
-            )
-    elif metrics["verdict"] == "hurt":
-        lines.append("refinement hurt: use the base, or a smaller --learning-rate or more --epochs")
-    elif spread < CLOSE_LOG_WEIGHT_SD:
-        lines.append(
-            f"refinement made no difference that matters: the base is close to the target already (its log "
-            f"importance weights have standard deviation {spread:.2f})"
-        )
-    else:
-        lines.append(
-            f"refinement made no difference that matters, though the base is not the target (its log importance "
-            f"weights have standard deviation {spread:.2f}): try another --flow, --space or --length, or hmc"
-        )
-    return lines
+    return Computed(publish, metrics, summary(metrics))
 
 
 def _when_fresh(header: Header) -> Computed:
     metrics = header.meta.get("metrics", {})
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics, _summary(metrics))
+    return Computed(lambda provenance, may_replace: header.content_digest, metrics, summary(metrics))

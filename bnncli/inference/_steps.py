@@ -1,0 +1,170 @@
+"""Training steps, many at once: on a GPU one captured graph a step, so that no Python runs between kernels.
+
+Draws and shuffled rows are laid out for many steps at once; a step finds its own by a counter on the device. Only the
+numbers of a whole epoch travel back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.inference.objective import Objective
+from bnncli.progress import Task
+from bnncli.targets.likelihood import label_indicators
+
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the rows and of the draws that are laid out at once
+_MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once
+_WARM_UP_STEPS = 3  # that torch wants to see before a capture; they are ordinary steps
+
+
+class StepRunner:
+    """Runs steps that maximise an objective.
+
+    Args:
+        objective: to maximise.
+        layers: that learn.
+        optimizer: of their parameters, its learning rate a tensor on the device.
+        batch_size: B; N for all data a step.
+        num_draws: S a step.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        layers: Sequence[Any],
+        optimizer: torch.optim.Optimizer,
+        batch_size: int,
+        num_draws: int,
+    ) -> None:
+        self.objective, self.layers, self.optimizer = objective, layers, optimizer
+        self.batch_size, self.num_draws = batch_size, num_draws
+        target = objective.target
+        self.is_full = batch_size >= target.num_examples
+        self.num_batches = -(-target.num_examples // batch_size)
+        row_bytes = 0 if self.is_full else batch_size * (target.layout.num_features + target.layout.num_outputs)
+        step_bytes = target.dtype.itemsize * max(row_bytes, num_draws * target.layout.num_params)
+        most = max(1, _CHUNK_BYTES.get(target.device.type, 2**26) // step_bytes)
+        self.chunk = min(_MAX_FULL_CHUNK if self.is_full else self.num_batches, most)
+        self._allocate()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._warm = 0
+
+    def run(self, rates: Sequence[float], generator: torch.Generator, task: Task) -> Tensor:
+        """The steps' estimates of the ELBO, float64, one for each rate: one pass over the data, or steps on all data.
+
+        Args:
+            rates: learning rate of each step; as many as batches, any number when each takes all data.
+            generator: of the shuffle and the draws.
+            task: advanced once a step.
+        """
+        target = self.objective.target
+        order = None
+        if not self.is_full:
+            order = torch.randperm(target.num_examples, generator=generator, device=generator.device)
+        parts = []
+        for first in range(0, len(rates), self.chunk):
+            count = min(self.chunk, len(rates) - first)
+            num_rows = self._lay_out(order, first, count, rates, generator)
+            whole = count if self.is_full else num_rows // self.batch_size
+            for _ in range(whole):
+                self._one_step()
+                task.advance()
+            if whole < count:  # the last batch of an epoch has fewer rows, too few for the graph
+                self._step(whole, slice(whole * self.batch_size, num_rows))
+                task.advance()
+            parts.append(self.estimates[:count].clone())
+        return torch.cat(parts)
+
+    def _allocate(self) -> None:
+        target = self.objective.target
+        device, layout = target.device, target.layout
+        self.noise = torch.empty(self.chunk, self.num_draws, layout.num_params, dtype=target.dtype, device=device)
+        self.estimates = torch.empty(self.chunk, dtype=torch.float64, device=device)
+        self.rates = torch.empty(self.chunk, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self.place = 0
+        if not self.is_full:
+            num_rows = self.chunk * self.batch_size
+            self.features = torch.empty(num_rows, layout.num_features, dtype=target.dtype, device=device)
+            self.indicators = torch.empty(layout.num_outputs, num_rows, dtype=target.dtype, device=device)
+            self.offsets = torch.arange(self.batch_size, device=device)
+
+    def _lay_out(
+        self, order: Tensor | None, first: int, count: int, rates: Sequence[float], generator: torch.Generator
+    ) -> int:
+        """Fills the buffers for steps first to first + count of the epoch; the number of rows laid out."""
+        target = self.objective.target
+        noise = torch.randn(
+            (count, *self.noise.shape[1:]), generator=generator, device=generator.device, dtype=target.dtype
+        )
+        self.noise[:count] = noise
+        self.rates[:count] = torch.tensor(rates[first : first + count])
+        self.counter.zero_()
+        self.place = 0
+        if order is None:
+            return 0
+        index = order[first * self.batch_size : (first + count) * self.batch_size].to(target.device)
+        self.features[: len(index)] = target.rows(index)
+        self.indicators[:, : len(index)] = label_indicators(target.labels[index], target.layout, target.dtype)
+        return len(index)
+
+    def _one_step(self) -> None:
+        """The next whole step of the chunk: replayed on a GPU, once it has been captured."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif self.noise.device.type != "cuda" or not self._can_capture:
+            self._step(self.place, slice(self.place * self.batch_size, (self.place + 1) * self.batch_size))
+        elif self._warm < _WARM_UP_STEPS:
+            self._warm += 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._counted_step()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            self.optimizer.zero_grad()
+            with torch.cuda.graph(graph):
+                self._counted_step()
+            self._graph = graph
+            graph.replay()
+        self.place += 1
+
+    @property
+    def _can_capture(self) -> bool:
+        """A graph needs its data where they are: features that travel block by block cannot be captured."""
+        return not self.is_full or self.objective.target.features.device.type == "cuda"
+
+    def _step(self, place: int, rows: slice) -> None:
+        """Step `place` of the chunk, on these rows of it."""
+        self._learning_rate.copy_(self.rates[place])
+        batch = () if self.is_full else (self.features[rows], self.indicators[:, rows])
+        self.estimates[place] = self._update(self.noise[place], *batch)
+
+    def _counted_step(self) -> None:
+        """The step that the counter on the device names; advances it."""
+        self._learning_rate.copy_(self.rates.index_select(0, self.counter)[0])
+        noise = self.noise.index_select(0, self.counter)[0]
+        batch: tuple[Tensor, ...] = ()
+        if not self.is_full:
+            rows = self.counter * self.batch_size + self.offsets
+            batch = (self.features.index_select(0, rows), self.indicators.index_select(1, rows))
+        self.estimates.index_copy_(0, self.counter, self._update(noise, *batch).reshape(1))
+        self.counter += 1
+
+    @property
+    def _learning_rate(self) -> Tensor:
+        rate: Tensor = self.optimizer.param_groups[0]["lr"]
+        return rate
+
+    def _update(self, noise: Tensor, *batch: Tensor) -> Tensor:
+        """One update of the parameters; the estimate of the ELBO before it, float64."""
+        estimate = self.objective.estimate(self.layers, noise, *batch).mean()
+        self.optimizer.zero_grad()
+        estimate.neg().backward()
+        self.optimizer.step()
+        return estimate.detach().double()

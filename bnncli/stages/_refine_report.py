@@ -1,0 +1,95 @@
+"""What a refinement achieved: the ELBO before and after on all data, and a verdict for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from bnncli.errors import NumericError
+from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
+from bnncli.flows import settings_of
+from bnncli.inference.elbo import elbo
+from bnncli.inference.refine import RefineFit
+from bnncli.options import RefineOptions
+from bnncli.posteriors.flow import is_idle
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.stages._run import Run
+from bnncli.targets.last_layer import LastLayerTarget
+
+IDLE_DRAWS = 64
+FAR_LOG_WEIGHT_SD = 5.0
+
+
+def measure(
+    run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: LastLayerTarget
+) -> dict[str, Any]:
+    """ELBO before and after from fresh draws on the full data, both with the same noise."""
+    draws = options.elbo_draws
+    before, after = (
+        elbo(target, posterior, num_samples=draws, generator=run.stream("refine/elbo"), progress=run.console)
+        for posterior in (base, fit.posterior)
+    )
+    gains = after.log_weights - before.log_weights  # of the same noise, draw by draw
+    gain, gain_error = float(gains.mean()), float(gains.std()) / math.sqrt(draws)
+    if not all(math.isfinite(value) for value in (before.value, after.value, gain, gain_error)):
+        raise NumericError(
+            f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
+            hint=f"use a --learning-rate below {options.learning_rate}",
+        )
+    if abs(gain) <= NUM_STANDARD_ERRORS * gain_error:
+        verdict = "no difference"
+    elif abs(gain) < NEGLIGIBLE_NATS:
+        verdict = "negligible"
+    else:
+        verdict = "helped" if gain > 0 else "hurt"
+    estimates = {"before": before, "after": after}
+    metrics: dict[str, Any] = {}
+    for name, estimate in estimates.items():
+        metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
+        metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
+    return metrics | {
+        "elbo_gain": {"value": gain, "standard_error": gain_error},
+        "elbo_draws": draws,
+        "verdict": verdict,
+        "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
+        "flow": options.flow,
+        "length": options.length,
+        "space": options.space,
+        "settings": settings_of(fit.posterior.layers[0]),
+        "layers": [dict(layer.summary()) for layer in fit.posterior.layers],
+        "epochs": options.epochs,
+        "epochs_run": len(fit.history),
+        "ended_early": fit.is_early,
+    }
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The result for people, and what to do about it."""
+    before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
+    lines = [
+        f"ELBO before {before['value']:.2f} +- {before['standard_error']:.2f}, after {after['value']:.2f} +- {after['standard_error']:.2f} nats; "
+        f"gain {gain['value']:+.2f} +- {gain['standard_error']:.2f} ({metrics['elbo_draws']} fresh draws, full data)"
+    ]
+    if metrics["ended_early"]:
+        lines.append(f"ended after {metrics['epochs_run']} of {metrics['epochs']} epochs: the ELBO stands still")
+    spread = metrics["log_weight_sd_before"]
+    if metrics["verdict"] == "helped":
+        lines.append("refinement helped: the refined posterior is closer to the target than the base")
+        if metrics["log_weight_sd_after"] > FAR_LOG_WEIGHT_SD:
+            lines.append(
+                f"it is still far from it (log importance weights have standard deviation "
+                f"{metrics['log_weight_sd_after']:.1f}): compare with hmc before use"
+            )
+    elif metrics["verdict"] == "hurt":
+        lines.append("refinement hurt: use the base, or a smaller --learning-rate or more --epochs")
+    elif spread < CLOSE_LOG_WEIGHT_SD:
+        lines.append(
+            f"refinement made no difference that matters: the base is close to the target already (its log "
+            f"importance weights have standard deviation {spread:.2f})"
+        )
+    else:
+        lines.append(
+            f"refinement made no difference that matters, though the base is not the target (its log importance "
+            f"weights have standard deviation {spread:.2f}): try another --flow, --space or --length, or hmc"
+        )
+    return lines
