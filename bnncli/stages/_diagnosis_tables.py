@@ -7,6 +7,7 @@ from typing import Any
 
 from bnncli.stages._run import Table
 
+MAX_PAIRS = 15
 _DENSITY_COLUMNS = ["posterior", "prior", "ELBO", "sd log w", "k", "log evidence", "val NLL", "good"]
 _CHAIN_COLUMNS = [
     "posterior",
@@ -80,13 +81,19 @@ def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def _pair_table(pairs: list[dict[str, Any]]) -> Table:
+    """The distances; only those to the first sample posterior where all pairs would be too many to read."""
     rows = []
-    for pair in pairs:
+    reference = next((pair["bandwidth_of"] for pair in pairs if pair.get("bandwidth_of")), None)
+    few = [pair for pair in pairs if reference in pair["posteriors"]]
+    shown = pairs if len(pairs) <= MAX_PAIRS or not few else few
+    for pair in shown:
         keys = (("unbiased", 4), ("biased", 4), ("p_value", 3))
         values = [_number({"value": pair[key]}, digits) for key, digits in keys]
         same = "yes" if pair["is_same_target"] else "no"
         rows.append([f"{pair['posteriors'][0]} - {pair['posteriors'][1]}", *values, same])
     notes = list(dict.fromkeys(pair["reason"] for pair in pairs if "reason" in pair))
+    if len(shown) < len(pairs):
+        notes.append(f"{len(pairs) - len(shown)} more pairs without {reference} are in --json")
     known = next((pair for pair in pairs if pair["unbiased"] is not None), None)
     if known is not None:
         notes.insert(

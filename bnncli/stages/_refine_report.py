@@ -78,7 +78,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         if metrics["log_weight_sd_after"] > FAR_LOG_WEIGHT_SD:
             lines.append(
                 f"it is still far from it (log importance weights have standard deviation "
-                f"{metrics['log_weight_sd_after']:.1f}): compare with hmc before use"
+                f"{metrics['log_weight_sd_after']:.1f}): {_advice(metrics)}"
             )
     elif metrics["verdict"] == "hurt":
         lines.append("refinement hurt: use the base, or a smaller --learning-rate or more --epochs")
@@ -90,6 +90,15 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     else:
         lines.append(
             f"refinement made no difference that matters, though the base is not the target (its log importance "
-            f"weights have standard deviation {spread:.2f}): try another --flow, --space or --length, or hmc"
+            f"weights have standard deviation {spread:.2f}): {_advice(metrics)}"
         )
     return lines
+
+
+def _advice(metrics: dict[str, Any]) -> str:
+    """What most likely comes closer, from what each flow reached on diagonal bases and on weak priors."""
+    if metrics["flow"] != "affine":
+        return "try --flow affine, or hmc"
+    if metrics["settings"]["scale"] != "block":
+        return "try --scale block, a longer --length, or hmc"
+    return "try more --epochs, or hmc"

@@ -1,0 +1,68 @@
+"""What reports tell people: the advice after a refinement, which pairs of posteriors are shown."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from bnncli.stages._diagnosis_tables import MAX_PAIRS, diagnosis_tables
+from bnncli.stages._refine_report import summary
+
+
+def refined(**changes: Any) -> dict[str, Any]:
+    """Metrics of a refinement that helped and is still far from the target."""
+    estimate = {"value": -1.0, "standard_error": 0.1}
+    return {
+        "elbo_before": estimate,
+        "elbo_after": estimate,
+        "elbo_gain": estimate,
+        "elbo_draws": 8,
+        "log_weight_sd_before": 30.0,
+        "log_weight_sd_after": 20.0,
+        "verdict": "helped",
+        "ended_early": False,
+        "epochs": 20,
+        "epochs_run": 20,
+        "flow": "radial",
+        "settings": {},
+    } | changes
+
+
+@pytest.mark.parametrize("verdict", ["helped", "negligible"])
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, "try --flow affine, or hmc"),
+        ({"flow": "affine", "settings": {"scale": "kron"}}, "try --scale block, a longer --length, or hmc"),
+        ({"flow": "affine", "settings": {"scale": "block"}}, "try more --epochs, or hmc"),
+    ],
+)
+def test_a_refinement_that_is_far_off_advises_the_next_better_flow(
+    verdict: str, changes: dict[str, Any], advice: str
+) -> None:
+    assert summary(refined(verdict=verdict, **changes))[-1].endswith(advice)
+
+
+def test_a_refinement_that_is_close_advises_nothing() -> None:
+    assert not any("try" in line for line in summary(refined(log_weight_sd_after=1.0)))
+
+
+def test_an_early_end_is_told() -> None:
+    lines = summary(refined(ended_early=True, epochs_run=12))
+    assert "ended after 12 of 20 epochs: the ELBO stands still" in lines
+
+
+def pair(first: str, second: str) -> dict[str, Any]:
+    numbers = {"unbiased": 0.0, "biased": 0.0, "p_value": 0.5, "permutations": 999}
+    return {"posteriors": [first, second], "is_same_target": True, "bandwidth_of": "hmc", **numbers}
+
+
+@pytest.mark.parametrize(("count", "shown"), [(6, 15), (8, 7)])
+def test_many_pairs_are_shown_against_the_draws_alone(count: int, shown: int) -> None:
+    names = ["hmc", *(f"flow{i}" for i in range(count - 1))]
+    pairs = [pair(*both) for both in combinations(names, 2)]
+    (table,) = diagnosis_tables({}, pairs)
+    assert len(table.rows) == shown
+    assert any("more pairs without hmc" in note for note in table.notes) == (len(pairs) > MAX_PAIRS)
