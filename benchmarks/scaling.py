@@ -1,0 +1,312 @@
+"""How cost grows: N, D and K doubled one at a time on synthetic features, from memory or from disk.
+
+Beside each measured growth exponent (log2 of the seconds' ratio) stands the expected one, from the work that the job
+must do at both sizes. Small points are ruled by overheads, so that exponents are below the expected ones there.
+
+    python benchmarks/scaling.py --base 2000,64,10 --from disk --out scaling.json
+    python benchmarks/scaling.py --point 1280000,2048,1000 --jobs gradient,kron,mode
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is imported
+
+import machine
+import torch
+from machine import Work
+from synthetic import open_target, write_split
+
+from bnncli import memory
+from bnncli.devices import available_memory, configure_torch, resolve_device
+from bnncli.errors import BnnError
+from bnncli.inference.curvature import ggn
+from bnncli.inference.dynamics import WhitenedPotential, transition
+from bnncli.inference.laplace import covariance_at
+from bnncli.inference.mode import find_mode
+from bnncli.inference.refine import fit_flow
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.seeds import stream
+from bnncli.targets.last_layer import LastLayerTarget
+
+SCHEMA = "bnncli.benchmark.scaling/1"
+PRIOR_PRECISION = 100.0
+NUM_DRAWS = 8  # of a value and gradient, and of a refine step
+NUM_CHAINS = 16
+REFINE_STEPS = 4
+STEP_SIZE = 1.0  # of hmc, in posterior standard deviations: two gradients a transition or so
+Row = dict[str, Any]
+
+
+class Sizes(NamedTuple):
+    """Of one point."""
+
+    N: int
+    D: int
+    K: int
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Of its head."""
+        return HeadLayout(self.K, self.D)
+
+    @property
+    def bytes(self) -> int:
+        """Of its features, float32."""
+        return 4 * self.N * self.D
+
+
+@dataclass(frozen=True)
+class Point:
+    """A target, and what its jobs start from."""
+
+    target: LastLayerTarget
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """Where all jobs start, (P,)."""
+        return torch.zeros(self.target.layout.num_params, dtype=torch.float64, device=self.target.device)
+
+    @cached_property
+    def base(self) -> Gaussian:
+        """The Kronecker Gaussian at zero, made once: it is not what hmc and refine are timed for."""
+        covariance, _ = covariance_at(self.target, self.zeros, "kron")
+        return Gaussian(self.zeros, covariance, self.target.layout, self.target.prior_precision)
+
+
+class Job(NamedTuple):
+    """What is timed, and the work it must do; `count` is what the run returned: how often it did it."""
+
+    run: Callable[[Point], float]
+    work: Callable[[Sizes], Work]
+    structure: str
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = _parse()
+    configure_torch(threads=None, deterministic=False)
+    try:
+        device = resolve_device(arguments.device)
+        rates = machine.measure_rates(device, size=256 if arguments.quick else None)
+        rows = list(_measure(arguments, device, rates))
+    except BnnError as error:
+        sys.exit(f"scaling.py: {error}")
+    report = {"schema": SCHEMA, "machine": machine.describe(device), "rates": rates._asdict(), "from": arguments.source,
+              "rows": rows}  # fmt: skip
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _measure(arguments: argparse.Namespace, device: torch.device, rates: machine.Rates) -> Iterator[Row]:
+    """One row for each job at each point, printed as it comes."""
+    print(f"{'axis':<6}{'N':>9}{'D':>6}{'K':>6}  {'job':<9}{'seconds':>10}{'x floor':>9}{'growth':>8}{'expected':>9}")
+    names = arguments.jobs.split(",")
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+        for axis, points in _axes(arguments):
+            before: dict[str, Row] = {}
+            for sizes in points:
+                wanted = [name for name in names if _is_worthwhile(name, sizes, before, arguments, device)]
+                if not wanted or not _has_room(sizes, arguments, device):
+                    break
+                for row in _point(sizes, wanted, Path(folder), arguments=arguments, device=device):
+                    name = row["job"]
+                    row |= {"axis": axis, **_growth(row, before.get(name))}
+                    row["times_floor"] = row["seconds"] / Work(*row["work"]).seconds(rates)
+                    before[name] = row
+                    print(_line(row), flush=True)
+                    yield row
+
+
+def _axes(arguments: argparse.Namespace) -> Iterator[tuple[str, Iterator[Sizes]]]:
+    """Each axis with its growing points."""
+    if arguments.point:
+        yield "point", iter([arguments.point])
+        return
+
+    def doubled(axis: str) -> Iterator[Sizes]:
+        sizes = arguments.base
+        for _ in range(arguments.doublings + 1):
+            yield sizes
+            sizes = sizes._replace(**{axis: 2 * getattr(sizes, axis)})
+
+    for axis in Sizes._fields:
+        yield axis, doubled(axis)
+
+
+def _point(
+    sizes: Sizes, names: list[str], folder: Path, *, arguments: argparse.Namespace, device: torch.device
+) -> Iterator[Row]:
+    """Every job at one point; its file is removed before the next."""
+    path = folder / "train.h5"
+    write_split(path, sizes.N, sizes.layout, seed=arguments.seed)
+    target = open_target(path, sizes.layout, PRIOR_PRECISION, device=device, is_mapped=arguments.source == "disk")
+    point = Point(target)
+    for name in names:
+        job = JOBS[name]
+        if name in ("hmc", "refine"):
+            point.base  # noqa: B018
+        repeats = 1 if arguments.quick else 3
+        seconds, count = machine.best_of(partial(job.run, point), device, repeats=repeats, short=2.0)
+        yield {
+            **sizes._asdict(),
+            "job": name,
+            "seconds": seconds / count,
+            "count": count,
+            "work": list(job.work(sizes)),
+        }
+    path.unlink()
+
+
+def _growth(row: Row, before: Row | None) -> Row:
+    """Measured and expected exponents since the point before."""
+    if before is None:
+        return {"growth": None, "expected_growth": None}
+    now, then = (sum(Work(*r["work"])[:2]) for r in (row, before))
+    return {"growth": math.log2(row["seconds"] / before["seconds"]), "expected_growth": math.log2(now / then)}
+
+
+def _has_room(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> bool:
+    """Whether the features fit where they are to lie; they are made in memory, and written to a file."""
+    there = memory.SHARE * available_memory(torch.device("cpu"))
+    if arguments.source == "memory":
+        return 2 * sizes.bytes <= there and sizes.bytes <= memory.budget(device)
+    return sizes.bytes <= there
+
+
+def _is_worthwhile(
+    name: str, sizes: Sizes, before: dict[str, Row], arguments: argparse.Namespace, device: torch.device
+) -> bool:
+    """Whether the job fits in memory, and is not expected to outlast the limit at these sizes."""
+    job = JOBS[name]
+    if memory.fit_bytes(job.structure, sizes.layout, num_draws=NUM_CHAINS) > memory.budget(device):
+        return False
+    if name not in before:
+        return bool(sizes == arguments.base or sizes == arguments.point)
+    row = before[name]
+    ratio = sum(job.work(sizes)[:2]) / sum(Work(*row["work"])[:2])
+    return bool(ratio * row["seconds"] * row["count"] <= arguments.max_seconds)
+
+
+def _line(row: Row) -> str:
+    growth = "".join(
+        "-".rjust(w) if row[key] is None else f"{row[key]:>{w}.2f}"
+        for key, w in (("growth", 8), ("expected_growth", 9))
+    )
+    return (
+        f"{row['axis']:<6}{row['N']:>9}{row['D']:>6}{row['K']:>6}  {row['job']:<9}{row['seconds']:>10.4g}"
+        f"{row['times_floor']:>9.1f}{growth}"
+    )
+
+
+def _run_gradient(point: Point) -> float:
+    target = point.target
+    theta = 0.1 * torch.randn(NUM_DRAWS, target.layout.num_params, generator=stream(0, "bench/theta"))
+    target.log_joint_and_grad(theta.to(target.device))
+    return 1.0
+
+
+def _run_curvature(structure: str) -> Callable[[Point], float]:
+    def run(point: Point) -> float:
+        ggn(point.target, point.zeros, structure)
+        return 1.0
+
+    return run
+
+
+def _run_mode(point: Point) -> float:
+    """A Newton step counts as one; how many conjugate gradients it takes is the problem's, not the size's."""
+    return float(max(1, find_mode(point.target, point.zeros).num_iterations))
+
+
+def _run_hmc(point: Point) -> float:
+    """Steps of one transition, after a covariance that is made once a target."""
+    target = point.target
+    potential = WhitenedPotential(target, point.zeros, point.base.covariance)
+    generator = stream(0, "bench/hmc")
+    z = torch.randn(NUM_CHAINS, target.layout.num_params, generator=generator, dtype=torch.float64).to(target.device)
+    state = potential.state(z)
+    return 1.0 + transition(potential, state, generator, STEP_SIZE, "split").num_steps
+
+
+def _run_refine(point: Point) -> float:
+    target = point.target
+    fit_flow(
+        target, point.base, flow="radial", length=5, space="weight", epochs=REFINE_STEPS, learning_rate=0.01,
+        batch_size=target.num_examples, num_draws=NUM_DRAWS, generator=stream(0, "bench/refine"),
+    )  # fmt: skip
+    return float(REFINE_STEPS)
+
+
+def _gradients(draws: int, *, roots: int = 0, is_double: bool = False) -> Callable[[Sizes], Work]:
+    """A value and gradient of some draws, and products of a Kronecker root."""
+
+    def work(sizes: Sizes) -> Work:
+        roots_work = machine.root_product_work("kron", sizes.layout, draws=roots, is_double=is_double)
+        return machine.gradient_work(sizes.N, sizes.layout, draws=draws).plus(roots_work)
+
+    return work
+
+
+def _mode_work(sizes: Sizes) -> Work:
+    """A value and gradient in float64, and a product with the Hessian."""
+    gradient = machine.gradient_work(sizes.N, sizes.layout, is_double=True)
+    return gradient.plus(machine.gradient_work(sizes.N, sizes.layout))
+
+
+JOBS = {
+    "gradient": Job(_run_gradient, _gradients(NUM_DRAWS), "diag"),
+    "kron": Job(_run_curvature("kron"), lambda sizes: machine.curvature_work("kron", sizes.N, sizes.layout), "kron"),
+    "full": Job(_run_curvature("full"), lambda sizes: machine.curvature_work("full", sizes.N, sizes.layout), "full"),
+    "mode": Job(_run_mode, _mode_work, "kron"),
+    "hmc": Job(_run_hmc, _gradients(NUM_CHAINS, roots=2 * NUM_CHAINS, is_double=True), "kron"),
+    "refine": Job(_run_refine, _gradients(NUM_DRAWS, roots=NUM_DRAWS), "kron"),
+}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=_sizes, default=Sizes(2000, 64, 10), metavar="N,D,K", help="the first point")
+    parser.add_argument("--point", type=_sizes, metavar="N,D,K", help="measure this point alone")
+    parser.add_argument("--doublings", type=int, default=12, help="of each axis, at most")
+    parser.add_argument("--max-seconds", type=float, default=20.0, help="a job expected to take longer is left out")
+    parser.add_argument(
+        "--from", dest="source", choices=("memory", "disk"), default="memory", help="where the features lie"
+    )
+    parser.add_argument("--dir", type=Path, help="folder of the temporary feature file")
+    parser.add_argument("--jobs", default=",".join(JOBS), help="which to measure, joined by commas")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the report to this file as JSON")
+    parser.add_argument("--quick", action="store_true", help="one call of each job, to try the script")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.jobs.split(",") if name not in JOBS]
+    if unknown:
+        parser.error(f"--jobs: expected some of {', '.join(JOBS)}; got {', '.join(unknown)}")
+    return arguments
+
+
+def _sizes(text: str) -> Sizes:
+    try:
+        sizes = Sizes(*(int(part) for part in text.split(",")))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected N,D,K, as 2000,64,10; got {text!r}") from None
+    if min(sizes) < 1 or sizes.K < 2:
+        raise argparse.ArgumentTypeError(f"expected N and D of at least 1 and K of at least 2; got {text!r}")
+    return sizes
+
+
+if __name__ == "__main__":
+    main()

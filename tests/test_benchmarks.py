@@ -1,0 +1,81 @@
+"""The scripts in benchmarks/, each in its quickest form on a tiny case, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def report_of(script: str, folder: Path, *words: object) -> dict[str, Any]:
+    """What the script writes with --out."""
+    out = folder / "report.json"
+    command = [
+        sys.executable,
+        str(BENCHMARKS / script),
+        *map(str, words),
+        "--quick",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    return json.loads(out.read_text())
+
+
+@pytest.fixture
+def tiny_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A train split of 400 synthetic examples."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from synthetic import write_split
+
+    from bnncli.layout import HeadLayout
+
+    write_split(tmp_path / "train.h5", 400, HeadLayout(3, 6), seed=0)
+    return tmp_path / "train.h5"
+
+
+def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: Path, tmp_path: Path) -> None:
+    words = (tiny_features, "--prior-precision", 1, "--seconds-nuts", 1)
+    report = report_of("engine.py", tmp_path, *words)
+    assert report["problem"] == {"N": 400, "D": 6, "K": 3, "P": 21, "prior_precision": 1.0}
+    jobs = {row["job"]: row for row in report["rows"]}
+    assert {"fit-laplace", "refine, equal steps", "hmc", "hmc, same target"} <= set(jobs)
+    for row in report["rows"]:
+        assert 0 < row["floor_seconds"] < math.inf
+        assert 0 < row["times_floor"] < math.inf
+        compared = row["ratio"] is not None
+        assert compared or (row["job"] == "fit-laplace" and report["laplace_torch"] != "used")
+        assert not compared or row["ratio"] == pytest.approx(row["their_seconds"] / row["ours_seconds"])
+        assert not compared or 0 < row["ratio"] < math.inf
+    # Equal plans on both sides: their flow, measured as ours, ends where ours does.
+    equal = jobs["refine, equal steps"]
+    assert equal["elbo"] == pytest.approx(equal["their_elbo"], abs=5)
+    assert equal["elbo"] <= equal["elbo_at_mode"] + 1
+
+
+def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path) -> None:
+    words = ("--base", "300,8,4", "--doublings", 1, "--from", "disk", "--dir", tmp_path)
+    report = report_of("scaling.py", tmp_path, *words)
+    rows = report["rows"]
+    assert {(row["axis"], row["job"]) for row in rows} == {
+        (axis, job) for axis in "NDK" for job in ("gradient", "kron", "full", "mode", "hmc", "refine")
+    }
+    assert all(0 < row["seconds"] < math.inf and 0 < row["times_floor"] < math.inf for row in rows)
+    grown = {(row["axis"], row["job"]): row["expected_growth"] for row in rows if row["growth"] is not None}
+    assert len(grown) == 18
+    assert grown["N", "full"] == pytest.approx(1)
+    assert grown["N", "gradient"] == pytest.approx(1)
+    assert grown["K", "gradient"] == pytest.approx(1)
+    assert 1 < grown["D", "full"] < 2  # F = D + 1 is no exact double
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
