@@ -9,6 +9,7 @@ import torch
 from bnncli import registry
 from bnncli.errors import Interrupted, NumericError, UsageError
 from bnncli.flows import SPACES, build_layers
+from bnncli.inference._steps import StepRunner
 from bnncli.inference.elbo import elbo, elbo_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.objective import Objective
@@ -267,3 +268,21 @@ def test_path_gradients_have_the_plain_ones_as_expectation_and_vanish_at_the_pos
     plain = torch.autograd.grad((target.log_joint(theta) + log_det).mean(), parameters)
     for one, other in zip(path, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0.1 * (1 + float(other.abs().max())))
+
+
+@pytest.mark.parametrize("batch_size", [8, 25])
+def test_steps_found_by_a_counter_on_the_device_are_the_same(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+    target = make_target(LAYOUTS[0], num_examples=25)
+    base = make_base(target, "diag")
+
+    def fit() -> RefineFit:
+        return fit_flow(target, base, generator=seeded(), flow="affine", epochs=30, batch_size=batch_size, num_draws=2)
+
+    plain = fit()
+    counted = []
+    monkeypatch.setattr(StepRunner, "_one_step", lambda self: counted.append(self._counted_step()))
+    captured = fit()
+    assert len(counted) == 30 * (25 // batch_size)
+    assert torch.equal(plain.history, captured.history)
+    for name, part in plain.posterior.to_tensors()[0].items():
+        assert torch.equal(part, captured.posterior.to_tensors()[0][name]), name

@@ -51,6 +51,7 @@ class StepRunner:
         self.chunk = min(_MAX_FULL_CHUNK if self.is_full else self.num_batches, most)
         self._allocate()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_capturable = True
         self._warm = 0
 
     def run(self, rates: Sequence[float], generator: torch.Generator, task: Task) -> Tensor:
@@ -126,18 +127,31 @@ class StepRunner:
                 self._counted_step()
             torch.cuda.current_stream().wait_stream(side)
         else:
-            graph = torch.cuda.CUDAGraph()
-            self.optimizer.zero_grad()
+            self._graph = self._capture()
+            if self._graph is None:
+                self._counted_step()
+            else:
+                self._graph.replay()
+        self.place += 1
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        """The counted step as a graph; None, and none is tried again, where some kernel of it cannot be captured."""
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad()
+        try:
             with torch.cuda.graph(graph):
                 self._counted_step()
-            self._graph = graph
-            graph.replay()
-        self.place += 1
+        except RuntimeError:
+            torch.cuda.synchronize()
+            self._is_capturable = False
+            return None
+        return graph
 
     @property
     def _can_capture(self) -> bool:
         """A graph needs its data where they are: features that travel block by block cannot be captured."""
-        return not self.is_full or self.objective.target.features.device.type == "cuda"
+        is_resident = not self.is_full or self.objective.target.features.device.type == "cuda"
+        return self._is_capturable and is_resident
 
     def _step(self, place: int, rows: slice) -> None:
         """Step `place` of the chunk, on these rows of it."""
