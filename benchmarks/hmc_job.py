@@ -55,12 +55,13 @@ def measure_hmc(problem: Problem, rates: Rates, arguments: argparse.Namespace) -
         row = row_of("hmc" if "ordinary" in name else "hmc, same target", "seconds an effective draw", seconds / ours,
                    work.seconds(rates) / ours)  # fmt: skip
         row = against(row, their_seconds / their_ess, name)
-        without = facts["draw_seconds"] / their_ess
+        # An effective size from a dozen draws is a rough one: what if each of them were independent?
+        ratios = {
+            "ratio_if_all_draws_counted": their_seconds / draws.shape[1] / (seconds / ours),
+            "ratio_without_their_warmup": facts["draw_seconds"] / their_ess / (seconds / ours),
+        }
         row |= {"ours_ess": ours, "ours_total_seconds": seconds, "r_hat": judged.r_hat, "their_ess": their_ess}
-        rows.append(
-            row
-            | {"their_total_seconds": their_seconds, **facts, "ratio_without_their_warmup": without / (seconds / ours)}
-        )
+        rows.append({**row, "their_total_seconds": their_seconds, **facts, **ratios})
     return rows
 
 

@@ -42,6 +42,7 @@ def table(report: dict[str, Any]) -> list[str]:
         if "ours_ess" in row:
             lines.append(
                 f"{row['theirs']}: ESS {row['their_ess']:.1f} in {row['their_total_seconds']:.1f} s; ours {row['ours_ess']:.0f} "
-                f"in {row['ours_total_seconds']:.1f} s; ratio without their warm-up {row['ratio_without_their_warmup']:.1f}"
+                f"in {row['ours_total_seconds']:.1f} s; ratio without their warm-up {row['ratio_without_their_warmup']:.1f}, "
+                f"if all their draws were independent {row['ratio_if_all_draws_counted']:.1f}"
             )
     return lines

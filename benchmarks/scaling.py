@@ -102,10 +102,11 @@ def main() -> None:
         device = resolve_device(arguments.device)
         rates = machine.measure_rates(device, size=256 if arguments.quick else None)
         rows = list(_measure(arguments, device, rates))
+        summary = _summary(rows)
     except BnnError as error:
         sys.exit(f"scaling.py: {error}")
     report = {"schema": SCHEMA, "machine": machine.describe(device), "rates": rates._asdict(), "from": arguments.source,
-              "rows": rows}  # fmt: skip
+              "summary": summary, "rows": rows}  # fmt: skip
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -158,7 +159,9 @@ def _point(
         job = JOBS[name]
         if name in ("hmc", "refine"):
             point.base  # noqa: B018
-        repeats = 1 if arguments.quick else 3
+        repeats = 1 if arguments.quick else 5
+        if sizes == arguments.base:
+            job.run(point)  # first calls load libraries
         seconds, count = machine.best_of(partial(job.run, point), device, repeats=repeats, short=2.0)
         yield {
             **sizes._asdict(),
@@ -176,6 +179,35 @@ def _growth(row: Row, before: Row | None) -> Row:
         return {"growth": None, "expected_growth": None}
     now, then = (sum(Work(*r["work"])[:2]) for r in (row, before))
     return {"growth": math.log2(row["seconds"] / before["seconds"]), "expected_growth": math.log2(now / then)}
+
+
+def _summary(rows: list[Row]) -> list[Row]:
+    """Exponents over the larger half of each axis's points, where overheads are small and noise averages out."""
+    found = []
+    for axis, name in dict.fromkeys((row["axis"], row["job"]) for row in rows):
+        series = [row for row in rows if (row["axis"], row["job"]) == (axis, name)]
+        first, last = series[(len(series) - 1) // 2], series[-1]
+        doublings = math.log2(last.get(axis, 1) / first.get(axis, 1))
+        if doublings == 0:
+            continue
+        whole = _growth(last, first)
+        found.append(
+            {
+                "axis": axis,
+                "job": name,
+                "doublings": doublings,
+                **{key: value / doublings for key, value in whole.items()},
+            }
+        )
+    if found:
+        print(
+            f"\nover the larger half of the points\n{'axis':<6}{'job':<10}{'doublings':>9}{'growth':>8}{'expected':>9}"
+        )
+    for row in found:
+        print(
+            f"{row['axis']:<6}{row['job']:<10}{row['doublings']:>9.0f}{row['growth']:>8.2f}{row['expected_growth']:>9.2f}"
+        )
+    return found
 
 
 def _has_room(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> bool:

@@ -58,6 +58,9 @@ def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: 
         assert compared or (row["job"] == "fit-laplace" and report["laplace_torch"] != "used")
         assert not compared or row["ratio"] == pytest.approx(row["their_seconds"] / row["ours_seconds"])
         assert not compared or 0 < row["ratio"] < math.inf
+    assert all(
+        row["ratio_if_all_draws_counted"] > 0 and row["ratio_without_their_warmup"] > 0 for row in report["rows"][-2:]
+    )
     # Equal plans on both sides: their flow, measured as ours, ends where ours does.
     equal = jobs["refine, equal steps"]
     assert equal["elbo"] == pytest.approx(equal["their_elbo"], abs=5)
@@ -73,7 +76,8 @@ def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path) 
     }
     assert all(0 < row["seconds"] < math.inf and 0 < row["times_floor"] < math.inf for row in rows)
     grown = {(row["axis"], row["job"]): row["expected_growth"] for row in rows if row["growth"] is not None}
-    assert len(grown) == 18
+    assert len(grown) == len(report["summary"]) == 18
+    assert all(row["expected_growth"] == grown[row["axis"], row["job"]] for row in report["summary"])
     assert grown["N", "full"] == pytest.approx(1)
     assert grown["N", "gradient"] == pytest.approx(1)
     assert grown["K", "gradient"] == pytest.approx(1)
