@@ -13,6 +13,7 @@ from torch import Tensor
 from bnncli.errors import DataError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.storage.features import read_features
 from bnncli.storage.fixtures import fixture_path
 from bnncli.targets.last_layer import LastLayerTarget
@@ -30,7 +31,7 @@ class Problem:
 
     def target(self) -> LastLayerTarget:
         """The log posterior, made anew: its checks and its label statistic are part of what a fit costs."""
-        return LastLayerTarget(self.features, self.labels, self.layout, self.prior_precision)
+        return LastLayerTarget(self.features, self.labels, self.layout, Prior(self.prior_precision))
 
 
 def load_problem(path: Path, prior_precision: float, device: torch.device) -> Problem:

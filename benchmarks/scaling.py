@@ -83,7 +83,7 @@ class Point:
     def base(self) -> Gaussian:
         """The Kronecker Gaussian at zero, made once: it is not what hmc and refine are timed for."""
         covariance, _ = covariance_at(self.target, self.zeros, "kron")
-        return Gaussian(self.zeros, covariance, self.target.layout, self.target.prior_precision)
+        return Gaussian(self.zeros, covariance, self.target.layout, self.target.prior)
 
 
 class Job(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 
 from bnncli.digests import json_sha256
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit, read_features, write_features
 from bnncli.storage.provenance import build_provenance
 from bnncli.targets.last_layer import LastLayerTarget
@@ -62,4 +63,4 @@ def open_target(
     if not is_mapped:
         features = features.clone() if device.type == "cpu" else features.to(device)
     assert split.labels is not None
-    return LastLayerTarget(features, torch.from_numpy(split.labels).to(device), layout, prior_precision)
+    return LastLayerTarget(features, torch.from_numpy(split.labels).to(device), layout, Prior(prior_precision))

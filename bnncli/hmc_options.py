@@ -13,10 +13,10 @@ from bnncli.until import Condition, parse_until
 class HmcOptions(Checked):
     """Options of hmc."""
 
-    base: str = option(
-        "laplace", "Artifact whose prior precision defines the target.", metavar="NAME|FILE", numeric=False
+    base: str = option("laplace", "Artifact whose prior defines the target.", metavar="NAME|FILE", numeric=False)
+    prior_precision: float | None = option(
+        None, "Prior precision of the target, biases included, instead of the base's prior.", minimum=1e-30
     )
-    prior_precision: float | None = option(None, "Prior precision of the target, instead of the base's.", minimum=1e-30)
     chains: int = option(16, "Chains, run as one batch.", minimum=1)
     warmup: int = option(60, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
     draws: int = option(260, "Draws kept of each chain.", minimum=4)

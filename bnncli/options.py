@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.hmc_options import HmcOptions as HmcOptions
-from bnncli.option import Checked, check_artifact_name, check_suffix, option, parse_positive
+from bnncli.laplace_options import FitLaplaceOptions as FitLaplaceOptions
+from bnncli.option import Checked, check_artifact_name, option
 from bnncli.registry import check_name
 
 
@@ -170,42 +171,6 @@ class ExtractFeaturesOptions(Checked):
 
 
 @dataclass(frozen=True)
-class FitLaplaceOptions(Checked):
-    """Options of fit-laplace."""
-
-    structure: str = option(
-        "auto",
-        "Structure of the covariance: full; block (all pairs of one output's parameters); kron; diag. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron.",
-        choices=("auto", "full", "block", "kron", "diag"),
-    )
-    center: str = option(
-        "mode",
-        "Where the Gaussian is centred: the exact mode of the target, or the checkpoint's weights.",
-        choices=("mode", "checkpoint"),
-    )
-    prior_precision: str = option(
-        "auto",
-        "A number; val (lowest NLL on the val split, which must be data the network was not trained on); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
-        metavar="NUMBER|val|marglik|auto",
-    )
-    plot: str | None = option(
-        None,
-        "Draw the search for the prior precision, criterion against precision, as .png, .svg or .pdf.",
-        metavar="FILE",
-        numeric=False,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.plot is not None:
-            check_suffix(self.plot, "--plot", ("png", "svg", "pdf"))
-        if self.prior_precision not in ("auto", "val", "marglik"):
-            parse_positive(self.prior_precision, "--prior-precision", "auto, val, marglik or a positive number")
-            if self.plot is not None:
-                raise UsageError("--plot draws the search for the prior precision; there is none with a number given")
-
-
-@dataclass(frozen=True)
 class RefineOptions(Checked):
     """Options of refine."""
 
@@ -253,7 +218,7 @@ class RefineOptions(Checked):
     elbo_draws: int = option(256, "Fresh draws for the ELBO before and after, on the full data.", minimum=2)
     prior_precision: float | None = option(
         None,
-        "Prior precision of the target; the base's by default (needed with --base prior and no laplace).",
+        "Prior precision of the target, biases included; the base's prior by default (needed with --base prior and no laplace).",
         minimum=1e-30,
     )
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)

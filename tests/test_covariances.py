@@ -12,6 +12,7 @@ from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron, output_factor
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.targets import stream
 from bnncli.targets.last_layer import LastLayerTarget
 
@@ -25,7 +26,7 @@ def make_target(layout: HeadLayout, num_examples: int = 30, repeats: int = 1) ->
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
     labels = torch.randint(layout.num_classes, (num_examples,), generator=generator)
-    return LastLayerTarget(features.repeat(repeats, 1), labels.repeat(repeats), layout, PRIOR)
+    return LastLayerTarget(features.repeat(repeats, 1), labels.repeat(repeats), layout, Prior(PRIOR))
 
 
 def draw_theta(layout: HeadLayout) -> Tensor:
@@ -68,7 +69,7 @@ DENSE = {
 def make_covariance(structure: str, layout: HeadLayout) -> tuple[object, Tensor]:
     """The covariance of a small problem, and the same as a dense matrix."""
     parts = ggn(make_target(layout), draw_theta(layout), structure)
-    covariance = registry.load_class("covariances", structure).from_hessian(parts, PRIOR, layout)
+    covariance = registry.load_class("covariances", structure).from_hessian(parts, Prior(PRIOR), layout)
     precision = DENSE[structure](parts, layout) + PRIOR * torch.eye(layout.num_params, dtype=torch.float64)
     return covariance, torch.linalg.inv(precision)
 
@@ -134,7 +135,7 @@ def test_likelihood_scale_multiplies_the_hessian(structure: str) -> None:
     layout, theta = LAYOUTS[0], draw_theta(LAYOUTS[0])
     target = make_target(layout)
     batch = target.minibatch(torch.arange(30)[:15].repeat(2)[:15])
-    plain = LastLayerTarget(batch.features, batch.labels, layout, PRIOR)
+    plain = LastLayerTarget(batch.features, batch.labels, layout, Prior(PRIOR))
     once, scaled = (DENSE[structure](ggn(one, theta, structure), layout) for one in (plain, batch))
     torch.testing.assert_close(scaled, 2 * once)
 
@@ -157,7 +158,7 @@ def test_kron_with_the_prior_is_the_inverse_of_the_whole_matrix(layout: HeadLayo
     a, b = (factor @ factor.T for factor in factors)
     hessian = {"hessian.kron.A": a, "hessian.kron.B": b}
     eye = torch.eye(layout.num_params, dtype=torch.float64)
-    root = Kron.from_hessian(hessian, PRIOR, layout).unwhiten(eye).T
+    root = Kron.from_hessian(hessian, Prior(PRIOR), layout).unwhiten(eye).T
     expected = torch.linalg.inv(kron_to_dense(hessian, layout) + PRIOR * eye)
     torch.testing.assert_close(root @ root.T, expected, rtol=1e-9, atol=1e-12)
 
@@ -167,9 +168,9 @@ def test_another_output_factor_is_another_fit(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
     before, after = (ggn(target, one, "kron") for one in (theta, 2 * theta))
     torch.testing.assert_close(output_factor(target, 2 * theta), after["hessian.kron.B"])
-    moved = Kron.from_hessian(before, PRIOR, layout).with_output_factor(after["hessian.kron.B"])
+    moved = Kron.from_hessian(before, Prior(PRIOR), layout).with_output_factor(after["hessian.kron.B"])
     z = torch.eye(layout.num_params, dtype=torch.float64)
-    torch.testing.assert_close(moved.unwhiten(z), Kron.from_hessian(after, PRIOR, layout).unwhiten(z))
+    torch.testing.assert_close(moved.unwhiten(z), Kron.from_hessian(after, Prior(PRIOR), layout).unwhiten(z))
 
 
 @every_structure
@@ -242,13 +243,13 @@ def test_single_precision_copies_agree(structure: str) -> None:
 
 def test_a_singular_precision_gets_a_recorded_jitter() -> None:
     singular = {"hessian.full": torch.ones(15, 15, dtype=torch.float64)}
-    assert Full.from_hessian(singular, 0.0, LAYOUTS[0]).jitter > 0
+    assert Full.from_hessian(singular, Prior(1e-300), LAYOUTS[0]).jitter > 0
     assert make_covariance("full", LAYOUTS[0])[0].jitter == 0  # type: ignore[attr-defined]
 
 
 def test_a_singular_block_gets_a_recorded_jitter() -> None:
     singular = {"hessian.block": torch.ones(3, 5, 5, dtype=torch.float64)}
-    covariance = block.Block.from_hessian(singular, 0.0, LAYOUTS[0])
+    covariance = block.Block.from_hessian(singular, Prior(1e-300), LAYOUTS[0])
     assert 0 < covariance.jitter < 1e-5
     assert block.Block.from_tensors(covariance.to_tensors(), LAYOUTS[0]).jitter == covariance.jitter
 
@@ -256,7 +257,7 @@ def test_a_singular_block_gets_a_recorded_jitter() -> None:
 def test_an_indefinite_precision_is_an_error() -> None:
     indefinite = {"hessian.full": torch.diag(torch.tensor([1.0] * 14 + [-5.0]))}
     with pytest.raises(NumericError, match="not positive definite"):
-        Full.from_hessian(indefinite, 1.0, LAYOUTS[0])
+        Full.from_hessian(indefinite, Prior(1.0), LAYOUTS[0])
 
 
 @pytest.mark.parametrize("structure", ["block", "diag", "kron"])
@@ -264,7 +265,7 @@ def test_a_hessian_that_is_not_finite_is_an_error(structure: str) -> None:
     parts = ggn(make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0]), structure)
     broken = {name: part * float("nan") for name, part in parts.items()}
     with pytest.raises(NumericError, match="not finite"):
-        registry.load_class("covariances", structure).from_hessian(broken, 1.0, LAYOUTS[0])
+        registry.load_class("covariances", structure).from_hessian(broken, Prior(1.0), LAYOUTS[0])
 
 
 def test_an_unknown_structure_is_refused_with_the_choices() -> None:

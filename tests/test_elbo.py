@@ -12,6 +12,7 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 
@@ -22,7 +23,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def make_target(likelihood_scale: float = 1.0) -> LastLayerTarget:
     features = torch.randn(12, 1, generator=seeded(), dtype=torch.float64)
     labels = (features[:, 0] > 0).long()
-    return LastLayerTarget(features, labels, HeadLayout(1, 1), 0.3, likelihood_scale)
+    return LastLayerTarget(features, labels, HeadLayout(1, 1), Prior(0.3), likelihood_scale)
 
 
 def log_evidence_on_a_grid(target: LastLayerTarget, gaussian: Gaussian) -> float:

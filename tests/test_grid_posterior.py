@@ -23,10 +23,12 @@ from bnncli.inference.refine import fit_flow
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 LAYOUT = HeadLayout(1, 1)  # theta = (slope, intercept)
-PRIOR_PRECISION = 0.3
+PRIOR = Prior(0.3)
+TWO = Prior(0.3, 2.5)  # an intercept that 12 examples would put elsewhere
 QUADRATURE = 1e-3  # nats; what the grid itself may be off by
 SPREAD = 0.3  # of a flow's parameters: enough to bend it, and to keep its mass on the grid
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
@@ -71,17 +73,20 @@ def data(num_examples: int) -> tuple[Tensor, Tensor]:
     return x, (torch.sigmoid(1.5 * x - 0.5) > flip).long()
 
 
-def make_target(num_examples: int) -> LastLayerTarget:
+def make_target(num_examples: int, prior: Prior = PRIOR) -> LastLayerTarget:
     x, labels = data(num_examples)
-    return LastLayerTarget(x.unsqueeze(1), labels, LAYOUT, PRIOR_PRECISION)
+    return LastLayerTarget(x.unsqueeze(1), labels, LAYOUT, prior)
 
 
 @cache
-def make_grid(num_examples: int, low: float = -9.0, high: float = 15.0, num_points: int = 301) -> Grid:
+def make_grid(
+    num_examples: int, low: float = -9.0, high: float = 15.0, num_points: int = 301, *, intercept_precision: float = 0.3
+) -> Grid:
     x, labels = data(num_examples)
     axis = torch.linspace(low, high, num_points, dtype=torch.float64)
     theta = torch.cartesian_prod(axis, axis)
-    log_prior = math.log(PRIOR_PRECISION / (2 * math.pi)) - 0.5 * PRIOR_PRECISION * theta.square().sum(dim=1)
+    precisions = torch.tensor([0.3, intercept_precision], dtype=torch.float64)
+    log_prior = 0.5 * (precisions / (2 * math.pi)).log().sum() - 0.5 * theta.square() @ precisions
     log_likelihood = torch.zeros(len(theta), dtype=torch.float64)
     for x_n, label in zip(x, labels, strict=True):
         sign = 1.0 if label else -1.0
@@ -179,14 +184,17 @@ def test_the_evidence_of_importance_weights_is_that_of_the_grid() -> None:
         assert found.elbo < found.log_evidence
 
 
-def test_hmc_draws_have_the_exact_means_and_variances() -> None:
-    base = laplace(12)
+@pytest.mark.parametrize("prior", [PRIOR, TWO], ids=str)
+def test_hmc_draws_have_the_exact_means_and_variances(prior: Prior) -> None:
+    target = make_target(12, prior)
+    base = fit_gaussian(target, start=torch.zeros(2)).gaussian
     num_chains = 64
     drawn = sample_hmc(
-        make_target(12), mode=base.mean, covariance=base.covariance, generator=seeded(), num_chains=num_chains,
+        target, mode=base.mean, covariance=base.covariance, generator=seeded(), num_chains=num_chains,
         num_warmup=60, num_draws=150,
     )  # fmt: skip
-    mean, covariance = make_grid(12).moments()
+    intercept_precision = float(prior.diagonal(LAYOUT)[1])
+    mean, covariance = make_grid(12, intercept_precision=intercept_precision).moments()
     draws = drawn.draws.double()
     for values, exact in ((draws, mean), ((draws - mean).square(), covariance.diagonal())):
         of_chains = values.mean(dim=1)

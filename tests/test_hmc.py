@@ -18,6 +18,7 @@ from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
@@ -31,7 +32,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def make_target(layout: HeadLayout, likelihood_scale: float = 1.0) -> LastLayerTarget:
     features = torch.randn(12, layout.num_features, generator=seeded(), dtype=torch.float64)
     labels = (features[:, 0] > 0).long()
-    return LastLayerTarget(features, labels, layout, 0.3, likelihood_scale)
+    return LastLayerTarget(features, labels, layout, Prior(0.3), likelihood_scale)
 
 
 def make_base(target: LastLayerTarget, structure: str = "full") -> Gaussian:
@@ -173,7 +174,7 @@ def test_a_rejected_chain_stays() -> None:
 def test_leapfrog_reaches_the_acceptance_asked_for() -> None:
     layout = HeadLayout(3, 10)
     features = torch.randn(100, 10, generator=seeded(), dtype=torch.float64)
-    target = LastLayerTarget(features, (features[:, 0] > 0).long(), layout, 0.3)
+    target = LastLayerTarget(features, (features[:, 0] > 0).long(), layout, Prior(0.3))
     base = make_base(target)
     for goal in (0.6, 0.9):
         result = sample_hmc(
@@ -244,7 +245,7 @@ def nearly_separable_target() -> LastLayerTarget:
     """A posterior whose curvature away from the mode is far above that at it: separable classes, weak prior."""
     layout = HeadLayout(4, 12)
     features = torch.randn(300, 12, generator=seeded(), dtype=torch.float64)
-    return LastLayerTarget(features, (5 * features[:, :4]).argmax(dim=1), layout, 1e-3)
+    return LastLayerTarget(features, (5 * features[:, :4]).argmax(dim=1), layout, Prior(1e-3))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

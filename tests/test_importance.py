@@ -12,6 +12,7 @@ from bnncli.inference import importance
 from bnncli.inference.importance import diagnose_importance, diagnose_weights, k_threshold
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 LAYOUT = HeadLayout(1, 3)
@@ -29,12 +30,16 @@ def pareto_log_weights(shape: float, size: int, seed: int = 0) -> torch.Tensor:
 def prior_target(prior_precision: float = 1.0) -> LastLayerTarget:
     """A target that is its prior: Gaussian, evidence 1."""
     features = torch.ones(4, 3, dtype=torch.float64)
-    return LastLayerTarget(features, torch.zeros(4, dtype=torch.int64), LAYOUT, prior_precision, likelihood_scale=0.0)
+    return LastLayerTarget(
+        features, torch.zeros(4, dtype=torch.int64), LAYOUT, Prior(prior_precision), likelihood_scale=0.0
+    )
 
 
 def gaussian(precision: float) -> Gaussian:
     zeros = torch.zeros(LAYOUT.num_params, dtype=torch.float64)
-    return Gaussian(zeros, Diag.from_hessian({"hessian.diag": zeros}, precision, LAYOUT), LAYOUT, precision)
+    return Gaussian(
+        zeros, Diag.from_hessian({"hessian.diag": zeros}, Prior(precision), LAYOUT), LAYOUT, Prior(precision)
+    )
 
 
 @pytest.mark.parametrize("shape", [0.2, 0.5, 1.0])

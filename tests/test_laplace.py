@@ -9,6 +9,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
@@ -20,7 +21,7 @@ def make_target(layout: HeadLayout, num_examples: int = 40) -> LastLayerTarget:
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
     labels = (features[:, 0] + torch.randn(num_examples, generator=generator) > 0).long()
-    return LastLayerTarget(features, labels, layout, 0.5)
+    return LastLayerTarget(features, labels, layout, Prior(0.5))
 
 
 def start(layout: HeadLayout) -> torch.Tensor:

@@ -10,6 +10,7 @@ from bnncli.inference import mode as mode_module
 from bnncli.inference.curvature import ggn, ggn_full
 from bnncli.inference.mode import find_mode
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
@@ -20,7 +21,7 @@ def make_target(layout: HeadLayout, prior_precision: float = 0.3) -> LastLayerTa
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(60, layout.num_features, generator=generator, dtype=torch.float64)
     labels = (features[:, 0] + torch.randn(60, generator=generator) > 0).long()
-    return LastLayerTarget(features, labels, layout, prior_precision)
+    return LastLayerTarget(features, labels, layout, Prior(prior_precision))
 
 
 def far_start(layout: HeadLayout) -> torch.Tensor:
@@ -91,7 +92,7 @@ def test_a_polished_mode_keeps_to_the_tolerance_with_one_evaluation_less(
 
 def test_a_hessian_from_another_prior_leads_to_the_same_mode() -> None:
     target = make_target(LAYOUTS[0])
-    other = find_mode(target.with_prior_precision(30.0), far_start(LAYOUTS[0]))
+    other = find_mode(target.with_prior(Prior(30.0)), far_start(LAYOUTS[0]))
     warm = find_mode(target, other.theta, hessian=other.hessian, tolerance=1e-8)
     cold = find_mode(target, far_start(LAYOUTS[0]), tolerance=1e-8)
     torch.testing.assert_close(warm.theta, cold.theta, rtol=0, atol=1e-7)
@@ -107,7 +108,7 @@ def test_starting_at_the_mode_takes_no_step() -> None:
 
 def test_separable_classes_under_a_weak_prior_have_a_mode() -> None:
     features = torch.tensor([[-1.0], [-2.0], [1.0], [2.0]], dtype=torch.float64)
-    target = LastLayerTarget(features, torch.tensor([0, 0, 1, 1]), HeadLayout(1, 1), 1e-6)
+    target = LastLayerTarget(features, torch.tensor([0, 0, 1, 1]), HeadLayout(1, 1), Prior(1e-6))
     found = find_mode(target, torch.tensor([-40.0, 10.0]))
     assert found.theta[0] > 5
     assert found.newton_decrement < 1e-3
@@ -135,7 +136,7 @@ def make_wide(prior_precision: float, num_examples: int = 2000) -> LastLayerTarg
     basis = torch.linalg.qr(torch.randn(64, 64, generator=generator))[0]
     noise = scales * torch.randn(num_examples, 64, generator=generator)
     features = torch.relu((centers[labels] + noise) @ basis.T + 0.2)
-    return LastLayerTarget(features, labels, HeadLayout(20, 64), prior_precision)
+    return LastLayerTarget(features, labels, HeadLayout(20, 64), Prior(prior_precision))
 
 
 def mode_by_dense_newton(target: LastLayerTarget) -> torch.Tensor:
@@ -145,7 +146,7 @@ def mode_by_dense_newton(target: LastLayerTarget) -> torch.Tensor:
     def loss(theta: torch.Tensor) -> torch.Tensor:
         logits = torch.nn.functional.linear(features, *layout.split(theta))
         likelihood = torch.nn.functional.cross_entropy(logits, target.labels, reduction="sum")
-        return likelihood + 0.5 * target.prior_precision * theta.square().sum()
+        return likelihood + 0.5 * target.prior.weight_precision * theta.square().sum()
 
     theta = torch.zeros(layout.num_params, dtype=torch.float64)
     for _ in range(60):
@@ -157,7 +158,7 @@ def mode_by_dense_newton(target: LastLayerTarget) -> torch.Tensor:
         place = layout.augment(torch.arange(layout.num_params)).flatten()
         precision = torch.empty(layout.num_params, layout.num_params, dtype=torch.float64)
         precision[place[:, None], place] = blocks.reshape(layout.num_params, -1)
-        precision.diagonal().add_(target.prior_precision)
+        precision.diagonal().add_(target.prior.weight_precision)
         step = torch.linalg.solve(precision, gradient)
         length = 1.0
         while loss(theta - length * step) > loss(theta) - 1e-4 * length * gradient @ step + 1e-9:
@@ -176,7 +177,7 @@ def test_mode_is_the_one_of_dense_newton_steps(
     monkeypatch.setattr(mode_module, "MAX_FULL_PRECONDITIONER", most_full)
     wide = make_wide(prior_precision, num_examples=400)
     layout = HeadLayout(5, 12)
-    target = LastLayerTarget(wide.features[:, :12], wide.labels % 5, layout, prior_precision)
+    target = LastLayerTarget(wide.features[:, :12], wide.labels % 5, layout, Prior(prior_precision))
     found = find_mode(target, torch.zeros(layout.num_params))
     gap = found.theta - mode_by_dense_newton(target)
     precision = target.hessian_vector_product(found.theta, torch.eye(layout.num_params))
@@ -189,7 +190,7 @@ def test_mode_is_the_one_that_lbfgs_finds() -> None:
     target = make_wide(10.0, num_examples=300)
     theta = torch.zeros(target.layout.num_params, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([theta], max_iter=2000, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
-    exact = LastLayerTarget(target.features.double(), target.labels, target.layout, 10.0)
+    exact = LastLayerTarget(target.features.double(), target.labels, target.layout, Prior(10.0))
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from bnncli.posteriors.flow import Flow, is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
@@ -33,7 +34,7 @@ def make_gaussian(structure: str = "full", layout: HeadLayout | None = None) -> 
     layout = layout or HeadLayout(3, 2)
     features = torch.randn(30, layout.num_features, generator=seeded(), dtype=torch.float64)
     labels = torch.randint(layout.num_classes, (30,), generator=seeded())
-    target = LastLayerTarget(features, labels, layout, 0.5)
+    target = LastLayerTarget(features, labels, layout, Prior(0.5))
     return fit_gaussian(target, start=torch.zeros(layout.num_params), structure=structure).gaussian
 
 
@@ -130,7 +131,7 @@ def test_flow_comes_back_from_its_tensors(structure: str, kind: str, space: str)
     again = Flow.from_tensors(tensors, json.loads(json.dumps(meta)))
     assert torch.equal(again.sample(5, seeded()), flow.sample(5, seeded()))
     assert torch.equal(flow.to("cpu").sample(5, seeded()), flow.sample(5, seeded()))
-    assert again.base.prior_precision == 0.5
+    assert again.base.prior.weight_precision == 0.5
 
 
 @every_structure
@@ -201,9 +202,9 @@ def test_a_shift_of_a_twentieth_of_a_standard_deviation_is_not_idle(
 def test_sizes_that_do_not_fit_the_head_are_refused() -> None:
     gaussian = make_gaussian()
     with pytest.raises(ValueError, match="mean: expected shape"):
-        Gaussian(torch.zeros(4), gaussian.covariance, gaussian.layout, 1.0)
+        Gaussian(torch.zeros(4), gaussian.covariance, gaussian.layout, Prior(1.0))
     with pytest.raises(ValueError, match="covariance has 9 parameters, the head 6"):
-        Gaussian(torch.zeros(6), gaussian.covariance, HeadLayout(3, 2, has_bias=False), 1.0)
+        Gaussian(torch.zeros(6), gaussian.covariance, HeadLayout(3, 2, has_bias=False), Prior(1.0))
     with pytest.raises(ValueError, match="expected one of whitened, weight"):
         Flow(gaussian, (), "radial", "log")
     assert math.isfinite(gaussian.entropy)

@@ -14,6 +14,7 @@ from bnncli.inference.laplace import covariance_at, fit_gaussian
 from bnncli.inference.prior_candidates import lagrange_weights, predictive_nll
 from bnncli.inference.prior_precision import NUM_DRAWS, TOLERANCES, PriorSearch, _parabola_vertex, search
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4, has_bias=False)]
@@ -29,7 +30,7 @@ def make_data(layout: HeadLayout, seed: int, num_examples: int = 40) -> tuple[to
 
 
 def make_target(layout: HeadLayout) -> LastLayerTarget:
-    return LastLayerTarget(*make_data(layout, 0), layout, 1.0)
+    return LastLayerTarget(*make_data(layout, 0), layout, Prior(1.0))
 
 
 def seeded() -> torch.Generator:
@@ -55,7 +56,7 @@ def test_marglik_search_finds_the_maximum_of_the_evidence(structure: str, layout
     target, start = make_target(layout), torch.zeros(layout.num_params)
 
     def loss(log_precision: float) -> float:
-        at = target.with_prior_precision(math.exp(log_precision))
+        at = target.with_prior(Prior(math.exp(log_precision)))
         return -fit_gaussian(at, start=start, structure=structure).log_marginal_likelihood
 
     expected = scipy.optimize.minimize_scalar(loss, bounds=(-4, 11), method="bounded").x
@@ -72,7 +73,7 @@ def test_val_search_finds_the_lowest_validation_nll(layout: HeadLayout) -> None:
     noise = torch.randn(128, layout.num_params, generator=seeded(), dtype=torch.float64)
 
     def loss(log_precision: float) -> float:
-        fit = fit_gaussian(target.with_prior_precision(math.exp(log_precision)), start=start)
+        fit = fit_gaussian(target.with_prior(Prior(math.exp(log_precision))), start=start)
         return predictive_nll(features, labels, fit.gaussian.from_noise(noise)[0], layout)
 
     best_on_grid = min(loss(-3 + 0.1 * i) for i in range(100))
@@ -115,7 +116,7 @@ def dense_loss(target: LastLayerTarget, theta: torch.Tensor) -> torch.Tensor:
     if target.layout.num_outputs == 1:
         logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
     nll = torch.nn.functional.cross_entropy(logits, target.labels, reduction="sum")
-    return nll + 0.5 * target.prior_precision * theta.square().sum()
+    return nll + 0.5 * target.prior.weight_precision * theta.square().sum()
 
 
 def search_both(criterion: str, layout: HeadLayout, **keywords: float) -> PriorSearch:
@@ -132,7 +133,7 @@ def test_without_interpolation_the_whole_curve_is_that_of_fits_from_scratch(crit
     found = search_both(criterion, layout, tolerance=0.0)
     assert len(found.curve) >= 11  # 15, or less where the best is at an edge
     for precision, value in found.curve:
-        exact = brute_force(criterion, target.with_prior_precision(precision), val)
+        exact = brute_force(criterion, target.with_prior(Prior(precision)), val)
         assert value == pytest.approx(exact, rel=1e-6), precision
 
 
@@ -143,7 +144,7 @@ def test_interpolation_keeps_to_its_tolerance_and_the_choice(criterion: str, lay
     found, exact = search_both(criterion, layout), search_both(criterion, layout, tolerance=0.0)
     assert math.log(found.best) == pytest.approx(math.log(exact.best), abs=0.05)
     for precision, value in found.curve:
-        expected = brute_force(criterion, target.with_prior_precision(precision), val)
+        expected = brute_force(criterion, target.with_prior(Prior(precision)), val)
         assert value == pytest.approx(expected, abs=2 * TOLERANCES[criterion]), precision
 
 
@@ -177,7 +178,7 @@ def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, mo
     found = search(target, generator=seeded(), criterion="marglik", **common)
     assert len(calls) == 2  # the search's, and that of the fit at the best
     for precision, value in found.curve:
-        fit = fit_gaussian(target.with_prior_precision(precision), **common)
+        fit = fit_gaussian(target.with_prior(Prior(precision)), **common)
         assert value == pytest.approx(-fit.log_marginal_likelihood, rel=1e-12)
 
 
@@ -192,8 +193,8 @@ def test_lagrange_weights_reproduce_a_cubic() -> None:
 def test_the_fit_of_the_search_is_that_of_the_best_precision_alone(structure: str) -> None:
     target, start = make_target(LAYOUTS[0]), torch.zeros(15)
     found = search(target, start=start, generator=seeded(), criterion="marglik", structure=structure)
-    alone = fit_gaussian(target.with_prior_precision(found.best), start=start, structure=structure)
-    assert found.fit.gaussian.prior_precision == found.best
+    alone = fit_gaussian(target.with_prior(Prior(found.best)), start=start, structure=structure)
+    assert found.fit.gaussian.prior.weight_precision == found.best
     assert found.fit.log_marginal_likelihood == pytest.approx(alone.log_marginal_likelihood, abs=1e-3)
     assert found.fit.mode is not None
     assert found.fit.mode.newton_decrement < 1e-3

@@ -17,6 +17,7 @@ from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import label_indicators
 
@@ -36,7 +37,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def make_target(layout: HeadLayout, num_examples: int = 24, likelihood_scale: float = 1.0) -> LastLayerTarget:
     features = torch.randn(num_examples, layout.num_features, generator=seeded(), dtype=torch.float64)
     labels = (features[:, 0] > 0).long()
-    return LastLayerTarget(features, labels, layout, 0.3, likelihood_scale)
+    return LastLayerTarget(features, labels, layout, Prior(0.3), likelihood_scale)
 
 
 def make_base(target: LastLayerTarget, structure: str = "full") -> Gaussian:

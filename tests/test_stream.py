@@ -15,6 +15,7 @@ from torch import Tensor
 from bnncli.errors import DataError, DeviceError
 from bnncli.inference.curvature import ggn
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.storage import features as feature_files
 from bnncli.storage import hdf5
 from bnncli.storage.features import FeatureSplit, read_features, write_features
@@ -39,7 +40,7 @@ def stored(path: Path, dtype: str) -> LastLayerTarget:
     write_split(path, np.random.default_rng(0).normal(size=(N, 40)).astype(dtype))
     split = read_features(path)
     assert split.labels is not None
-    return LastLayerTarget(torch.from_numpy(split.features), torch.from_numpy(split.labels), LAYOUT, 2.0)
+    return LastLayerTarget(torch.from_numpy(split.features), torch.from_numpy(split.labels), LAYOUT, Prior(2.0))
 
 
 def everything(target: LastLayerTarget) -> list[Tensor]:
@@ -54,7 +55,7 @@ def everything(target: LastLayerTarget) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_mapped_file_gives_the_bits_of_features_in_memory(tmp_path: Path, dtype: str) -> None:
     mapped = stored(tmp_path / "train.h5", dtype)
-    in_memory = LastLayerTarget(mapped.features.float().clone(), mapped.labels, LAYOUT, 2.0)
+    in_memory = LastLayerTarget(mapped.features.float().clone(), mapped.labels, LAYOUT, Prior(2.0))
     for ours, theirs in zip(everything(mapped), everything(in_memory), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -90,9 +91,11 @@ import re, sys, torch
 from pathlib import Path
 from bnncli.inference.curvature import ggn
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.storage.features import read_features
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import FeatureBlocks
+from bnncli.prior import Prior
 
 def private():  # memory that the system cannot take back, as it can a mapped file's pages
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -110,7 +113,7 @@ torch.ones(300, 300) @ torch.ones(300, 300)
 start = private()
 for name in sys.argv[1:]:
     split = read_features(Path(name))
-    target = LastLayerTarget(torch.from_numpy(split.features), torch.from_numpy(split.labels), HeadLayout(3, 256), 1.0)
+    target = LastLayerTarget(torch.from_numpy(split.features), torch.from_numpy(split.labels), HeadLayout(3, 256), Prior(1.0))
     theta = torch.zeros(1, 3 * 257)
     target.log_joint_and_grad(theta)
     ggn(target, theta[0], "diag")
@@ -142,7 +145,7 @@ def test_probabilities_that_do_not_fit_are_made_again(tmp_path: Path, monkeypatc
 def test_another_prior_costs_no_pass_over_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = stored(tmp_path / "train.h5", "float32")
     monkeypatch.setattr(FeatureBlocks, "map", None)
-    assert target.with_prior_precision(3.0).label_statistic is target.label_statistic
+    assert target.with_prior(Prior(3.0)).label_statistic is target.label_statistic
 
 
 def column_sums(blocks: FeatureBlocks, largest: int) -> Tensor:
@@ -234,7 +237,7 @@ def test_pinned_buffers_bring_every_row_once_and_in_order(monkeypatch: pytest.Mo
 def test_features_beside_the_gpu_give_what_features_on_it_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "TRANSFER_BYTES", 300 * 160)
     features, labels = torch.randn(N, 40), torch.arange(N).cuda() % 3
-    beside, on_it = (LastLayerTarget(part, labels, LAYOUT, 2.0) for part in (features, features.cuda()))
+    beside, on_it = (LastLayerTarget(part, labels, LAYOUT, Prior(2.0)) for part in (features, features.cuda()))
     for ours, theirs in zip(everything(beside), everything(on_it), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
 

@@ -9,6 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli.errors import DataError
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.targets import likelihood, stream
 from bnncli.targets.last_layer import LastLayerTarget, batch_log_likelihood_and_grad
 
@@ -20,7 +21,7 @@ def make_target(layout: HeadLayout, num_examples: int = 30, scale: float = 1.0) 
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
     labels = torch.randint(layout.num_classes, (num_examples,), generator=generator)
-    return LastLayerTarget(features, labels, layout, prior_precision=0.7, likelihood_scale=scale)
+    return LastLayerTarget(features, labels, layout, Prior(0.7), likelihood_scale=scale)
 
 
 def draw_theta(layout: HeadLayout, num_draws: int = 5) -> Tensor:
@@ -35,7 +36,7 @@ def naive_log_joint(target: LastLayerTarget, theta: Tensor) -> Tensor:
         loss = binary_cross_entropy_with_logits(logits[:, 0], target.labels.double(), reduction="sum")
     else:
         loss = cross_entropy(logits, target.labels, reduction="sum")
-    scale = torch.tensor(target.prior_precision**-0.5, dtype=torch.float64)
+    scale = torch.tensor(target.prior.weight_precision**-0.5, dtype=torch.float64)
     prior = torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum()
     return prior - target.likelihood_scale * loss
 
@@ -96,7 +97,7 @@ def test_fast_minibatch_agrees_with_the_target(layout: HeadLayout) -> None:
     indicators = likelihood.label_indicators(target.labels, layout, torch.float64)
     value, gradient = batch_log_likelihood_and_grad(target.features, indicators, theta, layout)
     torch.testing.assert_close(value, target.log_likelihood(theta))
-    expected = target.log_joint_and_grad(theta)[1] + target.prior_precision * theta
+    expected = target.log_joint_and_grad(theta)[1] + target.prior.weight_precision * theta
     torch.testing.assert_close(gradient, expected)
 
 
@@ -126,8 +127,8 @@ def test_huge_logits_stay_finite(layout: HeadLayout) -> None:
 
 def test_single_precision_products_keep_energies_to_a_hundredth_of_a_nat() -> None:
     exact, theta = make_target(HeadLayout(3, 4), num_examples=20_000), draw_theta(LAYOUTS[0])
-    single = LastLayerTarget(exact.features.float(), exact.labels, exact.layout, 0.7)
-    double = LastLayerTarget(single.features.double(), exact.labels, exact.layout, 0.7)
+    single = LastLayerTarget(exact.features.float(), exact.labels, exact.layout, Prior(0.7))
+    double = LastLayerTarget(single.features.double(), exact.labels, exact.layout, Prior(0.7))
     theta = theta.float()
     torch.testing.assert_close(single.log_joint(theta), double.log_joint(theta), rtol=0, atol=1e-2)
     gradients = single.log_joint_and_grad(theta)[1], double.log_joint_and_grad(theta)[1]
@@ -137,7 +138,7 @@ def test_single_precision_products_keep_energies_to_a_hundredth_of_a_nat() -> No
 
 def test_with_prior_precision_changes_the_prior_alone() -> None:
     target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0])
-    other = target.with_prior_precision(9.0)
+    other = target.with_prior(Prior(9.0))
     expected = torch.distributions.Normal(0.0, 1 / 3).log_prob(theta).sum(dim=1)
     torch.testing.assert_close(other.log_prior(theta), expected)
     torch.testing.assert_close(other.log_likelihood(theta), target.log_likelihood(theta))
@@ -147,24 +148,24 @@ def test_with_prior_precision_changes_the_prior_alone() -> None:
 def test_labels_outside_the_classes_are_refused(label: int) -> None:
     labels = torch.tensor([0, label])
     with pytest.raises(DataError, match=r"labels must lie in 0\.\.2"):
-        LastLayerTarget(torch.zeros(2, 4), labels, LAYOUTS[0], 1.0)
+        LastLayerTarget(torch.zeros(2, 4), labels, LAYOUTS[0], Prior(1.0))
 
 
 def test_features_that_are_not_finite_are_counted() -> None:
     features = torch.tensor([[0.0, math.nan, math.inf, 1.0]])
     with pytest.raises(DataError, match="2 values that are not finite"):
-        LastLayerTarget(features, torch.tensor([0]), LAYOUTS[0], 1.0)
+        LastLayerTarget(features, torch.tensor([0]), LAYOUTS[0], Prior(1.0))
 
 
 def test_features_of_another_width_are_refused() -> None:
     with pytest.raises(DataError, match="5 columns, the head expects 4"):
-        LastLayerTarget(torch.zeros(2, 5), torch.tensor([0, 1]), LAYOUTS[0], 1.0)
+        LastLayerTarget(torch.zeros(2, 5), torch.tensor([0, 1]), LAYOUTS[0], Prior(1.0))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_prior_precision_must_be_positive_and_finite(value: float) -> None:
-    with pytest.raises(ValueError, match="prior_precision must be positive"):
-        make_target(LAYOUTS[0]).with_prior_precision(value)
+    with pytest.raises(ValueError, match="weight_precision must be positive"):
+        make_target(LAYOUTS[0]).with_prior(Prior(value))
 
 
 def test_theta_of_another_size_is_refused() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bnncli.evaluation.verdict import Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.prior import Prior
 
 COMMANDS = Commands(
     predict=lambda name: f"<predict {name}>",
@@ -15,10 +16,10 @@ COMMANDS = Commands(
     tune="<tune>",
 )
 POINT = Judged("map", "point", nll=0.42, nll_error=0.03, nll_excess=0.08, nll_excess_error=0.01)
-GAUSSIAN = Judged("laplace", "gaussian", 10.0, elbo=-100.0, elbo_error=0.05, log_weight_sd=0.8, pareto_k=0.3)
+GAUSSIAN = Judged("laplace", "gaussian", Prior(10.0), elbo=-100.0, elbo_error=0.05, log_weight_sd=0.8, pareto_k=0.3)
 FLOW = replace(GAUSSIAN, name="refine", type="flow", elbo=-99.9)
 CHAINS = Judged(
-    "hmc", "samples", 10.0, r_hat=1.004, ess_bulk=1500.0, ess_tail=900.0, divergences=0, lowest_acceptance=0.7,
+    "hmc", "samples", Prior(10.0), r_hat=1.004, ess_bulk=1500.0, ess_tail=900.0, divergences=0, lowest_acceptance=0.7,
     lowest_bfmi=0.9,
 )  # fmt: skip
 FAR = replace(GAUSSIAN, log_weight_sd=14.0, pareto_k=1.2, elbo=-130.0)
@@ -64,8 +65,8 @@ def test_good_is_defined_by_these_bounds(judged: Judged, changes: dict[str, floa
         ([FAR, FLOW, CHAINS], "refine", "<predict refine>"),
         ([FAR, FAR_FLOW, CHAINS], "hmc", "<predict hmc>"),
         ([CHAINS, replace(CHAINS, name="longer", ess_bulk=9000.0)], "longer", "<predict longer>"),
-        ([FAR, FAR_FLOW], None, "<sample 10.0>"),
-        ([FAR, BAD_CHAINS], None, "<sample 10.0>"),
+        ([FAR, FAR_FLOW], None, "<sample 10>"),
+        ([FAR, BAD_CHAINS], None, "<sample 10>"),
         ([POINT], None, "<fit>"),
     ],
 )
@@ -83,8 +84,8 @@ def test_the_simplest_good_posterior_is_used(posteriors: list[Judged], use: str 
         ([replace(GAUSSIAN, reference="hmc", mmd2=1e-2, mmd_p=0.001)], "is close to the posterior (log-weight sd 0.80"),
         ([FAR, FAR_FLOW, CHAINS], "no Gaussian or flow is close (best: refine, log-weight sd 9.00, Pareto k 1.10): use hmc"),
         ([CHAINS], "use hmc (R-hat 1.004, ESS 1500"),
-        ([FAR], "(best: laplace, log-weight sd 14.00, Pareto k 1.20): run <sample 10.0>"),
-        ([BAD_CHAINS], "hmc has not converged (R-hat 1.300 (above 1.05)): run <sample 10.0>"),
+        ([FAR], "(best: laplace, log-weight sd 14.00, Pareto k 1.20): run <sample 10>"),
+        ([BAD_CHAINS], "hmc has not converged (R-hat 1.300 (above 1.05)): run <sample 10>"),
         ([GAUSSIAN], "no labelled val split"),
     ],
 )  # fmt: skip
@@ -93,9 +94,9 @@ def test_the_sentence_says_why(posteriors: list[Judged], words: str) -> None:
 
 
 def test_elbos_of_different_targets_are_not_compared() -> None:
-    other = replace(GAUSSIAN, name="weak", target=1.0, elbo=-50.0)
+    other = replace(GAUSSIAN, name="weak", target=Prior(1.0), elbo=-50.0)
     verdict = judge(GAUSSIAN, other)
-    assert (verdict.use, verdict.target) == ("laplace", 10.0)
+    assert (verdict.use, verdict.target) == ("laplace", Prior(10.0))
     assert verdict.sentence.startswith("at prior precision 10, laplace")
     assert judge(FAR, other).use == "weak"  # good for its own target, where no posterior is for the first
     assert judge(FAR, other, CHAINS).use == "hmc"

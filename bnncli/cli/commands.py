@@ -61,11 +61,13 @@ COMMANDS = (
         "Finds the mode of the target by Newton's method, to within 0.001 posterior standard deviations (the Newton "
         "decrement, all parameters together), and puts the Laplace approximation there. The prior "
         "precision is chosen on the val split (data that the network was not trained on) or by the marginal likelihood, "
-        "unless a number is given. Writes posteriors/laplace.safetensors.",
+        "unless a number is given. Biases have the weights' unless --bias-precision gives them their own. Writes "
+        "posteriors/laplace.safetensors.",
         (o.FitLaplaceOptions, o.NameOptions, *COMPUTE),
         (
             "bnncli fit-laplace ckpt.pt",
             "bnncli fit-laplace ckpt.pt --structure kron --prior-precision 510 --name kron",
+            "bnncli fit-laplace ckpt.pt --bias-precision 0.1 --name weak-bias",
             "bnncli fit-laplace ckpt.pt --plot prior-precision.png",
         ),
     ),

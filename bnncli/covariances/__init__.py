@@ -1,7 +1,7 @@
 """Structures of a Gaussian's covariance over theta: each file knows its curvature, its square root and its storage.
 
-Sigma = (H + prior_precision I)^{-1} = L L^T, H the Hessian of the summed negative log likelihood. Statistics of H are
-summed over blocks of examples, so that H is never built example by example.
+Sigma = (H + Lambda)^{-1} = L L^T, H the Hessian of the summed negative log likelihood, Lambda the prior's diagonal of
+precisions. Statistics of H are summed over blocks of examples, so that H is never built example by example.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from bnncli import registry
+from bnncli.errors import UsageError
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 
 
 class Covariance(Protocol):
     """What every structure offers; theta order throughout, float64 unless moved with `to`."""
 
     structure: ClassVar[str]
+    takes_bias_precision: ClassVar[bool]  # whether biases may have a prior precision of their own
 
     @property
     def num_params(self) -> int:
@@ -36,7 +40,7 @@ class Covariance(Protocol):
         """H under its names in a posterior file (`hessian.*`), from the summed curvature_sums."""
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Self:
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Self:
         """Sigma. Raises NumericError when it is not positive definite."""
 
     def unwhiten(self, z: Tensor) -> Tensor:
@@ -69,3 +73,19 @@ class Covariance(Protocol):
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """A copy elsewhere or in another precision."""
+
+
+def structures_with_bias_precision() -> list[str]:
+    """Names of the structures whose biases may have a prior precision of their own."""
+    names = registry.names("covariances")
+    return [name for name in names if registry.load_class("covariances", name).takes_bias_precision]
+
+
+def check_takes_bias_precision(structure: str) -> None:
+    """Pass when biases may have a precision of their own under a structure. Raises UsageError, naming those, otherwise."""
+    able = structures_with_bias_precision()
+    if structure not in able:
+        raise UsageError(
+            f"--structure {structure} has one prior precision for weights and biases",
+            hint=f"use --structure {' or '.join(able)}, or --bias-precision same",
+        )

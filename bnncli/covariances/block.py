@@ -16,6 +16,7 @@ from torch import Tensor
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 
 _BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}
@@ -32,6 +33,7 @@ class Block:
     """
 
     structure: ClassVar[str] = "block"
+    takes_bias_precision: ClassVar[bool] = True
     scale_tril: Tensor
     layout: HeadLayout
     jitter: float = 0.0
@@ -63,8 +65,8 @@ class Block:
         return {"hessian.block": sums[0]}
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Block:
-        """(H_k + prior_precision I)^{-1} for each output, factored in float64.
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Block:
+        """(H_k + Lambda_k)^{-1} for each output, Lambda_k the prior's precisions, factored in float64.
 
         Raises:
             NumericError: when a block is not finite, or not positive definite with the largest jitter.
@@ -72,7 +74,7 @@ class Block:
         precision = hessian["hessian.block"].double().clone()
         if not torch.isfinite(precision).all():
             raise NumericError("the blocks of the Hessian are not finite", hint="check the features")
-        precision.diagonal(dim1=1, dim2=2).add_(prior_precision)
+        precision.diagonal(dim1=1, dim2=2).add_(layout.augment(prior.diagonal(layout, device=precision.device)))
         scale, jitter = inverse_root(precision)
         return cls(scale, layout, jitter)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Diag:
     """
 
     structure: ClassVar[str] = "diag"
+    takes_bias_precision: ClassVar[bool] = True
     variances: Tensor
 
     @property
@@ -44,9 +46,10 @@ class Diag:
         return {"hessian.diag": layout.flatten(sums[0])}
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Diag:
-        """1 / (diag(H) + prior_precision). Raises NumericError when that is not finite."""
-        variances = 1 / (hessian["hessian.diag"].double() + prior_precision)
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Diag:
+        """1 / (diag(H) + the prior's precisions). Raises NumericError when that is not finite."""
+        curvature = hessian["hessian.diag"].double()
+        variances = 1 / (curvature + prior.diagonal(layout, device=curvature.device))
         if not torch.isfinite(variances).all():
             raise NumericError("the diagonal of the Hessian is not finite", hint="check the features")
         return cls(variances)

@@ -18,6 +18,7 @@ from torch import Tensor
 from bnncli.covariances._products import pack_quadratic_form, packed_products, unpack_symmetric
 from bnncli.covariances._roots import inverse_root
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.targets.stream import slices
 
 _BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}
@@ -35,6 +36,7 @@ class Full:
     """
 
     structure: ClassVar[str] = "full"
+    takes_bias_precision: ClassVar[bool] = True
     scale_tril: Tensor
     jitter: float = 0.0
 
@@ -77,14 +79,14 @@ class Full:
         return {"hessian.full": matrix}
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Full:
-        """(H + prior_precision I)^{-1}, factored in float64.
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Full:
+        """(H + Lambda)^{-1}, Lambda the prior's precisions, factored in float64.
 
         Raises:
             NumericError: when even the largest jitter leaves the precision without a Cholesky factor.
         """
         precision = hessian["hessian.full"].double().clone()
-        precision.diagonal().add_(prior_precision)
+        precision.diagonal().add_(prior.diagonal(layout, device=precision.device))
         scale, jitter = inverse_root(precision)
         return cls(scale, jitter=jitter)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Kron:
     """
 
     structure: ClassVar[str] = "kron"
+    takes_bias_precision: ClassVar[bool] = False  # two precisions are not diagonal in the joint eigenbasis
     feature_factor: Tensor
     output_factor: Tensor
     feature_basis: Tensor
@@ -66,15 +68,22 @@ class Kron:
         return {"hessian.kron.A": sums[0] / num_examples, "hessian.kron.B": sums[1]}
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior_precision: float, layout: HeadLayout) -> Kron:
-        """(B kron A + prior_precision I)^{-1}. Raises NumericError when a factor is not finite."""
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Kron:
+        """(B kron A + precision I)^{-1}, precision the prior's only one.
+
+        Raises:
+            NumericError: when a factor is not finite.
+            ValueError: when the biases have a precision of their own.
+        """
+        if not prior.is_isotropic:
+            raise ValueError(f"a Kronecker-factored covariance needs one prior precision, got {prior}")
         feature_factor, output_factor = hessian["hessian.kron.A"].double(), hessian["hessian.kron.B"].double()
         if not (torch.isfinite(feature_factor).all() and torch.isfinite(output_factor).all()):
             raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
         feature_values, feature_basis = torch.linalg.eigh(feature_factor)
         return cls._of_eigenbasis(
             feature_factor, feature_values, feature_basis, output_factor=output_factor,
-            prior_precision=prior_precision, layout=layout,
+            prior_precision=prior.weight_precision, layout=layout,
         )  # fmt: skip
 
     def with_output_factor(self, output_factor: Tensor) -> Kron:
@@ -149,7 +158,7 @@ class Kron:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Kron:
         """The inverse of to_tensors."""
-        return cls.from_hessian(tensors, float(tensors["prior.precision"]), layout)
+        return cls.from_hessian(tensors, Prior(float(tensors["prior.precision"])), layout)
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kron:
         """A copy elsewhere or in another precision."""

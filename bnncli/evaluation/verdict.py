@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
+from bnncli.prior import Prior
 
 CLOSE_LOG_WEIGHT_SD = 2.0  # nats; the KL divergence of log-normal weights is half its square
 GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: fewer, and the diagnostics themselves are noise
@@ -32,7 +33,7 @@ class Judged:
     Args:
         name: of the artifact.
         type: point, gaussian, flow or samples.
-        target: its prior precision, which defines the log posterior it was fitted to.
+        target: its prior, which defines the log posterior it was fitted to.
         elbo, elbo_error: nats.
         log_weight_sd, pareto_k, k_threshold: of its importance weights.
         r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
@@ -44,7 +45,7 @@ class Judged:
 
     name: str
     type: str
-    target: float | None = None
+    target: Prior | None = None
     elbo: float | None = None
     elbo_error: float | None = None
     log_weight_sd: float | None = None
@@ -71,7 +72,7 @@ class Commands:
     """Commands to be pasted: predict with a posterior, sample a target, fit a Gaussian, tune the prior on val."""
 
     predict: Callable[[str], str]
-    sample: Callable[[float | None], str]
+    sample: Callable[[Prior | None], str]
     fit: str
     tune: str
 
@@ -83,7 +84,7 @@ class Verdict:
     Args:
         sentence: for people.
         use: name of the posterior to use for fit to the target; None when none is good.
-        target: the prior precision that the sentence speaks of.
+        target: the prior that the sentence speaks of.
         is_good: whether any posterior is good for its target.
         run: the command to run next.
         predicts_best: name of the posterior with the lowest val NLL.
@@ -92,7 +93,7 @@ class Verdict:
 
     sentence: str
     use: str | None
-    target: float | None
+    target: Prior | None
     is_good: bool
     run: str
     predicts_best: str | None
@@ -125,7 +126,7 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
     choices = {target: _choose([j for j in distributions if j.target == target]) for target in targets}
     target = next((t for t in targets if choices[t] is not None), targets[0] if targets else None)
     use = choices.get(target)
-    where = f"at prior precision {target:.4g}, " if len(targets) > 1 and target is not None else ""
+    where = f"at prior precision {target}, " if len(targets) > 1 and target is not None else ""
     fit, command = _fit_clause([j for j in distributions if j.target == target], use, commands)
     prediction, is_worse = _prediction_clause(posteriors, use, best, commands)
     return Verdict(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances import Covariance
+from bnncli.covariances import Covariance, check_takes_bias_precision
 from bnncli.inference.curvature import ggn
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
@@ -50,7 +50,7 @@ def fit_gaussian(
     mode_hessian: dict[str, Tensor] | None = None,
     progress: Progress = SILENT,
 ) -> LaplaceFit:
-    """The Gaussian at the mode of target, or at start, with covariance (H + prior_precision I)^{-1}.
+    """The Gaussian at the mode of target, or at start, with covariance (H + Lambda)^{-1}.
 
     Args:
         target: the log posterior.
@@ -72,7 +72,7 @@ def fit_gaussian(
         mode = find_mode(target, theta, hessian=mode_hessian, progress=progress)
         theta = mode.theta
     covariance, hessian = covariance_at(target, theta, structure)
-    gaussian = Gaussian(theta, covariance, target.layout, target.prior_precision)
+    gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     log_joint = mode.log_joint if mode else float(target.log_joint(theta.unsqueeze(0)))
     return LaplaceFit(gaussian, mode, log_joint, laplace_evidence(log_joint, covariance), hessian)
 
@@ -80,16 +80,18 @@ def fit_gaussian(
 def covariance_at(
     target: LastLayerTarget, theta: Tensor, structure: str, *, hessian: dict[str, Tensor] | None = None
 ) -> tuple[Covariance, dict[str, Tensor]]:
-    """(H + prior_precision I)^{-1} at theta (P,), and H without the prior: the one given, or made.
+    """(H + Lambda)^{-1} at theta (P,), and H without the prior: the one given, or made.
 
     Raises:
         NumericError: when the precision is not positive definite.
-        UsageError: when there is no such structure.
+        UsageError: when there is no such structure, or it cannot have the prior.
     """
+    if not target.prior.is_isotropic:
+        check_takes_bias_precision(structure)
     kind = registry.load_class("covariances", structure)
     if hessian is None:
         hessian = ggn(target, theta, structure)
-    covariance: Covariance = kind.from_hessian(hessian, target.prior_precision, target.layout)
+    covariance: Covariance = kind.from_hessian(hessian, target.prior, target.layout)
     return covariance, hessian
 
 

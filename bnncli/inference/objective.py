@@ -39,7 +39,7 @@ class Objective:
     def of(cls, target: LastLayerTarget, base: Gaussian, space: str) -> Objective:
         """The objective in the target's precision and on its device."""
         covariance = base.covariance.to(device=target.device, dtype=target.dtype)
-        single = Gaussian(base.mean.to(target.device), covariance, base.layout, base.prior_precision)
+        single = Gaussian(base.mean.to(target.device), covariance, base.layout, base.prior)
         return cls(target, single.mean.to(target.dtype), single, space)
 
     def estimate(
@@ -86,4 +86,4 @@ class Objective:
         scale = target.likelihood_scale * target.num_examples / features.shape[0]
         value, gradient = batch_log_likelihood_and_grad(features, indicators, theta, target.layout)
         joint = torch.add(target.log_prior(theta), value, alpha=scale)
-        return joint, torch.add(-target.prior_precision * theta, gradient, alpha=scale)
+        return joint, torch.add(target.prior.gradient(theta, target.layout), gradient, alpha=scale)

@@ -143,7 +143,7 @@ class Candidates:
         self.task.advance(note=f"{math.exp(log_precision):.3g}")
         if any(abs(log_precision - other) < _SAME for other in (*self.known, *self.failed)):
             return
-        target = self.target.with_prior_precision(math.exp(log_precision))
+        target = self._target_at(log_precision)
         try:
             theta, log_joint, hessian = self._centered(target, log_precision)
             spread, error = self._interpolated_spread(log_precision)
@@ -160,7 +160,7 @@ class Candidates:
 
     def fit(self, log_precision: float) -> LaplaceFit | None:
         """The exact fit of a known candidate, whose value becomes exact; None, and it has failed, where there is none."""
-        target = self.target.with_prior_precision(math.exp(log_precision))
+        target = self._target_at(log_precision)
         try:
             fit = fit_gaussian(
                 target,
@@ -195,6 +195,10 @@ class Candidates:
     def _fail(self, log_precision: float) -> None:
         self.known.pop(log_precision, None)
         self.failed.add(log_precision)
+
+    def _target_at(self, log_precision: float) -> LastLayerTarget:
+        """The target under one precision of the weights; a precision that the biases have of their own stays."""
+        return self.target.with_prior(self.target.prior.with_weight_precision(math.exp(log_precision)))
 
     def _centered(
         self, target: LastLayerTarget, log_precision: float

@@ -64,7 +64,7 @@ def search(
     """The prior precision within bounds that minimises the criterion, to about 5 %.
 
     Args:
-        target: the log posterior; its own prior precision is ignored.
+        target: the log posterior; its own precision of the weights is ignored, and the biases' where that follows.
         start: (P,), the checkpoint's head.
         generator: of the draws of the predictive.
         structure, center: of the Gaussians compared.

@@ -16,6 +16,7 @@ from bnncli import registry
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Flow:
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The base's tensors and `flow.<i>.<parameter>`; kind, length, space and settings as JSON."""
         tensors, meta = self.base.to_tensors()
-        tensors["base.prior.precision"] = tensors.pop("prior.precision")  # the target's may be another
+        for name in self.base.prior.to_tensors():
+            tensors[f"base.{name}"] = tensors.pop(name)  # the target's may be another
         for i, layer in enumerate(self.layers):
             tensors |= {f"flow.{i}.{name}": value for name, value in layer.to_tensors().items()}
         flow_meta = {"type": self.type, "flow": self.kind, "length": len(self.layers), "space": self.space}
@@ -91,7 +93,8 @@ class Flow:
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Flow:
         """The inverse of to_tensors."""
         kind = registry.load_class("flows", meta["flow"])
-        base = Gaussian.from_tensors({**tensors, "prior.precision": tensors["base.prior.precision"]}, meta)
+        others = {name: part for name, part in tensors.items() if not name.startswith("prior.")}
+        base = Gaussian.from_tensors({**others, **Prior.from_tensors(tensors, prefix="base.").to_tensors()}, meta)
         layers = []
         for i in range(meta["length"]):
             prefix = f"flow.{i}."

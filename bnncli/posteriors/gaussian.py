@@ -13,6 +13,7 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.layout import HeadLayout
 from bnncli.posteriors import layout_from_meta, layout_to_meta, standard_normal
+from bnncli.prior import Prior
 from bnncli.shapes import check_shapes
 
 
@@ -24,14 +25,14 @@ class Gaussian:
         mean: (P,), float64.
         covariance: Sigma.
         layout: how weight and bias lie in theta.
-        prior_precision: of the target that it was fitted to.
+        prior: of the target that it was fitted to.
     """
 
     type: ClassVar[str] = "gaussian"
     mean: Tensor
     covariance: Covariance
     layout: HeadLayout
-    prior_precision: float
+    prior: Prior
 
     def __post_init__(self) -> None:
         check_shapes(mean=(self.mean, str(self.layout.num_params)))
@@ -82,9 +83,8 @@ class Gaussian:
         return replace(self, mean=self.mean.to(device), covariance=self.covariance.to(device=device))
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """`mean`, `prior.precision` and the structure's tensors, float64; structure and layout as JSON."""
-        prior_precision = torch.tensor([self.prior_precision], dtype=torch.float64)
-        tensors = {"mean": self.mean.double().cpu().contiguous(), "prior.precision": prior_precision}
+        """`mean`, the prior's and the structure's tensors, float64; structure and layout as JSON."""
+        tensors = {"mean": self.mean.double().cpu().contiguous(), **self.prior.to_tensors()}
         meta = {"type": self.type, "structure": self.covariance.structure, **layout_to_meta(self.layout)}
         return {**tensors, **self.covariance.to_tensors()}, meta
 
@@ -93,4 +93,4 @@ class Gaussian:
         """The inverse of to_tensors."""
         layout = layout_from_meta(meta)
         covariance = registry.load_class("covariances", meta["structure"]).from_tensors(tensors, layout)
-        return cls(tensors["mean"], covariance, layout, float(tensors["prior.precision"]))
+        return cls(tensors["mean"], covariance, layout, Prior.from_tensors(tensors))

@@ -19,7 +19,8 @@ from bnncli.evaluation.verdict import DENSITIES, Judged, doubts
 from bnncli.inference.importance import diagnose_importance
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
-from bnncli.stages._inputs import Split, open_posterior, open_samples
+from bnncli.prior import Prior
+from bnncli.stages._inputs import Split, open_posterior, open_samples, recorded_prior
 from bnncli.stages._run import Run
 from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile
@@ -73,7 +74,7 @@ def diagnose(
     losses = _losses(run, posterior, val)
     entry["val_nll"] = _mean(losses)
     draws, is_independent = _draws(run, name, posterior, entry)
-    judged = _judged(name, entry)
+    judged = _judged(name, entry, recorded_prior(header))
     if posterior.type != "point":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]
@@ -89,10 +90,12 @@ def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
     """Every key that a posterior may have; undefined with the reason that holds for its type."""
     no_density = "draws have no density" if kind == "samples" else f"a {kind} has no density"
     no_chains = f"a {kind} posterior has no chains"
+    prior = recorded_prior(header)
     entry: dict[str, Any] = {
         "type": kind,
         "method": header.meta.get("method"),
-        "prior_precision": header.meta.get("prior_precision"),
+        "prior_precision": prior.weight_precision if prior else None,
+        "bias_precision": None if prior is None or prior.is_isotropic else prior.bias_precision,
         "is_good": None,
         "doubts": [],
         "draws": None,
@@ -108,12 +111,12 @@ def _importance(
     run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: Split
 ) -> dict[str, Any]:
     """ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
-    prior_precision = header.meta.get("prior_precision")
-    if not isinstance(prior_precision, int | float):
+    prior = recorded_prior(header)
+    if prior is None:
         no_target = undefined("its artifact has no prior precision, and so no target")
         return dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), no_target)
     found = diagnose_importance(
-        train.target(float(prior_precision), run.device),
+        train.target(prior, run.device),
         posterior.to(run.device),
         generator=run.stream(f"diagnose/elbo/{name}"),
         num_draws=options.draws,
@@ -186,13 +189,13 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> tuple[
     return thin(posterior.draws, min(NUM_DRAWS, independent)), True
 
 
-def _judged(name: str, entry: dict[str, Any]) -> Judged:
+def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Judged:
     """The numbers of an entry that the verdict goes by."""
     value = {key: part["value"] for key, part in entry.items() if isinstance(part, dict)}
     return Judged(
         name=name,
         type=entry["type"],
-        target=entry["prior_precision"],
+        target=target,
         elbo=value["elbo"],
         elbo_error=entry["elbo"].get("standard_error"),
         log_weight_sd=value["log_weight_sd"],

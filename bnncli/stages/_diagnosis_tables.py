@@ -118,8 +118,11 @@ def _draws_note(densities: Mapping[str, dict[str, Any]]) -> str:
 
 
 def _prior(entry: dict[str, Any]) -> str:
+    """The precision of the weights, and of the biases where that is another."""
     value = entry["prior_precision"]
-    return "-" if value is None else f"{value:.4g}"
+    if value is None or entry["bias_precision"] is None:
+        return "-" if value is None else f"{value:.4g}"
+    return f"{value:.4g} / {entry['bias_precision']:.4g}"
 
 
 def _good(entry: dict[str, Any]) -> str:

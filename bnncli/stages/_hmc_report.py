@@ -8,11 +8,12 @@ from bnncli.errors import CheckFailed
 from bnncli.evaluation.convergence import GOOD_BFMI, GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, energy_bfmi
 from bnncli.inference.hmc import HmcRun
 from bnncli.options import HmcOptions
+from bnncli.prior import Prior
 from bnncli.until import unmet
 
 
 def hmc_metrics(
-    drawn: HmcRun, judged: Convergence, *, held_out: Convergence | None, options: HmcOptions, prior_precision: float
+    drawn: HmcRun, judged: Convergence, *, held_out: Convergence | None, options: HmcOptions, prior: Prior
 ) -> dict[str, Any]:
     """The numbers of a run, as its artifact and `--json` give them."""
     return {
@@ -20,7 +21,7 @@ def hmc_metrics(
         "dynamics": options.dynamics if options.sampler == "hmc" else None,
         "chains": options.chains,
         "draws": drawn.draws.shape[1],
-        "prior_precision": prior_precision,
+        **prior.to_meta(),
         "max_rhat": judged.r_hat,
         "min_ess_bulk": judged.ess_bulk,
         "min_ess_tail": judged.ess_tail,

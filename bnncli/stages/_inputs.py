@@ -18,6 +18,7 @@ from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.samples import Samples
+from bnncli.prior import Prior
 from bnncli.stages._run import Run
 from bnncli.storage.features import FeatureSplit, head_digest, read_features
 from bnncli.storage.headers import Header, read_header
@@ -69,7 +70,7 @@ class Split:
             raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
         return self
 
-    def target(self, prior_precision: float, device: torch.device) -> LastLayerTarget:
+    def target(self, prior: Prior, device: torch.device) -> LastLayerTarget:
         """The log posterior of the head given this split.
 
         Features move to a GPU whole where they leave room there; else they stay in the file, and blocks travel.
@@ -77,7 +78,7 @@ class Split:
         features = torch.from_numpy(self.content.features)
         if features.nbytes <= RESIDENT_SHARE * available_memory(device):
             features = features.to(device)
-        return LastLayerTarget(features, self.labels(device), self.layout, prior_precision)
+        return LastLayerTarget(features, self.labels(device), self.layout, prior)
 
     def head(self) -> Tensor | None:
         """theta (P,) float64 of the network as trained; None without a head."""
@@ -185,16 +186,24 @@ def samples_of(content: SampleFile) -> Samples:
     return Samples(layout.join(weight, bias), layout)
 
 
-def gaussian_prior_precision(path: Path, header: Header) -> float:
-    """The prior precision recorded in a posterior's header. Raises DataError where there is none."""
-    value = header.meta.get("prior_precision")
-    if not isinstance(value, int | float) or not value > 0:
+def posterior_prior(path: Path, header: Header) -> Prior:
+    """The prior recorded in a posterior's header. Raises DataError where there is none."""
+    prior = recorded_prior(header)
+    if prior is None:
         raise DataError(
             f"{path}: has no prior precision",
             hint="give --prior-precision NUMBER, or --base with a fitted posterior",
             path=path,
         )
-    return float(value)
+    return prior
+
+
+def recorded_prior(header: Header) -> Prior | None:
+    """The prior recorded in a posterior's header; None without one. Raises DataError where it is no prior."""
+    try:
+        return Prior.from_meta(header.meta)
+    except ValueError as error:
+        raise _damaged(header.path, error) from None
 
 
 def head_tensors(train: Split) -> dict[str, Tensor]:

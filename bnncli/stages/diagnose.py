@@ -14,9 +14,10 @@ from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.mmd import NUM_PERMUTATIONS, median_bandwidth, mmd2, permutation_p_value
 from bnncli.evaluation.verdict import Commands, Judged, Verdict, give_verdict
 from bnncli.options import DiagnoseOptions
+from bnncli.prior import Prior
 from bnncli.stages._diagnosis import Diagnosis, diagnose
 from bnncli.stages._diagnosis_tables import diagnosis_tables
-from bnncli.stages._inputs import load_split, posterior_source
+from bnncli.stages._inputs import load_split, posterior_source, recorded_prior
 from bnncli.stages._run import Result, Run, source_json
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source
@@ -142,7 +143,7 @@ def _with_comparisons(
     scored = [one.losses for one in diagnoses if one.losses is not None]
     lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
     chains = [one.judged.name for one in diagnoses if one.judged.type == "samples"]
-    tuned = {header.meta.get("prior_precision") for header in headers.values() if header.meta.get("criterion") == "val"}
+    tuned = {recorded_prior(header) for header in headers.values() if header.meta.get("criterion") == "val"}
     compared = []
     for one in diagnoses:
         judged = replace(one.judged, is_tuned=one.judged.target in tuned)
@@ -167,7 +168,7 @@ def _with_comparisons(
 def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
     """The commands that a verdict may suggest, to be pasted."""
 
-    def sample(target: float | None) -> str:
+    def sample(target: Prior | None) -> str:
         return _sampling_command(
             run, options, [one.judged for one in diagnoses if one.judged.target == target], headers
         )
@@ -187,14 +188,18 @@ def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judg
     drawn = next((judged for judged in same_target if judged.type == "samples"), None)
     if drawn is not None:
         params = headers[drawn.name].provenance.get("params", {})
-        words = words if bases else ["--prior-precision", repr(drawn.target)]
+        name, ending = drawn.name, ["--force"]
+        if not bases and drawn.target is not None and drawn.target.is_isotropic:
+            words = ["--prior-precision", repr(drawn.target.weight_precision)]
+        elif not bases:  # no option of hmc says two precisions, and no artifact is made from itself
+            name, words, ending = f"{drawn.name}-longer", ["--base", drawn.name], []
         for key in ("warmup", "draws"):
             words += [f"--{key}", str(2 * int(params[key]))] if params.get(key) else []
-        return run.suggest("hmc", *words, *(["--name", drawn.name] if drawn.name != "hmc" else []), "--force")
+        return run.suggest("hmc", *words, *(["--name", name] if name != "hmc" else []), *ending)
     path = run.folder.posterior("hmc", suffix=".nc")
     if not path.is_file():
         return run.suggest("hmc", *words)
-    if read_header(path).meta.get("prior_precision") != same_target[0].target:
+    if recorded_prior(read_header(path)) != same_target[0].target:
         return run.suggest("hmc", *words, "--name", f"hmc-{bases[0]}")
     if options.posterior:  # there, and not among those named
         named = [word for name in (*options.posterior, "hmc") for word in ("--posterior", name)]
@@ -203,10 +208,12 @@ def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judg
 
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    target = verdict.target
     return {
         "sentence": verdict.sentence,
         "use": verdict.use,
-        "prior_precision": verdict.target,
+        "prior_precision": None if target is None else target.weight_precision,
+        "bias_precision": None if target is None or target.is_isotropic else target.bias_precision,
         "is_good": verdict.is_good,
         "run": verdict.run,
         "predicts_best": verdict.predicts_best,

@@ -13,7 +13,7 @@ from bnncli.errors import DataError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.rows import check_probabilities, detection_rows, in_distribution_rows, mmd_rows
 from bnncli.options import EvaluateOptions
-from bnncli.stages._inputs import open_posterior
+from bnncli.stages._inputs import open_posterior, recorded_prior
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.stages._score_table import score_table
@@ -291,9 +291,9 @@ def _distance_rows(
     hmc_draws: Tensor = shared["draws"].draws
     own, header = open_posterior(posterior)
     draws: Tensor = own.draws if header.kind == "samples" else own.sample(MMD_DRAWS, run.stream("evaluate/mmd"))
-    theirs, ours = shared["header"].meta.get("prior_precision"), header.meta.get("prior_precision")
-    if ours is not None and theirs is not None and abs(ours - theirs) > 1e-9 * theirs:
+    theirs, ours = recorded_prior(shared["header"]), recorded_prior(header)
+    if ours is not None and theirs is not None and not ours.is_close(theirs):
         run.console.warn(
-            f"{posterior.stem} has prior precision {ours:.4g}, {options.reference} has {theirs:.4g}: MMD^2 compares different targets"
+            f"{posterior.stem} has prior precision {ours}, {options.reference} has {theirs}: MMD^2 compares different targets"
         )
     return mmd_rows(draws, hmc_draws, reference=options.reference)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import memory
+from bnncli.covariances import check_takes_bias_precision, structures_with_bias_precision
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
@@ -15,6 +16,7 @@ from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
+from bnncli.prior import Prior
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
@@ -36,13 +38,15 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
-    structure = _structure(options.structure, train.layout, run)
+    structure = _structure(options, train.layout, run, is_searched=criterion != "number")
     if options.center == "checkpoint" and train.head() is None:
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
     sources = [train.source] + ([val.source] if val is not None else [])
     params = {**options.params(), "seed": run.compute.seed}
     if criterion == "number":
         params["prior_precision"] = float(options.prior_precision)
+    if options.own_bias_precision is not None:
+        params["bias_precision"] = options.own_bias_precision
     if len(train.content.features) < train.layout.num_features:
         run.console.warn(
             f"{len(train.content.features)} training examples are fewer than the {train.layout.num_features} features: "
@@ -101,11 +105,22 @@ def _has_labeled_val(run: Run) -> bool:
     return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
 
 
-def _structure(wanted: str, layout: HeadLayout, run: Run) -> str:
-    """The structure to fit. Raises DeviceError when it does not fit in memory, naming the largest that does."""
-    sizes = {"num_draws": max(NUM_DRAWS, VAL_DRAWS)}
-    chosen = wanted
-    if wanted == "auto":
+def _structure(options: FitLaplaceOptions, layout: HeadLayout, run: Run, *, is_searched: bool) -> str:
+    """The structure to fit.
+
+    Raises:
+        DeviceError: when it does not fit in memory, naming the largest that does.
+        UsageError: when it cannot have --bias-precision, or the head has no bias.
+    """
+    sizes: dict[str, Any] = {"num_draws": max(NUM_DRAWS, VAL_DRAWS)}
+    chosen, bias_precision = options.structure, options.own_bias_precision
+    if bias_precision is not None and not layout.has_bias:
+        raise UsageError("--bias-precision: the head has no bias")
+    if bias_precision is not None and (is_searched or bias_precision != float(options.prior_precision)):
+        sizes["among"] = structures_with_bias_precision()
+        if chosen != "auto":
+            check_takes_bias_precision(chosen)
+    if chosen == "auto":
         chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
         if chosen != "full":
             is_large = layout.num_params > memory.MAX_AUTO_FULL
@@ -125,11 +140,13 @@ def _compute(
     path: Path,
 ) -> Computed:
     start = train.start().to(run.device)
-    target = train.target(1.0, run.device)
+    # A search puts its candidates in the place of the weights' precision.
+    weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
+    target = train.target(Prior(weight_precision, options.own_bias_precision), run.device)
     found: PriorSearch | None = None
     if criterion == "number":
         fit = fit_gaussian(
-            target.with_prior_precision(float(options.prior_precision)),
+            target,
             structure=structure,
             center=options.center,
             start=start,
@@ -162,7 +179,7 @@ def _compute(
     meta |= {
         "method": "laplace",
         "center": options.center,
-        "prior_precision": fit.gaussian.prior_precision,
+        **fit.gaussian.prior.to_meta(),
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),
         "num_examples": len(train.content.features),
@@ -190,7 +207,7 @@ def _metrics(
     metrics: dict[str, Any] = {
         "structure": structure,
         "num_params": gaussian.layout.num_params,
-        "prior_precision": gaussian.prior_precision,
+        **gaussian.prior.to_meta(),
         "prior_precision_by": criterion,
         "prior_precision_at_edge": bool(found.at_edge) if found else None,
         "log_marginal_likelihood": fit.log_marginal_likelihood,
@@ -227,8 +244,9 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     chosen = {"val": "lowest val NLL", "marglik": "marginal likelihood", "number": "as given"}[
         metrics["prior_precision_by"]
     ]
+    bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
     lines = [
-        f"prior precision {metrics['prior_precision']:.4g} ({chosen}); structure {metrics['structure']}, {metrics['num_params']} parameters"
+        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}, {metrics['num_params']} parameters"
     ]
     if metrics["mode_distance"] is not None:
         lines.append(

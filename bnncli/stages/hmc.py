@@ -12,15 +12,18 @@ import numpy as np
 import torch
 
 from bnncli import __version__, memory
+from bnncli.covariances import structures_with_bias_precision
 from bnncli.errors import Interrupted, UsageError
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
 from bnncli.inference.hmc import HmcRun, sample_hmc
-from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.laplace import covariance_at
+from bnncli.inference.mode import find_mode
 from bnncli.options import HmcOptions
+from bnncli.prior import Prior
 from bnncli.stages._checkpoint import FileCheckpoint, resume_command
 from bnncli.stages._hmc_report import hmc_metrics, hmc_warnings, summary, verdict
-from bnncli.stages._inputs import Split, gaussian_prior_precision, load_split, posterior_source
+from bnncli.stages._inputs import Split, load_split, posterior_prior, posterior_source
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.storage.draw_file import DrawFile
@@ -40,15 +43,17 @@ def run(run: Run, options: HmcOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     held_out = load_split(run, "val") if "val" in run.folder.splits() else None
     sources = [train.source] + ([held_out.source] if held_out else [])
-    prior_precision, base = options.prior_precision, None
-    if prior_precision is None:
+    base = None
+    if options.prior_precision is None:
         path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         header, source = posterior_source(run, path, "base")
-        prior_precision = gaussian_prior_precision(path, header)
+        prior = posterior_prior(path, header)
         sources.append(source)
         base = path.stem
     elif options.base != "laplace":
         raise UsageError("--prior-precision and --base exclude each other: both say what the prior precision is")
+    else:
+        prior = Prior(options.prior_precision)
     params = {**options.params(), "base": base, "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "hmc", suffix=".nc")
     # Once as raw draws while the chains run, once as the artifact.
@@ -56,7 +61,7 @@ def run(run: Run, options: HmcOptions) -> Result:
     run.folder.check_name_is_free(target)
     request = Request(target, "samples", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
     memory.require_sampling(train.layout, run.device, num_chains=options.chains)
-    sampling = Sampling(run, options, request, train, held_out, prior_precision)
+    sampling = Sampling(run, options, request, train, held_out, prior)
     return produce(run, request, sampling.compute, when_fresh=lambda header: _when_fresh(header, options))
 
 
@@ -73,20 +78,21 @@ class Sampling:
     request: Request
     train: Split
     held_out: Split | None
-    prior_precision: float
+    prior: Prior
 
     def compute(self) -> Computed:
         """Draw, judge, and say how to publish."""
         run, options, train = self.run, self.options, self.train
-        target = train.target(self.prior_precision, run.device)
+        target = train.target(self.prior, run.device)
         structure = memory.automatic_structure(train.layout, memory.budget(run.device))
         start = train.start().to(run.device)
-        fit = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console)
+        mode = find_mode(target, start, progress=run.console)
+        covariance, _ = covariance_at(_whitened(target, structure), mode.theta, structure)
         sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
         drawn, judged, finish = sample(
             target,
-            mode=fit.gaussian.mean,
-            covariance=fit.gaussian.covariance,
+            mode=mode.theta,
+            covariance=covariance,
             num_chains=options.chains,
             num_warmup=options.warmup,
             num_draws=options.draws,
@@ -94,15 +100,13 @@ class Sampling:
             progress=run.console,
         )
         predictions = self._judge_held_out(drawn)
-        metrics = hmc_metrics(
-            drawn, judged, held_out=predictions, options=options, prior_precision=self.prior_precision
-        )
+        metrics = hmc_metrics(drawn, judged, held_out=predictions, options=options, prior=self.prior)
         for text in hmc_warnings(metrics):
             run.console.warn(text)
         meta = {
             "method": "hmc",
             "type": "samples",
-            "prior_precision": self.prior_precision,
+            **self.prior.to_meta(),
             "param_layout": train.layout.to_json(),
             "num_examples": len(train.content.features),
             "metrics": metrics,
@@ -186,7 +190,7 @@ class Sampling:
         is_nuts = self.options.sampler == "nuts"
         return write_samples(
             self.request.target,
-            _content(drawn, self.train, self.prior_precision),
+            _content(drawn, self.train, self.prior),
             outputs=self.train.content.classes if self.train.layout.num_outputs > 1 else ["logit"],
             created_at=provenance["created_at"],
             name=self.run.checkpoint_path.stem,
@@ -205,7 +209,14 @@ def _round_line(num_draws: int, judged: Convergence) -> str:
     return f"{num_draws} draws a chain: R-hat {r_hat}, ESS {judged.ess_bulk:.0f} bulk, {judged.ess_tail:.0f} tail"
 
 
-def _content(drawn: HmcRun, train: Split, prior_precision: float) -> SampleFile:
+def _whitened(target: LastLayerTarget, structure: str) -> LastLayerTarget:
+    """The target whose curvature whitens: where the structure has one precision only, the weights' serves for biases."""
+    if target.prior.is_isotropic or structure in structures_with_bias_precision():
+        return target
+    return target.with_prior(Prior(target.prior.weight_precision))
+
+
+def _content(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
     """Draws and statistics under the names of the ArviZ schema."""
     weight, bias = train.layout.split(drawn.draws.cpu())
     stats = {
@@ -220,7 +231,7 @@ def _content(drawn: HmcRun, train: Split, prior_precision: float) -> SampleFile:
         head_weight=weight.numpy(),
         head_bias=None if bias is None else bias.numpy(),
         stats={name: values.cpu().numpy() for name, values in stats.items() if values is not None},
-        constants={"prior_precision": np.array([prior_precision])},
+        constants={name: np.array([value]) for name, value in prior.to_meta().items()},
     )
 
 

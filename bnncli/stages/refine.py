@@ -15,12 +15,13 @@ from bnncli.flows import build_layers, choose_recipe, choose_space, settings_of
 from bnncli.inference.refine import fit_flow
 from bnncli.options import RefineOptions
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
 from bnncli.stages._inputs import (
     Split,
-    gaussian_prior_precision,
     head_tensors,
     load_split,
     open_posterior,
+    posterior_prior,
     posterior_source,
 )
 from bnncli.stages._produce import Computed, Request, produce
@@ -47,7 +48,7 @@ def run(run: Run, options: RefineOptions) -> Result:
         structure = str(header.meta.get("structure"))
         memory.require_refinement(structure, train.layout, run.device, num_draws=options.elbo_draws)
         sources.append(source)
-    prior_precision = _prior_precision(run, options, base_path, sources)
+    prior = _prior(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
     num_stored = train.layout.num_params * 4 + (options.length or 0) * sum(part.numel() for part in layer.parameters())
@@ -56,8 +57,8 @@ def run(run: Run, options: RefineOptions) -> Result:
     request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
 
     def compute() -> Computed:
-        base = _base(run, train, base_path, prior_precision)
-        return _compute(run, options, train, base, prior_precision=prior_precision, request=request)
+        base = _base(run, train, base_path, prior)
+        return _compute(run, options, train, base, prior=prior, request=request)
 
     return produce(run, request, compute, when_fresh=_when_fresh)
 
@@ -86,10 +87,10 @@ def _settings(options: RefineOptions) -> dict[str, Any]:
     return {"rank": options.rank, "hidden": options.hidden, "scale": options.scale}
 
 
-def _prior_precision(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> float:
-    """The target's prior precision: as given, or the base's; with --base prior, that of the run's laplace."""
+def _prior(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
+    """The target's prior: as given, or the base's; with --base prior, that of the run's laplace."""
     if options.prior_precision is not None:
-        return options.prior_precision
+        return Prior(options.prior_precision)
     path = base_path
     if path is None:
         path = run.folder.posterior("laplace")
@@ -98,7 +99,7 @@ def _prior_precision(run: Run, options: RefineOptions, base_path: Path | None, s
         sources.append(posterior_source(run, path, "prior_precision")[1])
     from bnncli.storage.headers import read_header
 
-    return gaussian_prior_precision(path, read_header(path))
+    return posterior_prior(path, read_header(path))
 
 
 def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
@@ -112,12 +113,12 @@ def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
         )
 
 
-def _base(run: Run, train: Split, base_path: Path | None, prior_precision: float) -> Gaussian:
-    """The Gaussian that the flow starts from: the artifact's, or N(0, I / prior precision)."""
+def _base(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gaussian:
+    """The Gaussian that the flow starts from: the artifact's, or the prior itself."""
     if base_path is None:
         zeros = torch.zeros(train.layout.num_params, dtype=torch.float64)
-        covariance = Diag.from_hessian({"hessian.diag": zeros}, prior_precision, train.layout)
-        return Gaussian(zeros, covariance, train.layout, prior_precision).to(run.device)
+        covariance = Diag.from_hessian({"hessian.diag": zeros}, prior, train.layout)
+        return Gaussian(zeros, covariance, train.layout, prior).to(run.device)
     base, _ = open_posterior(base_path)
     if base.layout != train.layout:
         raise DataError(
@@ -129,9 +130,9 @@ def _base(run: Run, train: Split, base_path: Path | None, prior_precision: float
 
 
 def _compute(
-    run: Run, options: RefineOptions, train: Split, base: Gaussian, *, prior_precision: float, request: Request
+    run: Run, options: RefineOptions, train: Split, base: Gaussian, *, prior: Prior, request: Request
 ) -> Computed:
-    target = train.target(prior_precision, run.device)
+    target = train.target(prior, run.device)
     resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every)
     with resumable.hint():
         fit = fit_flow(
@@ -154,11 +155,11 @@ def _compute(
     metrics = measure(run, options, fit, base, target)
     tensors, meta = fit.posterior.to_tensors()
     tensors |= head_tensors(train)
-    tensors["prior.precision"] = torch.tensor([prior_precision], dtype=torch.float64)
+    tensors |= prior.to_tensors()
     tensors["history.elbo"] = fit.history.double().cpu()
     meta |= {
         "method": "refine",
-        "prior_precision": prior_precision,
+        **prior.to_meta(),
         "param_layout": train.layout.to_json(),
         "num_examples": len(train.content.features),
         "metrics": metrics,

@@ -1,6 +1,6 @@
 """The log posterior of a network's last linear layer, given its fixed features.
 
-log p(D, theta) = sum_n log p(y_n | W x_n + b) + log N(theta | 0, I / prior_precision), both normalised. The label term
+log p(D, theta) = sum_n log p(y_n | W x_n + b) + log N(theta | 0, Lambda^-1), both normalised. The label term
 of the value is linear in theta, sum_n logit[n, y_n] = theta . t with the fixed statistic t = sum_n onehot(y_n) x x_n,
 and costs no pass over the examples. Products run in the features' precision (float32 for float16 files), sums over
 blocks of examples in float64. Features may lie elsewhere than the work is done: see targets/stream.py.
@@ -9,7 +9,6 @@ blocks of examples in float64. Features may lie elsewhere than the work is done:
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from torch import Tensor
 from bnncli.devices import available_memory
 from bnncli.errors import DataError
 from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
 from bnncli.shapes import check_shapes
 from bnncli.targets.likelihood import (
     block_logits,
@@ -63,14 +63,14 @@ class LastLayerTarget:
             fit it: a mapped file will do.
         labels: (N,) int64 on the compute device, in 0..K-1, or 0..1 for a single output.
         layout: how weight and bias lie in theta.
-        prior_precision: of the isotropic prior over all of theta, bias included.
+        prior: of weights and biases.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
     """
 
     features: Tensor
     labels: Tensor
     layout: HeadLayout
-    prior_precision: float
+    prior: Prior
     likelihood_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -79,8 +79,6 @@ class LastLayerTarget:
             raise DataError(f"features have {sizes['D']} columns, the head expects {self.layout.num_features}")
         if sizes["N"] == 0:
             raise DataError("the training split has no examples")
-        if not (math.isfinite(self.prior_precision) and self.prior_precision > 0):
-            raise ValueError(f"prior_precision must be positive and finite, got {self.prior_precision}")
         lowest, highest = int(self.labels.min()), int(self.labels.max())
         if lowest < 0 or highest >= self.layout.num_classes:
             raise DataError(
@@ -126,9 +124,8 @@ class LastLayerTarget:
         return self._sum(work, columns=16 * self.layout.num_outputs, dtype=torch.float64)[0]
 
     def log_prior(self, theta: Tensor) -> Tensor:
-        """log N(theta | 0, I / prior_precision), (S,) float64, for theta (S, P)."""
-        constant = 0.5 * theta.shape[-1] * math.log(self.prior_precision / (2 * math.pi))
-        return constant - 0.5 * self.prior_precision * theta.double().square().sum(dim=-1)
+        """log N(theta | 0, Lambda^-1), (S,) float64, for theta (S, P)."""
+        return self.prior.log_density(theta, self.layout)
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """Sum over the examples of log p(y | x, theta) times likelihood_scale, (S,) float64, for theta (S, P)."""
@@ -155,7 +152,7 @@ class LastLayerTarget:
         parts = [self._block_log_likelihood_and_grad(block) for block in draw_blocks(theta, self.layout)]
         log_likelihood = torch.cat([value for value, _ in parts])
         gradient = torch.cat([gradient for _, gradient in parts])
-        return log_likelihood + self.log_prior(theta), gradient - self.prior_precision * theta.double()
+        return log_likelihood + self.log_prior(theta), gradient + self.prior.gradient(theta.double(), self.layout)
 
     def probabilities(self, theta: Tensor, features: Tensor | None = None) -> Tensor:
         """Probabilities of the outputs under one theta (P,); for a single output, of label 1.
@@ -175,7 +172,7 @@ class LastLayerTarget:
     def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
 
-        (diag(p) - p p^T) x x x^T summed over the examples, plus the prior precision; exact for a linear layer. The
+        (diag(p) - p p^T) x x x^T summed over the examples, plus the prior's precisions; exact for a linear layer. The
         probabilities (K, N) are kept where they fit in memory, so that each product streams over the features once.
         """
         size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
@@ -199,12 +196,10 @@ class LastLayerTarget:
         scale = self.likelihood_scale * self.num_examples / index.shape[0]
         return replace(self, features=self.rows(index), labels=self.labels[index], likelihood_scale=scale)
 
-    def with_prior_precision(self, value: float) -> LastLayerTarget:
-        """The same data under another prior precision."""
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"prior_precision must be positive and finite, got {value}")
+    def with_prior(self, prior: Prior) -> LastLayerTarget:
+        """The same data under another prior."""
         other = copy.copy(self)  # what is known of the data is kept: checking them again would be a pass over a file
-        object.__setattr__(other, "prior_precision", value)
+        object.__setattr__(other, "prior", prior)
         return other
 
     def _check(self, theta: Tensor) -> None:
@@ -242,7 +237,7 @@ class LastLayerTarget:
             return (weighted_feature_sums(p * (u - mean), block, self.layout),)
 
         (total,) = self._sum(work, columns=self.layout.num_outputs * vectors.shape[0])
-        return total * self.likelihood_scale + self.prior_precision * vectors.double()
+        return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
 
 
 def batch_log_likelihood_and_grad(

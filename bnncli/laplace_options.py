@@ -1,0 +1,56 @@
+"""Options of fit-laplace; options.py passes them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, check_suffix, option, parse_positive
+
+
+@dataclass(frozen=True)
+class FitLaplaceOptions(Checked):
+    """Options of fit-laplace."""
+
+    structure: str = option(
+        "auto",
+        "Structure of the covariance: full; block (all pairs of one output's parameters); kron; diag. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron.",
+        choices=("auto", "full", "block", "kron", "diag"),
+    )
+    center: str = option(
+        "mode",
+        "Where the Gaussian is centred: the exact mode of the target, or the checkpoint's weights.",
+        choices=("mode", "checkpoint"),
+    )
+    prior_precision: str = option(
+        "auto",
+        "Of the weights (and of the biases, see --bias-precision): a number; val (lowest NLL on the val split, which must be data the network was not trained on); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
+        metavar="NUMBER|val|marglik|auto",
+    )
+    bias_precision: str = option(
+        "same",
+        "Prior precision of the biases: same as the weights', or a number, which stays while the weights' is chosen. Not for --structure kron.",
+        metavar="NUMBER|same",
+    )
+    plot: str | None = option(
+        None,
+        "Draw the search for the prior precision, criterion against precision, as .png, .svg or .pdf.",
+        metavar="FILE",
+        numeric=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plot is not None:
+            check_suffix(self.plot, "--plot", ("png", "svg", "pdf"))
+        if self.bias_precision != "same":
+            parse_positive(self.bias_precision, "--bias-precision", "same or a positive number")
+        if self.prior_precision not in ("auto", "val", "marglik"):
+            parse_positive(self.prior_precision, "--prior-precision", "auto, val, marglik or a positive number")
+            if self.plot is not None:
+                raise UsageError("--plot draws the search for the prior precision; there is none with a number given")
+
+    @property
+    def own_bias_precision(self) -> float | None:
+        """The number that --bias-precision gives; None for the weights'."""
+        return None if self.bias_precision == "same" else float(self.bias_precision)

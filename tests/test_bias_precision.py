@@ -1,0 +1,231 @@
+"""--bias-precision through the pipeline: what fit-laplace fits is what refine, hmc, evaluate and diagnose aim at."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bnncli import memory
+from bnncli.inference.elbo import elbo
+from bnncli.prior import Prior
+from bnncli.stages._inputs import open_posterior, recorded_prior
+from bnncli.storage.headers import read_header
+from bnncli.storage.posteriors import read_posterior
+from bnncli.storage.samples import read_samples
+from bnncli.targets.last_layer import LastLayerTarget
+
+Cli = Any
+PRIOR = Prior(10.0, 0.1)
+STEPS = (
+    ("fit-laplace", "--prior-precision", "10", "--bias-precision", "0.1", "--name", "two"),
+    ("refine", "--base", "two", "--epochs", "1", "--length", "2", "--name", "refine-two"),
+    ("hmc", "--base", "two", "--chains", "8", "--warmup", "8", "--draws", "16", "--name", "hmc-two"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_of_two(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small run with posteriors of two precisions beside its own; not to be changed."""
+    from bnncli.cli.execute import run_command_line
+
+    folder = tmp_path_factory.mktemp("two")
+    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
+    shutil.copy(finished_run.with_name("features.npz"), folder / "features.npz")
+    for command, *words in STEPS:
+        assert run_command_line([command, str(folder / "small"), *words, "-q"], io.StringIO()) == 0
+    return folder / "small"
+
+
+def file_of(run: Path, name: str) -> Path:
+    return next((run.with_name("small.bnn") / "posteriors").glob(f"{name}.*"))
+
+
+def target_of(run: Path, prior: Prior) -> LastLayerTarget:
+    arrays = np.load(run.with_name("features.npz"))
+    posterior, _ = open_posterior(file_of(run, "laplace"))
+    features, labels = (torch.from_numpy(arrays[f"{name}_train"]) for name in ("features", "labels"))
+    return LastLayerTarget(features, labels, posterior.layout, prior)
+
+
+def test_every_artifact_has_both_precisions(run_of_two: Path) -> None:
+    for name in ("two", "refine-two", "hmc-two"):
+        header = read_header(file_of(run_of_two, name))
+        assert recorded_prior(header) == PRIOR
+        assert header.meta["bias_precision"] == 0.1
+        if name != "refine-two":
+            assert header.meta["metrics"]["bias_precision"] == 0.1
+    for name in ("two", "refine-two"):
+        tensors, _ = read_posterior(file_of(run_of_two, name))
+        assert Prior.from_tensors(tensors) == PRIOR
+    for name in ("laplace", "refine", "hmc"):
+        assert "bias_precision" not in read_header(file_of(run_of_two, name)).meta
+
+
+def test_the_fit_is_at_the_mode_of_the_target_with_two_precisions(run_of_two: Path) -> None:
+    fitted, _ = open_posterior(file_of(run_of_two, "two"))
+    distances = []  # to the mode, in posterior standard deviations
+    for prior in (PRIOR, Prior(10.0)):
+        target = target_of(run_of_two, prior)
+        _, gradient = target.log_joint_and_grad(fitted.mean.unsqueeze(0), dtype=torch.float64)
+        distances.append(float(fitted.covariance.pull_back(gradient).norm()))
+    assert distances[0] < 2e-3
+    assert distances[1] > 1
+
+
+def test_refine_starts_at_the_elbo_of_the_base_on_that_target(run_of_two: Path) -> None:
+    base, _ = open_posterior(file_of(run_of_two, "two"))
+    metrics = read_header(file_of(run_of_two, "refine-two")).meta["metrics"]
+    expected = elbo(target_of(run_of_two, PRIOR), base, num_samples=4000, generator=torch.Generator().manual_seed(3))
+    before = metrics["elbo_before"]
+    error = np.hypot(before["standard_error"], expected.standard_error)
+    assert before["value"] == pytest.approx(expected.value, abs=4 * error)
+    wrong = elbo(target_of(run_of_two, Prior(10.0)), base, num_samples=4000, generator=torch.Generator().manual_seed(3))
+    assert abs(wrong.value - expected.value) > 40 * error
+
+
+def test_log_posteriors_of_draws_are_those_of_that_target(run_of_two: Path) -> None:
+    samples = read_samples(file_of(run_of_two, "hmc-two"))
+    posterior, _ = open_posterior(file_of(run_of_two, "hmc-two"))
+    expected = target_of(run_of_two, PRIOR).log_joint(posterior.draws[0])
+    np.testing.assert_allclose(samples.stats["lp"][0], expected.numpy(), atol=1e-3)
+    assert [samples.constants[name].tolist() for name in ("prior_precision", "bias_precision")] == [[10.0], [0.1]]
+
+
+def test_diagnose_judges_each_on_its_own_target(cli: Cli, run_of_two: Path) -> None:
+    done = cli("diagnose", run_of_two, "--json")
+    posteriors, pairs = done.json["posteriors"], done.json["pairs"]
+    shown = {name: (entry["prior_precision"], entry["bias_precision"]) for name, entry in posteriors.items()}
+    assert shown == {"map": (None, None)} | dict.fromkeys(("laplace", "refine", "hmc"), (10.0, None)) | dict.fromkeys(
+        ("two", "refine-two", "hmc-two"), (10.0, 0.1)
+    )
+    same = {frozenset(pair["posteriors"]) for pair in pairs if pair["is_same_target"]}
+    assert {"two", "hmc-two"} in same
+    assert {"two", "hmc"} not in same
+    stored = read_header(file_of(run_of_two, "refine-two")).meta["metrics"]["elbo_before"]
+    elbo_now = posteriors["two"]["elbo"]
+    error = np.hypot(stored["standard_error"], elbo_now["standard_error"])
+    assert elbo_now["value"] == pytest.approx(stored["value"], abs=4 * error)
+    table = cli("diagnose", run_of_two, "--posterior", "two").stdout
+    assert "10 / 0.1" in table
+
+
+def test_diagnose_suggests_commands_that_keep_both_precisions(cli: Cli, run_of_two: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
+    run = tmp_path / "small"
+    command = cli("diagnose", run, "--posterior", "hmc-two", "--json").json["verdict"]["run"]
+    words = shlex.split(command)[1:]
+    assert ("--name", "hmc-two-longer") in pairwise(words)
+    assert cli(*words).code == 0
+    assert recorded_prior(read_header(file_of(run, "hmc-two-longer"))) == PRIOR
+
+
+def test_evaluate_warns_of_draws_from_another_target(cli: Cli, run_of_two: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
+    run = tmp_path / "small"
+    assert cli("predict", run, "--posterior", "two", "--split", "test").code == 0
+    done = cli("evaluate", run, "--posterior", "two")
+    assert "two has prior precision 10 (bias 0.1), hmc has 10: MMD^2 compares different targets" in done.stderr
+    assert "different targets" not in cli("evaluate", run, "--posterior", "two", "--reference", "hmc-two").stderr
+
+
+def test_the_prior_itself_as_base_has_both_precisions(cli: Cli, small_run: Path) -> None:
+    words = ("--prior-precision", 10, "--bias-precision", 0.1, "--force")
+    assert cli("fit-laplace", small_run, *words).code == 0
+    assert cli("refine", small_run, "--base", "prior", "--epochs", 1, "--length", 1, "--name", "naive").code == 0
+    posterior, header = open_posterior(file_of(small_run, "naive"))
+    assert recorded_prior(header) == PRIOR
+    expected = PRIOR.diagonal(posterior.layout).reciprocal()
+    torch.testing.assert_close(posterior.base.covariance.variance(), expected)
+
+
+def test_a_number_given_to_hmc_holds_for_biases_too(cli: Cli, run_of_two: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
+    words = ("--prior-precision", 5, "--chains", 2, "--warmup", 4, "--draws", 4, "--name", "five")
+    assert cli("hmc", tmp_path / "small", *words).code == 0
+    assert recorded_prior(read_header(file_of(tmp_path / "small", "five"))) == Prior(5.0)
+    assert (
+        cli("refine", tmp_path / "small", "--base", "two", "--prior-precision", 5, "--epochs", 1, "--force").code == 0
+    )
+    posterior, header = open_posterior(file_of(tmp_path / "small", "refine"))
+    assert (recorded_prior(header), posterior.base.prior) == (Prior(5.0), PRIOR)
+
+
+def test_the_same_number_for_both_is_the_default(cli: Cli, small_run: Path) -> None:
+    words = ("fit-laplace", small_run, "--prior-precision", 10, "--bias-precision", 10)
+    for name in ("same", "same-kron"):
+        extra = ("--structure", "kron") if name == "same-kron" else ()
+        assert cli(*words, *extra, "--name", name).code == 0
+    digests = [read_header(file_of(small_run, name)).content_digest for name in ("same", "laplace")]
+    assert digests[0] == digests[1]
+
+
+def test_a_search_keeps_the_bias_precision(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-laplace", small_run, "--bias-precision", 0.1, "--name", "searched", "--json")
+    metrics = done.json["metrics"]
+    assert (done.code, metrics["prior_precision_by"], metrics["bias_precision"]) == (0, "val", 0.1)
+    assert recorded_prior(read_header(file_of(small_run, "searched"))) == Prior(metrics["prior_precision"], 0.1)
+    assert ", 0.1 of the biases;" in done.stderr
+
+
+@pytest.mark.parametrize("precision", ["10", "val"])
+def test_kron_is_refused_before_any_work(cli: Cli, small_run: Path, precision: str) -> None:
+    done = cli(
+        "fit-laplace",
+        small_run,
+        "--prior-precision",
+        precision,
+        "--bias-precision",
+        "1",
+        "--structure",
+        "kron",
+        "--force",
+    )
+    assert done.code == 2
+    assert "--structure kron has one prior precision for weights and biases" in done.stderr
+    assert "--structure block or diag or full" in done.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "no"])
+def test_what_is_no_precision_is_a_usage_error(cli: Cli, small_run: Path, value: str) -> None:
+    done = cli("fit-laplace", small_run, f"--bias-precision={value}")
+    assert done.code == 2
+    assert f"--bias-precision: expected same or a positive number; got '{value}'" in done.stderr
+
+
+def test_a_head_without_bias_has_no_bias_precision(cli: Cli, tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    arrays.pop("head_bias")
+    np.savez(tmp_path / "features.npz", **arrays)
+    assert cli("extract-features", tmp_path / "bare", "--from-npz", tmp_path / "features.npz").code == 0
+    done = cli("fit-laplace", tmp_path / "bare", "--prior-precision", 1, "--bias-precision", 1)
+    assert (done.code, "--bias-precision: the head has no bias" in done.stderr) == (2, True)
+
+
+def test_large_heads_are_sampled_with_both_precisions(
+    cli: Cli, run_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "MAX_AUTO_FULL", 0)  # so that the chains are whitened by a Kronecker-factored Gaussian
+    shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
+    words = ("--base", "two", "--chains", 8, "--warmup", 40, "--draws", 60, "--name", "large")
+    assert cli("hmc", tmp_path / "small", *words).code == 0
+    path = file_of(tmp_path / "small", "large")
+    header = read_header(path)
+    assert (header.meta["whitening"], recorded_prior(header)) == ("kron", PRIOR)
+    posterior, _ = open_posterior(path)
+    expected = target_of(run_of_two, PRIOR).log_joint(posterior.draws[0])
+    np.testing.assert_allclose(read_samples(path).stats["lp"][0], expected.numpy(), atol=1e-3)
+
+
+def test_the_automatic_structure_is_one_that_can(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MAX_AUTO_FULL", 0)
+    words = ("fit-laplace", small_run, "--prior-precision", 10)
+    assert cli(*words, "--name", "one", "--json").json["metrics"]["structure"] == "kron"
+    two = cli(*words, "--bias-precision", 0.1, "--name", "both", "--json").json["metrics"]
+    assert (two["structure"], two["bias_precision"]) == ("diag", 0.1)

@@ -1,0 +1,232 @@
+"""Two prior precisions, one for weights and one for biases, against torch.distributions, autograd and scipy."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from bnncli import registry
+from bnncli.covariances.kron import Kron
+from bnncli.errors import UsageError
+from bnncli.flows import build_layers
+from bnncli.inference import mode as mode_module
+from bnncli.inference.curvature import ggn
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.mode import find_mode
+from bnncli.inference.objective import Objective
+from bnncli.inference.prior_precision import search
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.flow import Flow
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.likelihood import label_indicators
+
+LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4)]
+PRIOR = Prior(2.0, 0.05)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+ABLE = ["block", "diag", "full"]
+every_able_structure = pytest.mark.parametrize("structure", ABLE)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_target(layout: HeadLayout, prior: Prior = PRIOR) -> LastLayerTarget:
+    features = torch.randn(40, layout.num_features, generator=seeded(), dtype=torch.float64)
+    labels = (features[:, 0] + torch.randn(40, generator=seeded(1)) > 0.8).long()
+    return LastLayerTarget(features, labels, layout, prior)
+
+
+def draw_theta(layout: HeadLayout, num_draws: int = 5) -> Tensor:
+    return torch.randn(num_draws, layout.num_params, generator=seeded(2), dtype=torch.float64)
+
+
+def precisions_of(layout: HeadLayout) -> Tensor:
+    """(P,): the weights' 2, then the biases' 0.05."""
+    num_weights = layout.num_outputs * layout.num_features
+    return torch.tensor([2.0] * num_weights + [0.05] * layout.num_outputs, dtype=torch.float64)
+
+
+def log_joint_written_out(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    logits = torch.nn.functional.linear(target.features, *target.layout.split(theta))
+    if target.layout.num_outputs == 1:
+        nll = binary_cross_entropy_with_logits(logits[:, 0], target.labels.double(), reduction="sum")
+    else:
+        nll = cross_entropy(logits, target.labels, reduction="sum")
+    scale = precisions_of(target.layout).rsqrt()
+    return torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum() - nll
+
+
+@every_layout
+def test_the_log_joint_and_its_gradient_are_those_written_out(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)
+    values, gradients = target.log_joint_and_grad(theta)
+    for one, value, gradient in zip(theta, values, gradients, strict=True):
+        expected = log_joint_written_out(target, one.requires_grad_())
+        torch.testing.assert_close(value, expected.detach())
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected, one)[0])
+
+
+@every_layout
+def test_log_density_is_that_of_independent_normals(layout: HeadLayout) -> None:
+    theta, scale = draw_theta(layout), precisions_of(layout).rsqrt()
+    expected = torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum(dim=1)
+    torch.testing.assert_close(PRIOR.log_density(theta, layout), expected)
+    torch.testing.assert_close(PRIOR.diagonal(layout), precisions_of(layout))
+    same = Prior(2.0, 2.0)
+    assert same.is_isotropic
+    assert torch.equal(same.log_density(theta, layout), Prior(2.0).log_density(theta, layout))
+
+
+@every_layout
+def test_hessian_products_are_those_of_the_log_joint(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)[0]
+    hessian = -torch.autograd.functional.hessian(lambda one: log_joint_written_out(target, one), theta)
+    products = target.hessian_vector_product(theta, torch.eye(layout.num_params, dtype=torch.float64))
+    torch.testing.assert_close(products, hessian)
+
+
+@every_layout
+@every_able_structure
+def test_every_able_structure_has_the_curvature_of_the_log_joint(structure: str, layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)[0]
+    hessian = -torch.autograd.functional.hessian(lambda one: log_joint_written_out(target, one), theta)
+    outputs = layout.flatten(torch.arange(layout.num_outputs).unsqueeze(1).repeat(1, layout.num_features + 1))
+    kept = {
+        "full": torch.ones_like(hessian),
+        "block": (outputs.unsqueeze(1) == outputs).double(),
+        "diag": torch.eye(layout.num_params, dtype=torch.float64),
+    }[structure]
+    kind = registry.load_class("covariances", structure)
+    covariance = kind.from_hessian(ggn(target, theta, structure), PRIOR, layout)
+    root = covariance.unwhiten(torch.eye(layout.num_params, dtype=torch.float64))
+    torch.testing.assert_close(torch.linalg.inv(root.T @ root), hessian * kept)
+
+
+def test_kron_is_refused_with_the_structures_that_can() -> None:
+    target, start = make_target(LAYOUTS[0]), torch.zeros(15)
+    with pytest.raises(UsageError, match="--structure kron has one prior precision") as caught:
+        fit_gaussian(target, start=start, structure="kron")
+    assert caught.value.hint == "use --structure block or diag or full, or --bias-precision same"
+    with pytest.raises(ValueError, match="needs one prior precision"):
+        Kron.from_hessian(ggn(target, start, "kron"), PRIOR, target.layout)
+    same = fit_gaussian(target.with_prior(Prior(2.0, 2.0)), start=start, structure="kron").gaussian
+    alone = fit_gaussian(target.with_prior(Prior(2.0)), start=start, structure="kron").gaussian
+    assert torch.equal(same.covariance.variance(), alone.covariance.variance())
+    assert sorted([*ABLE, "kron"]) == registry.names("covariances")
+
+
+@every_layout
+@pytest.mark.parametrize("most_full", [2048, 0])
+def test_the_mode_is_the_one_scipy_finds(layout: HeadLayout, most_full: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode_module, "MAX_FULL_PRECONDITIONER", most_full)
+    target = make_target(layout)
+
+    def loss(theta: np.ndarray) -> tuple[float, np.ndarray]:
+        one = torch.tensor(theta, requires_grad=True)
+        value = -log_joint_written_out(target, one)
+        return value.item(), torch.autograd.grad(value, one)[0].numpy()
+
+    start = np.zeros(layout.num_params)
+    expected = scipy.optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options={"ftol": 0, "gtol": 1e-9})
+    found = find_mode(target, torch.zeros(layout.num_params), tolerance=1e-8)
+    np.testing.assert_allclose(found.theta.numpy(), expected.x, atol=1e-6)
+    assert found.log_joint == pytest.approx(-expected.fun, rel=1e-10)
+
+
+@every_layout
+def test_minibatch_gradients_average_to_that_of_all_data(layout: HeadLayout) -> None:
+    target = make_target(layout)
+    base = fit_gaussian(target, start=torch.zeros(layout.num_params)).gaussian
+    theta = draw_theta(layout)
+    objective = Objective.of(target, base, "whitened")
+    indicators = label_indicators(target.labels, layout, torch.float64)
+    parts = [
+        objective._batch_log_joint_and_grad(theta, target.features[rows], indicators[:, rows])
+        for rows in (slice(0, 20), slice(20, 40))
+    ]
+    for mean, exact in zip(
+        (torch.stack(pair).mean(dim=0) for pair in zip(*parts, strict=True)),
+        target.log_joint_and_grad(theta),
+        strict=True,
+    ):
+        torch.testing.assert_close(mean, exact)
+
+
+@pytest.mark.parametrize("criterion", ["val", "marglik"])
+@pytest.mark.parametrize("bias_precision", [0.05, 1.0, None])
+def test_a_search_varies_the_weights_precision_alone(bias_precision: float | None, criterion: str) -> None:
+    target = make_target(LAYOUTS[0], Prior(1.0, bias_precision))
+    start = torch.zeros(target.layout.num_params)
+    found = search(
+        target, start=start, generator=seeded(), criterion=criterion, val_features=target.features[:20],
+        val_labels=target.labels[:20], bounds=(0.1, 10.0), tolerance=0,
+    )  # fmt: skip
+    assert found.fit.gaussian.prior == Prior(found.best, bias_precision)
+    if criterion == "marglik":
+        for precision, value in found.curve:
+            alone = fit_gaussian(target.with_prior(Prior(precision, bias_precision)), start=start)
+            assert value == pytest.approx(
+                -alone.log_marginal_likelihood, abs=5e-3
+            )  # of modes found to 1e-3 standard deviations
+
+
+@pytest.mark.parametrize("own", [Prior(3.0, 0.2), Prior(3.0)], ids=str)
+@pytest.mark.parametrize("base", [PRIOR, Prior(2.0)], ids=str)
+def test_the_base_of_a_stored_flow_keeps_its_own_prior(base: Prior, own: Prior) -> None:
+    gaussian = fit_gaussian(make_target(LAYOUTS[0], base), start=torch.zeros(15)).gaussian
+    layers = build_layers("radial", gaussian.layout, seeded(), length=1)
+    tensors, meta = Flow(gaussian, layers, "radial").to_tensors()
+    tensors |= own.to_tensors()
+    assert Flow.from_tensors(tensors, json.loads(json.dumps(meta))).base.prior == base
+    assert Prior.from_tensors(tensors) == own
+
+
+def test_a_stored_gaussian_keeps_its_prior() -> None:
+    gaussian = fit_gaussian(make_target(LAYOUTS[0]), start=torch.zeros(15)).gaussian
+    again = Gaussian.from_tensors(*gaussian.to_tensors())
+    assert again.prior == PRIOR
+    assert torch.equal(again.covariance.variance(), gaussian.covariance.variance())
+
+
+def test_metadata_tells_a_bias_precision_where_there_is_one() -> None:
+    assert PRIOR.to_meta() == {"prior_precision": 2.0, "bias_precision": 0.05}
+    assert Prior(2.0).to_meta() == Prior(2.0, 2.0).to_meta() == {"prior_precision": 2.0}
+    assert Prior.from_meta({}) is None
+    assert Prior.from_meta(PRIOR.to_meta()) == PRIOR
+    assert Prior.from_meta({"prior_precision": 2, "bias_precision": 2.0}) == Prior(2.0)
+    assert Prior.from_meta({"prior_precision": 2, "bias_precision": None}) == Prior(2.0)
+    assert (str(PRIOR), str(Prior(2.0))) == ("2 (bias 0.05)", "2")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"prior_precision": 0},
+        {"prior_precision": "2"},
+        {"prior_precision": True},
+        {"prior_precision": 1, "bias_precision": -1.0},
+        {"prior_precision": 1, "bias_precision": math.inf},
+        {"prior_precision": 1, "bias_precision": [1]},
+    ],
+    ids=str,
+)
+def test_what_is_no_precision_is_refused(meta: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Prior.from_meta(meta)
+
+
+def test_priors_are_close_when_both_precisions_are() -> None:
+    assert PRIOR.is_close(Prior(2.0 * (1 + 1e-12), 0.05))
+    assert Prior(2.0).is_close(Prior(2.0, 2.0))
+    assert not PRIOR.is_close(Prior(2.0))
+    assert not PRIOR.is_close(Prior(2.0, 0.0501))
