@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation import convergence as module
-from bnncli.evaluation.convergence import convergence, energy_bfmi
+from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.rank_statistics import rank_statistics
 
 with warnings.catch_warnings():
@@ -182,12 +182,3 @@ def test_parts_of_a_mapped_file_are_judged_like_the_whole(
     assert result.worst_parameter == expected.worst_parameter == 4
     for name in ("r_hat", "ess_bulk", "ess_tail"):
         assert getattr(result, name) == pytest.approx(getattr(expected, name), rel=1e-12)
-
-
-def test_energy_bfmi_is_that_of_arviz() -> None:
-    energy = np.cumsum(np.random.default_rng(0).normal(size=(4, 60)), axis=1)
-    energy[0] = np.random.default_rng(1).normal(size=60)
-    got = energy_bfmi(energy)
-    np.testing.assert_allclose(got, arviz.bfmi(energy), rtol=1e-12)
-    assert got[0] > 1
-    assert (got[1:] < 0.5).all()

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from bnncli import signals
-from bnncli.evaluation.convergence import convergence, energy_bfmi
+from bnncli.evaluation.bfmi import bfmi
+from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.held_out import log_probabilities
 from bnncli.layout import HeadLayout
-from bnncli.stages._checkpoint import FileCheckpoint
 from bnncli.stages._hmc_report import hmc_warnings
+from bnncli.stages._resumable import ResumableDraws
 from bnncli.storage.samples import read_samples
 
 Cli = Any
@@ -43,15 +44,15 @@ def hidden_files(run: Path) -> list[str]:
 def stop_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """stop_after(n): SIGTERM comes during the n-th transition from now."""
     counts = {"left": -1}
-    offer = FileCheckpoint.offer
+    offer = ResumableDraws.offer
 
-    def counted(self: FileCheckpoint, tensors: Any, *, is_last: bool = False) -> None:
+    def counted(self: ResumableDraws, tensors: Any, *, is_last: bool = False) -> None:
         offer(self, tensors, is_last=is_last)
         counts["left"] -= not is_last
         if counts["left"] == 0:
             signals._received.append(signal.SIGTERM)
 
-    monkeypatch.setattr(FileCheckpoint, "offer", counted)
+    monkeypatch.setattr(ResumableDraws, "offer", counted)
     yield lambda number: counts.update(left=number)
     signals.forget_received()
 
@@ -133,6 +134,16 @@ def test_another_request_does_not_continue_a_state(
     assert words in done.stderr
     assert f"rm {posteriors(small_run)}/.cut.resume.safetensors" in done.stderr
     assert sorted(hidden_files(small_run)) == [".cut.resume.draws", ".cut.resume.safetensors"]
+
+
+def test_a_state_of_another_whitening_is_refused(
+    cli: Cli, small_run: Path, stop_after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(20)
+    assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
+    monkeypatch.setattr("bnncli.memory.automatic_structure", lambda *_, **__: "kron")  # less memory than before
+    done = cli("hmc", small_run, *SMALL, "--name", "cut", "--resume")
+    assert (done.code, "it was saved with another whitening" in done.stderr) == (65, True)
 
 
 @pytest.mark.parametrize("damage", ["state", "draws", "no draws"])
@@ -235,6 +246,6 @@ def test_log_probabilities_are_exact_where_the_label_is_all_but_certain(layout: 
 def test_the_lowest_energy_bfmi_is_told_and_warned_about(cli: Cli, small_run: Path) -> None:
     metrics = cli("hmc", small_run, *SMALL, "--name", "e", "--json").json["metrics"]
     energy = read_samples(posteriors(small_run) / "e.nc").stats["energy"]
-    assert metrics["min_bfmi"] == pytest.approx(energy_bfmi(energy).min())
+    assert metrics["min_bfmi"] == pytest.approx(bfmi(energy).min())
     assert hmc_warnings({**metrics, "max_rhat": 1.0, "min_bfmi": 0.31, "divergences": 0}) == []
     assert "lowest E-BFMI 0.29" in hmc_warnings({**metrics, "max_rhat": 1.0, "min_bfmi": 0.29, "divergences": 0})[0]

@@ -24,3 +24,8 @@ def bfmi(energy: NDArray) -> NDArray[np.float64]:
     variance = values.var(axis=1, ddof=1)
     steps = np.square(np.diff(values, axis=1)).mean(axis=1)
     return np.divide(steps, variance, out=np.full(len(values), np.nan), where=variance > 0)
+
+
+def lowest_bfmi(energy: NDArray) -> float:
+    """The lowest E-BFMI of the chains with energies (C, T); 0 for a chain whose energy never changes: it explores nothing."""
+    return float(np.nan_to_num(bfmi(energy), nan=0.0).min())

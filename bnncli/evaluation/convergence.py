@@ -21,7 +21,6 @@ from bnncli.progress import SILENT, Progress
 GOOD_RHAT = 1.05  # above it the chains do not agree well enough to be quoted
 STUCK_ACCEPTANCE = 0.05  # a chain that accepts less of its moves has not sampled anything
 MIN_DRAWS = 4  # per chain: fewer cannot be split into halves that have a variance
-GOOD_BFMI = 0.3  # below it momenta do not carry the chain across the energies there are (Betancourt 2016)
 _READ_VALUES = 1 << 25  # of draws taken at a time from an array that may lie on disk, and may not fit in memory
 _WORK_VALUES = 1 << 18  # judged at a time, so that the sorts stay in cache
 
@@ -101,21 +100,6 @@ def convergence_of(
         reason = f"parameter {int(undefined[0])} has the same distance from its median throughout half-chains"
         return Convergence(None, None, None, None, undefined=reason)
     return Convergence(float(r_hat.max()), int(r_hat.argmax()), *smallest)
-
-
-def energy_bfmi(energy: NDArray) -> NDArray:
-    """The energy Bayesian fraction of missing information of each chain, (C,): how freely energies change.
-
-    sum_t (E_t - E_{t-1})^2 / sum_t (E_t - mean)^2, about 1 where momenta explore all energies there are.
-
-    Args:
-        energy: (C, T) nats, of every kept state with the momentum that led to it.
-
-    Source: Betancourt (2016), arXiv:1604.00695, equation 3.1.
-    """
-    centred = energy - energy.mean(axis=1, keepdims=True)
-    changes: NDArray = np.square(np.diff(energy, axis=1)).sum(axis=1)
-    return changes / np.square(centred).sum(axis=1)
 
 
 def _judge(quantities: torch.Tensor) -> list[RankStatistics]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.errors import CheckFailed
-from bnncli.evaluation.convergence import GOOD_BFMI, GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, energy_bfmi
+from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence
 from bnncli.inference.hmc import HmcRun
 from bnncli.options import HmcOptions
 from bnncli.prior import Prior
@@ -28,21 +29,13 @@ def hmc_metrics(
         "undefined": judged.undefined,
         "heldout_max_rhat": held_out.r_hat if held_out else None,
         "heldout_min_ess_bulk": held_out.ess_bulk if held_out else None,
-        "min_bfmi": None if drawn.energy is None else _lowest_bfmi(drawn),
+        "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
         "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
         "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
         "divergences": int(drawn.diverging.sum()),
         "step_size": drawn.step_size,
         "mean_steps": float(drawn.n_steps.double().mean()),
     }
-
-
-def _lowest_bfmi(drawn: HmcRun) -> float | None:
-    """The lowest E-BFMI of the chains that move; None when none does."""
-    assert drawn.energy is not None
-    energy = drawn.energy.cpu().numpy()
-    moving = energy[energy.std(axis=1) > 0]
-    return float(energy_bfmi(moving).min()) if len(moving) else None
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
@@ -80,9 +73,9 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
         found.append(f"a chain is stuck: it accepts {lowest:.1%} of its moves; {_remedy(metrics)}")
     if metrics["divergences"]:
         found.append(f"{metrics['divergences']} trajectories diverged; try a higher --target-accept")
-    if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < GOOD_BFMI:
+    if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:
         found.append(
-            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {GOOD_BFMI}); the tails may be "
+            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails may be "
             "missing, use more --draws or a larger --prior-precision"
         )
     return found

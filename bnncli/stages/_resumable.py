@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from bnncli.errors import Interrupted
-from bnncli.stages._checkpoint import resume_command
 from bnncli.stages._produce import Request
 from bnncli.stages._run import Run
+from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.resume import SaveClock, identity_of, read_state, remove_state, state_path, write_state
+
+State = Mapping[str, Tensor]
 
 
 class Resumable:
@@ -21,34 +24,54 @@ class Resumable:
         run, request: what the work is for; a state of another request is refused.
         resume: whether a state that is there is to be continued.
         save_every: seconds between states; 0 saves every one that is offered.
+        also: what else must be as it was, by name: choices that the machine made and not the request.
     """
 
-    def __init__(self, run: Run, request: Request, *, resume: bool, save_every: float) -> None:
+    def __init__(
+        self, run: Run, request: Request, *, resume: bool, save_every: float, also: Mapping[str, str] | None = None
+    ) -> None:
         self._run, self._resume, self._clock = run, resume, SaveClock(save_every)
         self._path = state_path(request.target)
-        self._identity = identity_of(
+        identity = identity_of(
             request.params,
             algo_rev=request.algo_rev,
             seed=run.compute.seed,
             sources=request.sources,
             weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
         )
+        self._identity = {**identity, **(also or {})}
 
-    def restore(self) -> dict[str, Tensor] | None:
-        """The state to continue from, with --resume; without it a state that is there is reported and left."""
+    @property
+    def is_stored(self) -> bool:
+        """Whether there is a state to continue from."""
+        return self._path.exists()
+
+    def restore(self, where: Callable[[State], str] = lambda state: "") -> dict[str, Tensor] | None:
+        """The state to continue from, with --resume; without it a state that is there is reported and left.
+
+        Args:
+            where: says how far the work is, for people.
+        """
         console = self._run.console
         if not self._resume:
-            if self._path.exists():
+            if self.is_stored:
                 console.info(f"{self._path}: an interrupted run can be continued with --resume; this one starts afresh")
             return None
         state = read_state(self._path, self._identity)
-        console.info("resuming" if state else f"nothing to resume (no {self._path.name}): starting afresh")
+        if state is None:
+            console.info(f"nothing to resume (no {self._path.name}): starting afresh")
+        else:
+            console.info(f"resuming{where(state)}")
         return state
 
-    def save(self, state: Mapping[str, Tensor], is_last: bool) -> None:
-        """Store the state when it is due, or when the work is about to end early."""
+    def offer(self, state: Callable[[], State], *, is_last: bool = False) -> None:
+        """Make the state and store it when it is due, or when the work is about to end early."""
         if is_last or self._clock.is_due():
-            write_state(self._path, state, self._identity)
+            write_state(self._path, state(), self._identity)
+
+    def save(self, state: State, is_last: bool) -> None:
+        """The same for a state that is made already."""
+        self.offer(lambda: state, is_last=is_last)
 
     def remove(self) -> None:
         """The artifact is published: the state is not needed."""
@@ -60,6 +83,50 @@ class Resumable:
         try:
             yield
         except Interrupted as error:
-            if self._path.exists():
+            if self.is_stored:
                 error.hint = f"continue with: {resume_command(self._run.argv)}"
             raise
+
+
+class ResumableDraws:
+    """The state of a sampler, whose draws lie in a file of their own.
+
+    Args:
+        resumable: the state.
+        store: the draws; on disk before the state that counts them.
+    """
+
+    def __init__(self, resumable: Resumable, store: DrawFile) -> None:
+        self._resumable, self._store = resumable, store
+
+    def restore(self) -> dict[str, Tensor] | None:
+        """The state to continue from, the store cut to its draws; None to start afresh."""
+        state = self._resumable.restore(lambda state: f" after {int(state['num_done'])} transitions")
+        if state is not None:
+            self._store.continue_from(len(state["num_steps"]))
+        return state
+
+    def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
+        """Store the state when it is due, or when the run is about to end early; draws first."""
+
+        def state() -> State:
+            self._store.flush()
+            return tensors()
+
+        self._resumable.offer(state, is_last=is_last)
+
+    def close(self) -> None:
+        """No more draws come: keep their file as long as a state needs it, and not otherwise."""
+        self._store.close()
+        if not self._resumable.is_stored:
+            self._store.remove()
+
+    def remove(self) -> None:
+        """The run is complete: neither state nor raw draws are needed."""
+        self._resumable.remove()
+        self._store.remove()
+
+
+def resume_command(argv: Sequence[str]) -> str:
+    """The command that continues an interrupted one."""
+    return shlex.join(["bnncli", *argv, *([] if "--resume" in argv else ["--resume"])])

@@ -13,7 +13,7 @@ import torch
 
 from bnncli import __version__, memory
 from bnncli.covariances import structures_with_bias_precision
-from bnncli.errors import Interrupted, UsageError
+from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
 from bnncli.inference.hmc import HmcRun, sample_hmc
@@ -21,14 +21,13 @@ from bnncli.inference.laplace import covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.options import HmcOptions
 from bnncli.prior import Prior
-from bnncli.stages._checkpoint import FileCheckpoint, resume_command
 from bnncli.stages._hmc_report import hmc_metrics, hmc_warnings, summary, verdict
 from bnncli.stages._inputs import Split, load_split, posterior_prior, posterior_source
 from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._resumable import Resumable, ResumableDraws
 from bnncli.stages._run import Result, Run
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.headers import Header
-from bnncli.storage.resume import identity_of
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.until import unmet
@@ -125,21 +124,10 @@ class Sampling:
         """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
         run, options, request = self.run, self.options, self.request
         store = DrawFile(request.target, num_chains=options.chains, num_params=self.train.layout.num_params)
-        identity = identity_of(
-            request.params,
-            algo_rev=request.algo_rev,
-            seed=run.compute.seed,
-            sources=request.sources,
-            weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
-        )
-        checkpoint = FileCheckpoint(
-            request.target,
-            identity,
-            store=store,
-            save_every=options.save_every,
-            resume=options.resume,
-            console=run.console,
-        )
+        # A state holds whitened coordinates: under another whitening they would be other theta.
+        also = {"whitening": common["covariance"].structure}
+        resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
+        checkpoint = ResumableDraws(resumable, store)
         judgements: dict[int, Convergence] = {}
 
         def is_enough(draws: torch.Tensor) -> bool:
@@ -149,19 +137,17 @@ class Sampling:
             return not unmet(options.conditions, values)
 
         try:
-            drawn = sample_hmc(
-                target,
-                dynamics=options.dynamics,
-                generator=run.stream("hmc/chains"),
-                is_enough=is_enough if options.conditions else None,
-                max_draws=options.max_draws,
-                store=store,
-                checkpoint=checkpoint,
-                **common,
-            )
-        except Interrupted as error:
-            error.hint = f"continue with: {resume_command(run.argv)}"
-            raise
+            with resumable.hint():
+                drawn = sample_hmc(
+                    target,
+                    dynamics=options.dynamics,
+                    generator=run.stream("hmc/chains"),
+                    is_enough=is_enough if options.conditions else None,
+                    max_draws=options.max_draws,
+                    store=store,
+                    checkpoint=checkpoint,
+                    **common,
+                )
         finally:
             checkpoint.close()
         judged = judgements.get(drawn.draws.shape[1])
