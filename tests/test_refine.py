@@ -240,6 +240,12 @@ def test_training_ends_early_when_the_elbo_stands_still() -> None:
     assert abs(ends[0].value - ends[1].value) < 0.1
 
 
+def test_a_patience_of_one_epoch_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bnncli.inference.training.MIN_ROUND_STEPS", 1)
+    target = make_target(LAYOUTS[0])
+    assert fit_flow(target, make_base(target), generator=seeded(), epochs=40, batch_size=4, patience=1).is_early
+
+
 def test_a_rising_elbo_does_not_end_the_training() -> None:
     target = make_target(LAYOUTS[0])
     far = replace(make_base(target, "diag"), mean=make_base(target).mean + 30)

@@ -159,11 +159,12 @@ class _Trainer:
     def _stands_still(self) -> bool:
         """Whether the last `patience` rounds have a mean ELBO no higher than as many rounds before, beyond the noise."""
         width = self.plan.patience * self._epochs_a_round
-        if len(self.history.elbo) < 2 * width or width < 2:
+        if len(self.history.elbo) < 2 * width:
             return False
         values = torch.tensor(self.history.elbo[-2 * width :], dtype=torch.float64)
         before, after = values[:width], values[width:]
-        error = math.sqrt(float(before.var() + after.var()) / width)
+        # Single epochs do not tell their noise: they are compared as they are.
+        error = math.sqrt(float(before.var() + after.var()) / width) if width > 1 else 0.0
         return float(after.mean() - before.mean()) <= STANDSTILL_ERRORS * error
 
     def _shorten(self) -> None:
