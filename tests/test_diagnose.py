@@ -77,6 +77,17 @@ def test_chains_are_thinned_to_their_effective_sample_size(cli: Cli, small_run: 
     assert min(sizes) < 128
 
 
+def test_only_good_draws_are_a_reference(cli: Cli, small_run: Path) -> None:
+    document = cli("diagnose", small_run, "--json").json
+    assert document["posteriors"]["hmc"]["doubts"] != []
+    assert document["verdict"]["use"] == "laplace"
+    assert "MMD^2" not in document["verdict"]["sentence"]
+    words = ("hmc", small_run, "--chains", 16, "--warmup", 30, "--draws", 150, "--name", "long")
+    assert cli(*words).code == 0
+    sentence = cli("diagnose", small_run, "--json").json["verdict"]["sentence"]
+    assert "MMD^2 to long" in sentence
+
+
 def test_posteriors_do_not_share_their_draws(cli: Cli, small_run: Path) -> None:
     assert cli("fit-laplace", small_run, "--prior-precision", 10, "--name", "twin").code == 0
     keep_only(small_run, "laplace", "twin")

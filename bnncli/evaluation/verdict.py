@@ -37,7 +37,7 @@ class Judged:
         elbo, elbo_error: nats.
         log_weight_sd, pareto_k, k_threshold: of its importance weights.
         r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
-        reference, mmd2, mmd_p: the draws of the same target it was compared with, the distance, the p-value.
+        reference, mmd2, mmd_p: good draws of the same target that it was compared with, the distance, the p-value.
         nll, nll_error: on val, nats an example.
         nll_excess, nll_excess_error: over the lowest of the run, paired by example.
         is_tuned: its prior precision was chosen by val NLL.
@@ -225,18 +225,19 @@ def _prediction_clause(
     if use is None or use is best or not _is_worse(use, best):
         return clause, False
     by = f"{use.nll_excess:.4f}" + (f" +- {use.nll_excess_error:.4f}" if use.nll_excess_error else "")
-    remedy = "though chosen on val" if use.is_tuned else f"try {commands.tune}"
-    return (
-        f"{clause}; warning: {use.name} fits better but predicts worse (by {by} nats): its prior is bad, {remedy}",
-        True,
+    remedy = (
+        f"and its prior is the best on val already: predict with {best.name}"
+        if use.is_tuned
+        else f"its prior is bad, try {commands.tune}"
     )
+    return f"{clause}; warning: {use.name} fits better but predicts worse (by {by} nats): {remedy}", True
 
 
 def _is_worse(judged: Judged, best: Judged) -> bool:
     """Whether the val NLL is higher than the lowest by more than noise and by more than a hundredth."""
-    if judged.nll_excess is None or best.nll is None:
+    if judged.nll_excess is None or judged.nll_excess_error is None or best.nll is None:
         return False
-    return judged.nll_excess > max(2 * (judged.nll_excess_error or 0.0), WORSE_SHARE * best.nll)
+    return judged.nll_excess > max(2 * judged.nll_excess_error, WORSE_SHARE * best.nll)
 
 
 def _weights(judged: Judged) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.evaluation.bfmi import bfmi
+from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.mmd import NUM_DRAWS, thin
 from bnncli.evaluation.scores import nll_per_example
@@ -24,6 +24,7 @@ from bnncli.stages._inputs import Split, open_posterior, open_samples, recorded_
 from bnncli.stages._run import Run
 from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile
+from bnncli.targets.last_layer import LastLayerTarget
 
 VAL_DRAWS = 200
 MIN_INDEPENDENT = 20  # draws, below which a permutation test says nothing
@@ -48,9 +49,12 @@ class Diagnosis:
 
 
 def diagnose(
-    run: Run, options: DiagnoseOptions, path: Path, *, name: str, train: Split, val: Split | None
+    run: Run, options: DiagnoseOptions, path: Path, *, name: str, train: LastLayerTarget, val: Split | None
 ) -> Diagnosis:
     """The diagnosis of the posterior in a file, called `name` in all that is said of it.
+
+    Args:
+        train: the log posterior of the run's training split; its own prior is ignored.
 
     Raises:
         DataError: it is damaged, or is for another head than the features'.
@@ -108,7 +112,7 @@ def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
 
 
 def _importance(
-    run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: Split
+    run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: LastLayerTarget
 ) -> dict[str, Any]:
     """ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
     prior = recorded_prior(header)
@@ -116,7 +120,7 @@ def _importance(
         no_target = undefined("its artifact has no prior precision, and so no target")
         return dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), no_target)
     found = diagnose_importance(
-        train.target(prior, run.device),
+        train.with_prior(prior),
         posterior.to(run.device),
         generator=run.stream(f"diagnose/elbo/{name}"),
         num_draws=options.draws,
@@ -154,8 +158,7 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     if energy is None or energy.shape[1] < 2:
         found["bfmi"] = not_told if energy is None else undefined("needs at least two draws a chain")
     else:
-        lowest = float(np.nan_to_num(bfmi(energy), nan=0.0).min())  # an energy that never changes explores nothing
-        found["bfmi"] = {"value": lowest}
+        found["bfmi"] = {"value": lowest_bfmi(energy)}
     found["divergences"] = not_told if diverging is None else {"value": int(diverging.astype(bool).sum())}
     found["lowest_chain_acceptance"] = (
         not_told if acceptance is None else {"value": float(acceptance.astype(np.float64).mean(axis=1).min())}

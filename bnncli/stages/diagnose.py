@@ -12,7 +12,7 @@ import torch
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.mmd import NUM_PERMUTATIONS, median_bandwidth, mmd2, permutation_p_value
-from bnncli.evaluation.verdict import Commands, Judged, Verdict, give_verdict
+from bnncli.evaluation.verdict import Commands, Judged, Verdict, doubts, give_verdict
 from bnncli.options import DiagnoseOptions
 from bnncli.prior import Prior
 from bnncli.stages._diagnosis import Diagnosis, diagnose
@@ -28,10 +28,11 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     val = load_split(run, "val") if run.folder.features("val").is_file() else None
     found = _open(run, options)
+    target = train.target(Prior(1.0), run.device)  # the features travel to a GPU once
     diagnoses = []
     for name, (path, _, _) in found.items():
         run.console.poll(f"diagnose {name}")
-        diagnoses.append(diagnose(run, options, path, name=name, train=train, val=val))
+        diagnoses.append(diagnose(run, options, path, name=name, train=target, val=val))
     pairs = _pairs(run, diagnoses)
     headers = {name: header for name, (_, header, _) in found.items()}
     diagnoses = _with_comparisons(diagnoses, pairs, headers)
@@ -139,10 +140,11 @@ def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, flo
 def _with_comparisons(
     diagnoses: list[Diagnosis], pairs: list[dict[str, Any]], headers: dict[str, Header]
 ) -> list[Diagnosis]:
-    """The diagnoses with their distance to draws of the same target, and their val NLL over the lowest, paired."""
+    """The diagnoses with their distance to good draws of the same target, and their val NLL over the lowest, paired."""
     scored = [one.losses for one in diagnoses if one.losses is not None]
     lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
-    chains = [one.judged.name for one in diagnoses if one.judged.type == "samples"]
+    # Few or stuck draws cannot show a difference: that they show none says nothing.
+    chains = [one.judged.name for one in diagnoses if one.judged.type == "samples" and not doubts(one.judged)]
     tuned = {recorded_prior(header) for header in headers.values() if header.meta.get("criterion") == "val"}
     compared = []
     for one in diagnoses:
