@@ -223,3 +223,12 @@ def test_predictions_in_blocks_are_those_of_the_whole_split(
     for name in ("probs", "entropy", "mutual_info", "probs_samples"):
         parts = getattr(ours, name), getattr(theirs, name)
         assert parts[0] is parts[1] is None or np.allclose(*parts, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("prior_precision", "is_warned"), [("1e-30", True), ("1e-2", False)])
+def test_jitter_that_outweighs_the_prior_is_warned_of(
+    cli: Cli, small_run: Path, prior_precision: str, is_warned: bool
+) -> None:
+    done = cli("fit-laplace", small_run, "--prior-precision", prior_precision, "--structure", "full", "--name", "weak")
+    assert done.code == 0
+    assert ("was added to its diagonal" in done.stderr) == is_warned

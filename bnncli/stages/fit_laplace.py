@@ -26,6 +26,7 @@ from bnncli.storage.posteriors import write_posterior
 
 ALGO_REV = 1
 VAL_DRAWS = 200
+JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
 MARGLIK_WARNING = (
     "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
     "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
@@ -171,6 +172,7 @@ def _compute(
             run.console.warn(
                 f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
             )
+    _warn_of_jitter(run, fit.gaussian)
     metrics = _metrics(run, fit, found, criterion, structure, train, val)
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
@@ -192,6 +194,18 @@ def _compute(
         return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
 
     return Computed(publish, _with_curve(metrics, meta), _summary(metrics))
+
+
+def _warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
+    """What was added to a precision that could not be factored acts as a prior; said where it outweighs the real one."""
+    jitter = getattr(gaussian.covariance, "jitter", 0.0)
+    precision = float(gaussian.prior.diagonal(gaussian.layout).min())
+    if jitter > JITTER_SHARE * precision:
+        run.console.warn(
+            f"the posterior precision is not positive definite in float64: {jitter:.2g} was added to its diagonal, not little "
+            f"beside the prior precision {precision:.2g}; the marginal likelihood and the variances that the "
+            "prior alone decides are wrong; use a larger --prior-precision, or --structure kron"
+        )
 
 
 def _metrics(
