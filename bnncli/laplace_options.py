@@ -29,7 +29,7 @@ class FitLaplaceOptions(Checked):
     )
     bias_precision: str = option(
         "same",
-        "Prior precision of the biases: same as the weights', or a number, which stays while the weights' is chosen. Not for --structure kron.",
+        "Prior precision of the biases: same as the weights', or a number, which stays while the weights' is chosen.",
         metavar="NUMBER|same",
     )
     plot: str | None = option(

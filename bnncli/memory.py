@@ -6,7 +6,6 @@ peaks (tests/test_memory.py): the Hessian, its sums, the precision, its factor a
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,15 +49,14 @@ def stored_bytes(structure: str, layout: HeadLayout) -> int:
     return 12 * _elements(structure, layout) + 12 * layout.num_params
 
 
-def automatic_structure(layout: HeadLayout, budget: int, *, among: Collection[str] = STRUCTURES, **sizes: Any) -> str:
+def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
     """The structure to fit when none was asked for.
 
     Full where it fits in the budget (bytes) and has at most 6,000 parameters; else block where it fits and its sums over
-    the examples cost no more than that largest full one's; else kron where it fits; else diag. Only those
-    among the given ones, diag in any case. Sizes as for fit_bytes.
+    the examples cost no more than that largest full one's; else kron where it fits; else diag. Sizes as for fit_bytes.
     """
     most = {"full": MAX_AUTO_FULL**2, "block": MAX_AUTO_FULL**2 // 4}  # the full one needs a quarter of its products
-    for name in (name for name in STRUCTURES if name in among):
+    for name in STRUCTURES:
         is_quick = _elements(name, layout) <= most.get(name, _elements(name, layout))
         if is_quick and fit_bytes(name, layout, **sizes) <= budget:
             return name
@@ -81,12 +79,10 @@ def require(needed: int, device: torch.device, *, what: str, hint: str) -> None:
         )
 
 
-def require_fit(
-    structure: str, layout: HeadLayout, device: torch.device, *, among: Collection[str] = STRUCTURES, **sizes: Any
-) -> None:
-    """Pass when the structure can be fitted. Raises DeviceError, naming the largest of the given ones that can, otherwise."""
+def require_fit(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
+    """Pass when the structure can be fitted. Raises DeviceError, naming the largest that can, otherwise."""
     there = budget(device)
-    fitting = [name for name in STRUCTURES if name in among and fit_bytes(name, layout, **sizes) <= there]
+    fitting = [name for name in STRUCTURES if fit_bytes(name, layout, **sizes) <= there]
     hint = (
         f"use --structure {fitting[0]}, the largest that fits" if fitting else "no structure fits: use fewer features"
     )

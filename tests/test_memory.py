@@ -21,8 +21,8 @@ from pathlib import Path
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.layout import HeadLayout
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
 
 def now(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -95,16 +95,6 @@ def test_the_automatic_structure_is_the_largest_that_is_sensible(
     layout: HeadLayout, gigabytes: int, chosen: str
 ) -> None:
     assert memory.automatic_structure(layout, gigabytes << 30) == chosen
-
-
-def test_only_the_given_structures_are_chosen_or_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
-    able = ["full", "block", "diag"]
-    assert memory.automatic_structure(HeadLayout(10, 600), 16 << 30, among=able) == "block"
-    assert memory.automatic_structure(HeadLayout(1000, 2048), 16 << 30, among=able) == "diag"
-    monkeypatch.setattr(memory, "available_memory", lambda device: 16 << 30)
-    with pytest.raises(DeviceError, match="block covariance") as caught:
-        memory.require_fit("block", HeadLayout(1000, 2048), torch.device("cpu"), among=able)
-    assert caught.value.hint == "use --structure diag, the largest that fits"
 
 
 def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli import registry
 from bnncli.covariances.kron import Kron
-from bnncli.errors import UsageError
 from bnncli.flows import build_layers
 from bnncli.inference import mode as mode_module
 from bnncli.inference.curvature import ggn
@@ -32,8 +31,8 @@ from bnncli.targets.likelihood import label_indicators
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4)]
 PRIOR = Prior(2.0, 0.05)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-ABLE = ["block", "diag", "full"]
-every_able_structure = pytest.mark.parametrize("structure", ABLE)
+EXACT = sorted(set(registry.names("covariances")) - {"kron"})  # parts of the Hessian itself
+every_exact_structure = pytest.mark.parametrize("structure", EXACT)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -96,8 +95,8 @@ def test_hessian_products_are_those_of_the_log_joint(layout: HeadLayout) -> None
 
 
 @every_layout
-@every_able_structure
-def test_every_able_structure_has_the_curvature_of_the_log_joint(structure: str, layout: HeadLayout) -> None:
+@every_exact_structure
+def test_every_exact_structure_has_the_curvature_of_the_log_joint(structure: str, layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)[0]
     hessian = -torch.autograd.functional.hessian(lambda one: log_joint_written_out(target, one), theta)
     outputs = layout.flatten(torch.arange(layout.num_outputs).unsqueeze(1).repeat(1, layout.num_features + 1))
@@ -112,17 +111,41 @@ def test_every_able_structure_has_the_curvature_of_the_log_joint(structure: str,
     torch.testing.assert_close(torch.linalg.inv(root.T @ root), hessian * kept)
 
 
-def test_kron_is_refused_with_the_structures_that_can() -> None:
-    target, start = make_target(LAYOUTS[0]), torch.zeros(15)
-    with pytest.raises(UsageError, match="--structure kron has one prior precision") as caught:
-        fit_gaussian(target, start=start, structure="kron")
-    assert caught.value.hint == "use --structure block or diag or full, or --bias-precision same"
-    with pytest.raises(ValueError, match="needs one prior precision"):
-        Kron.from_hessian(ggn(target, start, "kron"), PRIOR, target.layout)
-    same = fit_gaussian(target.with_prior(Prior(2.0, 2.0)), start=start, structure="kron").gaussian
-    alone = fit_gaussian(target.with_prior(Prior(2.0)), start=start, structure="kron").gaussian
-    assert torch.equal(same.covariance.variance(), alone.covariance.variance())
-    assert sorted([*ABLE, "kron"]) == registry.names("covariances")
+@every_layout
+def test_kron_has_the_factors_curvature_plus_both_precisions(layout: HeadLayout) -> None:
+    target, theta = make_target(layout), draw_theta(layout)[0]
+    parts = ggn(target, theta, "kron")
+    covariance = Kron.from_hessian(parts, PRIOR, layout)
+    places = layout.augment(torch.arange(layout.num_params)).flatten()
+    dense = torch.zeros(layout.num_params, layout.num_params, dtype=torch.float64)
+    dense[places[:, None], places] = torch.kron(parts["hessian.kron.B"], parts["hessian.kron.A"])
+    sigma = torch.linalg.inv(dense + precisions_of(layout).diag())
+    eye = torch.eye(layout.num_params, dtype=torch.float64)
+    root = covariance.unwhiten(eye).T
+    torch.testing.assert_close(root @ root.T, sigma)
+    torch.testing.assert_close(covariance.pull_back(eye), root)
+    torch.testing.assert_close(covariance.whiten(root.T), eye)
+    torch.testing.assert_close(covariance.variance(), sigma.diagonal())
+    assert covariance.log_det_scale() == pytest.approx(float(sigma.logdet()) / 2)
+    jacobian = torch.zeros(7, layout.num_outputs, layout.num_params, dtype=torch.float64)
+    for k in range(layout.num_outputs):
+        jacobian[:, k, layout.augment(torch.arange(layout.num_params))[k]] = layout.augment_features(
+            target.features[:7]
+        )
+    expected = jacobian @ sigma @ jacobian.mT
+    torch.testing.assert_close(covariance.logit_covariance(target.features[:7], layout), expected)
+    diagonal = expected.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(covariance.logit_variance(target.features[:7], layout), diagonal)
+    again = Kron.from_tensors(covariance.to_tensors(), layout)
+    torch.testing.assert_close(again.unwhiten(eye).T, root)
+
+
+def test_kron_takes_another_output_factor_under_two_precisions() -> None:
+    target = make_target(LAYOUTS[0])
+    before, after = (ggn(target, theta, "kron") for theta in draw_theta(LAYOUTS[0])[:2])
+    moved = Kron.from_hessian(before, PRIOR, LAYOUTS[0]).with_output_factor(after["hessian.kron.B"])
+    eye = torch.eye(15, dtype=torch.float64)
+    torch.testing.assert_close(moved.unwhiten(eye), Kron.from_hessian(after, PRIOR, LAYOUTS[0]).unwhiten(eye))
 
 
 @every_layout
@@ -191,8 +214,9 @@ def test_the_base_of_a_stored_flow_keeps_its_own_prior(base: Prior, own: Prior) 
     assert Prior.from_tensors(tensors) == own
 
 
-def test_a_stored_gaussian_keeps_its_prior() -> None:
-    gaussian = fit_gaussian(make_target(LAYOUTS[0]), start=torch.zeros(15)).gaussian
+@pytest.mark.parametrize("structure", registry.names("covariances"))
+def test_a_stored_gaussian_keeps_its_prior(structure: str) -> None:
+    gaussian = fit_gaussian(make_target(LAYOUTS[0]), start=torch.zeros(15), structure=structure).gaussian
     again = Gaussian.from_tensors(*gaussian.to_tensors())
     assert again.prior == PRIOR
     assert torch.equal(again.covariance.variance(), gaussian.covariance.variance())

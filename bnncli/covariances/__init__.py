@@ -11,8 +11,6 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from bnncli import registry
-from bnncli.errors import UsageError
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 
@@ -21,7 +19,6 @@ class Covariance(Protocol):
     """What every structure offers; theta order throughout, float64 unless moved with `to`."""
 
     structure: ClassVar[str]
-    takes_bias_precision: ClassVar[bool]  # whether biases may have a prior precision of their own
 
     @property
     def num_params(self) -> int:
@@ -73,19 +70,3 @@ class Covariance(Protocol):
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """A copy elsewhere or in another precision."""
-
-
-def structures_with_bias_precision() -> list[str]:
-    """Names of the structures whose biases may have a prior precision of their own."""
-    names = registry.names("covariances")
-    return [name for name in names if registry.load_class("covariances", name).takes_bias_precision]
-
-
-def check_takes_bias_precision(structure: str) -> None:
-    """Pass when biases may have a precision of their own under a structure. Raises UsageError, naming those, otherwise."""
-    able = structures_with_bias_precision()
-    if structure not in able:
-        raise UsageError(
-            f"--structure {structure} has one prior precision for weights and biases",
-            hint=f"use --structure {' or '.join(able)}, or --bias-precision same",
-        )

@@ -33,7 +33,6 @@ class Block:
     """
 
     structure: ClassVar[str] = "block"
-    takes_bias_precision: ClassVar[bool] = True
     scale_tril: Tensor
     layout: HeadLayout
     jitter: float = 0.0

@@ -22,7 +22,6 @@ class Diag:
     """
 
     structure: ClassVar[str] = "diag"
-    takes_bias_precision: ClassVar[bool] = True
     variances: Tensor
 
     @property

@@ -36,7 +36,6 @@ class Full:
     """
 
     structure: ClassVar[str] = "full"
-    takes_bias_precision: ClassVar[bool] = True
     scale_tril: Tensor
     jitter: float = 0.0
 

@@ -3,10 +3,15 @@
 A = mean_n x x^T (with a one for the bias), B = sum_n (diag(p) - p p^T), after Martens and Grosse (2015),
 arXiv:1503.05671. With A = V diag(a) V^T and B = U diag(b) U^T, Sigma = (U kron V) diag(1 / (b_i a_j + precision))
 (U kron V)^T exactly. L is its symmetric root, which does not depend on the signs and the order of eigenvectors.
+
+Where biases have a precision of their own, they are measured in another unit, in which it is the weights': R = diag(1, ..., 1,
+sqrt(weight precision / bias precision)) turns B kron A + I kron Lambda into B kron R A R + precision I, and L = (I kron R)
+times the symmetric root of that. Still exact.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -20,30 +25,34 @@ from bnncli.prior import Prior
 
 @dataclass(frozen=True)
 class Kron:
-    """(B kron A + prior_precision I)^{-1} by its joint eigenbasis; build with from_hessian.
+    """(B kron A + Lambda)^{-1} by a joint eigenbasis; build with from_hessian.
 
     Args:
         feature_factor, output_factor: A (F, F) with F = D + 1 (D without a bias), B (K, K).
-        feature_basis, output_basis: V (F, F), U (K, K): eigenvectors in columns.
-        scales: (K, F), (b_i a_j + prior_precision)^{-1/2}.
-        prior_precision: of the isotropic prior.
+        feature_basis, output_basis: V (F, F) of R A R, U (K, K): eigenvectors in columns.
+        scales: (K, F), (b_i a_j + weight precision)^{-1/2}.
+        prior: of weights and biases.
         layout: how the augmented matrix (K, F) lies in theta.
     """
 
     structure: ClassVar[str] = "kron"
-    takes_bias_precision: ClassVar[bool] = False  # two precisions are not diagonal in the joint eigenbasis
     feature_factor: Tensor
     output_factor: Tensor
     feature_basis: Tensor
     output_basis: Tensor
     scales: Tensor
-    prior_precision: float
+    prior: Prior
     layout: HeadLayout
 
     @property
     def num_params(self) -> int:
         """P."""
         return self.scales.numel()
+
+    @property
+    def bias_unit(self) -> float:
+        """The last entry of R: the unit that biases are measured in; 1 where they have the weights' precision."""
+        return _bias_unit(self.prior, self.layout)
 
     @staticmethod
     def num_elements(layout: HeadLayout) -> int:
@@ -69,29 +78,23 @@ class Kron:
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Kron:
-        """(B kron A + precision I)^{-1}, precision the prior's only one.
-
-        Raises:
-            NumericError: when a factor is not finite.
-            ValueError: when the biases have a precision of their own.
-        """
-        if not prior.is_isotropic:
-            raise ValueError(f"a Kronecker-factored covariance needs one prior precision, got {prior}")
+        """(B kron A + Lambda)^{-1}, Lambda the prior's precisions. Raises NumericError when a factor is not finite."""
         feature_factor, output_factor = hessian["hessian.kron.A"].double(), hessian["hessian.kron.B"].double()
         if not (torch.isfinite(feature_factor).all() and torch.isfinite(output_factor).all()):
             raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
-        feature_values, feature_basis = torch.linalg.eigh(feature_factor)
+        feature_values, feature_basis = torch.linalg.eigh(_in_bias_units(feature_factor, _bias_unit(prior, layout)))
         return cls._of_eigenbasis(
             feature_factor, feature_values, feature_basis, output_factor=output_factor,
-            prior_precision=prior.weight_precision, layout=layout,
+            prior=prior, layout=layout,
         )  # fmt: skip
 
     def with_output_factor(self, output_factor: Tensor) -> Kron:
         """The same with another B (K, K): the eigenvectors of A, which cost most, are kept."""
-        values = ((self.feature_factor @ self.feature_basis) * self.feature_basis).sum(dim=0)
+        factor = _in_bias_units(self.feature_factor, self.bias_unit)
+        values = ((factor @ self.feature_basis) * self.feature_basis).sum(dim=0)
         return self._of_eigenbasis(
             self.feature_factor, values, self.feature_basis, output_factor=output_factor,
-            prior_precision=self.prior_precision, layout=self.layout,
+            prior=self.prior, layout=self.layout,
         )  # fmt: skip
 
     @classmethod
@@ -102,35 +105,35 @@ class Kron:
         feature_basis: Tensor,
         *,
         output_factor: Tensor,
-        prior_precision: float,
+        prior: Prior,
         layout: HeadLayout,
     ) -> Kron:
-        """From A with its eigenvalues and eigenvectors, and B."""
+        """From A with the eigenvalues and eigenvectors of R A R, and B."""
         output_values, output_basis = torch.linalg.eigh(output_factor)
         curvature = torch.outer(output_values.clamp(min=0), feature_values.clamp(min=0))
-        scales = (curvature + prior_precision).rsqrt()
-        return cls(feature_factor, output_factor, feature_basis, output_basis, scales, prior_precision, layout)
+        scales = (curvature + prior.weight_precision).rsqrt()
+        return cls(feature_factor, output_factor, feature_basis, output_basis, scales, prior, layout)
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T, (S, P)."""
-        return self._in_eigenbasis(z, self.scales)
+        return self._scale_biases(self._in_eigenbasis(z, self.scales), self.bias_unit)
 
     def whiten(self, x: Tensor) -> Tensor:
         """L^{-1} x, (S, P)."""
-        return self._in_eigenbasis(x, 1 / self.scales)
+        return self._in_eigenbasis(self._scale_biases(x, 1 / self.bias_unit), 1 / self.scales)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """gradient L, (S, P); L is symmetric."""
-        return self.unwhiten(gradient)
+        """gradient L, (S, P)."""
+        return self._in_eigenbasis(self._scale_biases(gradient, self.bias_unit), self.scales)
 
     def log_det_scale(self) -> float:
         """log|det L|."""
-        return float(self.scales.double().log().sum())
+        return float(self.scales.double().log().sum()) + self.layout.num_outputs * math.log(self.bias_unit)
 
     def variance(self) -> Tensor:
         """The diagonal of Sigma, (P,)."""
         squares = self.output_basis.square() @ self.scales.square() @ self.feature_basis.square().T
-        return self.layout.flatten(squares)
+        return self._scale_biases(self.layout.flatten(squares), self.bias_unit**2)
 
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K): O(F^2 + F K + K^2) an example."""
@@ -144,21 +147,24 @@ class Kron:
 
     def _eigen_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Variances (n, K) of the logits along the outputs' eigenvectors, where they are independent."""
-        projected = layout.augment_features(features).to(self.feature_basis) @ self.feature_basis
+        augmented = layout.augment_features(features).to(self.feature_basis)
+        if self.bias_unit != 1:
+            augmented[:, -1] *= self.bias_unit
+        projected = augmented @ self.feature_basis
         return projected.square() @ self.scales.square().T
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`hessian.kron.A`, `hessian.kron.B` and `prior.precision` (1,); the eigenbasis is computed again on load."""
+        """`hessian.kron.A`, `hessian.kron.B` and the prior's tensors; the eigenbasis is computed again on load."""
         return {
             "hessian.kron.A": self.feature_factor.double().cpu().contiguous(),
             "hessian.kron.B": self.output_factor.double().cpu().contiguous(),
-            "prior.precision": torch.tensor([self.prior_precision], dtype=torch.float64),
+            **self.prior.to_tensors(),
         }
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Kron:
         """The inverse of to_tensors."""
-        return cls.from_hessian(tensors, Prior(float(tensors["prior.precision"])), layout)
+        return cls.from_hessian(tensors, Prior.from_tensors(tensors), layout)
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kron:
         """A copy elsewhere or in another precision."""
@@ -169,8 +175,32 @@ class Kron:
         }
         return replace(self, **tensors)
 
+    def _scale_biases(self, x: Tensor, factor: float) -> Tensor:
+        """x (..., P) with the biases multiplied by a factor."""
+        if factor == 1:
+            return x
+        size = self.layout.num_outputs * self.layout.num_features
+        return torch.cat([x[..., :size], x[..., size:] * factor], dim=-1)
+
     def _in_eigenbasis(self, x: Tensor, factors: Tensor) -> Tensor:
         """x (S, P) with its coordinates in the joint eigenbasis multiplied by factors (K, F)."""
         matrix = self.layout.augment(x.to(self.scales))
         rotated = (self.output_basis.T @ matrix @ self.feature_basis) * factors
         return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)
+
+
+def _bias_unit(prior: Prior, layout: HeadLayout) -> float:
+    """sqrt(weight precision / bias precision); 1 without a bias, or where it has the weights'."""
+    if prior.is_isotropic or prior.bias_precision is None or not layout.has_bias:
+        return 1.0
+    return math.sqrt(prior.weight_precision / prior.bias_precision)
+
+
+def _in_bias_units(factor: Tensor, unit: float) -> Tensor:
+    """R A R, (F, F), for A (F, F)."""
+    if unit == 1:
+        return factor
+    scaled = factor.clone()
+    scaled[-1] *= unit
+    scaled[:, -1] *= unit
+    return scaled

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances import Covariance, check_takes_bias_precision
+from bnncli.covariances import Covariance
 from bnncli.inference.curvature import ggn
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
@@ -84,10 +84,8 @@ def covariance_at(
 
     Raises:
         NumericError: when the precision is not positive definite.
-        UsageError: when there is no such structure, or it cannot have the prior.
+        UsageError: when there is no such structure.
     """
-    if not target.prior.is_isotropic:
-        check_takes_bias_precision(structure)
     kind = registry.load_class("covariances", structure)
     if hessian is None:
         hessian = ggn(target, theta, structure)

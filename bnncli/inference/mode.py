@@ -23,7 +23,6 @@ from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError
 from bnncli.inference.curvature import ggn, output_factor
 from bnncli.memory import MAX_FULL_PRECONDITIONER
-from bnncli.prior import Prior
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 
@@ -127,13 +126,11 @@ def _fresh_hessian(
 
 
 def _whitening(target: LastLayerTarget, hessian: dict[str, Tensor], *, before: Covariance | None = None) -> Covariance:
-    """The covariance that the Hessian gives under the target's prior, or one like it."""
+    """The covariance that the Hessian gives under the target's prior."""
     if isinstance(before, Kron) and before.feature_factor is hessian.get("hessian.kron.A"):
         return before.with_output_factor(hessian["hessian.kron.B"])
-    if "hessian.full" in hessian:
-        return Full.from_hessian(hessian, target.prior, target.layout)
-    alike = Prior(target.prior.weight_precision)  # a preconditioner need not know the biases' own
-    return Kron.from_hessian(hessian, alike, target.layout)
+    kind = Full if "hessian.full" in hessian else Kron
+    return kind.from_hessian(hessian, target.prior, target.layout)
 
 
 def _evaluate(target: LastLayerTarget, theta: Tensor) -> tuple[float, Tensor]:

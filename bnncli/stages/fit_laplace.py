@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import memory
-from bnncli.covariances import check_takes_bias_precision, structures_with_bias_precision
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
@@ -39,7 +38,9 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
-    structure = _structure(options, train.layout, run, is_searched=criterion != "number")
+    structure = _structure(options.structure, train.layout, run)
+    if options.own_bias_precision is not None and not train.layout.has_bias:
+        raise UsageError("--bias-precision: the head has no bias")
     if options.center == "checkpoint" and train.head() is None:
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
     sources = [train.source] + ([val.source] if val is not None else [])
@@ -106,22 +107,11 @@ def _has_labeled_val(run: Run) -> bool:
     return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
 
 
-def _structure(options: FitLaplaceOptions, layout: HeadLayout, run: Run, *, is_searched: bool) -> str:
-    """The structure to fit.
-
-    Raises:
-        DeviceError: when it does not fit in memory, naming the largest that does.
-        UsageError: when it cannot have --bias-precision, or the head has no bias.
-    """
-    sizes: dict[str, Any] = {"num_draws": max(NUM_DRAWS, VAL_DRAWS)}
-    chosen, bias_precision = options.structure, options.own_bias_precision
-    if bias_precision is not None and not layout.has_bias:
-        raise UsageError("--bias-precision: the head has no bias")
-    if bias_precision is not None and (is_searched or bias_precision != float(options.prior_precision)):
-        sizes["among"] = structures_with_bias_precision()
-        if chosen != "auto":
-            check_takes_bias_precision(chosen)
-    if chosen == "auto":
+def _structure(wanted: str, layout: HeadLayout, run: Run) -> str:
+    """The structure to fit. Raises DeviceError when it does not fit in memory, naming the largest that does."""
+    sizes = {"num_draws": max(NUM_DRAWS, VAL_DRAWS)}
+    chosen = wanted
+    if wanted == "auto":
         chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
         if chosen != "full":
             is_large = layout.num_params > memory.MAX_AUTO_FULL

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 
 from bnncli import __version__, memory
-from bnncli.covariances import structures_with_bias_precision
 from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
 from bnncli.inference.hmc import HmcRun, sample_hmc
-from bnncli.inference.laplace import covariance_at
-from bnncli.inference.mode import find_mode
+from bnncli.inference.laplace import fit_gaussian
 from bnncli.options import HmcOptions
 from bnncli.prior import Prior
 from bnncli.stages._hmc_report import hmc_metrics, hmc_warnings, summary, verdict
@@ -85,13 +83,12 @@ class Sampling:
         target = train.target(self.prior, run.device)
         structure = memory.automatic_structure(train.layout, memory.budget(run.device))
         start = train.start().to(run.device)
-        mode = find_mode(target, start, progress=run.console)
-        covariance, _ = covariance_at(_whitened(target, structure), mode.theta, structure)
+        fit = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console)
         sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
         drawn, judged, finish = sample(
             target,
-            mode=mode.theta,
-            covariance=covariance,
+            mode=fit.gaussian.mean,
+            covariance=fit.gaussian.covariance,
             num_chains=options.chains,
             num_warmup=options.warmup,
             num_draws=options.draws,
@@ -193,13 +190,6 @@ def _round_line(num_draws: int, judged: Convergence) -> str:
         return f"{num_draws} draws a chain: {judged.undefined}"
     r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.4f}"
     return f"{num_draws} draws a chain: R-hat {r_hat}, ESS {judged.ess_bulk:.0f} bulk, {judged.ess_tail:.0f} tail"
-
-
-def _whitened(target: LastLayerTarget, structure: str) -> LastLayerTarget:
-    """The target whose curvature whitens: where the structure has one precision only, the weights' serves for biases."""
-    if target.prior.is_isotropic or structure in structures_with_bias_precision():
-        return target
-    return target.with_prior(Prior(target.prior.weight_precision))
 
 
 def _content(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
