@@ -81,6 +81,15 @@ def test_2_lists_the_choices_of_a_family(cli: Cli) -> None:
     assert f"expected one of {choices}; got 'spiral'" in cli("refine", "x", "--flow", "spiral").stderr
 
 
+@pytest.mark.parametrize("command", ["fit-laplace", "refine", "hmc"])
+def test_2_is_a_posterior_named_as_the_network_itself(cli: Cli, small_run: Path, command: str) -> None:
+    stored = small_run.with_name("small.bnn") / "posteriors" / "map.safetensors"
+    before = stored.read_bytes()
+    done = cli(command, small_run, "--name", "map", "--force")
+    assert (done.code, "is the network as trained" in done.stderr) == (2, True)
+    assert stored.read_bytes() == before
+
+
 def test_3_is_a_negative_verdict(cli: Cli, small_run: Path) -> None:
     assert cli("status", small_run, "--check").code == 0
     small_run.with_name("small.bnn").joinpath("features", "test.h5").unlink()

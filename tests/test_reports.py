@@ -66,3 +66,8 @@ def test_many_pairs_are_shown_against_the_draws_alone(count: int, shown: int) ->
     (table,) = diagnosis_tables({}, pairs)
     assert len(table.rows) == shown
     assert any("more pairs without hmc" in note for note in table.notes) == (len(pairs) > MAX_PAIRS)
+
+
+def test_a_refinement_that_hurt_says_what_to_do() -> None:
+    line = summary(refined(verdict="hurt"))[-1]
+    assert line.startswith("refinement hurt: use the base, or try --flow affine")

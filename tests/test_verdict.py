@@ -120,3 +120,13 @@ def test_noise_or_less_than_a_hundredth_is_no_worse_prediction(excess: float, er
     verdict = judge(best, chains)
     assert not verdict.is_worse
     assert "warning" not in verdict.sentence
+
+
+def test_two_good_fits_to_one_target_do_not_accuse_its_prior() -> None:
+    worse = replace(GAUSSIAN, nll=0.35, nll_error=0.03, nll_excess=0.05, nll_excess_error=0.001)
+    better = replace(CHAINS, nll=0.30, nll_error=0.03, nll_excess=0.0, nll_excess_error=0.0)
+    verdict = judge(worse, better)
+    assert (verdict.use, verdict.predicts_best, verdict.is_worse) == ("laplace", "hmc", False)
+    other = judge(worse, replace(better, target=Prior(3.0)))
+    assert other.is_worse
+    assert "its prior is bad" in other.sentence

@@ -222,7 +222,9 @@ def _prediction_clause(
     if best is None:
         return "no labelled val split, so which predicts best is unknown", False
     clause = f"lowest val NLL: {best.name} {best.nll:.4f}" + (f" +- {best.nll_error:.4f}" if best.nll_error else "")
-    if use is None or use is best or not _is_worse(use, best):
+    # Two good fits to one target differ in their predictions by the noise of their draws, whatever the prior.
+    are_same = use is not None and best.target == use.target and not doubts(best)
+    if use is None or use is best or are_same or not _is_worse(use, best):
         return clause, False
     by = f"{use.nll_excess:.4f}" + (f" +- {use.nll_excess_error:.4f}" if use.nll_excess_error else "")
     remedy = (

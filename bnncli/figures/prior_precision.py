@@ -63,6 +63,7 @@ def _draw_points(axes: Axes, points: Sequence[tuple[float, float]], best: tuple[
     axes.plot(precisions, values, color=_CURVE, linewidth=1, marker="o", markersize=4, label="candidates")
     label = f"chosen: {best[0]:.4g}, {best[1]:.6g}"
     axes.plot(*best, color=_CHOSEN, marker="D", markersize=8, linestyle="none", label=label, zorder=3)
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 

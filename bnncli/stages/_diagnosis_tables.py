@@ -35,7 +35,7 @@ def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str
                 [_density_row(name, entry) for name, entry in densities.items()],
                 notes=[
                     "nats, +- one standard error; log w: log importance weights; k: their Pareto k; an ELBO is on the",
-                    "target of its own prior precision: compare it only with ELBOs of the same",
+                    "target of its own prior precision: compare it only with ELBOs of the same prior",
                     _draws_note(densities),
                 ],
                 narrow=[_turned(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],

@@ -89,7 +89,7 @@ def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
         got = ", ".join(f"{condition.name} is {_shown(values[condition.name])}" for condition in missed)
         return CheckFailed(
             f"--until {options.until}: {got} after {metrics['draws']} draws a chain",
-            hint="use a larger --max-draws",
+            hint="draw again with a larger --max-draws and --force (or another --name)",
             code="until",
         )
     if options.max_rhat is None or (metrics["max_rhat"] is not None and metrics["max_rhat"] <= options.max_rhat):

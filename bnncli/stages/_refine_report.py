@@ -81,7 +81,9 @@ def summary(metrics: dict[str, Any]) -> list[str]:
                 f"{metrics['log_weight_sd_after']:.1f}): {_advice(metrics)}"
             )
     elif metrics["verdict"] == "hurt":
-        lines.append("refinement hurt: use the base, or a smaller --learning-rate or more --epochs")
+        lines.append(
+            f"refinement hurt: use the base, or {_advice(metrics)}; or a smaller --learning-rate with --patience 0"
+        )
     elif spread < CLOSE_LOG_WEIGHT_SD:
         lines.append(
             f"refinement made no difference that matters: the base is close to the target already (its log "

@@ -225,5 +225,5 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 def _failure(verdict: Verdict) -> CheckFailed:
     return CheckFailed(
-        "--strict: no posterior of the run is good for its target", hint=verdict.run, code="no_good_posterior"
+        "--strict: no posterior that was judged is good for its target", hint=verdict.run, code="no_good_posterior"
     )

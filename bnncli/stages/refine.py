@@ -153,6 +153,8 @@ def _compute(
             progress=run.console,
         )
     metrics = measure(run, options, fit, base, target)
+    if metrics["verdict"] == "hurt":
+        run.console.warn("the refined posterior is further from the target than its base")
     tensors, meta = fit.posterior.to_tensors()
     tensors |= head_tensors(train)
     tensors |= prior.to_tensors()

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from bnncli.errors import MissingInput, OutputExists
+from bnncli.errors import MissingInput, OutputExists, UsageError
 from bnncli.option import check_artifact_name, check_split_name
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
@@ -55,7 +55,15 @@ class RunFolder:
         return self.root / "posteriors" / f"{name}{suffix}"
 
     def check_name_is_free(self, target: Path) -> None:
-        """Raise OutputExists when draws and another posterior would share a name: predictions go by it."""
+        """Raise when draws and another posterior would share a name, by which predictions go, or it is the network's.
+
+        Raises:
+            UsageError: target is posteriors/map.safetensors, which extract-features alone writes.
+            OutputExists: a posterior of another type has the name.
+        """
+        network = self.posterior("map")
+        if target.with_suffix(network.suffix).absolute() == network.absolute():
+            raise UsageError(f"{network} is the network as trained, which later commands need; choose another --name")
         for suffix in POSTERIOR_SUFFIXES:
             other = target.with_suffix(suffix)
             if suffix != target.suffix and other.exists():
