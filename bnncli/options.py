@@ -99,6 +99,12 @@ class ComputeOptions(Checked):
     )
     threads: int | None = option(None, "CPU threads; all cores by default.", minimum=1, numeric=False, env_common=True)
     deterministic: bool = option(False, "Use deterministic kernels only.", numeric=False, env_common=True)
+
+
+@dataclass(frozen=True)
+class RecordOptions(Checked):
+    """Options of commands whose artifacts say where they come from."""
+
     record_host: bool = option(
         False, "Record the name of this machine in the artifact.", numeric=False, env_common=True
     )

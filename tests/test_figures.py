@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bnncli.errors import WriteError
 from bnncli.figures import render
 from bnncli.figures.prior_precision import EDGE_TEXT, LABELS, draw
+from bnncli.stages import fit_laplace
 
 Cli = Any
 CURVE = [(0.1, 0.9), (1.0, 0.5), (4.0, 0.31), (10.0, 0.3), (30.0, 0.32), (100.0, 0.6)]
@@ -130,3 +132,17 @@ def test_without_plot_matplotlib_is_not_imported(name: Path) -> None:
         "assert 'torch' in sys.modules; assert 'matplotlib' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_a_plot_that_cannot_be_written_says_that_the_fit_is_complete(
+    cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, content: bytes) -> str:
+        raise WriteError("disk full; nothing was changed")
+
+    monkeypatch.setattr(fit_laplace, "write_figure", fail)
+    done = cli("fit-laplace", small_run, "--name", "kept", "--plot", tmp_path / "curve.png")
+    artifact = small_run.with_name("small.bnn") / "posteriors" / "kept.safetensors"
+    assert (done.code, artifact.exists()) == (74, True)
+    assert f"could not be written; {artifact} is complete" in done.stderr
+    assert "nothing was changed" not in done.stderr

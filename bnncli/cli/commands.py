@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bnncli import options as o
 
-COMPUTE = (o.ComputeOptions, o.WriteOptions, o.LockOptions, o.RunOptions, o.CommonOptions)
+COMPUTE = (o.ComputeOptions, o.RecordOptions, o.WriteOptions, o.LockOptions, o.RunOptions, o.CommonOptions)
 READ = (o.RunOptions, o.CommonOptions)
 
 

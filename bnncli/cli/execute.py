@@ -26,6 +26,7 @@ from bnncli.options import (
     InputOptions,
     LockOptions,
     NameOptions,
+    RecordOptions,
     RunOptions,
     WriteOptions,
 )
@@ -144,6 +145,7 @@ class _Invocation:
             naming=options.get(NameOptions, NameOptions()),
             lock=options.get(LockOptions, LockOptions()),
             inputs=options.get(InputOptions, InputOptions()),
+            record=options.get(RecordOptions, RecordOptions()),
         )
         sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
         try:
@@ -234,7 +236,16 @@ class _Invocation:
 
 
 _NOT_RECORDED = {spec.name for spec in fields(CommonOptions)} | {"force", "dry_run", "wait", "run_dir"}
-_SHARED = (CommonOptions, RunOptions, WriteOptions, LockOptions, InputOptions, ComputeOptions, NameOptions)
+_SHARED = (
+    CommonOptions,
+    RunOptions,
+    WriteOptions,
+    LockOptions,
+    InputOptions,
+    ComputeOptions,
+    RecordOptions,
+    NameOptions,
+)
 
 
 def _error_json(error: BnnError) -> dict[str, Any]:

@@ -148,6 +148,12 @@ def place_buffer(index: int, generator: torch.Generator) -> Tensor:
     return torch.tensor([index], device=generator.device)
 
 
+def loaded(layer: Any, tensors: dict[str, Tensor]) -> Any:
+    """The layer itself, with the parameters and buffers that tensors_of gave."""
+    layer.load_state_dict(tensors)
+    return layer
+
+
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by name, on the CPU; floating-point ones as float64."""
     state = {name: value.detach().cpu().clone() for name, value in layer.state_dict().items()}

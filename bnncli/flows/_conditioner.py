@@ -84,3 +84,8 @@ def join_halves(kept: Tensor, moved: Tensor, index: int) -> Tensor:
 def bounded_log_scale(raw: Tensor) -> Tensor:
     """Log scales in (-2, 2), with slope 1 at 0."""
     return LOG_SCALE_BOUND * torch.tanh(raw / LOG_SCALE_BOUND)
+
+
+def settings_in(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """hidden and index of the layer that stored these tensors."""
+    return {"hidden": tensors["network.hidden_bias"].shape[0], "index": int(tensors["place"])}

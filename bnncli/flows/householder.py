@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, Recipe, tensors_of, uniform, zeros
+from bnncli.flows import ALL_DATA, Recipe, loaded, tensors_of, uniform, zeros
 from bnncli.layout import HeadLayout
 
 
@@ -58,9 +58,7 @@ class Householder(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        layer = cls(layout, torch.Generator())
-        layer.load_state_dict(tensors)
-        return layer
+        return loaded(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
         """The angle that it turns by, 0 to pi, and |center|."""

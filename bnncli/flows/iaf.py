@@ -11,8 +11,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, place_buffer, tensors_of
-from bnncli.flows._conditioner import Conditioner, bounded_log_scale
+from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows._conditioner import Conditioner, bounded_log_scale, settings_in
 from bnncli.layout import HeadLayout
 
 
@@ -84,10 +84,7 @@ class Iaf(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        hidden = tensors["network.hidden_bias"].shape[0]
-        layer = cls(layout, torch.Generator(), hidden=hidden, index=int(tensors["place"]))
-        layer.load_state_dict(tensors)
-        return layer
+        return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
         """Norms of the shift and the log scale at z = 0, and of the network's last weights for each."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import PUBLISHED, SPACES, Recipe, tensors_of, uniform
+from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
 from bnncli.layout import HeadLayout
 
 # Halving an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
@@ -70,9 +70,7 @@ class Planar(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        layer = cls(layout, torch.Generator())
-        layer.load_state_dict(tensors)
-        return layer
+        return loaded(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
         """w . u (slope at the bend; near 0 does nothing, near -1 folds), |u| and |w|."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import PUBLISHED, SPACES, Recipe, tensors_of, uniform
+from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
 from bnncli.layout import HeadLayout
 
 
@@ -69,9 +69,7 @@ class Radial(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        layer = cls(layout, torch.Generator())
-        layer.load_state_dict(tensors)
-        return layer
+        return loaded(cls(layout, torch.Generator()), tensors)
 
     def summary(self) -> dict[str, float]:
         """alpha, beta and |x0|: beta near 0 does nothing, beta near -alpha contracts to a point."""

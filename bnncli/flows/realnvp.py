@@ -11,8 +11,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, place_buffer, tensors_of
-from bnncli.flows._conditioner import Conditioner, bounded_log_scale, half_sizes, join_halves, split_halves
+from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows._conditioner import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
 from bnncli.layout import HeadLayout
 
 
@@ -64,10 +64,7 @@ class Realnvp(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        hidden = tensors["network.hidden_bias"].shape[0]
-        layer = cls(layout, torch.Generator(), hidden=hidden, index=int(tensors["place"]))
-        layer.load_state_dict(tensors)
-        return layer
+        return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
         """Norms of the network's last weights for shift and log scale, and of their values where z_kept = 0."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, place_buffer, tensors_of
-from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, split_halves
+from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, settings_in, split_halves
 from bnncli.layout import HeadLayout
 
 NUM_BINS = 8
@@ -73,10 +73,7 @@ class Spline(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-        hidden = tensors["network.hidden_bias"].shape[0]
-        layer = cls(layout, torch.Generator(), hidden=hidden, index=int(tensors["place"]))
-        layer.load_state_dict(tensors)
-        return layer
+        return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 
     def summary(self) -> dict[str, float]:
         """The smallest and largest slope at a knot and the largest move of a knot, all where z_kept = 0."""

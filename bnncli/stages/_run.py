@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.console import Console
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.options import ComputeOptions, InputOptions, LockOptions, NameOptions, RunOptions, WriteOptions
+from bnncli.options import (
+    ComputeOptions,
+    InputOptions,
+    LockOptions,
+    NameOptions,
+    RecordOptions,
+    RunOptions,
+    WriteOptions,
+)
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.storage.run_folder import RunFolder
@@ -82,6 +90,7 @@ class Run:
     naming: NameOptions
     lock: LockOptions = field(default_factory=LockOptions)
     inputs: InputOptions = field(default_factory=InputOptions)
+    record: RecordOptions = field(default_factory=RecordOptions)
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -133,7 +142,7 @@ class Run:
         import torch
 
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
-        host = {"host": socket.gethostname()} if self.compute.record_host else {}
+        host = {"host": socket.gethostname()} if self.record.record_host else {}
         return {
             **host,
             "seed": self.compute.seed,

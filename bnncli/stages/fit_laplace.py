@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import memory
-from bnncli.errors import UsageError
+from bnncli.errors import UsageError, WriteError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
 from bnncli.integrators import load_integrator
@@ -88,7 +88,13 @@ def _plot(run: Run, path: Path, artifact: Path) -> Result:
         at_edge=meta["metrics"]["prior_precision_at_edge"],
         network=meta["metrics"]["val_nll_network"] if meta["criterion"] == "val" else None,
     )
-    digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    try:
+        digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    except WriteError as error:
+        message = (
+            f"--plot: {path} could not be written; {artifact} is complete, and --plot FILE draws it without fitting"
+        )
+        raise WriteError(message, hint=error.hint, path=path) from None
     return Result("", [{"role": role, "path": str(path), "content_digest": digest}])
 
 
