@@ -21,7 +21,6 @@ LAYERS = (
     ("targets",),
     ("data", "user_code"),
     ("options",),
-    ("hmc_options", "laplace_options"),
     ("option", "layout", "prior", "seeds", "devices", "digests", "inputs", "until"),
     ("registry", "shapes", "names", "signals", "progress"),
     ("errors",),

@@ -1,14 +1,15 @@
 """Integrators turn a posterior and features into class probabilities; the files here are the choices.
 
 Each integrator is a frozen dataclass that says in `needs` which capability of a posterior it uses: `center`
-(a representative theta), `sample` (draws of theta) `logit_marginals` (exact mean and variance of each logit) or `logit_moments` (mean and covariance of the
-logits).
+(a representative theta), `sample` (draws of theta), `log_density` (of theta), `logit_marginals` (exact mean and variance of
+each logit) or `logit_moments` (mean and covariance of the logits). Its fields are its settings, options of the same
+names; a setting that is not the default becomes part of the name of what it predicts (`variant`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -33,6 +34,9 @@ class HasLayout(Protocol):
         """Sizes of the head."""
 
 
+_SHAPES = {"probs": "N C", "entropy": "N", "mutual_info": "N", "interval": "N 2", "log_concentration": "N C"}
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Class probabilities of a split.
@@ -42,6 +46,10 @@ class Prediction:
         entropy: (N,) float32, nats, of the mean probabilities.
         mutual_info: (N,) float32, nats: entropy of the mean minus mean entropy of the draws, at least 0; None
             where the integrator has no draws.
+        interval: (N, 2) float32, the central 95 % of the posterior of the predicted class's probability; None where
+            the integrator has no such posterior.
+        log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; None
+            where the integrator has none.
 
     Raises:
         NumericError: the probabilities are not finite.
@@ -50,12 +58,12 @@ class Prediction:
     probs: Tensor
     entropy: Tensor
     mutual_info: Tensor | None = None
+    interval: Tensor | None = None
+    log_concentration: Tensor | None = None
 
     def __post_init__(self) -> None:
-        tensors = {"probs": (self.probs, "N C"), "entropy": (self.entropy, "N")}
-        if self.mutual_info is not None:
-            tensors["mutual_info"] = (self.mutual_info, "N")
-        check_shapes(**tensors)
+        shapes = {name: (getattr(self, name), shape) for name, shape in _SHAPES.items()}
+        check_shapes(**{name: pair for name, pair in shapes.items() if pair[0] is not None})
         # A sum of probabilities is finite exactly when all are, and needs no (N, C) mask.
         if not torch.isfinite(self.probs.sum()):
             num_bad = int((~torch.isfinite(self.probs)).any(dim=1).sum())
@@ -72,9 +80,12 @@ class Prediction:
 
 def join(parts: Sequence[Prediction]) -> Prediction:
     """The prediction of consecutive blocks of examples, as one; on the CPU."""
-    probs, entropies = (torch.cat([getattr(part, name).cpu() for part in parts]) for name in ("probs", "entropy"))
-    information = [part.mutual_info.cpu() for part in parts if part.mutual_info is not None]
-    return Prediction(probs, entropies, torch.cat(information) if information else None)
+    joined: dict[str, Tensor] = {}
+    for name in _SHAPES:
+        tensors = [tensor.cpu() for part in parts if (tensor := getattr(part, name)) is not None]
+        if tensors:
+            joined[name] = torch.cat(tensors)
+    return Prediction(**joined)
 
 
 class Integrator(Protocol):
@@ -95,11 +106,50 @@ class Integrator(Protocol):
         """Class probabilities of features (N, D) under the posterior."""
 
 
-def load_integrator(name: str) -> Integrator:
-    """The integrator called `name`. Raises UsageError with the choices when there is none."""
+def load_integrator(name: str, **settings: Any) -> Integrator:
+    """The integrator called `name` with settings of its own. Raises UsageError with the choices when there is none."""
     check_name("integrators", name, option="--integrator")
-    integrator: Integrator = load_class("integrators", name)()
+    integrator: Integrator = load_class("integrators", name)(**settings)
     return integrator
+
+
+def settings_of(integrator: Integrator) -> dict[str, Any]:
+    """The settings of an integrator by name, as JSON takes them."""
+    return {spec.name: getattr(integrator, spec.name) for spec in fields(integrator) if spec.init}  # type: ignore[arg-type]
+
+
+def variant(name: str, settings: dict[str, Any]) -> str:
+    """What predictions with these settings are called: the integrator's name, then each setting that is not the default."""
+    parts = [name]
+    for setting, default in settings_of(load_integrator(name)).items():
+        value = settings.get(setting, default)
+        if value != default:
+            parts.append(
+                setting.replace("_", "-") if value is True else f"no-{setting}" if value is False else str(value)
+            )
+    return "-".join(parts)
+
+
+def prepare(
+    integrator: Integrator,
+    posterior: Any,
+    *,
+    num_samples: int | None,
+    generator: torch.Generator,
+    target: Any = None,
+    progress: Progress = SILENT,
+) -> Integrator:
+    """The integrator, ready for many blocks of features: what is the same for all of them is computed here, once.
+
+    Args:
+        target: log posterior on the training split, for an integrator that says `needs_target`.
+    """
+    if not hasattr(integrator, "prepare"):
+        return integrator
+    ready: Integrator = integrator.prepare(
+        posterior, num_samples=num_samples, generator=generator, target=target, progress=progress
+    )
+    return ready
 
 
 def can_use(name: str, kind: str) -> bool:

@@ -25,6 +25,13 @@ class PredictionFile:
         labels: (N,) int64 or None. sample_id: (N,) int64.
         classes: the C class names.
         probs_samples: (S, N, C) float16, of every draw; only where they were asked for.
+        interval: (N, 2) float32, central 95 % of the posterior of the predicted class's probability.
+        log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters.
+        energy: (N,) float32, -log sum exp of the logits at the posterior's mean.
+        max_logit: (N,) float32, the largest of those.
+        top_k: (N,) int64, how many classes the uncertainty-aware ranking keeps.
+
+    All but probs, entropy and sample_id may be None. (N, C) arrays that were read lie in the file, not in memory.
     """
 
     probs: Array
@@ -35,6 +42,26 @@ class PredictionFile:
     classes: list[str]
     header: Header | None = None
     probs_samples: Array | None = None
+    interval: Array | None = None
+    log_concentration: Array | None = None
+    energy: Array | None = None
+    max_logit: Array | None = None
+    top_k: Array | None = None
+
+
+# What a file may lack, with the shape it has where it is there.
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "mutual_info": ("N",),
+    "labels": ("N",),
+    "probs_samples": ("S", "N", "C"),
+    "interval": ("N", "2"),
+    "log_concentration": ("N", "C"),
+    "energy": ("N",),
+    "max_logit": ("N",),
+    "top_k": ("N",),
+}
+_CHECK_ROWS = 4096  # held in memory at once
+_MAPPED = ("probs", "log_concentration", "probs_samples")
 
 
 def write_predictions(
@@ -47,12 +74,7 @@ def write_predictions(
 ) -> str:
     """Publish a prediction file and return its content digest; meta has posterior, integrator, samples, split, is_ood."""
     arrays = {"probs": predictions.probs, "entropy": predictions.entropy, "sample_id": predictions.sample_id}
-    optional = {
-        "mutual_info": predictions.mutual_info,
-        "labels": predictions.labels,
-        "probs_samples": predictions.probs_samples,
-    }
-    arrays |= {name: value for name, value in optional.items() if value is not None}
+    arrays |= {name: value for name in _OPTIONAL if (value := getattr(predictions, name)) is not None}
     texts: dict[str, str | list[str]] = {"classes": predictions.classes}
     return write_hdf5(
         target, arrays, texts, kind="predictions", meta=meta, provenance=provenance, may_replace=may_replace
@@ -70,34 +92,35 @@ def read_predictions(path: Path) -> PredictionFile:
         header = header_of(path, file)
         if header.kind != "predictions":
             raise DataError(f"{path}: expected predictions, got {header.kind}", code="wrong_kind", path=path)
-        arrays, texts = read_contents(path, file)
+        arrays, texts = read_contents(path, file, mapped=_MAPPED)
     check_digest(path, header, arrays, texts)
     classes = texts.get("classes")
     missing = [name for name in ("probs", "entropy", "sample_id") if name not in arrays]
     if missing or not isinstance(classes, list):
         raise DataError(f"{path}: has no {', '.join(missing) or 'classes'}", code="damaged", path=path)
-    probs, labels = arrays["probs"], arrays.get("labels")
-    rows = len(arrays["sample_id"])
-    if probs.shape != (rows, len(classes)) or (labels is not None and labels.shape != (rows,)):
-        raise DataError(
-            f"{path}: expected probs ({rows}, {len(classes)}), got {probs.shape}", code="bad_shape", path=path
-        )
+    sizes = {"N": len(arrays["sample_id"]), "C": len(classes), "2": 2, "S": len(arrays.get("probs_samples", ()))}
+    for name, axes in {"probs": ("N", "C"), "entropy": ("N",), **_OPTIONAL}.items():
+        expected = tuple(sizes[axis] for axis in axes)
+        if name in arrays and arrays[name].shape != expected:
+            message = f"{path}: expected {name} {expected}, got {arrays[name].shape}"
+            raise DataError(message, code="bad_shape", path=path)
+    _check_samples(path, arrays.get("probs_samples"), arrays["probs"])
     return PredictionFile(
-        probs=probs,
+        probs=arrays["probs"],
         entropy=arrays["entropy"],
-        mutual_info=arrays.get("mutual_info"),
-        labels=labels,
         sample_id=arrays["sample_id"],
         classes=classes,
         header=header,
-        probs_samples=_check_samples(path, arrays.get("probs_samples"), probs),
+        **{name: arrays.get(name) for name in _OPTIONAL},
     )
 
 
-def _check_samples(path: Path, samples: Array | None, probs: Array) -> Array | None:
-    """The draws' probabilities. Raises DataError when their mean is not the prediction."""
+def _check_samples(path: Path, samples: Array | None, probs: Array) -> None:
+    """Raise DataError when the mean of the draws' probabilities is not the prediction."""
     if samples is None:
-        return None
-    if samples.shape[1:] != probs.shape or np.abs(samples.mean(axis=0, dtype=np.float64) - probs).max(initial=0) > 1e-3:
-        raise DataError(f"{path}: the mean of probs_samples is not probs", code="damaged", path=path)
-    return samples
+        return
+    for start in range(0, len(probs), _CHECK_ROWS):
+        rows = slice(start, start + _CHECK_ROWS)
+        error = np.abs(samples[:, rows].mean(axis=0, dtype=np.float64) - probs[rows]).max(initial=0)
+        if not error <= 1e-3:
+            raise DataError(f"{path}: the mean of probs_samples is not probs", code="damaged", path=path)

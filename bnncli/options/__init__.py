@@ -1,0 +1,46 @@
+"""Every option of every command, written once: name, type, default, help, and whether it changes numbers.
+
+The command line, the environment variables, the configuration file and the parameters recorded in artifacts are all
+made from these classes. A field named prior_precision is the option --prior-precision.
+"""
+
+from bnncli.options.common import (
+    CommonOptions as CommonOptions,
+)
+from bnncli.options.common import (
+    ComputeOptions as ComputeOptions,
+)
+from bnncli.options.common import (
+    InputOptions as InputOptions,
+)
+from bnncli.options.common import (
+    LockOptions as LockOptions,
+)
+from bnncli.options.common import (
+    NameOptions as NameOptions,
+)
+from bnncli.options.common import (
+    RecordOptions as RecordOptions,
+)
+from bnncli.options.common import (
+    RunOptions as RunOptions,
+)
+from bnncli.options.common import (
+    WriteOptions as WriteOptions,
+)
+from bnncli.options.diagnose import DiagnoseOptions as DiagnoseOptions
+from bnncli.options.evaluate import EvaluateOptions as EvaluateOptions
+from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFeaturesOptions
+from bnncli.options.fit_laplace import FitLaplaceOptions as FitLaplaceOptions
+from bnncli.options.hmc import HmcOptions as HmcOptions
+from bnncli.options.house import (
+    ConvertOptions as ConvertOptions,
+)
+from bnncli.options.house import (
+    DemoOptions as DemoOptions,
+)
+from bnncli.options.house import (
+    StatusOptions as StatusOptions,
+)
+from bnncli.options.predict import PredictOptions as PredictOptions
+from bnncli.options.refine import RefineOptions as RefineOptions

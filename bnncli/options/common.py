@@ -1,0 +1,118 @@
+"""Options that many commands share: streams, the run folder, writing, locking, computing, naming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, check_artifact_name, option
+
+
+@dataclass(frozen=True)
+class CommonOptions(Checked):
+    """Options of every command: streams, verbosity, configuration."""
+
+    json: bool = option(False, "Print one JSON document on stdout instead of text.", numeric=False, env_common=True)
+    quiet: bool = option(False, "Print errors only.", short="-q", numeric=False, env_common=True)
+    verbose: int = option(
+        0, "Print more; twice for the libraries' own messages.", short="-v", numeric=False, env_common=True
+    )
+    log_format: str = option(
+        "text", "Form of log lines: text or json.", choices=("text", "json"), numeric=False, env_common=True
+    )
+    log_file: str | None = option(
+        None, "Write log lines to this file as well.", metavar="FILE", numeric=False, env_common=True
+    )
+    progress: str = option(
+        "auto",
+        "auto (a bar on a terminal, else log lines), bar, log or none.",
+        choices=("auto", "bar", "log", "none"),
+        numeric=False,
+        env_common=True,
+    )
+    config: str | None = option(
+        None,
+        "TOML file with defaults [BNNCLI_CONFIG, then ./bnncli.toml].",
+        metavar="FILE",
+        numeric=False,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class RunOptions(Checked):
+    """Options of every command that has a run."""
+
+    run_dir: str | None = option(
+        None,
+        "The run folder, when it is not CKPT.bnn beside the checkpoint.",
+        metavar="DIR",
+        numeric=False,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class WriteOptions(Checked):
+    """Options of commands that write artifacts."""
+
+    force: bool = option(False, "Recompute, and replace what is there.", short="-f", numeric=False)
+    dry_run: bool = option(False, "Say what would be done, and do nothing.", short="-n", numeric=False)
+
+
+@dataclass(frozen=True)
+class LockOptions(Checked):
+    """Options of commands that lock what they write."""
+
+    wait: float = option(
+        0.0,
+        "Seconds to wait for another bnncli that writes the same artifact.",
+        minimum=0,
+        numeric=False,
+        env_common=True,
+    )
+
+
+@dataclass(frozen=True)
+class InputOptions(Checked):
+    """Options of commands that take artifacts as inputs."""
+
+    allow_stale: bool = option(
+        False, "Use an input although what it was made from has changed since; recorded as a warning.", numeric=False
+    )
+
+
+@dataclass(frozen=True)
+class ComputeOptions(Checked):
+    """Options of commands that compute."""
+
+    seed: int = option(0, "Seed of every random stream.", minimum=0, numeric=False, env_common=True)
+    device: str = option(
+        "auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", numeric=False, env_common=True
+    )
+    threads: int | None = option(None, "CPU threads; all cores by default.", minimum=1, numeric=False, env_common=True)
+    deterministic: bool = option(False, "Use deterministic kernels only.", numeric=False, env_common=True)
+
+
+@dataclass(frozen=True)
+class RecordOptions(Checked):
+    """Options of commands whose artifacts say where they come from."""
+
+    record_host: bool = option(
+        False, "Record the name of this machine in the artifact.", numeric=False, env_common=True
+    )
+
+
+@dataclass(frozen=True)
+class NameOptions(Checked):
+    """Options that say where one artifact goes."""
+
+    name: str | None = option(None, "Name of the artifact, instead of its method's.", metavar="NAME", numeric=False)
+    out: str | None = option(None, "Write to exactly this file.", short="-o", metavar="FILE", numeric=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is not None and self.out is not None:
+            raise UsageError("--name and --out exclude each other: give one")
+        if self.name is not None:
+            check_artifact_name(self.name, "--name")

@@ -1,0 +1,25 @@
+"""Options of diagnose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.option import Checked, option
+
+
+@dataclass(frozen=True)
+class DiagnoseOptions(Checked):
+    """Options of diagnose."""
+
+    posterior: list[str] = option(
+        [],
+        "Posterior to judge, by name or file; all of the run by default. Repeatable.",
+        metavar="NAME|FILE",
+        numeric=False,
+    )
+    draws: int | None = option(
+        None,
+        "Draws for ELBO and Pareto k; by default 512, doubled up to 8192 until the ELBO's standard error is at most 2 nats and 1 %.",
+        minimum=2,
+    )
+    strict: bool = option(False, "Exit 3 unless a posterior is good for its target.", numeric=False)

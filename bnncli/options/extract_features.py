@@ -1,0 +1,60 @@
+"""Options of extract-features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, option
+from bnncli.registry import check_name
+
+
+@dataclass(frozen=True)
+class ExtractFeaturesOptions(Checked):
+    """Options of extract-features."""
+
+    model: str | None = option(
+        None,
+        "Network: a built-in name (lenet5, mlp, resnet20, wide-resnet; flatten is none: inputs are the features, CKPT is just the run's name), package.module:factory or file.py:factory. A factory is your code and is run.",
+        metavar="MODEL",
+    )
+    model_arg: list[str] = option([], "Argument of the network, as key=value; repeatable.", metavar="KEY=VALUE")
+    data: list[str] = option(
+        [],
+        "A split whose labels are the network's classes: npz:FILE[:x,y], idx:IMAGES,LABELS, images:DIR, py:module:factory; @N takes the first N rows. Repeatable.",
+        metavar="SPLIT=SPEC",
+    )
+    ood: list[str] = option(
+        [],
+        "An out-of-distribution split, stored without labels; SPEC as for --data (with --from-npz the name alone). Repeatable.",
+        metavar="SPLIT=SPEC",
+    )
+    hold_out: list[str] = option(
+        [],
+        "Move N random rows (seeded) of one split into another, as val=test:2000. Validation rows must be rows that the network was not trained on.",
+        metavar="NEW=OLD:N",
+    )
+    from_npz: str | None = option(
+        None,
+        "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias. CKPT is then just the run's name.",
+        metavar="FILE",
+    )
+    last_layer: str | None = option(
+        None, "Name of the last linear layer, when it is not the last one called.", metavar="NAME"
+    )
+    mean: str | None = option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]")
+    std: str | None = option(None, "Standard deviation of each channel.", metavar="S[,S,S]")
+    resize: int | None = option(None, "Resize the shorter side of images to this many pixels.", minimum=1)
+    crop: int | None = option(None, "Crop the centre square of this many pixels.", minimum=1)
+    dtype: str = option("float32", "Type the features are stored in.", choices=("float32", "float16"))
+    batch_size: int = option(256, "Inputs a batch.", minimum=1, numeric=False)
+    num_workers: int = option(0, "Processes that decode images.", minimum=0, numeric=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) == (self.from_npz is None):
+            raise UsageError("give either --model MODEL with --data SPLIT=SPEC, or --from-npz FILE")
+        if self.model is not None and ":" not in self.model:
+            check_name("networks", self.model, option="--model")
+        if self.model is not None and not (self.data or self.ood):
+            raise UsageError("--data: give at least one split, as --data train=npz:train.npz")

@@ -1,0 +1,67 @@
+"""Options of refine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.option import Checked, option
+
+
+@dataclass(frozen=True)
+class RefineOptions(Checked):
+    """Options of refine."""
+
+    base: str = option(
+        "laplace",
+        "Gaussian to refine: an artifact's name or file, or `prior` (the prior itself).",
+        metavar="NAME|FILE|prior",
+        numeric=False,
+    )
+    flow: str = option("radial", "Flow layer.", family="flows")
+    length: int | None = option(None, "Number of flow layers; the flow's own choice by default (radial: 5).", minimum=1)
+    epochs: int | None = option(
+        None, "Passes over the training split, at most; the flow's own choice by default (radial: 20).", minimum=1
+    )
+    batch_size: int | None = option(
+        None,
+        "Examples a step, all where it is larger than the split; the flow's own choice by default (radial: 128).",
+        minimum=1,
+    )
+    learning_rate: float | None = option(
+        None,
+        "First learning rate of Adam, which decays to 0 along a cosine; the flow's own choice by default (radial: 0.001).",
+        minimum=1e-12,
+    )
+    patience: int = option(
+        5,
+        "End early when the ELBO has stood still for this many rounds (epochs, or 25 steps where an epoch has fewer); 0 never does.",
+        minimum=0,
+    )
+    space: str = option(
+        "auto",
+        "Where the flow acts: coordinates whitened by the base, or weight space; auto is the flow's own choice.",
+        choices=("auto", "whitened", "weight"),
+    )
+    rank: int | None = option(
+        None, "Rank of the flow's update (sylvester, affine --scale low-rank); 16 by default.", minimum=1
+    )
+    hidden: int | None = option(
+        None, "Hidden units of the flow's network (iaf, realnvp, spline); 64 by default.", minimum=1
+    )
+    scale: str | None = option(None, "Linear part of affine; kron by default.", choices=("kron", "block", "low-rank"))
+    num_draws: int | None = option(
+        None, "Draws from the flow a step; the flow's own choice by default (radial: 1).", minimum=1
+    )
+    elbo_draws: int = option(256, "Fresh draws for the ELBO before and after, on the full data.", minimum=2)
+    prior_precision: float | None = option(
+        None,
+        "Prior precision of the target, biases included; the base's prior by default (needed with --base prior and no laplace).",
+        minimum=1e-30,
+    )
+    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    save_every: float = option(
+        60.0,
+        "Seconds between the states that --resume continues from; 0 saves after every round.",
+        minimum=0,
+        numeric=False,
+    )
