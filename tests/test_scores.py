@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import accuracy_score, log_loss
 
 from bnncli.errors import DataError
-from bnncli.evaluation.rows import check_probabilities, in_distribution_rows
+from bnncli.evaluation.rows import in_distribution_rows
 from bnncli.evaluation.scores import accuracy, brier, nll
 
 
@@ -120,33 +120,3 @@ def test_defined_rows_are_strict_json_without_a_reason() -> None:
 def test_labels_that_do_not_fit_are_refused(labels: NDArray, message: str) -> None:
     with pytest.raises(DataError, match=message):
         in_distribution_rows(np.full((2, 3), 1 / 3), labels)
-
-
-@pytest.mark.parametrize(
-    ("row", "message", "hint"),
-    [
-        (np.log([0.9, 0.1]), "got log-probabilities down to -2.3", "exponentiate"),
-        ([0.0, -np.inf], "got log-probabilities", "exponentiate"),
-        ([np.nan, 0.5], "got NaN or infinity", "diverged"),
-        ([np.nan, np.nan], "got NaN or infinity", "diverged"),
-        ([2.5, -1.5], r"expected values in \[0, 1\], got -1.5 to 2.5", "softmax"),
-        ([70.0, 30.0], "got 30 to 70", "percentages"),
-        ([0.9, 0.3], "sum to 1 within 1e-4, got one off by 0.2", "sigmoid"),
-        ([0.5, 0.4998], "off by 0.0002", "sigmoid"),
-        ([0.2, 0.3, 0.5], r"expected shape \(N, 2\), got \(1, 3\)", None),
-    ],
-)
-def test_what_is_no_probability_is_refused_with_its_likely_cause(
-    row: list[float], message: str, hint: str | None
-) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        check_probabilities(np.array([row]), 2)
-    assert hint is None or hint in str(caught.value.hint)
-
-
-@pytest.mark.parametrize("probs", [predictions(7)[0], np.empty((0, 7)), np.eye(7), np.full((1, 7), 1.00005 / 7)])
-def test_probabilities_pass_and_the_same_rows_a_little_too_large_do_not(probs: NDArray) -> None:
-    check_probabilities(probs, 7)
-    if len(probs):
-        with pytest.raises(DataError, match=r"sum to 1|values in"):
-            check_probabilities(probs * 1.0003, 7)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bnncli.errors import DataError
 from bnncli.evaluation import detection, scores
 from bnncli.evaluation.calibration import NUM_BINS, reliability
+from bnncli.evaluation.examples import check_labels
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, thin
 
 Row = dict[str, Any]
-
-ROW_SUM_TOLERANCE = 1e-4  # float32 rows of 1,000 classes stay within 1e-5
 
 _CHOICES: dict[str, Row] = {
     "accuracy": {"higher_is_better": True},
@@ -55,7 +52,7 @@ def in_distribution_rows(probs: NDArray, labels: NDArray | None, *, num_bins: in
     reason = "no labels" if labels is None else "empty split" if len(probs) == 0 else None
     if reason is not None or labels is None:
         return [_row(name, None, n=len(probs), undefined=reason, **choices[name]) for name in names]
-    _check_labels(probs, labels)
+    check_labels(labels, probs.shape)
     bins = reliability(probs, labels, num_bins=num_bins)
     values = {
         "accuracy": scores.accuracy(probs, labels),
@@ -114,56 +111,12 @@ def mmd_rows(draws: Tensor | None, hmc_draws: Tensor | None, *, reference: str =
     ]
 
 
-def check_probabilities(probs: NDArray, num_classes: int) -> None:
-    """Pass when probs (N, C) are probabilities of `num_classes` classes.
-
-    Raises:
-        DataError: another shape, values that are not finite or outside [0, 1], rows that do not sum to 1
-            within 1e-4; the hint names the likely cause.
-    """
-    if probs.ndim != 2 or probs.shape[1] != num_classes:
-        raise DataError(f"probs: expected shape (N, {num_classes}), got {probs.shape}")
-    if probs.size == 0:
-        return
-    if not np.isfinite(probs).all():
-        known = probs[~np.isnan(probs)]
-        if known.size and known.max() <= 0:
-            raise DataError("probs: expected finite values in [0, 1], got log-probabilities", hint=_HINT_LOG)
-        raise DataError("probs: expected finite values, got NaN or infinity", hint="a fit or a checkpoint diverged")
-    smallest, largest = float(probs.min()), float(probs.max())
-    worst = float(np.abs(probs.sum(axis=1, dtype=np.float64) - 1).max())
-    if largest <= 0 and smallest < 0:
-        raise DataError(f"probs: expected values in [0, 1], got log-probabilities down to {smallest:g}", hint=_HINT_LOG)
-    if smallest < -ROW_SUM_TOLERANCE or largest > 1 + ROW_SUM_TOLERANCE:
-        hint = "these look like logits; apply the softmax first"
-        if smallest >= 0 and largest <= 100:
-            hint = "these look like percentages; divide by 100"
-        raise DataError(f"probs: expected values in [0, 1], got {smallest:g} to {largest:g}", hint=hint)
-    if worst > ROW_SUM_TOLERANCE:
-        hint = "sigmoid outputs per class, or rows that lost a class, do not sum to 1"
-        raise DataError(f"probs: expected rows that sum to 1 within 1e-4, got one off by {worst:g}", hint=hint)
-
-
-_HINT_LOG = "these look like log-probabilities; exponentiate them first"
-
-
 def _row(name: str, value: float | None, *, n: Any, undefined: str | None = None, **choices: Any) -> Row:
     """One row: name, value, n, the choices that define the metric, and the reason when there is no value."""
     row = {"name": name, "value": value, "n": n, **choices, **_CHOICES[name]}
     if value is None:
         row["undefined"] = undefined
     return row
-
-
-def _check_labels(probs: NDArray, labels: NDArray) -> None:
-    """Raises DataError when labels do not fit probs."""
-    if labels.shape != (len(probs),):
-        raise DataError(f"labels: expected shape ({len(probs)},), got {labels.shape}")
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise DataError(f"labels: expected integers, got {labels.dtype}")
-    smallest, largest = int(labels.min()), int(labels.max())
-    if smallest < 0 or largest >= probs.shape[1]:
-        raise DataError(f"labels: expected 0 to {probs.shape[1] - 1}, got {smallest} to {largest}")
 
 
 def _with_chain_axis(draws: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
-from bnncli.evaluation.rows import check_probabilities, detection_rows, in_distribution_rows, mmd_rows
+from bnncli.evaluation.probabilities import check_probabilities
+from bnncli.evaluation.rows import detection_rows, in_distribution_rows, mmd_rows
 from bnncli.options import EvaluateOptions
 from bnncli.stages._inputs import open_posterior, recorded_prior
 from bnncli.stages._produce import Computed, Request, produce

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput
-from bnncli.evaluation.rows import check_probabilities
+from bnncli.evaluation.probabilities import check_probabilities
 from bnncli.stages._inputs import open_posterior
 from bnncli.stages._run import Result, Run, Table
 from bnncli.storage.features import read_features

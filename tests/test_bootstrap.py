@@ -1,0 +1,119 @@
+"""Bootstrap weights, standard errors and intervals against closed forms and simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from bnncli.evaluation import bootstrap
+from bnncli.evaluation.bootstrap import Bootstrap, interval
+
+
+def all_weights(resampling: Bootstrap, *splits: tuple[str, int]) -> list[NDArray]:
+    return [np.concatenate(blocks) for blocks in zip(*resampling.weights(*splits), strict=True)]
+
+
+def test_every_replicate_draws_as_many_examples_as_there_are() -> None:
+    (weights,) = all_weights(Bootstrap(40), ("test", 57))
+    assert weights.shape == (40, 57)
+    assert weights.dtype == np.float32
+    assert (weights.sum(axis=1) == 57).all()
+    assert (weights == weights.round()).all()
+    assert weights.min() == 0
+
+
+def test_counts_have_the_moments_of_a_multinomial() -> None:
+    size, replicates = 20, 20_000
+    (weights,) = all_weights(Bootstrap(replicates), ("test", size))
+    # A count is binomial(N, 1/N): mean 1, variance 1 - 1/N; two counts have covariance -1/N.
+    assert weights.mean(axis=0) == pytest.approx(np.ones(size), abs=5 / math.sqrt(replicates))
+    assert weights.var(axis=0) == pytest.approx(np.full(size, 1 - 1 / size), abs=5 * 1.5 / math.sqrt(replicates))
+    between = np.cov(weights[:, 0], weights[:, 1])[0, 1]
+    assert between == pytest.approx(-1 / size, abs=5 / math.sqrt(replicates))
+
+
+def test_weights_depend_on_seed_name_and_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = all_weights(Bootstrap(30), ("test", 50))
+    monkeypatch.setattr(bootstrap, "BLOCK_WEIGHTS", 400)
+    monkeypatch.setattr(bootstrap, "_COUNTED", 100)
+    beside, other = all_weights(Bootstrap(30), ("test", 50), ("far", 50))
+    np.testing.assert_array_equal(alone, beside)
+    (longer,) = all_weights(Bootstrap(60), ("test", 50))
+    np.testing.assert_array_equal(alone, longer[:30])
+    (seeded,) = all_weights(Bootstrap(30, seed=1), ("test", 50))
+    assert (alone != other).any()
+    assert (alone != seeded).any()
+
+
+def test_the_standard_error_of_a_mean_is_the_textbook_one() -> None:
+    values = np.random.default_rng(0).gamma(2.0, size=400)
+    resampling = Bootstrap(4000)
+    means = resampling.replicates(lambda w: w @ values / len(values), ("test", 400))
+    described = resampling.describe(values.mean(), means)
+    expected = values.std() / math.sqrt(len(values))
+    # The standard deviation of R replicates is within 5 of its own standard errors, sigma / sqrt(2 R).
+    assert described["standard_error"] == pytest.approx(expected, rel=5 / math.sqrt(2 * 4000))
+    normal = stats.norm.interval(0.95, values.mean(), expected)
+    ends = [described["interval"][name] for name in ("low", "high")]
+    assert ends == pytest.approx(normal, abs=0.2 * expected)
+    assert described["interval"].items() >= {"level": 0.95, "method": "percentile", "replicates": 4000}.items()
+
+
+def test_the_percentile_interval_is_that_of_scipy() -> None:
+    values = np.random.default_rng(1).exponential(size=60)
+    resampling = Bootstrap(20_000, level=0.9)
+    means = resampling.replicates(lambda w: w @ values / 60, ("test", 60))
+    theirs = stats.bootstrap((values,), np.mean, n_resamples=20_000, confidence_level=0.9, method="percentile", rng=2)
+    spread = float(theirs.standard_error)
+    ours = interval(values.mean(), means, level=0.9)
+    # A 5 % quantile of R normal draws has standard error 2.1 sigma / sqrt R.
+    assert ours == pytest.approx(tuple(theirs.confidence_interval), abs=5 * 2.1 * spread * math.sqrt(2 / 20_000))
+
+
+def test_the_basic_interval_mirrors_the_percentile_one_and_stays_in_the_range() -> None:
+    replicates = np.linspace(0.1, 0.5, 1001)
+    low, high = interval(0.2, replicates, method="percentile")
+    assert (low, high) == pytest.approx((0.11, 0.49))
+    assert interval(0.2, replicates, method="basic") == pytest.approx((0.4 - high, 0.4 - low))
+    assert interval(0.2, replicates, method="basic", bounds=(0, 0.25)) == (0.0, 0.25)
+    with pytest.raises(ValueError, match="percentile, basic"):
+        interval(0.2, replicates, method="studentised")
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_intervals_of_a_rate_hold_the_truth_as_often_as_they_say(level: float) -> None:
+    generator, truth, trials, hits = np.random.default_rng(3), 0.3, 300, 0
+    for trial in range(trials):
+        values = generator.random(150) < truth
+        resampling = Bootstrap(300, level=level, seed=trial)
+        means = resampling.replicates(lambda w, v=values: w @ v / 150, ("test", 150))
+        low, high = interval(values.mean(), means, level=level)
+        hits += low <= truth <= high
+    assert hits / trials == pytest.approx(level, abs=3 * math.sqrt(level * (1 - level) / trials) + 0.01)
+
+
+def test_undefined_replicates_are_left_out_and_too_many_leave_no_interval() -> None:
+    resampling = Bootstrap(100)
+    replicates = np.linspace(0, 1, 100)
+    replicates[:30] = np.nan
+    assert resampling.describe(0.5, replicates)["interval"]["replicates"] == 70
+    replicates[:60] = np.nan
+    assert resampling.describe(0.5, replicates) == {"standard_error": None, "interval": None}
+
+
+def test_statistics_of_two_splits_resample_both() -> None:
+    ours, theirs = np.arange(30.0), np.arange(40.0) ** 2
+    resampling = Bootstrap(3000)
+    gaps = resampling.replicates(lambda v, w: w @ theirs / 40 - v @ ours / 30, ("test", 30), ("far", 40))
+    expected = math.sqrt(ours.var() / 30 + theirs.var() / 40)
+    assert gaps.std() == pytest.approx(expected, rel=5 / math.sqrt(2 * 3000))
+
+
+@pytest.mark.parametrize("settings", [{"num_replicates": 0}, {"level": 1.0}])
+def test_no_replicates_and_sure_intervals_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected a replicate"):
+        Bootstrap(**settings)
