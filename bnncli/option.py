@@ -30,7 +30,7 @@ def option(
         default: the value when nothing says otherwise; a list makes the option repeatable.
         text: one line of help.
         family: a registry folder whose file names are the choices.
-        choices: the values allowed, when they are fixed.
+        choices: the values allowed, when they are fixed; beside a family, further ones.
         minimum, maximum: bounds of a number, inclusive.
         numeric: True when the value changes the numbers in the artifact.
     """
@@ -51,8 +51,8 @@ def option(
 
 
 def choices_of(meta: Any) -> list[str]:
-    """The values an option allows, from its family folder or its fixed list; empty when anything goes."""
-    return registry.names(meta["family"]) if meta["family"] else list(meta["choices"])
+    """The values an option allows, from its family folder and its fixed list; empty when anything goes."""
+    return [*(registry.names(meta["family"]) if meta["family"] else []), *meta["choices"]]
 
 
 def check_value(spec: Field[Any], value: Any, where: str) -> None:

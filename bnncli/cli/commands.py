@@ -98,12 +98,14 @@ COMMANDS = (
     Command(
         "predict",
         "Turn posteriors into class probabilities.",
-        "Predicts every split but train with every posterior of the run, or those named. Writes "
-        "predictions/<posterior>.<integrator>/<split>.h5.",
+        "Predicts every split but train with every posterior of the run, or those named. Several integrators may be asked "
+        "for; each setting goes to those that have it and, where it is not the default, into the name: mc with --qmc is "
+        "mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5.",
         (o.PredictOptions, o.NameOptions, o.InputOptions, *COMPUTE),
         (
             "bnncli predict ckpt.pt",
             "bnncli predict ckpt.pt --posterior refine --integrator mc --samples 100 --split test",
+            "bnncli predict ckpt.pt --posterior laplace --integrator all --split test",
         ),
     ),
     Command(

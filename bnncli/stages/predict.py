@@ -1,41 +1,54 @@
-"""predict: posteriors and features in, class probabilities out, one file for each posterior and split."""
+"""predict: posteriors and features in, class probabilities out, one file for each posterior, integrator and split."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.integrators import can_use, join, load_integrator, usable
-from bnncli.integrators.mc import probs_of_draws
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.options import PredictOptions
-from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_source
+from bnncli.stages._inputs import Split, load_split, posterior_source
+from bnncli.stages._predict_plan import ALL, Choice, Plan
+from bnncli.stages._predict_work import Predictor, TrainData, warn
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header
-from bnncli.storage.predictions import PredictionFile, write_predictions
 from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
-DEFAULT_SAMPLES = 20
-PLUG_IN_METHODS = ("map", "temperature")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A posterior to predict with."""
+
+    path: Path
+    header: Header
+    source: Source
 
 
 def run(run: Run, options: PredictOptions) -> Result:
-    """Predict what was asked for; a posterior that is stale is skipped with a warning unless it was named."""
+    """Predict what was asked for; what cannot be used is skipped with a warning unless it was named."""
     splits = [load_split(run, name) for name in _split_names(run, options)]
-    total = Result()
-    for path, is_named in _posterior_paths(run, options):
-        try:
-            header, source = posterior_source(run, path, "posterior")
-        except DataError as error:
-            if is_named:
-                raise
-            run.console.warn(f"skipping {path.stem}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
-            continue
-        total.add(_predict(run, options, path, header, source, splits))
+    candidates = _candidates(run, options)
+    plan = Plan.of(options, [candidate.header for candidate in candidates])
+    num_classes = len(splits[0].content.classes)
+    train, total = TrainData(run), Result()
+    for candidate in candidates:
+        choices, refusals = plan.choices(candidate.header, num_classes)
+        for refusal in refusals:
+            if options.posterior:
+                raise refusal
+            run.console.warn(f"skipping {candidate.path.stem}: {refusal.message}")
+        predictor = Predictor(run, candidate.path, candidate.header, train)
+        for choice in choices:
+            try:
+                total.add(_predict(run, options, predictor, choice, candidate.source, splits))
+            except (UsageError, MissingInput) as error:
+                if not _may_skip(options, choice, error):
+                    raise
+                run.console.warn(f"skipping {candidate.path.stem} with {choice.variant}: {error.message}")
     if not total.outputs:
         raise DataError(
             "no posterior of the run can be used: each is stale, or does not fit the integrator",
@@ -45,6 +58,14 @@ def run(run: Run, options: PredictOptions) -> Result:
     counts = f"{len(total.outputs)} files, {len(splits)} splits"
     total.summary = [f"{counts}: {total.action.replace('_', ' ')}"] if not run.write.dry_run else []
     return total
+
+
+def _may_skip(options: PredictOptions, choice: Choice, error: BnnError) -> bool:
+    """Whether nobody named this pair of posterior and integrator, and the error is that they do not fit."""
+    is_named = choice.name in options.integrator
+    if error.code == "unsupported_integrator":
+        return not options.posterior or (ALL in options.integrator and not is_named)
+    return isinstance(error, MissingInput) and not is_named
 
 
 def _split_names(run: Run, options: PredictOptions) -> list[str]:
@@ -58,18 +79,34 @@ def _split_names(run: Run, options: PredictOptions) -> list[str]:
             hint=run.suggest("extract-features", "--model", "MODEL", "--data", "test=SPEC"),
             path=run.folder.root / "features",
         )
-    if run.naming.out is not None and (len(names) != 1 or len(options.posterior) != 1):
-        raise UsageError("--out FILE holds one prediction: name one --posterior and one --split")
-    if run.naming.name is not None and len(options.posterior) != 1:
-        raise UsageError("--name names the predictions of one posterior: give one --posterior")
+    is_one_maker = len(options.posterior) == 1 and len(options.integrator) <= 1 and ALL not in options.integrator
+    if run.naming.out is not None and (len(names) != 1 or not is_one_maker):
+        raise UsageError("--out FILE holds one prediction: name one --posterior, one --integrator and one --split")
+    if run.naming.name is not None and not is_one_maker:
+        raise UsageError(
+            "--name names the predictions of one posterior by one integrator: give one --posterior, one --integrator"
+        )
     return names
 
 
-def _posterior_paths(run: Run, options: PredictOptions) -> list[tuple[Path, bool]]:
+def _candidates(run: Run, options: PredictOptions) -> list[Candidate]:
+    """The posteriors to predict with; a stale one is skipped with a warning unless it was named."""
+    found = []
+    for path in _posterior_paths(run, options):
+        try:
+            found.append(Candidate(path, *posterior_source(run, path, "posterior")))
+        except DataError as error:
+            if options.posterior:
+                raise
+            run.console.warn(f"skipping {path.stem}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+    return found
+
+
+def _posterior_paths(run: Run, options: PredictOptions) -> list[Path]:
     if options.posterior:
         maker = run.suggest("status")
         return [
-            (run.folder.find_posterior(name, flag="--posterior", maker=maker), True)
+            run.folder.find_posterior(name, flag="--posterior", maker=maker)
             for name in dict.fromkeys(options.posterior)
         ]
     found = run.folder.posteriors()
@@ -79,118 +116,64 @@ def _posterior_paths(run: Run, options: PredictOptions) -> list[tuple[Path, bool
             hint=run.suggest("fit-laplace"),
             path=run.folder.root / "posteriors",
         )
-    return [(path, False) for path in found]
+    return found
 
 
 def _predict(
-    run: Run, options: PredictOptions, path: Path, header: Header, source: Source, splits: list[Split]
+    run: Run, options: PredictOptions, predictor: Predictor, choice: Choice, source: Source, splits: list[Split]
 ) -> Result:
-    """The predictions of one posterior on every split; the posterior is opened only when there is work."""
-    method = header.meta.get("method")
-    name = options.integrator or ("plug-in" if method in PLUG_IN_METHODS else "mc")
-    integrator = load_integrator(name)
-    samples = (
-        (options.samples or (None if header.kind == "samples" else DEFAULT_SAMPLES)) if integrator.is_sampling else None
-    )
-    if (
-        options.samples is not None
-        and not integrator.is_sampling
-        and (options.integrator or len(options.posterior) == 1)
-    ):
-        raise UsageError(f"--samples: the integrator {name} makes no draws")
-    keep = options.keep_samples and integrator.is_sampling
-    stored = header.meta.get("metrics", {})
-    num_draws = samples or stored.get("chains", 0) * stored.get("draws", 0)
-    kind = "samples" if header.kind == "samples" else str(header.meta.get("type"))
-    if not can_use(name, kind):
-        refusal = UsageError(
-            f"--integrator {name} does not work for a {kind} posterior ({path.stem})",
-            hint=f"integrators for a {kind} posterior: {', '.join(usable(kind))}",
-            code="unsupported_integrator",
-        )
-        if options.posterior:
-            raise refusal
-        run.console.warn(f"skipping {path.stem}: {refusal.message}")
-        return Result()
-    opened: list[Any] = []
+    """The predictions of one posterior by one integrator on every split; opened only when there is work."""
+    sources = [source]
+    if getattr(choice.integrator, "needs_target", False):
+        sources.append(predictor.train.split.source)
     total = Result()
     for split in splits:
-        label = run.naming.name or f"{path.stem}.{name}"
-        target = Path(run.naming.out) if run.naming.out else run.folder.predictions(label, split.content.name)
-        seed = run.compute.seed if integrator.is_sampling else None
-        params: dict[str, Any] = {"integrator": name, "samples": samples, "posterior": path.stem, "seed": seed}
-        params["keep_samples"] = keep
-        size = len(split.content.features) * (4 * len(split.content.classes) + 32)
-        if keep:
-            size += 2 * num_draws * len(split.content.features) * len(split.content.classes)
-        request = Request(
-            target,
-            "predictions",
-            f"predictions.{label}.{split.content.name}",
-            params,
-            ALGO_REV,
-            [split.source, source],
-            split.checkpoint,
-            size,
-        )
+        request = _request(run, options, choice, split, sources)
 
-        def compute(split: Split = split, target: Path = target, params: dict[str, Any] = params) -> Computed:
-            if not opened:
-                opened.append(open_posterior(path)[0].to(run.device))
-            return _compute(run, opened[0], split, target, params)
+        def compute(split: Split = split, request: Request = request) -> Computed:
+            return predictor.predict(choice, split, request.target, keep_samples=bool(request.params["keep_samples"]))
 
-        total.add(produce(run, request, compute))
+        def when_fresh(header: Header) -> Computed:
+            warn(run, source.path.stem, header.meta)
+            return Computed(lambda provenance, may_replace: header.content_digest)
+
+        total.add(produce(run, request, compute, when_fresh=when_fresh))
     return total
 
 
-def _compute(run: Run, posterior: Any, split: Split, path: Path, params: dict[str, Any]) -> Computed:
-    if posterior.layout != split.layout and split.content.head_weight is not None:
-        raise DataError(
-            f"the posterior is for {posterior.layout}, split {split.content.name!r} has {split.layout}",
-            code="wrong_layout",
-        )
-    if posterior.layout.num_classes != len(split.content.classes):
-        raise DataError(
-            f"split {split.content.name!r} has {len(split.content.classes)} classes, the posterior "
-            f"{posterior.layout.num_classes}",
-            code="class_mismatch",
-        )
-    if posterior.layout.num_features != split.content.features.shape[1]:
-        raise DataError(
-            f"split {split.content.name!r} has {split.content.features.shape[1]} features, the posterior {posterior.layout.num_features}",
-            code="wrong_layout",
-        )
-    integrator, parts, kept = load_integrator(params["integrator"]), [], []
-    for features in split.feature_blocks(run.device):
-        draws: dict[str, Any] = {"num_samples": params["samples"]}  # of the same stream: the same draws for every block
-        draws["generator"] = run.stream("predict/draws")
-        parts.append(integrator.predict(posterior, features, progress=run.console, **draws))
-        if params["keep_samples"]:
-            draws["generator"] = run.stream("predict/draws")
-            kept.append(probs_of_draws(posterior, features, **draws))
-    prediction = join(parts)
-    samples = torch.cat(kept, dim=1).numpy() if kept else None
-    content = PredictionFile(
-        probs=prediction.probs.numpy(),
-        entropy=prediction.entropy.numpy(),
-        mutual_info=None if prediction.mutual_info is None else prediction.mutual_info.numpy(),
-        labels=split.content.labels,
-        sample_id=split.content.sample_id,
-        classes=split.content.classes,
-        probs_samples=samples,
-    )
-    meta = {
-        "posterior": params["posterior"],
-        "integrator": params["integrator"],
-        "samples": params["samples"],
-        "split": split.content.name,
-        "is_ood": split.content.is_ood,
-        "is_labeled": split.content.labels is not None,
-        "num_examples": len(content.probs),
-        "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
+def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, sources: list[Source]) -> Request:
+    posterior, name = sources[0].path.stem, split.content.name
+    label = run.naming.name or f"{posterior}.{choice.variant}"
+    is_sampling = choice.integrator.is_sampling
+    params: dict[str, Any] = {
+        "integrator": choice.name,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "posterior": posterior,
+        "seed": run.compute.seed if is_sampling else None,
+        "keep_samples": options.keep_samples and is_sampling,
     }
+    return Request(
+        Path(run.naming.out) if run.naming.out else run.folder.predictions(label, name),
+        "predictions",
+        f"predictions.{label}.{name}",
+        params,
+        ALGO_REV,
+        [split.source, *(one for one in sources if one.role != split.source.role)],
+        split.checkpoint,
+        _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=_num_stored(sources[0])),
+    )
 
-    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-        return write_predictions(path, content, meta=meta, provenance=provenance, may_replace=may_replace)
 
-    return Computed(publish)
+def _num_stored(source: Source) -> int:
+    """How many draws a posterior that is draws has."""
+    from bnncli.storage.headers import read_header
+
+    metrics = read_header(source.path).meta.get("metrics", {})
+    return int(metrics.get("chains", 0) * metrics.get("draws", 0))
+
+
+def _estimated_bytes(split: Split, choice: Choice, *, keep_samples: bool, num_stored: int) -> int:
+    num_examples, num_classes = len(split.content.features), len(split.content.classes)
+    size = num_examples * (8 * num_classes + 64)
+    return size + 2 * (choice.samples or num_stored) * num_examples * num_classes * keep_samples

@@ -1,0 +1,54 @@
+"""Scores of the logits at a posterior's mean, for out-of-distribution detection: energy and the largest logit.
+
+Energy: Liu, Wang, Owens and Li (2020), arXiv 2010.03759, eq. (4) at temperature 1. Largest logit: Hendrycks et al.
+(2022), arXiv 1911.11132.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.integrators import check_features, chunk_budget, slices
+from bnncli.layout import HeadLayout
+
+MEAN_DRAWS = 256  # for the mean of a posterior without a center: it is then a sixteenth of a standard deviation off
+_DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once
+
+
+def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
+    """theta (P,) that stands for the posterior: its center, or the mean of MEAN_DRAWS draws where it has none."""
+    center: Tensor | None = getattr(posterior, "center", None)
+    if center is not None:
+        return center
+    size = max(1, _DRAWN_ELEMENTS // posterior.layout.num_params)
+    parts = [
+        posterior.sample(rows.stop - rows.start, generator).sum(dim=0, dtype=torch.float64)
+        for rows in slices(MEAN_DRAWS, size)
+    ]
+    return torch.stack(parts).sum(dim=0) / MEAN_DRAWS
+
+
+def energy_and_max_logit(features: Tensor, theta: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    """-log sum exp of the logits (N,) and the largest logit (N,), float32.
+
+    A single logit f stands for the two logits (-f/2, f/2): of all pairs with that difference the one without a common
+    offset, so that both scores grow with |f| and treat the classes alike.
+
+    Args:
+        features: (N, D).
+        theta: (P,).
+    """
+    check_features(layout, features)
+    energy = features.new_empty(features.shape[0], dtype=torch.float32)
+    largest = torch.empty_like(energy)
+    stacked = theta.to(features).unsqueeze(0)
+    for rows in slices(features.shape[0], max(1, chunk_budget(features) // layout.num_classes)):
+        logits = layout.logits(features[rows], stacked)[0]
+        if layout.num_outputs == 1:
+            logits = torch.cat([-logits / 2, logits / 2], dim=1)
+        energy[rows] = -torch.logsumexp(logits, dim=1)
+        largest[rows] = logits.amax(dim=1)
+    return energy, largest

@@ -1,0 +1,168 @@
+"""The work of predict for one posterior: opened once, made ready once for each integrator, then block by block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.integrators import Integrator, join, prepare
+from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
+from bnncli.integrators.mc import probs_of_draws
+from bnncli.prior import Prior
+from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_prior
+from bnncli.stages._predict_plan import Choice
+from bnncli.stages._produce import Computed
+from bnncli.stages._run import Run
+from bnncli.storage.headers import Header
+from bnncli.storage.predictions import PredictionFile, write_predictions
+from bnncli.targets.last_layer import LastLayerTarget
+
+
+@dataclass
+class TrainData:
+    """The training split, for integrators that weigh draws by their target; read and moved when first asked for."""
+
+    run: Run
+
+    @cached_property
+    def split(self) -> Split:
+        """The split itself. Raises MissingInput or DataError without one that has labels."""
+        return load_split(self.run, "train").check_labeled()
+
+    @cached_property
+    def _target(self) -> LastLayerTarget:
+        return self.split.target(Prior(1.0), self.run.device)
+
+    def target(self, prior: Prior) -> LastLayerTarget:
+        """The log posterior under a prior."""
+        return self._target.with_prior(prior)
+
+
+@dataclass
+class Predictor:
+    """Predicts with one posterior."""
+
+    run: Run
+    path: Path
+    header: Header
+    train: TrainData
+    _ready: dict[str, Integrator] = field(default_factory=dict)
+
+    @cached_property
+    def posterior(self) -> Any:
+        """The posterior, on the device."""
+        return open_posterior(self.path)[0].to(self.run.device)
+
+    @cached_property
+    def mean_theta(self) -> Tensor:
+        """theta (P,) at which energy and the largest logit are taken."""
+        return mean_theta(self.posterior, self.run.stream("predict/mean"))
+
+    def ready(self, choice: Choice) -> Integrator:
+        """The integrator, with what is the same for all features done; warns once of what it has to say."""
+        if choice.name not in self._ready:
+            target = None
+            if getattr(choice.integrator, "needs_target", False):
+                target = self.train.target(posterior_prior(self.path, self.header))
+            self._ready[choice.name] = prepare(
+                choice.integrator,
+                self.posterior,
+                num_samples=choice.samples,
+                generator=self.run.stream("predict/draws"),
+                target=target,
+                progress=self.run.console,
+            )
+            warn(self.run, self.path.stem, notes_of(self._ready[choice.name]))
+        return self._ready[choice.name]
+
+    def predict(self, choice: Choice, split: Split, target: Path, *, keep_samples: bool) -> Computed:
+        """The predictions of one split, ready to be published at `target`."""
+        self._check(split)
+        integrator, parts, kept, logit_scores = self.ready(choice), [], [], []
+        for features in split.feature_blocks(self.run.device):
+            draws: dict[str, Any] = {"num_samples": choice.samples}  # of one stream: the same draws for every block
+            draws["generator"] = self.run.stream("predict/draws")
+            parts.append(integrator.predict(self.posterior, features, progress=self.run.console, **draws))
+            logit_scores.append(energy_and_max_logit(features, self.mean_theta, self.posterior.layout))
+            if keep_samples:
+                draws["generator"] = self.run.stream("predict/draws")
+                kept.append(probs_of_draws(self.posterior, features, **draws))
+        prediction = join(parts)
+        energy, max_logit = (torch.cat(scores).cpu() for scores in zip(*logit_scores, strict=True))
+
+        def optional(tensor: Tensor | None) -> Any:
+            return None if tensor is None else tensor.numpy()
+
+        content = PredictionFile(
+            probs=prediction.probs.numpy(),
+            entropy=prediction.entropy.numpy(),
+            mutual_info=optional(prediction.mutual_info),
+            labels=split.content.labels,
+            sample_id=split.content.sample_id,
+            classes=split.content.classes,
+            probs_samples=torch.cat(kept, dim=1).numpy() if kept else None,
+            interval=optional(prediction.interval),
+            log_concentration=optional(prediction.log_concentration),
+            energy=energy.numpy(),
+            max_logit=max_logit.numpy(),
+        )
+        meta = {**self._meta(choice, split), "num_examples": len(content.probs), **notes_of(integrator)}
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_predictions(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish)
+
+    def _meta(self, choice: Choice, split: Split) -> dict[str, Any]:
+        return {
+            "posterior": self.path.stem,
+            "integrator": choice.name,
+            "variant": choice.variant,
+            "settings": choice.settings,
+            "samples": choice.samples,
+            "split": split.content.name,
+            "is_ood": split.content.is_ood,
+            "is_labeled": split.content.labels is not None,
+            "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
+        }
+
+    def _check(self, split: Split) -> None:
+        """Raise DataError unless the posterior is one for the split's features and classes."""
+        layout, content = self.posterior.layout, split.content
+        if layout != split.layout and content.head_weight is not None:
+            raise DataError(
+                f"the posterior is for {layout}, split {content.name!r} has {split.layout}", code="wrong_layout"
+            )
+        if layout.num_classes != len(content.classes):
+            message = f"split {content.name!r} has {len(content.classes)} classes, the posterior {layout.num_classes}"
+            raise DataError(message, code="class_mismatch")
+        if layout.num_features != content.features.shape[1]:
+            message = (
+                f"split {content.name!r} has {content.features.shape[1]} features, the posterior {layout.num_features}"
+            )
+            raise DataError(message, code="wrong_layout")
+
+
+def notes_of(integrator: Integrator) -> dict[str, Any]:
+    """What an integrator that was made ready says of itself: `pareto_k` and `warning`, where it has them."""
+    notes: dict[str, Any] = {}
+    if hasattr(integrator, "pareto_k"):
+        value = float(integrator.pareto_k)
+        notes["pareto_k"] = value if math.isfinite(value) else None
+    if hasattr(integrator, "warning"):
+        notes["warning"] = integrator.warning
+    return notes
+
+
+def warn(run: Run, posterior: str, notes: dict[str, Any]) -> None:
+    """Pass on what an integrator warned of, once a posterior."""
+    text = f"{posterior}: {notes['warning']}" if notes.get("warning") else None
+    if text is not None and text not in run.console.warnings:
+        run.console.warn(text)

@@ -1,0 +1,208 @@
+"""predict: which integrators and settings it takes, what it stores, and what it makes ready once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+
+from bnncli.integrators import load_integrator, settings_of
+from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
+from bnncli.integrators.mc import Mc
+from bnncli.integrators.probit import Probit
+from bnncli.layout import HeadLayout
+from bnncli.options import PredictOptions
+from bnncli.posteriors.samples import Samples
+from bnncli.registry import load_class, names
+from bnncli.stages import _inputs
+from bnncli.stages._inputs import open_posterior
+from bnncli.storage.features import read_features
+from bnncli.storage.predictions import PredictionFile, read_predictions
+
+Cli = Any
+
+
+def read(run: Path, name: str, split: str = "test") -> PredictionFile:
+    return read_predictions(run.with_name(f"{run.name}.bnn") / "predictions" / name / f"{split}.h5")
+
+
+def meta(content: PredictionFile) -> dict[str, Any]:
+    assert content.header is not None
+    return dict(content.header.meta)
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_every_setting_of_an_integrator_is_an_option(name: str) -> None:
+    assert set(settings_of(load_integrator(name))) <= {spec.name for spec in fields(PredictOptions)}
+
+
+def test_several_integrators_are_predicted_with_in_one_command(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--integrator", "probit", "--integrator", "plug-in")
+    done = cli("predict", small_run, *words, "--json")
+    assert [output["role"] for output in done.json["outputs"]] == [
+        "predictions.laplace.probit.test", "predictions.laplace.plug-in.test"
+    ]  # fmt: skip
+    made = meta(read(small_run, "laplace.probit"))
+    assert (made["integrator"], made["variant"], made["samples"]) == ("probit", "probit", None)
+    assert made["settings"] == settings_of(load_integrator("probit"))
+
+
+def test_all_takes_every_integrator_that_fits(cli: Cli, small_run: Path) -> None:
+    done = cli("predict", small_run, "--integrator", "all", "--split", "test", "--json")
+    assert done.code == 0
+    made = {tuple(output["role"].split(".")[1:3]) for output in done.json["outputs"]}
+    for posterior, kind in (("map", "point"), ("laplace", "gaussian"), ("refine", "flow"), ("hmc", "samples")):
+        for name in names("integrators"):
+            integrator = load_integrator(name)
+            fits = hasattr(load_class("posteriors", kind), integrator.needs)
+            fits = fits and getattr(integrator, "max_classes", 3) >= 3
+            assert ((posterior, name) in made) == fits, (posterior, name)
+
+
+def test_a_bare_run_skips_what_does_not_fit_with_a_warning_and_a_named_one_is_refused(
+    cli: Cli, small_run: Path
+) -> None:
+    done = cli("predict", small_run, "--integrator", "probit", "--split", "test", "--json")
+    assert {output["role"].split(".")[1] for output in done.json["outputs"]} == {"map", "laplace"}
+    assert any("skipping hmc: --integrator probit does not work" in warning for warning in done.json["warnings"])
+    named = cli("predict", small_run, "--integrator", "probit", "--posterior", "hmc", "--json")
+    assert (named.code, named.json["error"]["code"]) == (2, "unsupported_integrator")
+
+
+def test_an_integrator_for_fewer_classes_is_unfit(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Probit, "max_classes", 2, raising=False)
+    done = cli("predict", small_run, "--integrator", "probit", "--posterior", "laplace", "--json")
+    assert (done.code, done.json["error"]["code"]) == (2, "unsupported_integrator")
+    assert "at most 2 classes; there are 3" in done.json["error"]["message"]
+    assert "probit" not in done.json["error"]["hint"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--integrator", "probit", "--samples", 5), "--samples: probit has no draws; integrators that draw: "),
+        (("--posterior", "map", "--samples", 5), "--samples: plug-in has no draws"),
+        (("--name", "x", "--posterior", "laplace", "--integrator", "all"), "--name names the predictions of one"),
+        (("--out", "x.h5", "--posterior", "laplace", "--integrator", "mc", "--integrator", "probit", "--split", "test"), "--out FILE holds one"),
+        (("--integrator", "some"), "--integrator: expected one of .*, all; got 'some'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_integrator_can_do_is_refused(
+    cli: Cli, small_run: Path, words: tuple[object, ...], message: str
+) -> None:
+    done = cli("predict", small_run, *words)
+    assert done.code == 2
+    assert re.search(message, done.stderr)
+
+
+def test_samples_hold_for_those_that_draw_when_others_do_not(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--integrator", "mc", "--integrator", "plug-in")
+    assert cli("predict", small_run, *words, "--samples", 7, "--force").code == 0
+    assert [meta(read(small_run, f"laplace.{name}"))["samples"] for name in ("mc", "plug-in")] == [7, None]
+
+
+class Ready:
+    """What an integrator's prepare returns: with a warning, and a count of how often it was made."""
+
+    needs: ClassVar[str] = "sample"
+    is_sampling: ClassVar[bool] = True
+    made: ClassVar[list[dict[str, Any]]] = []
+    pareto_k, warning = 0.9, "the weights are uneven"
+
+    def predict(self, posterior: Any, features: torch.Tensor, **how: Any) -> Any:
+        return Mc().predict(posterior, features, **{**how, "num_samples": 3})
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    def prepare(self: Mc, posterior: Any, **how: Any) -> Ready:
+        Ready.made.append(how)
+        monkeypatch.undo()  # Ready predicts by the true one
+        return Ready()
+
+    Ready.made.clear()
+    monkeypatch.setattr(Mc, "prepare", prepare, raising=False)
+    monkeypatch.setattr(Mc, "needs_target", True, raising=False)
+    return Ready.made
+
+
+def test_an_integrator_is_made_ready_once_with_the_target_of_the_posterior(
+    cli: Cli, small_run: Path, prepared: list[dict[str, Any]]
+) -> None:
+    done = cli("predict", small_run, "--posterior", "laplace", "--integrator", "mc", "--force", "--json")
+    assert (done.code, len(done.json["outputs"]), len(prepared)) == (0, 3, 1)
+    assert {entry["role"] for entry in done.json["inputs"]} >= {"features.train", "posterior"}
+    target = prepared[0]["target"]
+    assert (target.prior.weight_precision, target.num_examples, prepared[0]["num_samples"]) == (10.0, 240, 20)
+    assert done.json["warnings"] == ["laplace: the weights are uneven"]
+    assert meta(read(small_run, "laplace.mc"))["pareto_k"] == 0.9
+
+
+def test_an_integrator_that_needs_the_training_split_says_so_when_it_is_missing(
+    cli: Cli, small_run: Path, prepared: list[dict[str, Any]]
+) -> None:
+    (small_run.with_name("small.bnn") / "features/train.h5").unlink()
+    done = cli("predict", small_run, "--allow-stale", "--posterior", "laplace", "--integrator", "mc", "--json")
+    assert (done.code, done.json["error"]["code"]) == (66, "missing_input")
+    assert "extract-features" in done.json["error"]["hint"]
+
+
+def test_energy_and_the_largest_logit_are_stored_for_every_posterior(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    assert cli("predict", small_run, "--split", "test", "--force").code == 0
+    features = read_features(folder / "features/test.h5").features.astype(np.float64)
+    for name, made in (("laplace", "laplace.mc"), ("hmc", "hmc.mc"), ("map", "map.plug-in")):
+        posterior, _ = open_posterior(next((folder / "posteriors").glob(f"{name}.*")))
+        theta = posterior.draws.double().mean((0, 1)) if name == "hmc" else posterior.center
+        weight, bias = posterior.layout.split(theta.double())
+        logits = features @ weight.numpy().T + bias.numpy()
+        content = read(small_run, made)
+        np.testing.assert_allclose(content.energy, -special.logsumexp(logits, axis=1), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(content.max_logit, logits.max(axis=1), rtol=1e-5, atol=1e-5)
+    assert np.isfinite(read(small_run, "refine.mc").energy).all()
+
+
+def test_a_single_logit_has_the_energy_of_two_opposite_ones() -> None:
+    one, two = HeadLayout(1, 3), HeadLayout(2, 3)
+    generator = torch.Generator().manual_seed(0)
+    theta, features = torch.randn(4, generator=generator), torch.randn(50, 3, generator=generator)
+    doubled = two.flatten(torch.stack([-theta / 2, theta / 2]))
+    for ours, theirs in zip(
+        energy_and_max_logit(features, theta, one), energy_and_max_logit(features, doubled, two), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_posterior_without_a_center_has_the_mean_of_its_draws(small_run: Path) -> None:
+    flow, _ = open_posterior(small_run.with_name("small.bnn") / "posteriors/refine.safetensors")
+    mean = mean_theta(flow, torch.Generator().manual_seed(0))
+    draws = flow.sample(20_000, torch.Generator().manual_seed(1)).double()
+    error = draws.std(dim=0) * (1 / 256 + 1 / 20_000) ** 0.5
+    assert ((mean - draws.mean(dim=0)).abs() < 5 * error).all()
+    layout = HeadLayout(2, 1)
+    stored = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(mean_theta(Samples(stored, layout), torch.Generator()), stored.mean(dim=(0, 1)))
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_every_integrator_predicts_in_blocks_as_it_does_at_once(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if getattr(load_integrator(name), "max_classes", 3) < 3:
+        pytest.skip("for two classes")
+    whole, blocks = (small_run.with_name(part) for part in ("whole.h5", "blocks.h5"))
+    common = ("predict", small_run, "--posterior", "laplace", "--split", "test", "--integrator", name)
+    assert cli(*common, "--out", whole).code == 0
+    monkeypatch.setattr(_inputs, "PREDICTION_BYTES", 7 * 5 * 4)
+    assert cli(*common, "--out", blocks).code == 0
+    ours, theirs = read_predictions(blocks), read_predictions(whole)
+    for array in ("probs", "entropy", "mutual_info", "interval", "log_concentration", "energy", "max_logit"):
+        parts = getattr(ours, array), getattr(theirs, array)
+        assert parts[0] is parts[1] is None or np.allclose(*parts, rtol=1e-5, atol=1e-6)
