@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bnncli import integrators
 from bnncli.errors import NumericError, UsageError
-from bnncli.integrators import Prediction, load_integrator, require_support, supports
+from bnncli.integrators import Prediction, load_integrator, max_classes_of, require_support, supports
 from bnncli.integrators import mc as mc_module
 from bnncli.integrators.probit import probit_probs
 from bnncli.layout import HeadLayout
@@ -22,6 +22,16 @@ from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
 
 LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
+
+
+def layouts_for(name: str) -> list[HeadLayout]:
+    """The layouts with few enough classes for an integrator."""
+    return [layout for layout in LAYOUTS if layout.num_classes <= max_classes_of(load_integrator(name))]
+
+
+PAIRS = [
+    pytest.param(name, layout, id=f"{name}-{layout}") for name in names("integrators") for layout in layouts_for(name)
+]
 
 
 @dataclass(frozen=True)
@@ -98,19 +108,17 @@ def predict(name: str, posterior: object, features: Tensor, *, num_samples: int 
     return load_integrator(name).predict(posterior, features, num_samples=num_samples, generator=generator)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", names("integrators"))
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_every_integrator_gives_probabilities_and_their_entropy(name: str, layout: HeadLayout) -> None:
     prediction = predict(name, gaussian(layout), inputs(layout))
     assert prediction.probs.shape == (7, layout.num_classes)
     assert prediction.probs.dtype == prediction.entropy.dtype == torch.float32
     np.testing.assert_allclose(prediction.probs.double().sum(dim=1), 1, atol=1e-6)
     np.testing.assert_allclose(prediction.entropy, stats.entropy(prediction.probs.double(), axis=1), atol=1e-6)
-    assert (prediction.mutual_info is not None) == load_integrator(name).is_sampling
+    assert prediction.mutual_info is not None or not load_integrator(name).is_sampling
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", names("integrators"))
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_every_integrator_is_the_softmax_without_uncertainty(name: str, layout: HeadLayout) -> None:
     posterior, features = gaussian(layout, scale=0.0), inputs(layout)
     logits = layout.logits(features, posterior.center.unsqueeze(0))[0].numpy()
@@ -123,7 +131,8 @@ def test_every_integrator_is_the_softmax_without_uncertainty(name: str, layout: 
 
 @pytest.mark.parametrize("name", names("integrators"))
 def test_the_seed_decides_every_bit(name: str) -> None:
-    posterior, features = gaussian(LAYOUTS[2]), inputs(LAYOUTS[2])
+    layout = layouts_for(name)[-1]
+    posterior, features = gaussian(layout), inputs(layout)
     assert torch.equal(predict(name, posterior, features).probs, predict(name, posterior, features).probs)
 
 
@@ -132,14 +141,14 @@ def test_progress_ends_at_the_total_it_announced(name: str, monkeypatch: pytest.
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
     monkeypatch.setattr(mc_module, "_CHUNK_EXAMPLES", 2)
     counter, generator = Counter(), torch.Generator().manual_seed(2)
+    layout = layouts_for(name)[-1]
     load_integrator(name).predict(
-        gaussian(LAYOUTS[2]), inputs(LAYOUTS[2]), num_samples=5, generator=generator, progress=counter
+        gaussian(layout), inputs(layout), num_samples=5, generator=generator, progress=counter
     )
     assert counter.done == counter.total > 1
 
 
-@pytest.mark.parametrize("name", names("integrators"))
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_chunks_do_not_change_a_prediction(name: str, layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, features = gaussian(layout), inputs(layout)
     whole = predict(name, posterior, features)
@@ -152,21 +161,23 @@ def test_chunks_do_not_change_a_prediction(name: str, layout: HeadLayout, monkey
 
 @pytest.mark.parametrize("name", names("integrators"))
 def test_an_empty_split_gives_an_empty_prediction(name: str) -> None:
-    assert predict(name, gaussian(LAYOUTS[2]), inputs(LAYOUTS[2], count=0)).probs.shape == (0, 3)
+    layout = layouts_for(name)[-1]
+    assert predict(name, gaussian(layout), inputs(layout, count=0)).probs.shape == (0, layout.num_classes)
 
 
 @pytest.mark.parametrize("name", names("integrators"))
 def test_features_of_another_width_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"features: expected shape \(N, 4\)"):
-        predict(name, gaussian(LAYOUTS[2]), torch.zeros(2, 5, dtype=torch.float64))
+        predict(name, gaussian(layouts_for(name)[-1]), torch.zeros(2, 5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", names("integrators"))
 def test_a_posterior_that_is_not_finite_is_an_error(name: str) -> None:
-    posterior = gaussian(LAYOUTS[2])
+    layout = layouts_for(name)[-1]
+    posterior = gaussian(layout)
     posterior.center[0] = math.nan
     with pytest.raises(NumericError, match="7 of 7 examples have none"):
-        predict(name, posterior, inputs(LAYOUTS[2]))
+        predict(name, posterior, inputs(layout))
 
 
 @pytest.mark.parametrize("mean", [-2.0, 0.5, 3.0])

@@ -2,12 +2,14 @@
 
 Each integrator is a frozen dataclass that says in `needs` which capability of a posterior it uses: `center`
 (a representative theta), `sample` (draws of theta), `log_density` (of theta), `logit_marginals` (exact mean and variance of
-each logit) or `logit_moments` (mean and covariance of the logits). Its fields are its settings, options of the same
-names; a setting that is not the default becomes part of the name of what it predicts (`variant`).
+each logit) or `logit_moments` (mean and covariance of the logits), and in `max_classes` where it can do few classes only.
+Its fields are its settings, options of the same names; a setting that is not the default becomes part of the name of what
+it predicts (`variant`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
@@ -163,24 +165,37 @@ def usable(kind: str) -> list[str]:
 
 
 def supports(name: str, posterior: HasLayout) -> bool:
-    """Whether the posterior has what the integrator called `name` needs."""
-    return getattr(posterior, load_integrator(name).needs, None) is not None
+    """Whether the posterior has what the integrator called `name` needs, and not too many classes for it."""
+    integrator = load_integrator(name)
+    has_capability = getattr(posterior, integrator.needs, None) is not None
+    return has_capability and posterior.layout.num_classes <= max_classes_of(integrator)
+
+
+def max_classes_of(integrator: Integrator) -> float:
+    """The most classes that the integrator can do: its `max_classes`, infinity where it has none."""
+    return getattr(integrator, "max_classes", math.inf)
 
 
 def require_support(name: str, posterior: HasLayout) -> None:
     """Pass when the integrator called `name` works for this posterior.
 
     Raises:
-        UsageError: naming what the posterior lacks and the integrators that do work for it.
+        UsageError: naming what the posterior lacks, or has too many of, and the integrators that do work for it.
     """
-    needs = load_integrator(name).needs
     if supports(name, posterior):
         return
+    integrator, num_classes = load_integrator(name), posterior.layout.num_classes
     kind = getattr(posterior, "type", type(posterior).__name__.lower())
+    whose = f"a {kind} posterior"
+    if getattr(posterior, integrator.needs, None) is None:
+        problem = f"needs a posterior with {integrator.needs}; {whose} has none"
+    else:
+        problem = f"is for at most {max_classes_of(integrator)} classes; the posterior has {num_classes}"
+        whose += f" of {num_classes} classes"
     choices = [choice for choice in names("integrators") if supports(choice, posterior)]
     raise UsageError(
-        f"--integrator {name} needs a posterior with {needs}; a {kind} posterior has none",
-        hint=f"integrators for a {kind} posterior: {', '.join(choices) or 'none'}",
+        f"--integrator {name} {problem}",
+        hint=f"integrators for {whose}: {', '.join(choices) or 'none'}",
         code="unsupported_integrator",
     )
 
