@@ -50,6 +50,11 @@ def option(
     return field(default=default, metadata=meta)
 
 
+def flag_of(name: str) -> str:
+    """The option that a field is: --prior-precision for prior_precision, --assert for assert_ (a keyword of Python)."""
+    return "--" + name.rstrip("_").replace("_", "-")
+
+
 def choices_of(meta: Any) -> list[str]:
     """The values an option allows, from its family folder and its fixed list; empty when anything goes."""
     return [*(registry.names(meta["family"]) if meta["family"] else []), *meta["choices"]]
@@ -78,7 +83,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         for spec in fields(self):  # type: ignore[arg-type]
-            check_value(spec, getattr(self, spec.name), "--" + spec.name.replace("_", "-"))
+            check_value(spec, getattr(self, spec.name), flag_of(spec.name))
 
     def params(self) -> dict[str, Any]:
         """The options that change numbers, as recorded and hashed in the artifact."""

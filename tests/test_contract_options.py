@@ -13,11 +13,12 @@ from bnncli import options as o
 from bnncli.cli.build import build_app
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.settings import option_fields
+from bnncli.option import flag_of
 
 Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
-    "metric": "nll", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
+    "metric": "nll", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9",
 }  # fmt: skip
@@ -50,7 +51,7 @@ CASES = [
 @pytest.mark.parametrize(("command", "name"), CASES)
 def test_every_option_works_after_its_command(command: Command, name: str) -> None:
     spec, hint = option_fields(command)[name]
-    flag = name.replace("_", "-")
+    flag = flag_of(name)[2:]
     value = SPECIAL.get(flag) or VALUES[getattr(hint, "__origin__", None) or getattr(hint, "__args__", [hint])[0]]
     extra = ["--from-npz", "f"] if command.name == "extract-features" else []
     words = [*words_of(command), *extra, f"--{flag}", *([value] if value and name != "verbose" else [])]
@@ -71,7 +72,7 @@ def test_help_names_every_option_and_argument_and_has_examples(cli: Cli, command
     done = cli(*words, "--help")
     assert (done.code, done.stderr) == (0, "")
     for name in option_fields(command):
-        assert f"--{name.replace('_', '-')}" in done.stdout
+        assert flag_of(name) in done.stdout
     for argument in command.arguments:
         assert argument.name.upper() in done.stdout
     assert "Examples:" in done.stdout

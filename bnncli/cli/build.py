@@ -13,7 +13,7 @@ import typer
 from bnncli import __version__
 from bnncli.cli.commands import COMMANDS, Argument, Command
 from bnncli.cli.settings import default_of, option_fields
-from bnncli.option import choices_of
+from bnncli.option import choices_of, flag_of
 
 Execute = Callable[[Command, dict[str, Any]], None]
 
@@ -114,7 +114,7 @@ def _argument(argument: Argument) -> inspect.Parameter:
 
 def _option(name: str, spec: Any, hint: Any) -> inspect.Parameter:
     meta = spec.metadata
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     names = [flag, *([meta["short"]] if meta["short"] else [])]
     default = default_of(spec)
     choices = choices_of(meta)

@@ -112,9 +112,15 @@ COMMANDS = (
         "evaluate",
         "Score predictions: accuracy, NLL, Brier, ECE, OOD detection, distance to HMC.",
         "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
-        "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason.",
+        "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason. An assertion "
+        "(--assert) without a posterior is about every one but that on its right; without a split about test; without "
+        "choices about the usual form of a score.",
         (o.EvaluateOptions, o.InputOptions, *COMPUTE),
-        ("bnncli evaluate ckpt.pt", "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'"),
+        (
+            "bnncli evaluate ckpt.pt",
+            "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'",
+            "bnncli evaluate ckpt.pt --assert 'ece<=0.02' --assert 'laplace.mc.nll<map.nll'",
+        ),
     ),
     Command(
         "diagnose",

@@ -20,6 +20,7 @@ from bnncli.cli.settings import Setting, config_path, read_config, resolve, reso
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
 from bnncli.errors import BnnError, DeviceError, Exit, MissingInput, OutputExists, UsageError, WriteError
+from bnncli.option import flag_of
 from bnncli.options import (
     CommonOptions,
     ComputeOptions,
@@ -159,7 +160,7 @@ class _Invocation:
         """Options that came from the environment or the configuration file, as words: a recorded command is complete."""
         words: list[str] = []
         for name, setting in self.settings.items():
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             is_given = any(word == flag or word.startswith(flag + "=") for word in self.argv)
             if is_given or setting.source == "default" or name in _NOT_RECORDED:
                 continue

@@ -15,7 +15,7 @@ from typing import Any
 
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.errors import ConfigError, MissingInput, UsageError
-from bnncli.option import check_value
+from bnncli.option import check_value, flag_of
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -86,8 +86,11 @@ def _check_table(
     checked = {}
     for key, value in keys.items():
         name = key.replace("-", "_")
+        name = (
+            f"{name}_" if f"{name}_" in known[table] else name
+        )  # assert_, where a keyword of Python is the option's name
         if name not in known[table]:
-            choices = [entry.replace("_", "-") for entry in known[table]]
+            choices = [flag_of(entry)[2:] for entry in known[table]]
             message = f"{path}{_line_of(raw, key)}: unknown key {key!r} in [{table}]{_closest(key, choices)}"
             raise ConfigError(message, path=path)
         spec, hint = known[table][name]
@@ -126,7 +129,7 @@ def resolve(
 def _variables(command: Command, name: str, spec: Field[Any]) -> list[str]:
     """The environment variables that set an option, the one that wins first."""
     names = [f"BNNCLI_{command.name}_{name}"] + ([f"BNNCLI_{name}"] if spec.metadata["env_common"] else [])
-    return [entry.upper().replace("-", "_") for entry in names]
+    return [entry.rstrip("_").upper().replace("-", "_") for entry in names]
 
 
 def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.option import flag_of
 from bnncli.stages._run import Result, Run, Table
 
 
@@ -11,7 +12,7 @@ def run(run: Run, options: Any) -> Result:
     """A table of command, option, value and source."""
     resolved: dict[str, dict[str, Any]] = run.arguments["resolved"]
     rows = [
-        [command, name.replace("_", "-"), "" if setting.value is None else str(setting.value), setting.source]
+        [command, flag_of(name)[2:], "" if setting.value is None else str(setting.value), setting.source]
         for command, settings in resolved.items()
         for name, setting in settings.items()
     ]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from bnncli.errors import DataError, MissingInput
+from bnncli.errors import CheckFailed, DataError, MissingInput
+from bnncli.evaluation.checks import check_names, failure_text, hold_against
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.probabilities import check_probabilities
 from bnncli.evaluation.rows import detection_rows, in_distribution_rows, mmd_rows
 from bnncli.options import EvaluateOptions
 from bnncli.stages._inputs import open_posterior, recorded_prior
+from bnncli.stages._prediction_groups import Group, open_groups
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.stages._score_table import score_table
@@ -27,35 +27,10 @@ ALGO_REV = 1
 MMD_DRAWS = 600
 
 
-@dataclass(frozen=True)
-class Group:
-    """The predictions of one posterior by one integrator: a header for each split, the posterior's own file."""
-
-    name: str
-    headers: list[Header]
-
-    @property
-    def posterior(self) -> str:
-        """The posterior's name."""
-        return str(self.headers[0].meta["posterior"])
-
-    @property
-    def integrator(self) -> str:
-        """The integrator's name."""
-        return str(self.headers[0].meta["integrator"])
-
-    @property
-    def posterior_path(self) -> Path | None:
-        """The posterior's file, where it was when the predictions were made."""
-        for entry in self.headers[0].inputs:
-            if entry["role"] == "posterior":
-                return Path(os.path.normpath(self.headers[0].input_path(entry)))
-        return None
-
-
 def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
-    groups = _groups(run, options)
+    groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator)
+    check_names(options.assertions, [row for group in groups for row in _row_names(group)])
     reference = _reference_path(run, options)
     shared: dict[str, Any] = {}
     total = Result()
@@ -65,6 +40,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         total.add(result)
         rows += result.metrics["rows"] if result.metrics else []
     if not run.write.dry_run:
+        total.extra["checks"] = checks = hold_against(options.assertions, rows)
         rows = _shown(run, options, rows)
         notes = [
             f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by maximum "
@@ -73,8 +49,16 @@ def run(run: Run, options: EvaluateOptions) -> Result:
             f"scores with their definitions: {run.folder.root / 'metrics'}",
         ]
         total.tables.append(score_table(rows, notes))
+        failed = failure_text(checks)
+        total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     total.extra["rows"] = rows
     return total
+
+
+def _row_names(group: Group) -> list[dict[str, Any]]:
+    """What the rows of a group are called, before their scores are known."""
+    names = {"posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
+    return [{**names, "split": split} for split in group.splits(is_ood=False)]
 
 
 def _doubts(reference: Path | None) -> list[str]:
@@ -114,62 +98,6 @@ def _check_defined(options: EvaluateOptions, rows: list[dict[str, Any]]) -> None
             if all(m["value"] is None for m in found):
                 reason = found[0]["undefined"] if found else "there is no out-of-distribution split"
                 raise DataError(f"--metric {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
-
-
-def _groups(run: Run, options: EvaluateOptions) -> list[Group]:
-    """The predictions of the run, grouped; those of stale posteriors are skipped unless they were named."""
-    found: dict[str, list[Header]] = {}
-    for path in run.folder.prediction_files():
-        header = read_header(path)
-        if header.kind == "predictions":
-            found.setdefault(path.parent.name, []).append(header)
-    groups = [Group(name, headers) for name, headers in found.items()]
-    there = ", ".join(group.name for group in groups) or "none"
-    wanted = [
-        group
-        for group in groups
-        if (not options.posterior or {group.posterior, group.name} & set(options.posterior))
-        and (not options.integrator or group.integrator in options.integrator)
-    ]
-    for name in options.posterior:
-        if not any(name in (group.posterior, group.name) for group in groups):
-            raise MissingInput(
-                f"no predictions of posterior {name!r} (there: {there})",
-                hint=run.suggest("predict", "--posterior", name),
-            )
-    if not wanted:
-        raise MissingInput(
-            f"{run.checkpoint_path} has no such predictions (there: {there})",
-            hint=run.suggest("predict"),
-        )
-    kept = []
-    for group in wanted:
-        makers = {(str(header.meta["posterior"]), str(header.meta["integrator"])) for header in group.headers}
-        if len(makers) > 1:
-            made = " and ".join(f"{posterior} by {integrator}" for posterior, integrator in sorted(makers))
-            raise DataError(
-                f"predictions {group.name!r} mix {made}: one name holds one posterior and one integrator",
-                code="mixed_predictions",
-                hint=run.suggest("predict", "--posterior", group.posterior, "--name", "OTHER"),
-                path=group.headers[0].path.parent,
-            )
-        try:
-            for header in group.headers:
-                run.use(header)
-        except DataError as error:
-            if options.posterior:
-                raise
-            run.console.warn(f"skipping {group.name}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
-            continue
-        kept.append(group)
-    if not kept:
-        raise DataError(
-            "every prediction of the run is stale",
-            code="stale_input",
-            hint=run.suggest("predict"),
-        )
-    order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
-    return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
 
 
 def _reference_path(run: Run, options: EvaluateOptions) -> Path | None:

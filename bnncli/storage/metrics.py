@@ -22,7 +22,7 @@ def write_metrics(
     may_replace: bool,
 ) -> str:
     """Publish a metrics file and return its content digest."""
-    meta = {"predictions": list(predictions), "rows": list(rows), "checks": []}
+    meta = {"predictions": list(predictions), "rows": list(rows)}
     digest = _digest(meta)
     document = {
         "kind": "metrics",
@@ -48,7 +48,7 @@ def read_metrics_header(path: Path) -> Header:
         raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
     document = parse_document(path, text)
     schema = str(document.get("schema", "")).removeprefix("bnncli.metrics/")
-    meta = {key: document.get(key) for key in ("predictions", "rows", "checks")}
+    meta = {key: document.get(key) for key in ("predictions", "rows")}
     return check_header(
         path, document.get("kind"), schema, document.get("content_digest"), document.get("provenance"), meta
     )

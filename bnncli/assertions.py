@@ -1,0 +1,111 @@
+"""Assertions about scores, as text: `ece<=0.02`, `laplace.mc.auroc:kmnist>=0.8`, `nll<map.nll`; parsed and written back."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from bnncli.errors import UsageError
+
+GRAMMAR = (
+    "[POSTERIOR[.INTEGRATOR].]METRIC[:CHOICE...][@SPLIT] and then <=, <, >=, >, == or != and a number, or another score"
+)
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_NAME, _DOTTED = r"[A-Za-z0-9][A-Za-z0-9_-]*", r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_QUANTITY = re.compile(
+    rf"(?:({_NAME})\.)?(?:({_NAME})\.)?([a-z][a-z0-9_]*)((?::{_DOTTED})*)(?:@({_DOTTED}))?", re.ASCII
+)
+
+
+class Quantity(NamedTuple):
+    """A score: its metric, the choices that tell its forms apart, of which posterior, integrator and split (None: not said)."""
+
+    metric: str
+    choices: tuple[str, ...] = ()
+    posterior: str | None = None
+    integrator: str | None = None
+    split: str | None = None
+
+    def __str__(self) -> str:
+        names = "".join(f"{name}." for name in (self.posterior, self.integrator) if name is not None)
+        split = "" if self.split is None else f"@{self.split}"
+        return names + ":".join((self.metric, *self.choices)) + split
+
+
+class Assertion(NamedTuple):
+    """A score, an operator, and a number or another score."""
+
+    left: Quantity
+    operator: str
+    right: Quantity | float
+
+    def holds(self, left: float, right: float) -> bool:
+        """Whether the two values stand in the relation that is asserted."""
+        return _OPERATORS[self.operator](left, right)
+
+    def __str__(self) -> str:
+        right = f"{self.right!r}" if isinstance(self.right, float) else str(self.right)
+        return f"{self.left}{self.operator}{right.removesuffix('.0')}"
+
+
+def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
+    """The assertion that `text` says.
+
+    Args:
+        flag: the option it came by, for messages.
+        metrics: the names a metric can have.
+
+    Raises:
+        UsageError: the text does not follow the grammar, a metric is unknown, a number is not finite.
+    """
+    match = re.fullmatch(r"([^<>=!]*)(<=|>=|==|!=|<|>)([^<>=!]*)", text)
+    if match is None:
+        raise _refusal(flag, text)
+    left, sign, right = (part.strip() for part in match.groups())
+    if _number(left) is not None:
+        raise UsageError(f"{flag}: the left side of {text!r} is a number; put the score there")
+    number = _number(right)
+    if number is None:
+        return Assertion(_quantity(left, text, flag, metrics), sign, _quantity(right, text, flag, metrics))
+    if not math.isfinite(number):
+        raise UsageError(f"{flag}: expected a finite number; got {right!r} in {text!r}")
+    return Assertion(_quantity(left, text, flag, metrics), sign, number)
+
+
+def parse_score(text: str, flag: str, metrics: Sequence[str]) -> Quantity:
+    """The score METRIC[:CHOICE...] that `text` says, of no posterior or split in particular. Raises UsageError otherwise."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None or any(match.group(place) is not None for place in (1, 2, 5)):
+        raise UsageError(f"{flag}: expected METRIC[:CHOICE...], as ece or auroc:mnist; got {text!r}")
+    return _quantity(text, text, flag, metrics)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quantity:
+    match = _QUANTITY.fullmatch(part)
+    if match is None:
+        raise _refusal(flag, text)
+    posterior, integrator, metric, choices, split = match.groups()
+    if metric not in metrics:
+        raise UsageError(f"{flag}: unknown metric {metric!r} in {text!r}; expected one of {', '.join(metrics)}")
+    return Quantity(metric, tuple(choices.split(":")[1:]), posterior, integrator, split)
+
+
+def _refusal(flag: str, text: str) -> UsageError:
+    return UsageError(f"{flag}: expected {GRAMMAR}, as ece<=0.02 or nll<map.nll; got {text!r}")

@@ -1,0 +1,207 @@
+"""Assertions held against the rows that evaluate makes: which scores each one means, and whether it holds.
+
+What an assertion leaves out is filled in by rule. No posterior: every one, but for what the score is compared with (the
+posterior on the right, the reference of a distance). No integrator: every one on the left; on the right the only one, or
+the one the left has. No split: test, or the only one; on the right the one the left has. No choice: the usual form of the
+score (`USUAL`). Whatever is still not one score is an error that names the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bnncli.assertions import Assertion, Quantity
+from bnncli.errors import MissingInput, UsageError
+from bnncli.names import quoted
+
+Row = dict[str, Any]
+
+# The form of a score that is meant when its choices are not named.
+USUAL: dict[str, Any] = {
+    "strategy": "equal-width",
+    "norm": "l1",
+    "score": "max_prob",
+    "positive": "in",
+    "estimator": "unbiased",
+}
+_NO_CHOICES = {"name", "value", "n", "undefined", "higher_is_better", "standard_error", "interval", "p_value"}
+
+
+def check_names(assertions: Sequence[Assertion], rows: Sequence[Row]) -> None:
+    """Raise before the work when a posterior, an integrator or a split that is named is not there.
+
+    Args:
+        rows: posterior, integrator, variant and split of each row to come; no metrics are needed.
+
+    Raises:
+        MissingInput: the name is not there. UsageError: the split or the integrator is not told.
+    """
+    for assertion in assertions:
+        for left in _left_rows(assertion, rows):
+            if isinstance(assertion.right, Quantity):
+                _right_row(assertion.right, rows, left)
+
+
+def hold_against(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Row]:
+    """A row for every score that an assertion is about: expr, holds, posterior, integrator, split, left, right.
+
+    A score that is undefined, or that a posterior lacks while others have it, fails: left or right is None, and `reason`
+    says why.
+
+    Raises:
+        MissingInput, UsageError: as check_names; or no posterior has the score, or several forms of it are meant.
+    """
+    return [check for assertion in assertions for check in _checks(assertion, rows)]
+
+
+def failure_text(checks: Sequence[Row]) -> str | None:
+    """One line that names each number that failed; None when all checks hold."""
+    return "; ".join(_sentence(check) for check in checks if not check["holds"]) or None
+
+
+def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
+    """The metric rows that have the name and the choices wanted, in their usual form where nothing else is said."""
+    found = [row for row in metrics if row["name"] == wanted.metric]
+    found = [row for row in found if set(wanted.choices) <= {text for _, text in _choices(row)}]
+    for key, usual in USUAL.items():
+        is_said = any(key == other and text in wanted.choices for row in found for other, text in _choices(row))
+        if not is_said and any(row.get(key) == usual for row in found):
+            found = [row for row in found if row.get(key, usual) == usual]
+    return found
+
+
+def forms(metrics: Sequence[Row]) -> list[str]:
+    """How each of these rows of one metric is written: its name and the choices in which it differs from the others."""
+    every = [dict(_choices(row)) for row in metrics]
+    keys = dict.fromkeys(key for choices in every for key in choices)
+    telling = [key for key in keys if len({choices.get(key) for choices in every}) > 1]
+    names = []
+    for row, choices in zip(metrics, every, strict=True):
+        names.append(":".join([row["name"], *(choices[key] for key in telling if key in choices)]))
+    return list(dict.fromkeys(names))
+
+
+def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
+    found = []
+    for left in _left_rows(assertion, rows):
+        one, why = _value(assertion.left, left, rows)
+        if one is None and why is None:  # a row that has no such score at all, and was not named
+            continue
+        other, where = _right_value(assertion.right, rows, left)
+        check = {"expr": str(assertion), "holds": False, "left": one, "right": other}
+        check |= {"posterior": left["posterior"], "integrator": _integrator(left), "split": left["split"]}
+        check["metric"] = str(assertion.left._replace(posterior=None, integrator=None, split=None))
+        if one is None or other is None:
+            check["reason"] = why if one is None else where
+        else:
+            check["holds"] = assertion.holds(one, other)
+        found.append(check)
+    if not found:
+        raise UsageError(f"--assert {assertion}: there is no posterior but the reference itself")
+    return found
+
+
+def _right_value(right: Quantity | float, rows: Sequence[Row], left: Row) -> tuple[float | None, str | None]:
+    """The value of the right side for a row of the left side, or the reason why there is none."""
+    if not isinstance(right, Quantity):
+        return right, None
+    row = _right_row(right, rows, left)
+    value, why = _value(right, row, [row])
+    return value, f"{right}: {why}" if why else None
+
+
+def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | None, str | None]:
+    """The value, or the reason why there is none; neither where the row has no metric of the name and is one of many."""
+    named = [metric for metric in row["metrics"] if metric["name"] == wanted.metric]
+    found = find_metric(named, wanted)
+    label = str(wanted._replace(posterior=None, integrator=None, split=None))
+    if not found:
+        if wanted.posterior is None and any(
+            find_metric(other["metrics"], wanted) for other in rows if other is not row
+        ):
+            return (None, f"it has no {label}") if named else (None, None)
+        choices = ", ".join(forms(named) or dict.fromkeys(metric["name"] for metric in row["metrics"])) or "none"
+        raise UsageError(f"--assert: {_label(row)} has no score {label} (there: {choices})")
+    if len(found) > 1:
+        raise UsageError(f"--assert: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")
+    if wanted.posterior is None and found[0].get("reference") == row["posterior"]:
+        return None, None  # a distance to itself
+    value = found[0]["value"]
+    return (None, str(found[0].get("undefined", "undefined"))) if value is None else (float(value), None)
+
+
+def _left_rows(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
+    """The rows that the left side is about."""
+    left, right = assertion.left, assertion.right
+    found = _of_split(left, _named(left, rows), None)
+    if left.posterior is None and isinstance(right, Quantity) and right.posterior is not None:
+        others = _named(right, rows)
+        found = [row for row in found if row not in others]
+        if not found:
+            raise MissingInput(f"--assert {assertion}: there is no other posterior to compare {right.posterior} with")
+    return found
+
+
+def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
+    """The one row that the right side is about, for a row of the left side."""
+    if right.posterior is None:
+        right = right._replace(posterior=left["posterior"], integrator=left.get("variant", left["integrator"]))
+    found = _of_split(right, _named(right, rows), left["split"])
+    if len(found) > 1:
+        found = [row for row in found if _integrator(row) == _integrator(left)] or found
+    if len(found) > 1:
+        choices = ", ".join(f"{row['posterior']}.{_integrator(row)}.{right.metric}" for row in found)
+        raise UsageError(f"--assert: {right} may mean {choices}; name one")
+    return found[0]
+
+
+def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the posterior and integrator that are named. Raises MissingInput when there are none."""
+    found = [row for row in rows if wanted.posterior in (None, row["posterior"])]
+    if wanted.integrator is not None:
+        found = [row for row in found if wanted.integrator in (row["integrator"], row.get("variant"))]
+    if found:
+        return found
+    there = ", ".join(dict.fromkeys(f"{row['posterior']}.{_integrator(row)}" for row in rows)) or "none"
+    name = ".".join(part for part in (wanted.posterior, wanted.integrator) if part is not None)
+    raise MissingInput(f"--assert {wanted}: {quoted(name)} is not evaluated here (there: {there})")
+
+
+def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]:
+    """The rows of the split that is meant. Raises MissingInput for one that is not there, UsageError where it is not told."""
+    there = list(dict.fromkeys(str(row["split"]) for row in rows))
+    split = wanted.split or (other if other in there else "test" if "test" in there else there[0])
+    if split not in there:
+        raise MissingInput(f"--assert {wanted}: no predictions of split {split!r} (there: {', '.join(there)})")
+    if wanted.split is None and split not in ("test", other) and len(there) > 1:
+        raise UsageError(f"--assert {wanted}: of which split? Add @SPLIT, one of {', '.join(there)}")
+    return [row for row in rows if row["split"] == split]
+
+
+def _choices(metric: Row) -> list[tuple[str, str]]:
+    """What tells the forms of a metric apart, as text."""
+    return [
+        (key, str(value))
+        for key, value in metric.items()
+        if key not in _NO_CHOICES and isinstance(value, str | int) and not isinstance(value, bool)
+    ]
+
+
+def _integrator(row: Row) -> str:
+    return str(row.get("variant", row["integrator"]))
+
+
+def _label(row: Row) -> str:
+    return f"{row['posterior']} ({_integrator(row)}, {row['split']})"
+
+
+def _sentence(check: Row) -> str:
+    where = f"{check['metric']} of {check['posterior']} ({check['integrator']}, {check['split']})"
+    if "reason" in check:
+        return f"{where} is undefined ({check['reason']}), asserted {check['expr']}"
+    left, right = (f"{check[side]:.6g}" for side in ("left", "right"))
+    if left == right:  # the difference is in later digits
+        left, right = repr(check["left"]), repr(check["right"])
+    known = check["expr"].endswith(f"{check['right']!r}".removesuffix(".0"))
+    return f"{where} is {left}, asserted {check['expr']}" + ("" if known else f" ({right})")

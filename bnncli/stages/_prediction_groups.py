@@ -1,0 +1,116 @@
+"""The predictions of a run that scores are made of: grouped by posterior and integrator, checked to be fresh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bnncli.errors import DataError, MissingInput
+from bnncli.stages._run import Run
+from bnncli.storage.headers import Header, read_header
+
+
+@dataclass(frozen=True)
+class Group:
+    """The predictions of one posterior by one integrator: a header for each split, the posterior's own file."""
+
+    name: str
+    headers: list[Header]
+
+    @property
+    def posterior(self) -> str:
+        """The posterior's name."""
+        return str(self.headers[0].meta["posterior"])
+
+    @property
+    def integrator(self) -> str:
+        """The integrator's name."""
+        return str(self.headers[0].meta["integrator"])
+
+    @property
+    def variant(self) -> str:
+        """The integrator's name with the settings that are not the default."""
+        return str(self.headers[0].meta.get("variant", self.integrator))
+
+    @property
+    def label(self) -> str:
+        """<posterior>.<variant>"""
+        return f"{self.posterior}.{self.variant}"
+
+    @property
+    def posterior_path(self) -> Path | None:
+        """The posterior's file, where it was when the predictions were made."""
+        for entry in self.headers[0].inputs:
+            if entry["role"] == "posterior":
+                return Path(os.path.normpath(self.headers[0].input_path(entry)))
+        return None
+
+    def splits(self, *, is_ood: bool) -> dict[str, Header]:
+        """The headers of the splits outside the distribution, or of those inside, by name."""
+        return {str(h.meta["split"]): h for h in self.headers if bool(h.meta.get("is_ood")) == is_ood}
+
+    def is_named(self, posteriors: Sequence[str], integrators: Sequence[str]) -> bool:
+        """Whether its names are among those asked for; an empty list asks for all."""
+        return (not posteriors or not {self.posterior, self.name, self.label}.isdisjoint(posteriors)) and (
+            not integrators or not {self.integrator, self.variant}.isdisjoint(integrators)
+        )
+
+
+def open_groups(run: Run, *, posteriors: Sequence[str] = (), integrators: Sequence[str] = ()) -> list[Group]:
+    """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
+
+    Args:
+        posteriors: names of posteriors or of groups; all when empty.
+        integrators: names of integrators, with or without their settings; all when empty.
+
+    Raises:
+        MissingInput: there are none, with the command that makes them.
+        DataError: all are stale; one that was named is; or a name holds predictions of several posteriors.
+    """
+    found: dict[str, list[Header]] = {}
+    for path in run.folder.prediction_files():
+        header = read_header(path)
+        if header.kind == "predictions":
+            found.setdefault(path.parent.name, []).append(header)
+    groups = [Group(name, headers) for name, headers in found.items()]
+    there = ", ".join(group.name for group in groups) or "none"
+    for name in posteriors:
+        if not any(group.is_named([name], []) for group in groups):
+            raise MissingInput(
+                f"no predictions of posterior {name!r} (there: {there})",
+                hint=run.suggest("predict", "--posterior", name),
+            )
+    wanted = [group for group in groups if group.is_named(posteriors, integrators)]
+    if not wanted:
+        raise MissingInput(
+            f"{run.checkpoint_path} has no such predictions (there: {there})", hint=run.suggest("predict")
+        )
+    kept = [group for group in wanted if _is_usable(run, group, is_named=bool(posteriors))]
+    if not kept:
+        raise DataError("every prediction of the run is stale", code="stale_input", hint=run.suggest("predict"))
+    order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
+    return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
+
+
+def _is_usable(run: Run, group: Group, *, is_named: bool) -> bool:
+    """Whether all of a group is fresh; raises instead of False when it was named."""
+    makers = {(Group(group.name, [header]).posterior, Group(group.name, [header]).variant) for header in group.headers}
+    if len(makers) > 1:
+        made = " and ".join(f"{posterior} by {variant}" for posterior, variant in sorted(makers))
+        raise DataError(
+            f"predictions {group.name!r} mix {made}: one name holds one posterior and one integrator",
+            code="mixed_predictions",
+            hint=run.suggest("predict", "--posterior", group.posterior, "--name", "OTHER"),
+            path=group.headers[0].path.parent,
+        )
+    try:
+        for header in group.headers:
+            run.use(header)
+    except DataError as error:
+        if is_named:
+            raise
+        run.console.warn(f"skipping {group.name}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+        return False
+    return True

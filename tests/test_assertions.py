@@ -1,0 +1,261 @@
+"""The grammar of --assert, which scores an assertion means, and what evaluate does with one that does not hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bnncli.assertions import Quantity, parse_assertion, parse_score
+from bnncli.errors import MissingInput, UsageError
+from bnncli.evaluation.checks import check_names, failure_text, forms, hold_against
+
+Cli = Any
+METRICS = ("nll", "ece", "auroc", "mmd2")
+
+
+def assertion(text: str) -> Any:
+    return parse_assertion(text, "--assert", METRICS)
+
+
+def row(posterior: str, integrator: str = "mc", split: str = "test", **values: Any) -> dict[str, Any]:
+    """A row of evaluate; values are numbers, or lists of metric rows."""
+    metrics = []
+    for name, value in values.items():
+        metrics += (
+            [{"name": name, **one} for one in value] if isinstance(value, list) else [{"name": name, "value": value}]
+        )
+    return {"posterior": posterior, "integrator": integrator, "split": split, "metrics": metrics}
+
+
+ROWS = [
+    row("map", "plug-in", nll=0.32, ece=0.04),
+    row("laplace", nll=0.27, ece=0.01),
+    row("laplace", "probit", nll=0.28, ece=0.02),
+]
+
+
+def checked(text: str, rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    return [
+        (f"{c['posterior']}.{c['integrator']}@{c['split']}", c["holds"]) for c in hold_against([assertion(text)], rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nll<=0.02",
+        "laplace.nll<map.nll",
+        "a-1.mc-qmc.auroc:kmnist:energy@val>=0.8",
+        "ece!=1",
+        "mmd2:unbiased<=0.01",
+        "nll@test-2.x==-3",
+    ],
+)
+def test_an_assertion_is_written_back_as_it_was(text: str) -> None:
+    assert str(assertion(text.replace("<", " <").replace("@", "@"))) == text
+
+
+def test_the_parts_of_an_assertion_are_told_apart() -> None:
+    found = assertion("laplace.mc.auroc:kmnist:energy@val >= 8e-1")
+    assert found.left == Quantity("auroc", ("kmnist", "energy"), "laplace", "mc", "val")
+    assert (found.operator, found.right) == (">=", 0.8)
+    assert assertion("map.nll < nll").left == Quantity("nll", (), "map")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nll", "nll=0.1", "nll=<0.1", "nll<", "<0.1", "nll<0.1<0.2", "nll<0.1%", ".nll<1", "a.b.c.nll<1", "nll:<1", "nll@<1", "n ll<1", "nll<>1"],
+)  # fmt: skip
+def test_anything_else_is_refused_with_the_grammar(text: str) -> None:
+    with pytest.raises(UsageError, match=r"expected \[POSTERIOR"):
+        assertion(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("0.1>nll", "put the score there"), ("nll<nan", "finite"), ("nll<inf", "finite"), ("nil<1", "unknown metric 'nil'"), ("nll<map.nil", "unknown metric 'nil'")],
+)  # fmt: skip
+def test_what_means_nothing_is_refused_with_its_reason(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        assertion(text)
+
+
+def test_a_score_alone_has_no_posterior_and_no_split() -> None:
+    assert parse_score("auroc:far", "--metric", METRICS) == Quantity("auroc", ("far",))
+    for text in ("map.nll", "nll@val", "nll<1", ""):
+        with pytest.raises(UsageError, match="expected METRIC"):
+            parse_score(text, "--metric", METRICS)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("nll<0.3", [False, True, True]), ("nll<=0.27", [False, True, False]), ("nll>=0.28", [True, False, True]),
+     ("nll>0.28", [True, False, False]), ("nll==0.27", [False, True, False]), ("nll!=0.27", [True, False, True])],
+)  # fmt: skip
+def test_without_a_posterior_every_one_is_held_against_the_number(text: str, expected: list[bool]) -> None:
+    assert [holds for _, holds in checked(text, ROWS)] == expected
+
+
+def test_a_posterior_without_integrator_means_all_of_its_integrators() -> None:
+    assert checked("laplace.ece<=0.01", ROWS) == [("laplace.mc@test", True), ("laplace.probit@test", False)]
+    assert checked("laplace.probit.ece<=0.01", ROWS) == [("laplace.probit@test", False)]
+
+
+def test_every_posterior_is_compared_with_the_one_on_the_right_but_that_one_itself() -> None:
+    assert checked("nll<map.nll", ROWS) == [("laplace.mc@test", True), ("laplace.probit@test", True)]
+    assert checked("map.nll<ece", ROWS) == [("map.plug-in@test", False)]
+    with pytest.raises(MissingInput, match="no other posterior"):
+        hold_against([assertion("nll<map.nll")], ROWS[:1])
+
+
+def test_a_right_side_of_two_integrators_is_that_of_the_left_or_an_error_that_names_them() -> None:
+    rows = [*ROWS, row("refine", nll=0.26)]
+    assert checked("refine.nll<laplace.nll", rows) == [("refine.mc@test", True)]
+    with pytest.raises(UsageError, match=r"may mean laplace.mc.nll, laplace.probit.nll; name one"):
+        hold_against([assertion("map.nll<laplace.nll")], ROWS)
+
+
+def test_the_split_is_test_or_the_only_one_and_on_the_right_that_of_the_left() -> None:
+    rows = [row("a", split=split, nll=value) for split, value in (("test", 1.0), ("val", 2.0))]
+    rows += [row("b", split=split, nll=value) for split, value in (("test", 3.0), ("val", 0.0))]
+    assert checked("nll<=1", rows) == [("a.mc@test", True), ("b.mc@test", False)]
+    assert checked("a.nll@val<b.nll", rows) == [("a.mc@val", False)]
+    assert checked("a.nll@val<b.nll@test", rows) == [("a.mc@val", True)]
+    assert checked("nll<=1", [row("a", split="val", nll=2.0)]) == [("a.mc@val", False)]
+    with pytest.raises(UsageError, match=r"of which split\? Add @SPLIT, one of val, dev"):
+        checked("nll<1", [row("a", split=split, nll=1.0) for split in ("val", "dev")])
+
+
+def test_the_usual_form_of_a_score_is_meant_and_others_are_named_by_their_choices() -> None:
+    ece = [{"value": 0.1, "strategy": "equal-mass"}, {"value": 0.3, "strategy": "equal-width"}]
+    auroc = [{"value": 0.9, "ood": "far", "score": "max_prob"}, {"value": 0.5, "ood": "far", "score": "entropy"}]
+    rows = [row("a", ece=ece, auroc=auroc)]
+    texts = (
+        "ece>0.2",
+        "ece:equal-width>0.2",
+        "ece:equal-mass<0.2",
+        "auroc>0.8",
+        "auroc:entropy<0.6",
+        "auroc:far:entropy<0.6",
+    )
+    assert [checked(text, rows)[0][1] for text in texts] == [True] * 6
+    with pytest.raises(UsageError, match=r"no score ece:equal-mess \(there: ece:equal-mass, ece:equal-width"):
+        checked("ece:equal-mess<1", rows)
+
+
+def test_a_score_that_may_mean_two_is_an_error_that_names_them() -> None:
+    auroc = [{"value": 0.9, "ood": ood, "score": "max_prob"} for ood in ("near", "far")]
+    with pytest.raises(UsageError, match="may mean auroc:near, auroc:far; name one"):
+        checked("auroc>0.5", [row("a", auroc=auroc)])
+    assert forms([{"name": "auroc", "value": 1.0, "n": 3}]) == ["auroc"]
+
+
+def test_an_undefined_score_fails_with_its_reason() -> None:
+    undefined = [{"value": None, "undefined": "no labels"}]
+    rows = [row("a", nll=undefined), row("b", nll=0.1)]
+    checks = hold_against([assertion("nll<1")], rows)
+    assert [(c["holds"], c["left"], c.get("reason")) for c in checks] == [(False, None, "no labels"), (True, 0.1, None)]
+    assert failure_text(checks) == "nll of a (mc, test) is undefined (no labels), asserted nll<1"
+    right = hold_against([assertion("b.nll<a.nll")], rows)
+    assert (right[0]["holds"], right[0]["right"], right[0]["reason"]) == (False, None, "a.nll: no labels")
+
+
+def test_a_posterior_that_lacks_what_the_others_have_fails() -> None:
+    far = {"value": 0.9, "ood": "far"}
+    rows = [row("a", auroc=[far]), row("b", auroc=[{"value": 0.9, "ood": "near"}]), row("c", nll=1.0)]
+    assert checked("auroc:far>0", rows) == [("a.mc@test", True), ("b.mc@test", False)]
+    with pytest.raises(UsageError, match=r"a \(mc, test\) has no score ece \(there: auroc\)"):
+        checked("ece<1", rows)
+    with pytest.raises(UsageError, match=r"c \(mc, test\) has no score auroc"):
+        checked("c.auroc:far>0", rows)
+
+
+def test_a_distance_to_the_reference_is_not_asked_of_the_reference_itself() -> None:
+    rows = [
+        row(name, mmd2=[{"value": value, "undefined": "itself", "reference": "hmc"}])
+        for name, value in (("a", 0.0), ("hmc", None))
+    ]
+    assert checked("mmd2<=0.01", rows) == [("a.mc@test", True)]
+    assert checked("hmc.mmd2<=0.01", rows) == [("hmc.mc@test", False)]
+    with pytest.raises(UsageError, match="no posterior but the reference itself"):
+        checked("mmd2<=0.01", rows[1:])
+
+
+def test_the_failure_names_every_number_that_failed() -> None:
+    checks = hold_against([assertion("ece<=0.01"), assertion("nll<map.nll"), assertion("map.nll<laplace.mc.nll")], ROWS)
+    assert failure_text(checks) == (
+        "ece of map (plug-in, test) is 0.04, asserted ece<=0.01; ece of laplace (probit, test) is 0.02, asserted ece<=0.01; "
+        "nll of map (plug-in, test) is 0.32, asserted map.nll<laplace.mc.nll (0.27)"
+    )
+    close = hold_against([assertion("nll<=0.3")], [row("a", nll=0.30000001)])
+    assert failure_text(close) == "nll of a (mc, test) is 0.30000001, asserted nll<=0.3"
+    assert failure_text(hold_against([assertion("nll<1")], ROWS)) is None
+
+
+@pytest.mark.parametrize("text", ["nobody.nll<1", "nll<nobody.nll", "map.mc.nll<1", "nll@tst<1"])
+def test_names_that_are_not_there_are_told_before_there_are_scores(text: str) -> None:
+    names = [{key: value for key, value in one.items() if key != "metrics"} for one in ROWS]
+    with pytest.raises(MissingInput, match="--assert"):
+        check_names([assertion(text)], names)
+
+
+def metrics_of(run: Path) -> Path:
+    return run.with_name("small.bnn") / "metrics"
+
+
+def test_evaluate_exits_3_names_the_numbers_and_prints_all_the_same(cli: Cli, small_run: Path) -> None:
+    table = cli("evaluate", small_run).stdout
+    done = cli("evaluate", small_run, "--assert", "accuracy>=0", "--assert", "nll<=0.001")
+    assert (done.code, done.stdout) == (3, table)
+    for line in ("nll of map (plug-in, test) is ", "nll of hmc (mc, test) is ", "asserted nll<=0.001"):
+        assert line in done.stderr
+    document = cli("evaluate", small_run, "--assert", "map.nll<=0.001", "--assert", "map.accuracy>=0", "--json").json
+    assert (document["ok"], document["exit"], document["error"]["code"]) == (False, 3, "assertion_failed")
+    assert [(c["expr"], c["holds"]) for c in document["checks"]] == [
+        ("map.nll<=0.001", False),
+        ("map.accuracy>=0", True),
+    ]
+    values = {
+        m["name"]: m["value"]
+        for r in document["rows"]
+        if r["posterior"] == "map" and r["split"] == "test"
+        for m in r["metrics"]
+    }
+    assert document["checks"][0]["left"] == values["nll"]
+
+
+def test_assertions_that_hold_change_nothing_and_see_scores_that_are_not_shown(cli: Cli, small_run: Path) -> None:
+    done = cli("evaluate", small_run, "--metric", "nll", "--assert", "accuracy>=0.1", "--assert", "auroc:far@val>=0")
+    assert (done.code, "accuracy" in done.stdout.splitlines()[0]) == (0, False)
+
+
+def test_a_wrong_assertion_is_told_before_any_work(cli: Cli, small_run: Path) -> None:
+    for path in metrics_of(small_run).iterdir():
+        path.unlink()
+    for text, code in (
+        ("nll<", 2),
+        ("nil<1", 2),
+        ("nobody.nll<1", 66),
+        ("laplace.probit.nll<1", 66),
+        ("nll@far<1", 66),
+    ):
+        done = cli("evaluate", small_run, "--assert", text)
+        assert (done.code, done.stdout, list(metrics_of(small_run).iterdir())) == (code, "", [])
+
+
+def test_assertions_come_from_a_configuration_file_and_the_environment(
+    cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.toml").write_text('[evaluate]\nassert = ["nll<0"]\n')
+    assert cli("evaluate", small_run, "--config", tmp_path / "c.toml").code == 3
+    monkeypatch.setenv("BNNCLI_EVALUATE_ASSERT", "nll>0;accuracy<0")
+    assert "asserted accuracy<0" in cli("evaluate", small_run).stderr
+    shown = cli("config", "show", "evaluate").stdout
+    assert any(line.split("|")[1].strip() == "assert" for line in shown.splitlines() if "ASSERT" in line)
+
+
+def test_a_dry_run_checks_names_and_holds_nothing(cli: Cli, small_run: Path) -> None:
+    assert cli("evaluate", small_run, "--dry-run", "--assert", "nll<0").code == 0
+    assert cli("evaluate", small_run, "--dry-run", "--assert", "nobody.nll<0").code == 66
