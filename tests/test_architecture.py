@@ -21,7 +21,7 @@ LAYERS = (
     ("targets",),
     ("data", "user_code"),
     ("options",),
-    ("option", "layout", "prior", "seeds", "devices", "digests", "inputs", "until", "assertions"),
+    ("option", "layout", "dirichlet", "top_k", "prior", "seeds", "devices", "digests", "inputs", "until", "assertions"),
     ("registry", "shapes", "names", "signals", "progress"),
     ("errors",),
     ("__init__", ""),

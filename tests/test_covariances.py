@@ -213,6 +213,28 @@ def test_logit_variance_is_the_diagonal_of_the_covariance(structure: str, layout
     torch.testing.assert_close(covariance.logit_variance(features, layout), expected)
 
 
+@every_structure
+@every_layout
+def test_projected_variance_is_that_of_logits_minus_their_mean(structure: str, layout: HeadLayout) -> None:
+    covariance, _ = make_covariance(structure, layout)
+    features, size = make_target(layout, num_examples=1500).features, layout.num_outputs
+    projection = torch.eye(size, dtype=torch.float64) - 1 / size
+    expected = (projection @ covariance.logit_covariance(features, layout) @ projection).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(covariance.logit_projected_variance(features, layout), expected)
+
+
+@every_structure
+def test_projected_variance_takes_single_precision_and_is_never_negative(structure: str) -> None:
+    covariance, _ = make_covariance(structure, LAYOUTS[0])
+    features = make_target(LAYOUTS[0]).features
+    single = covariance.to(dtype=torch.float32).logit_projected_variance(features.float(), LAYOUTS[0])
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(
+        single.double(), covariance.logit_projected_variance(features, LAYOUTS[0]), rtol=1e-4, atol=1e-6
+    )
+    assert single.min() >= 0
+
+
 def test_only_the_prior_pins_a_common_offset_of_the_logits() -> None:
     layout = LAYOUTS[0]
     covariance, _ = make_covariance("full", layout)

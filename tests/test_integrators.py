@@ -72,8 +72,11 @@ class Full:
         jacobian = self.layout.logits(features, basis).permute(1, 2, 0)
         return jacobian @ self.center, jacobian @ self.draws.scale @ self.draws.scale.T @ jacobian.mT
 
-    def logit_marginals(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
         mean, covariance = self.logit_moments(features)
+        if is_projected:
+            projection = torch.eye(self.layout.num_outputs, dtype=features.dtype) - 1 / self.layout.num_outputs
+            mean, covariance = mean @ projection, projection @ covariance @ projection
         return mean, covariance.diagonal(dim1=1, dim2=2)
 
 
@@ -118,7 +121,9 @@ def test_every_integrator_gives_probabilities_and_their_entropy(name: str, layou
     assert prediction.mutual_info is not None or not load_integrator(name).is_sampling
 
 
-@pytest.mark.parametrize(("name", "layout"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "layout"), [pair for pair in PAIRS if pair.values[0] != "bridge"]
+)  # whose limit is another
 def test_every_integrator_is_the_softmax_without_uncertainty(name: str, layout: HeadLayout) -> None:
     posterior, features = gaussian(layout, scale=0.0), inputs(layout)
     logits = layout.logits(features, posterior.center.unsqueeze(0))[0].numpy()
@@ -323,5 +328,5 @@ def test_predicting_without_the_capability_is_a_usage_error(name: str) -> None:
 
 
 def test_an_unknown_integrator_is_refused_with_the_choices() -> None:
-    with pytest.raises(UsageError, match=r"--integrator: expected one of mc, .*; got 'mcmc'"):
+    with pytest.raises(UsageError, match=r"--integrator: expected one of .*mc, .*; got 'mcmc'"):
         load_integrator("mcmc")

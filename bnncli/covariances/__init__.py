@@ -58,6 +58,12 @@ class Covariance(Protocol):
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact variance of each logit, (n, K), at features (n, D): the diagonal alone, nothing of size K^2 an example."""
 
+    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact variance of each logit minus the logits' mean, (n, K), at the cost of logit_variance.
+
+        The diagonal of P S P with P = I - 11^T / K and S the logits' covariance.
+        """
+
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact covariance of the logits, J Sigma J^T, (n, K, K), at features (n, D)."""
 
@@ -70,3 +76,9 @@ class Covariance(Protocol):
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """A copy elsewhere or in another precision."""
+
+
+def project_independent(variance: Tensor) -> Tensor:
+    """The diagonal of P S P, (n, K), for S = diag(variance (n, K)): S_kk (1 - 2/K) + sum_l S_ll / K^2."""
+    num_outputs = variance.shape[1]
+    return variance * (1 - 2 / num_outputs) + variance.sum(dim=1, keepdim=True) / num_outputs**2

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances import project_independent
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
@@ -108,6 +109,10 @@ class Block:
             roots = self.scale_tril[outputs].transpose(0, 1).reshape(size, -1)
             variances[rows, outputs] = (augmented[rows] @ roots).unflatten(1, (-1, size)).square().sum(dim=2)
         return variances.to(features.dtype)
+
+    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of P J Sigma J^T P, (n, K); outputs are independent."""
+        return project_independent(self.logit_variance(features, layout))
 
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact J Sigma J^T, (n, K, K): diagonal."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances import project_independent
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
@@ -77,6 +78,10 @@ class Diag:
         """The diagonal of J Sigma J^T, (n, K), O(K F) an example."""
         squares = layout.augment_features(features).to(self.variances).square()
         return (squares @ layout.augment(self.variances).T).to(features.dtype)
+
+    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of P J Sigma J^T P, (n, K); outputs are independent."""
+        return project_independent(self.logit_variance(features, layout))
 
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact J Sigma J^T, (n, K, K): diagonal."""

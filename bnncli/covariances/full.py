@@ -112,14 +112,21 @@ class Full:
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K): quadratic forms x^T Sigma_kk x."""
         every = torch.arange(layout.num_outputs, device=features.device)
-        return torch.cat(list(self._forms_at(features, layout, every, every)))
+        return torch.cat(list(_forms_at(features, layout, self._blocks(layout)[every, :, every])))
+
+    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of P J Sigma J^T P, (n, K): the projection acts on Sigma's blocks, before any example."""
+        every, blocks = torch.arange(layout.num_outputs, device=features.device), self._blocks(layout)
+        means = blocks.mean(dim=2)  # of Sigma_kl over l, (K, F, F)
+        matrices = blocks[every, :, every] - means - means.mT + means.mean(dim=0)
+        return torch.cat(list(_forms_at(features, layout, matrices))).clamp_min(0)
 
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact J Sigma J^T, (n, K, K): quadratic forms x^T Sigma_kl x, all pairs of outputs in one product."""
         first, second = torch.triu_indices(layout.num_outputs, layout.num_outputs, device=features.device)
         out = features.new_empty(features.shape[0], layout.num_outputs, layout.num_outputs)
         start = 0
-        for values in self._forms_at(features, layout, first, second):
+        for values in _forms_at(features, layout, self._blocks(layout)[first, :, second]):
             block_out = out[start : start + len(values)]
             block_out[:, first, second] = values
             block_out[:, second, first] = values
@@ -140,19 +147,23 @@ class Full:
         """A copy elsewhere or in another precision."""
         return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
 
-    def _forms_at(self, features: Tensor, layout: HeadLayout, first: Tensor, second: Tensor) -> Iterator[Tensor]:
-        """x^T Sigma_kl x for the pairs of outputs (first, second), in blocks (n, pairs) of the features' rows."""
+    def _blocks(self, layout: HeadLayout) -> Tensor:
+        """Sigma as (K, F, K, F), in the order of the augmented matrix."""
         size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
         place = _theta_places(layout, self.scale_tril.device)
-        sigma = self._sigma[place][:, place].view(outputs, size, outputs, size)
-        forms = pack_quadratic_form(sigma[first, :, second])
-        for rows in _example_slices(layout.augment_features(features[:1]), features.shape[0]):
-            block = layout.augment_features(features[rows]).to(forms.dtype)
-            yield (forms @ packed_products(block)).T.to(features.dtype)
+        return self._sigma[place][:, place].view(outputs, size, outputs, size)
 
     @cached_property
     def _sigma(self) -> Tensor:
         return self.scale_tril @ self.scale_tril.T
+
+
+def _forms_at(features: Tensor, layout: HeadLayout, matrices: Tensor) -> Iterator[Tensor]:
+    """x^T M x for each of the matrices (M, F, F), in blocks (n, M) of the features' rows."""
+    forms = pack_quadratic_form(matrices)
+    for rows in _example_slices(layout.augment_features(features[:1]), features.shape[0]):
+        block = layout.augment_features(features[rows]).to(forms.dtype)
+        yield (forms @ packed_products(block)).T.to(features.dtype)
 
 
 def _pair_weights(probabilities: Tensor) -> Tensor:

@@ -139,6 +139,11 @@ class Kron:
         """The diagonal of J Sigma J^T, (n, K): O(F^2 + F K + K^2) an example."""
         return (self._eigen_variance(features, layout) @ self.output_basis.square().T).to(features.dtype)
 
+    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of P J Sigma J^T P, (n, K): each of U's columns without its mean, so that nothing cancels."""
+        projected = (self.output_basis - self.output_basis.mean(dim=0)).square()
+        return (self._eigen_variance(features, layout) @ projected.T).to(features.dtype)
+
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact J Sigma J^T = U diag(v) U^T, (n, K, K), from the variances v that logit_variance takes, too."""
         variances = self._eigen_variance(features, layout)

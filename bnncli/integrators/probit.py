@@ -9,30 +9,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bnncli.integrators import HasLayout, Prediction, check_features, chunk_budget, require_support, slices
+from bnncli.errors import UsageError
+from bnncli.integrators import Prediction, check_features, require_support
+from bnncli.integrators._blocks import HasLogitMarginals, check_choice, example_blocks
 from bnncli.progress import SILENT, Progress
-
-_CHUNK_EXAMPLES = 4096  # at most: posteriors need further memory per example for the variances
-
-
-class HasLogitMarginals(HasLayout, Protocol):
-    """A posterior under which each logit has a known mean and variance."""
-
-    def logit_marginals(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and variance (n, K) of the logits of features (n, D)."""
 
 
 @dataclass(frozen=True)
 class Probit:
-    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`."""
+    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`.
+
+    Args:
+        projection: what the logits are reduced to first, where there are two or more; a single logit needs none.
+            none: nothing, the published formula. It changes when an uncertain constant is added to all logits,
+            which the softmax does not.
+            sum-zero: logits minus their mean, mean P m and variance diag(P S P). Does not change with such a constant.
+            For two classes it gives sigma(d / sqrt(1 + pi v / 32)), d and v the mean and variance of the logits'
+            difference: too sure, the right one has pi v / 8.
+            difference: of two classes alone, the difference of the logits, sigma(d / sqrt(1 + pi v / 8)).
+    """
 
     needs: ClassVar[str] = "logit_marginals"
     is_sampling: ClassVar[bool] = False
+    projection: str = "none"
+
+    def __post_init__(self) -> None:
+        check_choice("probit", "projection", self.projection, ("none", "sum-zero", "difference"))
 
     def predict(
         self,
@@ -53,18 +60,23 @@ class Probit:
             progress: advances once per example.
 
         Raises:
-            UsageError: the posterior has no logit marginals.
+            UsageError: the posterior has no logit marginals, or `difference` is asked of more than two classes.
         """
         require_support("probit", posterior)
         layout = posterior.layout
         check_features(layout, features)
-        num_examples = features.shape[0]
-        probs = features.new_empty(num_examples, layout.num_classes, dtype=torch.float32)
-        task = progress.task("predict", num_examples)
-        chunk = min(_CHUNK_EXAMPLES, max(1, 8 * chunk_budget(features) // layout.num_outputs))
-        for rows in slices(num_examples, chunk):
-            probs[rows] = probit_probs(*posterior.logit_marginals(features[rows])).float()
-            task.advance(rows.stop - rows.start)
+        if self.projection == "difference" and layout.num_classes > 2:
+            raise UsageError(
+                f"probit, projection difference: expected two classes, the head has {layout.num_classes}",
+                hint="use projection sum-zero",
+            )
+        is_projected = self.projection != "none" and layout.num_outputs > 1
+        probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
+        for rows in example_blocks(features, progress, elements=layout.num_outputs):
+            mean, variance = posterior.logit_marginals(features[rows], is_projected=is_projected)
+            if self.projection == "difference" and is_projected:
+                mean, variance = difference_of_projected(mean, variance)
+            probs[rows] = probit_probs(mean, variance).float()
         return Prediction.from_probs(probs)
 
 
@@ -80,3 +92,11 @@ def probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
     if mean.shape[1] == 1:
         return torch.cat([torch.sigmoid(-scaled), torch.sigmoid(scaled)], dim=1)
     return torch.softmax(scaled, dim=1)
+
+
+def difference_of_projected(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (n, 1) of z_1 - z_0, from the mean and variance (n, 2) of two logits minus their mean.
+
+    P S P = (S_00 + S_11 - 2 S_01) / 4 [[1, -1], [-1, 1]].
+    """
+    return mean[:, 1:] - mean[:, :1], 4 * variance[:, :1]

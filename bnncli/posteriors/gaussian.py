@@ -68,9 +68,12 @@ class Gaussian:
         """Nats."""
         return 0.5 * self.layout.num_params * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
 
-    def logit_marginals(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Exact mean (n, K) and variance (n, K) of each logit at features (n, D)."""
+    def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
+        """Exact mean (n, K) and variance (n, K) of each logit at features (n, D); minus the logits' mean if projected."""
         mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
+        if is_projected:
+            mean = mean - mean.mean(dim=1, keepdim=True)
+            return mean, self.covariance.logit_projected_variance(features, self.layout)
         return mean, self.covariance.logit_variance(features, self.layout)
 
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:

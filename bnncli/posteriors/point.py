@@ -33,9 +33,11 @@ class Point:
         """theta, repeated, (S, P) float32."""
         return self.theta.float().expand(num_samples or 1, -1).clone()
 
-    def logit_marginals(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (n, K) at features (n, D), and their variance, zero, (n, K)."""
+    def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
+        """Logits (n, K) at features (n, D), minus their mean if projected, and their variance, zero, (n, K)."""
         mean = self.layout.logits(features, self.theta.to(features.dtype).unsqueeze(0))[0]
+        if is_projected:
+            mean = mean - mean.mean(dim=1, keepdim=True)
         return mean, torch.zeros_like(mean)
 
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
