@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation import mmd as mmd_module
-from bnncli.evaluation.mmd import median_bandwidth, mmd2, thin
+from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, thin
 from bnncli.evaluation.rows import mmd_rows
 
 
@@ -65,6 +65,33 @@ def test_far_point_masses_are_two_apart() -> None:
     x, y = torch.zeros(10, 3), torch.full((12, 3), 1e3)
     result = mmd2(x, y, 1.0)
     assert (result.biased, result.unbiased) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(("n", "m"), [(9, 9), (7, 12), (3, 4)])
+def test_the_standard_error_is_the_jackknife_of_a_loop(n: int, m: int) -> None:
+    x, y = normal(n, 3), normal(m, 3, seed=1) + 0.3
+    variance = 0.0
+    for count, without in (
+        (n, [mmd2(torch.cat([x[:i], x[i + 1 :]]), y, 1.5).unbiased for i in range(n)]),
+        (m, [mmd2(x, torch.cat([y[:i], y[i + 1 :]]), 1.5).unbiased for i in range(m)]),
+    ):
+        variance += (count - 1) * float(np.var(without))
+    assert mmd2(x, y, 1.5).standard_error == pytest.approx(math.sqrt(variance), rel=1e-9)
+    assert mmd2(x[:2], y, 1.5).standard_error is None
+
+
+@pytest.mark.parametrize(("shift", "most"), [(0.3, 1.25), (0.0, 1.8)])
+def test_the_standard_error_is_the_spread_of_the_estimate_or_more(shift: float, most: float) -> None:
+    found = [mmd2(normal(60, 5, seed=2 * i) + shift, normal(60, 5, seed=2 * i + 1), 3.0) for i in range(200)]
+    spread = float(np.std([result.unbiased for result in found]))
+    stated = math.sqrt(np.mean([result.standard_error**2 for result in found]))
+    assert 0.8 * spread < stated < most * spread  # the spread of 200 has a standard error of 5 %
+
+
+def test_the_published_bandwidth_is_the_median_over_the_first_50_of_both() -> None:
+    x, y = normal(80, 6) + 1, normal(70, 6, seed=1)
+    expected = np.median(pdist(np.concatenate([y[:50], x[:50]])))
+    assert published_bandwidth(x, y) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_discrepancy_is_symmetric_and_zero_to_itself() -> None:

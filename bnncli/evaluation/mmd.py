@@ -20,6 +20,7 @@ from bnncli.shapes import check_shapes
 
 NUM_PERMUTATIONS = 999
 NUM_DRAWS = 600  # draws on each side; the biased estimate of two equal distributions is then about 0.002
+_PUBLISHED_DRAWS = 50
 _TIE = 1e-12  # rounding of the statistic, whose kernel values are at most 1
 _BLOCK = 2**22  # float64 numbers of one block of parameters held at once
 
@@ -32,11 +33,15 @@ class Mmd:
         unbiased: U-statistic; about 0, and possibly negative, for equal distributions.
         biased: V-statistic; never negative, about 2/n (1 - mean kernel) for equal distributions, at most 2.
         bandwidth: of the kernel, in the unit of theta.
+        standard_error: of the unbiased estimate, by the jackknife over the draws of both sides, which must be independent
+            (Efron and Stein 1981: on average not too small; for equal distributions about sqrt(2) too large). None for
+            fewer than three draws on a side.
     """
 
     unbiased: float
     biased: float
     bandwidth: float
+    standard_error: float | None = None
 
 
 def thin(draws: Tensor, count: int = NUM_DRAWS) -> Tensor:
@@ -69,6 +74,15 @@ def median_bandwidth(draws: Tensor) -> float:
     return median
 
 
+def published_bandwidth(x: Tensor, y: Tensor) -> float:
+    """Median distance between pairs of the first 50 draws of x (n, P) and of y (m, P), all together.
+
+    The rule of the refinement paper's published script (Kristiadi, Eschenhagen and Hennig 2022): it differs by x, so that
+    values are not comparable between posteriors. Raises DataError as median_bandwidth does.
+    """
+    return median_bandwidth(torch.cat([part[:_PUBLISHED_DRAWS].to(y) for part in (y, x)]))
+
+
 def mmd2(x: Tensor, y: Tensor, bandwidth: float) -> Mmd:
     """Squared maximum mean discrepancy between draws x (n, P) and y (m, P), both estimates, in float64.
 
@@ -89,10 +103,8 @@ def mmd2(x: Tensor, y: Tensor, bandwidth: float) -> Mmd:
         raise DataError(f"expected a positive bandwidth, got {bandwidth}")
     y = y.to(x.device)
     center = y.double().mean(dim=0)
-    sum_xx, sum_yy, sum_xy = (
-        float(torch.exp(_squared_distances(a, b, center=center) / -(bandwidth**2)).sum())
-        for a, b in ((x, x), (y, y), (x, y))
-    )
+    own_x, own_y, cross_x, cross_y = _kernel_sums(x, y, bandwidth, center=center)
+    sum_xx, sum_yy, sum_xy = float(own_x.sum()), float(own_y.sum()), float(cross_x.sum())
     if not math.isfinite(sum_xx + sum_yy + sum_xy):
         raise DataError("expected finite draws, got NaN or infinity")
     cross = 2 * sum_xy / (n * m)
@@ -100,7 +112,27 @@ def mmd2(x: Tensor, y: Tensor, bandwidth: float) -> Mmd:
         unbiased=(sum_xx - n) / (n * (n - 1)) + (sum_yy - m) / (m * (m - 1)) - cross,
         biased=max(0.0, sum_xx / n**2 + sum_yy / m**2 - cross),
         bandwidth=bandwidth,
+        standard_error=_jackknife_error(own_x - 1, own_y - 1, cross_x, cross_y) if min(n, m) > 2 else None,
     )
+
+
+def _kernel_sums(x: Tensor, y: Tensor, bandwidth: float, *, center: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of the kernel: of each x over all x (n,), of each y over all y (m,), of each x over y (n,), of each y over x (m,)."""
+    xx, yy, xy = (
+        torch.exp(_squared_distances(a, b, center=center) / -(bandwidth**2)) for a, b in ((x, x), (y, y), (x, y))
+    )
+    return xx.sum(dim=1), yy.sum(dim=1), xy.sum(dim=1), xy.sum(dim=0)
+
+
+def _jackknife_error(own_x: Tensor, own_y: Tensor, cross_x: Tensor, cross_y: Tensor) -> float:
+    """Standard error of the unbiased estimate from what each draw adds to its sums; own sums without the draw itself."""
+    sums = [own_x.sum(), own_y.sum()]
+    variance = torch.zeros_like(sums[0])
+    for side, (own, across) in enumerate(((own_x, cross_x), (own_y, cross_y))):
+        n, m = len(own), (len(own_y), len(own_x))[side]
+        without = (sums[side] - 2 * own) / ((n - 1) * (n - 2)) - 2 * (across.sum() - across) / ((n - 1) * m)
+        variance += (n - 1) / n * (without - without.mean()).square().sum()
+    return float(variance.sqrt())
 
 
 def permutation_p_value(

@@ -1,0 +1,57 @@
+"""Scores for out-of-distribution detection that predictions give, (N,), higher for what looks in-distribution.
+
+max_prob and entropy: Hendrycks and Gimpel (2017), arXiv 1610.02136, and the predictive entropy; energy: Liu, Wang, Owens and
+Li (2020), arXiv 2010.03759; max_logit: Hendrycks et al. (2022), arXiv 1911.11132; mutual_info: Houlsby et al. (2011), arXiv
+1112.5745; dirichlet_variance: the variance of the class probabilities, summed, where the prediction is a Dirichlet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.probabilities import row_blocks
+
+PREDICTION_SCORES = ("max_prob", "entropy", "mutual_info", "dirichlet_variance", "energy", "max_logit")
+_NEEDED = {
+    "mutual_info": ("mutual_info", "this integrator gives no mutual information"),
+    "dirichlet_variance": ("log_concentration", "this integrator gives no Dirichlet distribution"),
+    "energy": ("energy", "the predictions have no energies"),
+    "max_logit": ("max_logit", "the predictions have no logits"),
+}
+
+
+def prediction_score(name: str, examples: Examples, arrays: Mapping[str, NDArray | None]) -> NDArray[np.float64] | str:
+    """One of PREDICTION_SCORES for each example, (N,), or the reason why these predictions do not give it.
+
+    Args:
+        arrays: of the prediction file, where it has them: mutual_info, energy, max_logit (N,), log_concentration (N, C),
+            which is read in blocks of rows.
+    """
+    if name == "max_prob":
+        return examples.confidence
+    if name == "entropy":
+        return -examples.entropy
+    needed, reason = _NEEDED[name]
+    values = arrays.get(needed)
+    if values is None:
+        return reason
+    if name == "dirichlet_variance":
+        parts = [-total_variance(values[rows]) for rows in row_blocks(*values.shape)]
+        return np.concatenate(parts) if parts else np.empty(0)
+    vector = np.asarray(values, dtype=np.float64)
+    return vector if name == "max_logit" else -vector
+
+
+def total_variance(log_concentration: NDArray) -> NDArray[np.float64]:
+    """Sum of the variances of a Dirichlet's probabilities, (n,): sum_k p_k (1 - p_k) / (a_0 + 1), of log a (n, C)."""
+    log_a = np.asarray(log_concentration, dtype=np.float64)
+    top = log_a.max(axis=1, keepdims=True)
+    shares = np.exp(log_a - top)
+    total = shares.sum(axis=1, keepdims=True)
+    p = shares / total
+    log_a0 = (top + np.log(total))[:, 0]
+    return (p * (1 - p)).sum(axis=1) * np.exp(-np.logaddexp(0, log_a0))

@@ -1,0 +1,179 @@
+"""Out-of-distribution scores of features alone, the same for all posteriors; higher is more in-distribution.
+
+Mahalanobis: Lee, Lee, Lee and Shin (2018), arXiv 1807.03888, eq. (2), on the last features alone. Relative Mahalanobis:
+Ren, Fort, Liu, Guha Roy, Padhy and Lakshminarayanan (2021), arXiv 2106.09022, eq. (3). Nearest neighbours: Sun, Ming, Zhu
+and Li (2022), arXiv 2204.06507, eq. (2). All take the features of the training split as in-distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.shapes import check_shapes
+from bnncli.targets.stream import FeatureBlocks, slices
+
+# Directions whose variance is less than this share of the largest, in units of each feature's own standard deviation, are
+# rounding of float32 features that depend on one another.
+RANK_CUT = 1e-10
+_ROUNDING = torch.finfo(torch.float32).eps ** 2
+NUM_NEIGHBORS = 50  # as published for 50,000 training examples
+MAX_NEIGHBOR_ROWS = 100_000  # training examples that neighbours are looked for among
+_SIMILARITIES = {"cpu": 2**23, "cuda": 2**28}  # of one block
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """A Gaussian over features, by what makes it standard normal.
+
+    Args:
+        mean: (D,) float64.
+        root: (D, r) float64: (x - mean) root has unit covariance, r the rank of the covariance.
+    """
+
+    mean: Tensor
+    root: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, covariance: Tensor, *, mean_square: Tensor) -> Whitening:
+        """The pseudo-inverse's root: directions without variance, such as features that are always 0, do not count.
+
+        Ranks are told in the coordinates in which every feature has unit variance, whatever its scale.
+
+        Args:
+            mean_square: (D,) of the features; a variance that is rounding next to it is none.
+
+        Raises:
+            DataError: no feature varies.
+        """
+        variance = covariance.diagonal()
+        inverse = torch.where(variance > _ROUNDING * mean_square, variance.rsqrt(), 0.0)
+        values, vectors = torch.linalg.eigh(covariance * inverse * inverse.unsqueeze(1))
+        is_kept = values > RANK_CUT * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
+        if not is_kept.any():
+            raise DataError("no feature of the training split varies within a class")
+        return cls(mean, inverse.unsqueeze(1) * vectors[:, is_kept] * values[is_kept].rsqrt())
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Whitened features (n, r) of features (n, D) float64."""
+        return (features - self.mean) @ self.root
+
+
+@dataclass(frozen=True)
+class Mahalanobis:
+    """Gaussians over the features: one for each class, with one covariance, and one for all of them.
+
+    Args:
+        within: of the classes, around the mean of all.
+        centers: (C, r) float64, whitened means of the classes that have examples.
+        background: of all examples.
+    """
+
+    within: Whitening
+    centers: Tensor
+    background: Whitening
+
+    @classmethod
+    def fit(cls, features: Tensor, labels: Tensor, *, device: torch.device) -> Mahalanobis:
+        """The Gaussians of largest likelihood, in float64, in two passes over the features.
+
+        Args:
+            features: (N, D) of the training split; a mapped file, perhaps.
+            labels: (N,) classes.
+
+        Raises:
+            DataError: no feature varies within a class.
+        """
+        check_shapes(features=(features, "N D"), labels=(labels, "N"))
+        blocks, num_columns = FeatureBlocks(features, device), features.shape[1]
+        classes, index = labels.to(device).unique(return_inverse=True)
+
+        def class_sums(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            return (block.new_zeros(len(classes), num_columns).index_add_(0, index[rows], block),)
+
+        def products(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            residual = block - means[index[rows]]
+            return (residual.T @ residual,)
+
+        counts = torch.bincount(index, minlength=len(classes)).double().unsqueeze(1)
+        (sums,) = blocks.sum(class_sums, columns=num_columns, dtype=torch.float64)
+        means, mean = sums / counts, sums.sum(dim=0) / len(features)
+        (scatter,) = blocks.sum(products, columns=num_columns, dtype=torch.float64)
+        between = (means - mean).T @ (counts * (means - mean))
+        covariance, total = scatter / len(features), (scatter + between) / len(features)
+        mean_square = mean.square() + total.diagonal()
+        within = Whitening.of(mean, covariance, mean_square=mean_square)
+        return cls(within, within(means), Whitening.of(mean, total, mean_square=mean_square))
+
+    def scores(self, features: Tensor) -> dict[str, Tensor]:
+        """`mahalanobis` and `relative_mahalanobis` (n,) float64, on the CPU, of features (n, D).
+
+        The first is the negative squared distance to the nearest class mean, the second adds the squared distance to the
+        mean of all examples, by the covariance of all.
+        """
+        width = max(features.shape[1], len(self.centers))
+
+        def distances(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            whitened = self.within(block)
+            cross = self.centers.square().sum(dim=1) - 2 * whitened @ self.centers.T
+            nearest = (whitened.square().sum(dim=1) + cross.amin(dim=1)).clamp_min(0)
+            return -nearest, self.background(block).square().sum(dim=1) - nearest
+
+        blocks = FeatureBlocks(features, self.centers.device)
+        parts = list(blocks.map(distances, columns=width, dtype=torch.float64))
+        names = ("mahalanobis", "relative_mahalanobis")
+        return {name: torch.cat(part).cpu() for name, part in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """Training features of unit length, to look for neighbours among.
+
+    Args:
+        features: (T, D) float32; features that are all 0 stay 0.
+        num_neighbors: k, at most T.
+    """
+
+    features: Tensor
+    num_neighbors: int
+
+    @classmethod
+    def fit(
+        cls,
+        features: Tensor,
+        *,
+        device: torch.device,
+        generator: torch.Generator,
+        num_neighbors: int = NUM_NEIGHBORS,
+        max_rows: int = MAX_NEIGHBOR_ROWS,
+    ) -> Neighbors:
+        """All training features (N, D), or a random choice of `max_rows` of them; k is at most their number."""
+        check_shapes(features=(features, "N D"))
+        if len(features) > max_rows:
+            chosen = torch.randperm(len(features), generator=generator, device=generator.device)[:max_rows]
+            features = features[chosen.sort().values.to(features.device)]
+        unit = torch.nn.functional.normalize(features.to(device=device, dtype=torch.float32))
+        return cls(unit, min(num_neighbors, len(unit)))
+
+    def scores(self, features: Tensor) -> Tensor:
+        """`knn` (n,) float64, on the CPU: negative distance of each row of features (n, D), at unit length, to the k-th nearest.
+
+        Products of float32 find the neighbour; its distance is computed in float64.
+        """
+        known, device = self.features, self.features.device
+        size = max(1, _SIMILARITIES.get(device.type, 2**23) // len(known))
+        # |x - t|^2 = |x|^2 + |t|^2 - 2 x t: half of |t|^2 counts where t = 0.
+        offset = -0.5 * known.square().sum(dim=1)
+        closeness = known.new_empty(
+            min(size, len(features)), len(known)
+        )  # made once: new pages cost more than products
+        found = []
+        for rows in slices(0, len(features), size):
+            block = torch.nn.functional.normalize(features[rows].to(device=device, dtype=torch.float32))
+            torch.addmm(offset, block, known.T, out=closeness[: len(block)])
+            place = closeness[: len(block)].topk(self.num_neighbors, dim=1).indices[:, -1]
+            found.append((block.double() - known[place].double()).square().sum(dim=1).sqrt())
+        return -torch.cat(found).cpu()

@@ -1,0 +1,214 @@
+"""Metric rows of the distance in weight space between a posterior and a reference, such as draws of hmc."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.evaluation.mmd import (
+    NUM_DRAWS,
+    NUM_PERMUTATIONS,
+    median_bandwidth,
+    mmd2,
+    permutation_p_value,
+    published_bandwidth,
+    thin,
+)
+from bnncli.evaluation.weight_space import (
+    covariance_error,
+    covariance_floor,
+    mean_error,
+    mean_floor,
+    reference_scale,
+    wasserstein_distances,
+    wasserstein_floor,
+)
+
+Row = dict[str, Any]
+
+MIN_INDEPENDENT = 20  # draws, below which permutations and covariances say nothing
+MOST_DRAWS = 2000  # of one side, for marginals and covariances
+_MOST_VALUES = 2**21  # of draws, for marginals and covariances, where P is large
+_UNIT = "standard deviation of the reference's draws"
+_MMD: Row = {"name": "mmd2", "kernel": "rbf", "higher_is_better": False}
+_RULES = {
+    "unbiased": "median distance of the reference's draws",
+    "biased": "median distance of the reference's draws",
+    "published": "median distance of the first 50 draws of the reference and the first 50 of the posterior, together: "
+    "differs by posterior",
+}
+_DISTANCES: dict[str, list[Row]] = {
+    "wasserstein": [{"order": 1, "over": "mean"}, {"order": 1, "over": "largest"}],
+    "mean_error": [{"over": "root mean square"}],
+    "covariance_error": [{"norm": "frobenius", "estimator": "root of the unbiased square"}],
+}
+
+
+@dataclass(frozen=True)
+class WeightDraws:
+    """What is known of a posterior in weight space.
+
+    Args:
+        draws: (C, T, P), or (S, P) of one chain.
+        num_independent: about how many of the draws are independent; None: all of them.
+        mean: (P,), the exact mean where there is one.
+    """
+
+    draws: Tensor
+    num_independent: int | None = None
+    mean: Tensor | None = None
+
+    @property
+    def chains(self) -> Tensor:
+        """(C, T, P)."""
+        return self.draws if self.draws.ndim == 3 else self.draws.unsqueeze(0)
+
+    @property
+    def num_draws(self) -> int:
+        """C T."""
+        return self.chains.shape[0] * self.chains.shape[1]
+
+    def independent(self, most: int) -> int:
+        """About how many of `most` draws, spread evenly, are independent."""
+        count = min(most, self.num_draws)
+        return count if self.num_independent is None else min(count, self.num_independent)
+
+    def center(self) -> Tensor:
+        """The mean (P,) float64: exact where known, else of all draws."""
+        return self.draws.double().flatten(0, -2).mean(dim=0) if self.mean is None else self.mean.double()
+
+
+def num_draws_for(num_params: int) -> int:
+    """How many draws of a posterior the distances are measured with: 2,000, fewer (down to 600) for many parameters."""
+    return max(NUM_DRAWS, min(MOST_DRAWS, _MOST_VALUES // num_params))
+
+
+def weight_space_rows(
+    ours: WeightDraws | None, theirs: WeightDraws | None, *, reference: str, generator: torch.Generator
+) -> list[Row]:
+    """Rows of mmd2 (unbiased with its p-value, biased, published), wasserstein, mean_error and covariance_error.
+
+    Args:
+        ours: None where the posterior has no draws of theta.
+        theirs: of the reference; None where there is none. The same draws again are undefined: a posterior has no
+            distance to itself.
+        reference: name of the posterior that theirs are of.
+        generator: of the permutations.
+    """
+    reason = _why_undefined(ours, theirs, reference)
+    if ours is None or theirs is None or reason is not None:
+        return _undefined_rows(reason or "undefined", reference)
+    return [*_mmd_rows(ours, theirs, reference, generator=generator), *_distance_rows(ours, theirs, reference)]
+
+
+def _mmd_rows(ours: WeightDraws, theirs: WeightDraws, reference: str, *, generator: torch.Generator) -> list[Row]:
+    y = thin(theirs.chains)
+    x = thin(ours.chains).to(y.device)
+    shared = {**_MMD, "reference": reference, "n": [len(x), len(y)]}
+    try:
+        result = mmd2(x, y, median_bandwidth(y))
+        published = mmd2(x, y, published_bandwidth(ours.draws.flatten(0, -2), theirs.chains.flatten(0, 1)))
+    except DataError as error:
+        return [row for row in _undefined_rows(error.message, reference) if row["name"] == "mmd2"]
+    values = {"unbiased": result.unbiased, "biased": result.biased, "published": published.biased}
+    rows = [{**shared, "value": value, "estimator": name} for name, value in values.items()]
+    for row in rows:
+        row |= {"bandwidth_rule": _RULES[row["estimator"]], "bandwidth": result.bandwidth}
+    rows[2]["bandwidth"] = published.bandwidth
+    rows[0] |= {"standard_error": result.standard_error, **_test(ours, theirs, result.bandwidth, generator=generator)}
+    return rows
+
+
+def _test(ours: WeightDraws, theirs: WeightDraws, bandwidth: float, *, generator: torch.Generator) -> Row:
+    """The permutation test, of draws thinned to about as many as are independent."""
+    counts = [side.independent(NUM_DRAWS) for side in (ours, theirs)]
+    if min(counts) < MIN_INDEPENDENT:
+        return {"p_value": None, "p_value_undefined": _too_few(counts)}
+    x, y = (thin(side.chains, count) for side, count in zip((ours, theirs), counts, strict=True))
+    value = permutation_p_value(x.to(y.device), y, bandwidth, generator=generator)
+    return {"p_value": value, "p_value_draws": counts, "permutations": NUM_PERMUTATIONS}
+
+
+def _distance_rows(ours: WeightDraws, theirs: WeightDraws, reference: str) -> list[Row]:
+    """Rows of wasserstein, mean_error and covariance_error, each with its noise."""
+    most = num_draws_for(theirs.chains.shape[2])
+    x, y = (thin(side.chains, most) for side in (ours, theirs))
+    x = x.to(y.device)
+    n, m = (side.independent(most) for side in (ours, theirs))
+    try:
+        scale = reference_scale(y)
+        distances = wasserstein_distances(x, y, scale)
+    except DataError as error:
+        return [row for row in _undefined_rows(error.message, reference) if row["name"] != "mmd2"]
+    found: dict[str, list[Row]] = {
+        "wasserstein": [
+            {"value": float(distances.mean()), "noise_floor": wasserstein_floor(n, m)},
+            {"value": float(distances.max()), "noise_floor": None},
+        ],
+        "mean_error": [_mean_error(ours, theirs, scale)],
+        "covariance_error": [_covariance_error(ours, theirs, scale, most=most)],
+    }
+    shared = {"n": [len(x), len(y)], "reference": reference, "unit": _UNIT, "higher_is_better": False}
+    return [
+        {**shared, "name": name, **choices, **row}
+        for name, rows in found.items()
+        for choices, row in zip(_DISTANCES[name], rows, strict=True)
+    ]
+
+
+def _mean_error(ours: WeightDraws, theirs: WeightDraws, scale: Tensor) -> Row:
+    counts: list[float] = [side.independent(side.num_draws) for side in (ours, theirs)]
+    if ours.mean is not None:
+        counts[0] = math.inf
+    return {
+        "value": mean_error(ours.center().to(scale.device), theirs.center(), scale),
+        "mean": "draws" if ours.mean is None else "exact",
+        "n": [ours.num_draws, theirs.num_draws],
+        "noise_floor": mean_floor(*counts),
+    }
+
+
+def _covariance_error(ours: WeightDraws, theirs: WeightDraws, scale: Tensor, *, most: int) -> Row:
+    """The error between draws thinned to about as many as are independent."""
+    counts = [side.independent(most) for side in (ours, theirs)]
+    if min(counts) < MIN_INDEPENDENT:
+        return {"value": None, "undefined": _too_few(counts)}
+    x, y = (thin(side.chains, count) for side, count in zip((ours, theirs), counts, strict=True))
+    try:
+        value = covariance_error(x.to(y.device), y, scale)
+    except DataError as error:
+        return {"value": None, "undefined": error.message}
+    return {"value": value, "n": counts, "noise_floor": covariance_floor(*counts)}
+
+
+def _too_few(counts: list[int]) -> str:
+    return f"only about {min(counts)} of the draws are independent; {MIN_INDEPENDENT} are needed"
+
+
+def _undefined_rows(reason: str, reference: str) -> list[Row]:
+    """Every row without a value."""
+    rows = [{**_MMD, "estimator": name, "bandwidth_rule": rule, "bandwidth": None} for name, rule in _RULES.items()]
+    for name, variants in _DISTANCES.items():
+        rows += [{"name": name, "unit": _UNIT, "higher_is_better": False, **choices} for choices in variants]
+    return [{**row, "value": None, "n": None, "reference": reference, "undefined": reason} for row in rows]
+
+
+def _why_undefined(ours: WeightDraws | None, theirs: WeightDraws | None, reference: str) -> str | None:
+    """The reason why there is no distance, or None."""
+    if theirs is None:
+        return f"no draws of {reference}"
+    if ours is None:
+        return "no draws of theta"
+    x, y = ours.chains, theirs.chains
+    if x.shape[2] != y.shape[2]:
+        return f"theta has {x.shape[2]} parameters, the draws of {reference} have {y.shape[2]}"
+    if min(ours.num_draws, theirs.num_draws) < 2:
+        return "fewer than two draws"
+    if ours.draws is theirs.draws or (x.shape == y.shape and torch.equal(x.cpu(), y.cpu())):
+        return f"the draws are those of the reference, {reference}, itself"
+    return None
