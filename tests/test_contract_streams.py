@@ -44,6 +44,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "verify": [name, *sorted((folder / "features").glob("*.h5")), *sorted((folder / "posteriors").iterdir())],
         "convert": [name, run.with_name("net.pt"), run.with_name("out.safetensors")],
         "config-show": ["config", "show", "refine"],
+        "integrals": [name, "--mean", "1.7", "--variance", "4"],
     }.get(name, [name, run])
 
 
@@ -54,6 +55,7 @@ def broken_words_of(name: str, run: Path) -> list[object]:
         "extract-features": [name, missing, "--from-npz", missing],
         "convert": [name, missing, run.with_name("out")],
         "config-show": ["config", "show", "nothing"],
+        "integrals": [name, "--mean", "nothing", "--variance", "4"],
         "demo": [name, "--dir", run.with_name("features.npz")],
     }.get(name, [name, missing])
 

@@ -132,6 +132,21 @@ COMMANDS = (
         ("bnncli diagnose ckpt.pt", "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict"),
     ),
     Command(
+        "integrals",
+        "Measure each integrator against the exact integral, with no checkpoint.",
+        "Integrates a Gaussian over one logit (two classes) or several (softmax) with every integrator as predict would, and "
+        "shows how far each is from the exact probabilities (quadrature; from four logits on, scrambled Sobol points "
+        "where a product rule would need too many nodes). Without --mean: largest and mean error over a grid of means and standard "
+        "deviations of one logit, drawn with --plot.",
+        (o.IntegralsOptions, o.ComputeOptions, o.CommonOptions),
+        (
+            "bnncli integrals --mean 1.7 --variance 4",
+            "bnncli integrals --mean 2,0,-1 --covariance '2,1,0;1,2,0;0,0,1' --samples 1000",
+            "bnncli integrals --plot errors.png",
+        ),
+        (),
+    ),
+    Command(
         "status",
         "List the artifacts of a run: fresh, stale, missing or invalid.",
         "An artifact is stale when an input it was made from has changed since, by content.",

@@ -42,5 +42,6 @@ from bnncli.options.house import (
 from bnncli.options.house import (
     StatusOptions as StatusOptions,
 )
+from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
 from bnncli.options.predict import PredictOptions as PredictOptions
 from bnncli.options.refine import RefineOptions as RefineOptions

@@ -1,0 +1,103 @@
+"""Options of integrals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, check_suffix, option
+
+MAX_LOGITS = 1000
+
+
+@dataclass(frozen=True)
+class IntegralsOptions(Checked):
+    """Options of integrals: one Gaussian over logits, or without --mean a grid of them."""
+
+    mean: str | None = option(
+        None,
+        "Means of the logits, joined by commas: one (two classes, sigmoid), or one for each class (softmax).",
+        metavar="M,...",
+    )
+    variance: str | None = option(
+        None, "Variances of the logits, as many as means, or one for all; independent.", metavar="V,..."
+    )
+    covariance: str | None = option(
+        None, "Covariance of the logits instead: rows joined by semicolons, as '2,1;1,2'.", metavar="V,...;V,..."
+    )
+    integrator: list[str] = option(
+        [],
+        "Integrator to judge, in all its variants; all of them by default. Repeatable.",
+        family="integrators",
+    )
+    samples: int = option(100, "Draws of the sampling integrators.", minimum=1)
+    grid_size: int = option(
+        80,
+        "Without --mean: standard deviations on the grid; means are one more, from -max to max.",
+        minimum=2,
+        maximum=1000,
+    )
+    max_mean: float = option(10.0, "Largest mean on the grid.", minimum=1e-6, maximum=1e6)
+    max_sd: float = option(
+        10.0, "Largest standard deviation on the grid; the smallest is one step.", minimum=1e-6, maximum=1e6
+    )
+    plot: str | None = option(
+        None,
+        "Draw the grid's errors, a panel for each integrator, as .png, .svg or .pdf.",
+        metavar="FILE",
+        numeric=False,
+    )
+    force: bool = option(False, "Let --plot replace a file that is no figure of bnncli.", short="-f", numeric=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plot is not None:
+            check_suffix(self.plot, "--plot", ("png", "svg", "pdf"))
+
+    def check_together(self) -> None:
+        """Pass when the options that are given belong together. Raises UsageError otherwise."""
+        if self.mean is None and (self.variance is not None or self.covariance is not None):
+            raise UsageError("--mean: needed with --variance or --covariance; without any of them a grid is computed")
+        if self.mean is not None and self.plot is not None:
+            raise UsageError("--plot draws the grid; there is none with --mean")
+        if self.mean is not None and (self.variance is None) == (self.covariance is None):
+            raise UsageError("--mean: give either --variance or --covariance with it")
+
+    @property
+    def moments(self) -> tuple[list[float], list[list[float]]]:
+        """Means (K) and covariance (K, K) of the logits; that it has no negative eigenvalue is not checked here."""
+        mean = _numbers(self.mean or "", "--mean")
+        if len(mean) > MAX_LOGITS:
+            raise UsageError(f"--mean: expected at most {MAX_LOGITS} logits; got {len(mean)}")
+        if self.variance is not None:
+            return mean, _diagonal(_numbers(self.variance, "--variance"), len(mean))
+        rows = [_numbers(row, "--covariance") for row in (self.covariance or "").split(";")]
+        if len(rows) != len(mean) or any(len(row) != len(mean) for row in rows):
+            raise UsageError(
+                f"--covariance: expected {len(mean)} rows of {len(mean)} numbers, as --mean has; got {self.covariance!r}"
+            )
+        if any(abs(rows[i][j] - rows[j][i]) > 1e-9 * abs(rows[i][j]) for i in range(len(rows)) for j in range(i)):
+            raise UsageError("--covariance: expected a symmetric matrix")
+        return mean, rows
+
+
+def _diagonal(variances: list[float], count: int) -> list[list[float]]:
+    if len(variances) == 1:
+        variances = variances * count
+    if len(variances) != count:
+        raise UsageError(f"--variance: expected one number, or {count} as --mean has; got {len(variances)}")
+    if min(variances) < 0:
+        raise UsageError(f"--variance: expected numbers of at least 0; got {min(variances):g}")
+    return [[variances[i] if i == j else 0.0 for j in range(count)] for i in range(count)]
+
+
+def _numbers(text: str, flag: str) -> list[float]:
+    """The finite numbers in a list joined by commas."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(math.isfinite(value) and abs(value) <= 1e100 for value in values):
+        raise UsageError(f"{flag}: expected finite numbers joined by commas; got {text!r}")
+    return values
