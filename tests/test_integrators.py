@@ -13,9 +13,17 @@ from scipy import integrate, special, stats
 from torch import Tensor
 
 from bnncli import integrators
+from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
 from bnncli.errors import NumericError, UsageError
-from bnncli.integrators import Prediction, load_integrator, max_classes_of, require_support, supports
-from bnncli.integrators import mc as mc_module
+from bnncli.integrators import (
+    Prediction,
+    _averages,
+    load_integrator,
+    max_classes_of,
+    prepare,
+    require_support,
+    supports,
+)
 from bnncli.integrators.probit import probit_probs
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.samples import Samples
@@ -72,6 +80,23 @@ class Full:
         jacobian = self.layout.logits(features, basis).permute(1, 2, 0)
         return jacobian @ self.center, jacobian @ self.draws.scale @ self.draws.scale.T @ jacobian.mT
 
+    def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
+        mean, covariance = self.logit_moments(features)
+        return mean, root_of_covariances(covariance)
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(num_samples, len(self.center), generator=generator, dtype=torch.float64)
+
+    def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        theta = self.center + noise @ self.draws.scale.T
+        return theta, self.log_density(theta)
+
+    def log_density(self, theta: Tensor) -> Tensor:
+        return theta.new_zeros(len(theta))  # up to a constant where it is flat: what log_joint below is, too
+
+    def log_joint(self, theta: Tensor) -> Tensor:
+        return self.log_density(theta)
+
     def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
         mean, covariance = self.logit_moments(features)
         if is_projected:
@@ -108,7 +133,10 @@ def inputs(layout: HeadLayout, *, count: int = 7, seed: int = 1) -> Tensor:
 
 def predict(name: str, posterior: object, features: Tensor, *, num_samples: int | None = 50) -> Prediction:
     generator = torch.Generator().manual_seed(2)
-    return load_integrator(name).predict(posterior, features, num_samples=num_samples, generator=generator)
+    ready = prepare(
+        load_integrator(name), posterior, num_samples=num_samples, generator=generator, target=posterior
+    )  # a posterior that is its own target has equal importance weights
+    return ready.predict(posterior, features, num_samples=num_samples, generator=generator)
 
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
@@ -144,12 +172,12 @@ def test_the_seed_decides_every_bit(name: str) -> None:
 @pytest.mark.parametrize("name", names("integrators"))
 def test_progress_ends_at_the_total_it_announced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
-    monkeypatch.setattr(mc_module, "_CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 2)
     counter, generator = Counter(), torch.Generator().manual_seed(2)
     layout = layouts_for(name)[-1]
-    load_integrator(name).predict(
-        gaussian(layout), inputs(layout), num_samples=5, generator=generator, progress=counter
-    )
+    posterior = gaussian(layout)
+    ready = prepare(load_integrator(name), posterior, num_samples=5, generator=generator, target=posterior)
+    ready.predict(posterior, inputs(layout), num_samples=5, generator=generator, progress=counter)
     assert counter.done == counter.total > 1
 
 
@@ -158,10 +186,11 @@ def test_chunks_do_not_change_a_prediction(name: str, layout: HeadLayout, monkey
     posterior, features = gaussian(layout), inputs(layout)
     whole = predict(name, posterior, features)
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 6)
-    monkeypatch.setattr(mc_module, "_CHUNK_EXAMPLES", 2)
+    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 2)
     chunked = predict(name, posterior, features)
     torch.testing.assert_close(chunked.probs, whole.probs, atol=1e-6, rtol=0)
     torch.testing.assert_close(chunked.mutual_info, whole.mutual_info, atol=1e-6, rtol=0)
+    torch.testing.assert_close(chunked.interval, whole.interval, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", names("integrators"))
@@ -218,7 +247,7 @@ def test_mc_is_the_naive_mean_over_stored_draws(layout: HeadLayout) -> None:
 
 
 def test_mc_shares_its_draws_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mc_module, "_CHUNK_EXAMPLES", 1)
+    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 1)
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 3)
     probs = predict("mc", gaussian(LAYOUTS[2]), inputs(LAYOUTS[2], count=1).expand(4, -1), num_samples=3).probs
     assert torch.equal(probs, probs[:1].expand_as(probs))

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from bnncli.covariances._logit_root import LogitRoot
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 
@@ -66,6 +67,9 @@ class Covariance(Protocol):
 
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact covariance of the logits, J Sigma J^T, (n, K, K), at features (n, D)."""
+
+    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
+        """Roots of the logits' covariances at features (n, D), for draws of the logits."""
 
     def to_tensors(self) -> dict[str, Tensor]:
         """What a posterior file stores of it."""

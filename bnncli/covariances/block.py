@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import project_independent
+from bnncli.covariances._logit_root import LogitRoot
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
@@ -117,6 +118,10 @@ class Block:
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact J Sigma J^T, (n, K, K): diagonal."""
         return self.logit_variance(features, layout).diag_embed()
+
+    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
+        """Standard deviations (n, K): the logits are independent."""
+        return LogitRoot(self.logit_variance(features, layout).sqrt())
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.block.scale_tril` (K, F, F) and `cov.jitter` (1,), float64."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import project_independent
+from bnncli.covariances._logit_root import LogitRoot
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
@@ -86,6 +87,10 @@ class Diag:
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact J Sigma J^T, (n, K, K): diagonal."""
         return self.logit_variance(features, layout).diag_embed()
+
+    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
+        """Standard deviations (n, K): the logits are independent."""
+        return LogitRoot(self.logit_variance(features, layout).sqrt())
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.diag`, (P,) float64."""

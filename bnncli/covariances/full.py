@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
 from bnncli.covariances._products import pack_quadratic_form, packed_products, unpack_symmetric
 from bnncli.covariances._roots import inverse_root
 from bnncli.layout import HeadLayout
@@ -132,6 +133,10 @@ class Full:
             block_out[:, second, first] = values
             start += len(values)
         return out
+
+    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
+        """Roots (n, K, K) of logit_covariance, both computed in float64: under a weak prior it is nearly singular."""
+        return root_of_covariances(self.logit_covariance(features.double(), layout)).to(features)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.scale_tril` (P, P) and `cov.jitter` (1,), float64."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances._logit_root import LogitRoot
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
@@ -149,6 +150,10 @@ class Kron:
         variances = self._eigen_variance(features, layout)
         out = (self.output_basis * variances.unsqueeze(1)) @ self.output_basis.T
         return out.to(features.dtype)
+
+    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
+        """U diag(sqrt(v)), v the variances along the outputs' eigenvectors: nothing of size K^2 an example."""
+        return LogitRoot(self._eigen_variance(features, layout).sqrt(), self.output_basis).to(features)
 
     def _eigen_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Variances (n, K) of the logits along the outputs' eigenvectors, where they are independent."""

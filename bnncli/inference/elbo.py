@@ -61,7 +61,7 @@ def elbo(
         progress: advanced once a draw.
     """
     noise = posterior.noise(num_samples, generator)
-    return ElboEstimate.of(_log_weights(target, posterior, noise, progress))
+    return ElboEstimate.of(log_weights(target, posterior, noise, progress))
 
 
 def elbo_gain(
@@ -75,11 +75,11 @@ def elbo_gain(
 ) -> tuple[float, float]:
     """ELBO of after minus ELBO of before, and its standard error, nats: both from the same noise, draw by draw."""
     noise = before.noise(num_samples, generator)
-    gains = _log_weights(target, after, noise, progress) - _log_weights(target, before, noise, progress)
+    gains = log_weights(target, after, noise, progress) - log_weights(target, before, noise, progress)
     return float(gains.mean()), float(gains.std()) / math.sqrt(num_samples)
 
 
-def _log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, progress: Progress) -> Tensor:
+def log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, progress: Progress) -> Tensor:
     """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P)."""
     task = progress.task("elbo", noise.shape[0])
     parts = []

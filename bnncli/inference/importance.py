@@ -101,7 +101,7 @@ def diagnose_weights(log_weights: Tensor) -> ImportanceDiagnostics:
     if size < MIN_TAIL_DRAWS:
         few = f"needs at least {MIN_TAIL_DRAWS} draws, got {size}"
         return ImportanceDiagnostics(*known, None, threshold, None, None, few, few)
-    smoothed, pareto_k = _pareto_smooth(values)
+    smoothed, pareto_k = pareto_smooth(values)
     if not pareto_k <= threshold:
         reason = f"Pareto k {pareto_k:.2f} is above {threshold:.2f}: {size} weights do not tell their mean"
         return ImportanceDiagnostics(*known, pareto_k, threshold, None, None, evidence_undefined=reason)
@@ -123,7 +123,7 @@ def _wants_more(estimate: ElboEstimate) -> bool:
     return len(estimate.log_weights) < MOST_DRAWS and estimate.standard_error > wanted  # False where it is NaN
 
 
-def _pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:
+def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:
     """Pareto-smoothed log weights (S,), float64, and Pareto k."""
     normalized, pareto_k = array_stats.psislw(-log_weights.numpy())
     smoothed = torch.from_numpy(normalized)

@@ -2,9 +2,9 @@
 
 Each integrator is a frozen dataclass that says in `needs` which capability of a posterior it uses: `center`
 (a representative theta), `sample` (draws of theta), `log_density` (of theta), `logit_marginals` (exact mean and variance of
-each logit) or `logit_moments` (mean and covariance of the logits), and in `max_classes` where it can do few classes only.
-Its fields are its settings, options of the same names; a setting that is not the default becomes part of the name of what
-it predicts (`variant`).
+each logit), `logit_moments` (mean and covariance of the logits) or `logit_root` (mean and a root of the covariance), and in
+`max_classes` where it can do few classes only. Its fields are its settings, options of the same names; a setting that is
+not the default becomes part of the name of what it predicts (`variant`).
 """
 
 from __future__ import annotations
@@ -152,6 +152,18 @@ def prepare(
         posterior, num_samples=num_samples, generator=generator, target=target, progress=progress
     )
     return ready
+
+
+def probs_of_draws(integrator: Integrator, posterior: Any, features: Tensor) -> Tensor:
+    """Class probabilities of each draw, (S, N, C) float16 on the CPU, of a sampling integrator that was made ready.
+
+    Raises:
+        UsageError: the draws are weighted, so that their mean is not the prediction.
+    """
+    if not hasattr(integrator, "probs_of_draws"):
+        raise UsageError("--keep-samples needs draws of equal weight", hint="leave it out, or use --integrator mc")
+    probs: Tensor = integrator.probs_of_draws(posterior, features)
+    return probs
 
 
 def can_use(name: str, kind: str) -> bool:

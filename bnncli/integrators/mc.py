@@ -1,32 +1,22 @@
 """Monte Carlo prediction: the mean of the softmax over draws of theta, converging to the exact integral.
 
-Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, eq. (1). Mutual information as in Houlsby et al.
-(2011), arXiv 1112.5745, eq. (2): entropy of the mean minus mean entropy.
+Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, eq. (1). Quasi-random draws: see sobol.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.integrators import (
-    HasLayout,
-    Prediction,
-    check_features,
-    chunk_budget,
-    entropy,
-    require_support,
-    slices,
-    with_reference_class,
-)
+from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
+from bnncli.integrators._averages import BlockDraws, average
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
-
-_CHUNK_EXAMPLES = 512  # at least: fewer make the products too thin; measured on two CPU cores
+from bnncli.sobol import balance_warning
 
 
 class CanSample(HasLayout, Protocol):
@@ -38,10 +28,52 @@ class CanSample(HasLayout, Protocol):
 
 @dataclass(frozen=True)
 class Mc:
-    """Mean over S draws of theta of the softmax; the draws are made once and shared by all examples."""
+    """Mean over S draws of theta of the softmax; the draws are made once and shared by all examples.
 
-    needs: ClassVar[str] = "sample"
+    Args:
+        qmc: draw theta from scrambled Sobol points; for a posterior made from standard normals (gaussian, flow).
+    """
+
     is_sampling: ClassVar[bool] = True
+    qmc: bool = False
+
+    @property
+    def needs(self) -> str:
+        """The capability it uses."""
+        return "quasi_noise" if self.qmc else "sample"
+
+    @property
+    def default_samples(self) -> int:
+        """20, as in the paper; 32, a power of two, of Sobol points."""
+        return 32 if self.qmc else 20
+
+    def prepare(
+        self,
+        posterior: CanSample,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        target: Any = None,
+        progress: Progress = SILENT,
+    ) -> DrawnMc:
+        """The draws of theta, for any number of blocks of features.
+
+        Args:
+            posterior: one that can sample.
+            num_samples: S; None takes every stored draw, where the posterior has stored draws.
+            generator: makes the draws.
+            target: not used.
+            progress: not used.
+
+        Raises:
+            UsageError: the posterior cannot sample, or not with qmc, or no draw was asked for.
+        """
+        require_support("mc", posterior)
+        check_num_samples(num_samples)
+        if not self.qmc:
+            return DrawnMc(posterior.layout, posterior.sample(num_samples, generator))
+        size = num_samples or self.default_samples
+        return DrawnMc(posterior.layout, quasi_sample(posterior, size, generator), warning=balance_warning(size))
 
     def predict(
         self,
@@ -52,88 +84,100 @@ class Mc:
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities averaged over draws, with mutual information.
+        """Class probabilities averaged over draws, with mutual information and, from two draws on, the interval.
 
-        The standard error of a probability is at most 0.5 / sqrt(S). Sums over chunks of draws are float64.
+        The standard error of a probability is at most 0.5 / sqrt(S).
 
         Args:
-            posterior: one that can sample.
+            posterior, num_samples, generator: as for prepare.
             features: (N, D).
-            num_samples: S; None takes every stored draw, where the posterior has stored draws.
-            generator: makes the draws.
             progress: advances once per chunk.
-
-        Raises:
-            UsageError: the posterior cannot sample, or no draw was asked for.
         """
-        require_support("mc", posterior)
-        layout, num_examples = posterior.layout, features.shape[0]
-        check_features(layout, features)
-        if num_samples is not None and num_samples < 1:
-            raise UsageError(f"Monte Carlo prediction needs at least one draw, got {num_samples}")
-        theta = posterior.sample(num_samples, generator).to(features)
-        example_slices, draw_slices = _chunks(features, layout, num_draws=theta.shape[0])
-        task = progress.task("predict", len(example_slices) * len(draw_slices))
-
-        probs = features.new_empty(num_examples, layout.num_classes, dtype=torch.float32)
-        entropy_of_mean = features.new_empty(num_examples, dtype=torch.float32)
-        mutual_info = torch.empty_like(entropy_of_mean)
-        for rows in example_slices:
-            columns = layout.augment_features(features[rows]).T
-            sum_probs = features.new_zeros(layout.num_classes, columns.shape[1], dtype=torch.float64)
-            sum_entropy = features.new_zeros(columns.shape[1], dtype=torch.float64)
-            for draws in draw_slices:
-                chunk_probs, chunk_entropy = _sum_over_draws(layout.augment(theta[draws]), columns)
-                sum_probs += chunk_probs
-                sum_entropy += chunk_entropy
-                task.advance()
-            mean_probs = sum_probs.T / theta.shape[0]
-            total = entropy(mean_probs)
-            probs[rows] = mean_probs.float()
-            entropy_of_mean[rows] = total.float()
-            mutual_info[rows] = (total - sum_entropy / theta.shape[0]).clamp_min(0).float()
-        return Prediction(probs=probs, entropy=entropy_of_mean, mutual_info=mutual_info)
+        drawn = self.prepare(posterior, num_samples=num_samples, generator=generator)
+        return drawn.predict(posterior, features, progress=progress)
 
 
-def probs_of_draws(
-    posterior: CanSample, features: Tensor, *, num_samples: int | None, generator: torch.Generator
-) -> Tensor:
-    """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `Mc` predicts.
+@dataclass(frozen=True)
+class DrawnMc:
+    """Draws of theta, ready to predict any features.
 
     Args:
-        posterior, features, num_samples, generator: as for Mc.predict; the same generator state gives the same draws.
+        layout: sizes of the head.
+        theta: (S, P).
+        weights: (S,) float64, summing to one; None for equal ones.
+        warning: what the user should know of the draws.
     """
-    layout = posterior.layout
-    check_features(layout, features)
-    theta = posterior.sample(num_samples, generator).to(features)
-    kept = torch.empty(theta.shape[0], features.shape[0], layout.num_classes, dtype=torch.float16)
-    example_slices, draw_slices = _chunks(features, layout, num_draws=theta.shape[0])
-    for rows in example_slices:
-        for draws in draw_slices:
-            logits = with_reference_class(layout.logits(features[rows], theta[draws]), dim=2)
-            kept[draws, rows] = torch.softmax(logits, dim=2).to("cpu", torch.float16)
-    return kept
+
+    needs: ClassVar[str] = "sample"
+    is_sampling: ClassVar[bool] = True
+    layout: HeadLayout
+    theta: Tensor
+    weights: Tensor | None = None
+    warning: str | None = None
+
+    def predict(
+        self,
+        posterior: CanSample,
+        features: Tensor,
+        *,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities of features (N, D); of the rest only progress is used."""
+        weights = None if self.weights is None else self.weights.to(features.device)
+        return average(self._draws(features), features, weights=weights, progress=progress)
+
+    def probs_of_draws(self, posterior: CanSample, features: Tensor) -> Tensor:
+        """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
+        return _averages.probs_of_draws(self._draws(features), features)
+
+    def _draws(self, features: Tensor) -> _ThetaDraws:
+        check_features(self.layout, features)
+        augmented = self.layout.augment(self.theta.to(features))
+        if self.weights is None:
+            return _ThetaDraws(self.layout, augmented, augmented.mean(dim=0))
+        return _ThetaDraws(self.layout, augmented, torch.tensordot(self.weights.to(features), augmented, dims=1))
 
 
-def _chunks(features: Tensor, layout: HeadLayout, *, num_draws: int) -> tuple[list[slice], list[slice]]:
-    """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
-    budget = chunk_budget(features) // layout.num_classes
-    num_examples = features.shape[0]
-    examples = min(max(1, num_examples), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
-    return list(slices(num_examples, examples)), list(slices(num_draws, max(1, budget // examples)))
+@dataclass(frozen=True)
+class _ThetaDraws:
+    """Draws of the logits by draws of theta: weights and bias of each, (S, K, D + 1), and their mean (K, D + 1)."""
+
+    layout: HeadLayout
+    augmented: Tensor
+    center: Tensor
+
+    @property
+    def num_draws(self) -> int:
+        """S."""
+        return self.augmented.shape[0]
+
+    def at(self, features: Tensor) -> BlockDraws:
+        """The draws at features (n, D)."""
+        columns = self.layout.augment_features(features).T
+
+        def logits(some: slice) -> Tensor:
+            chunk = self.augmented[some]
+            return (chunk.flatten(0, 1) @ columns).unflatten(0, chunk.shape[:2])
+
+        return BlockDraws(self.center @ columns, logits)
 
 
-def _sum_over_draws(augmented: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over draws of the probabilities (C, n) and of their entropy (n,), nats.
+def check_num_samples(num_samples: int | None) -> None:
+    """Pass when a number of draws makes sense. Raises UsageError otherwise."""
+    if num_samples is not None and num_samples < 1:
+        raise UsageError(f"Monte Carlo prediction needs at least one draw, got {num_samples}")
 
-    Classes stand before examples: a softmax over a strided axis vectorises over the examples.
 
-    Args:
-        augmented: weights and bias of each draw, (s, K, D + 1).
-        columns: features and a row of ones, (D + 1, n).
-    """
-    logits = (augmented.flatten(0, 1) @ columns).unflatten(0, augmented.shape[:2])
-    log_probs = torch.log_softmax(with_reference_class(logits, dim=1), dim=1)
-    probs = log_probs.exp()
-    sum_probs = probs.sum(dim=0)
-    return sum_probs, -log_probs.mul_(probs).sum(dim=(0, 1))
+def quasi_sample(posterior: Any, num_samples: int, generator: torch.Generator) -> Tensor:
+    """Draws of theta (S, P) float32 from scrambled Sobol points. Raises UsageError where the posterior cannot."""
+    if not hasattr(posterior, "quasi_noise"):
+        kind = getattr(posterior, "type", type(posterior).__name__.lower())
+        raise UsageError(
+            f"--qmc needs a posterior made from standard normals (gaussian, flow), not {kind}",
+            hint="leave --qmc out",
+            code="unsupported_integrator",
+        )
+    theta, _ = posterior.from_noise(posterior.quasi_noise(num_samples, generator))
+    return theta.float()

@@ -1,7 +1,9 @@
 """What a fit returns, one file per kind: point, gaussian, flow, samples.
 
 Every kind has a `type`, a `layout`, `sample(num_samples, generator) -> (S, P)` and `to(device)`. Some have more, and
-integrators ask for it by name: `center` (P,), `logit_marginals(features)`, `logit_moments(features)`, `log_density(theta)`.
+integrators ask for it by name: `center` (P,), `logit_marginals(features)`, `logit_moments(features)`,
+`logit_root(features)`, `log_density(theta)`; and where theta is made from standard normals, `noise(num_samples, generator)`,
+`quasi_noise(num_samples, generator)` and `from_noise(noise)`.
 """
 
 from __future__ import annotations

@@ -49,6 +49,10 @@ class Flow:
         """Standard normal draws (S, P) float64, for from_noise."""
         return self.base.noise(num_samples, generator)
 
+    def quasi_noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """The same from scrambled Sobol points."""
+        return self.base.quasi_noise(num_samples, generator)
+
     @torch.no_grad()
     def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """theta (S, P) and its log density (S,), both float64, for standard normal noise (S, P)."""

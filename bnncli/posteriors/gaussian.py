@@ -11,10 +11,12 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.covariances import Covariance
+from bnncli.covariances._logit_root import LogitRoot
 from bnncli.layout import HeadLayout
-from bnncli.posteriors import layout_from_meta, layout_to_meta, standard_normal
+from bnncli.posteriors import layout_from_meta, layout_to_meta, move, standard_normal
 from bnncli.prior import Prior
 from bnncli.shapes import check_shapes
+from bnncli.sobol import quasi_normal
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Gaussian:
         """Standard normal draws (S, P) float64, for from_noise."""
         return standard_normal(num_samples, self.layout.num_params, generator, self.mean.device)
 
+    def quasi_noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """The same from scrambled Sobol points: standard normal each, together evenly spread."""
+        return move(quasi_normal(num_samples, self.layout.num_params, generator), self.mean.device)
+
     def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """theta = mean + L z (S, P) and its log density (S,), both float64, for noise z (S, P)."""
         constant = 0.5 * self.layout.num_params * math.log(2 * math.pi) + self.covariance.log_det_scale()
@@ -80,6 +86,11 @@ class Gaussian:
         """Exact mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
         mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
         return mean, self.covariance.logit_covariance(features, self.layout)
+
+    def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
+        """Exact mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
+        mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
+        return mean, self.covariance.logit_root(features, self.layout)
 
     def to(self, device: torch.device | str) -> Gaussian:
         """A copy on another device."""

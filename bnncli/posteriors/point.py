@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances._logit_root import LogitRoot
 from bnncli.layout import HeadLayout
 from bnncli.posteriors import layout_from_meta, layout_to_meta
 from bnncli.shapes import check_shapes
@@ -44,6 +45,11 @@ class Point:
         """Logits (n, K) at features (n, D), and their covariance, zero, (n, K, K)."""
         mean = self.layout.logits(features, self.theta.to(features.dtype).unsqueeze(0))[0]
         return mean, mean.new_zeros(*mean.shape, mean.shape[1])
+
+    def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
+        """Logits (n, K) at features (n, D), and their standard deviations, zero."""
+        mean, zero = self.logit_marginals(features)
+        return mean, LogitRoot(zero)
 
     def to(self, device: torch.device | str) -> Point:
         """A copy on another device."""

@@ -143,7 +143,7 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     """Why the integrator cannot predict with this posterior; None where it can."""
     kind = kind_of(header)
     if not hasattr(load_class("posteriors", kind), integrator.needs):
-        return f"--integrator {name} does not work for a {kind} posterior ({header.path.stem})"
+        return f"--integrator {variant(name, settings_of(integrator))} does not work for a {kind} posterior ({header.path.stem})"
     limit = getattr(integrator, "max_classes", None)
     if limit is not None and num_classes > limit:
         return f"--integrator {name} works for at most {limit} classes; there are {num_classes}"

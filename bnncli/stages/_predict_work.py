@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.integrators import Integrator, join, prepare
+from bnncli.integrators import Integrator, join, prepare, probs_of_draws
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
-from bnncli.integrators.mc import probs_of_draws
 from bnncli.prior import Prior
 from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_prior
 from bnncli.stages._predict_plan import Choice
@@ -92,8 +91,7 @@ class Predictor:
             parts.append(integrator.predict(self.posterior, features, progress=self.run.console, **draws))
             logit_scores.append(energy_and_max_logit(features, self.mean_theta, self.posterior.layout))
             if keep_samples:
-                draws["generator"] = self.run.stream("predict/draws")
-                kept.append(probs_of_draws(self.posterior, features, **draws))
+                kept.append(probs_of_draws(integrator, self.posterior, features))
         prediction = join(parts)
         energy, max_logit = (torch.cat(scores).cpu() for scores in zip(*logit_scores, strict=True))
 

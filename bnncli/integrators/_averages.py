@@ -1,0 +1,166 @@
+"""Averages over draws of the logits, whatever made the draws: mean softmax, mutual information, central interval.
+
+Mutual information as in Houlsby et al. (2011), arXiv 1112.5745, eq. (2): entropy of the mean minus mean entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, with_reference_class
+from bnncli.integrators._intervals import central_interval
+from bnncli.layout import HeadLayout
+from bnncli.progress import SILENT, Progress
+
+_CHUNK_EXAMPLES = 512  # at least: fewer make the products too thin; measured on two CPU cores
+# Probabilities of one class, of all draws, held at once for the interval.
+_KEPT = {"cpu": 2**26, "cuda": 2**30}
+
+
+@dataclass(frozen=True)
+class BlockDraws:
+    """Draws of the logits at a block of n examples.
+
+    Args:
+        center: (K, n), logits near the middle of the draws: their largest is guessed to be the predicted class.
+        logits: the draws of a slice of them, (s, K, n). Classes stand before examples: a softmax over a strided axis
+            vectorises over the examples.
+    """
+
+    center: Tensor
+    logits: Callable[[slice], Tensor]
+
+
+class LogitDraws(Protocol):
+    """S draws of the logits, the same however the examples are cut into blocks."""
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Sizes of the head."""
+
+    @property
+    def num_draws(self) -> int:
+        """S."""
+
+    def at(self, features: Tensor) -> BlockDraws:
+        """The draws at features (n, D)."""
+
+
+def average(
+    draws: LogitDraws, features: Tensor, *, weights: Tensor | None = None, progress: Progress = SILENT
+) -> Prediction:
+    """Mean probabilities over the draws with mutual information, and from two draws on the predicted class's interval.
+
+    Sums over chunks of draws are float64. The interval needs the probabilities of the predicted class, which is known
+    only when all draws are summed: those of a guess are kept, and the few examples that it fails are gone through again.
+
+    Args:
+        draws: S draws of the logits.
+        features: (N, D).
+        weights: (S,) of the draws, float64, summing to one; None for equal ones.
+        progress: advances once per chunk.
+    """
+    check_features(draws.layout, features)
+    num_examples, num_classes = features.shape[0], draws.layout.num_classes
+    example_slices, draw_slices = chunks(features, draws)
+    task = progress.task("predict", len(example_slices) * len(draw_slices))
+    probs = features.new_empty(num_examples, num_classes, dtype=torch.float32)
+    entropy_of_mean = features.new_empty(num_examples, dtype=torch.float32)
+    mutual_info = torch.empty_like(entropy_of_mean)
+    interval = features.new_empty(num_examples, 2, dtype=torch.float32)
+    guess = torch.empty(num_examples, dtype=torch.int64, device=features.device)
+    for rows in example_slices:
+        block = draws.at(features[rows])
+        sums = _Sums(block.center, num_classes, draws.num_draws)
+        for some in draw_slices:
+            sums.add(block.logits(some), some, weights, is_all=len(draw_slices) == 1)
+            task.advance()
+        mean_probs = sums.probs.T
+        total = entropy(mean_probs)
+        probs[rows] = mean_probs.float()
+        entropy_of_mean[rows] = total.float()
+        mutual_info[rows] = (total - sums.entropy).clamp_min(0).float()
+        guess[rows] = sums.guess
+        if draws.num_draws > 1:
+            interval[rows] = central_interval(sums.kept.T.contiguous(), weights)
+    if draws.num_draws < 2:
+        return Prediction(probs, entropy_of_mean, mutual_info)
+    wrong = (probs.argmax(dim=1) != guess).nonzero().squeeze(1) if num_examples else guess
+    for some_rows in wrong.split(max(1, example_slices[0].stop)) if len(wrong) else ():
+        kept = _probs_of_class(draws, features[some_rows], probs[some_rows].argmax(dim=1), draw_slices)
+        interval[some_rows] = central_interval(kept.T.contiguous(), weights)
+    return Prediction(probs, entropy_of_mean, mutual_info, interval)
+
+
+def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
+    """Class probabilities of each draw, (S, N, C) float16 on the CPU."""
+    check_features(draws.layout, features)
+    kept = torch.empty(draws.num_draws, features.shape[0], draws.layout.num_classes, dtype=torch.float16)
+    example_slices, draw_slices = chunks(features, draws)
+    for rows in example_slices:
+        block = draws.at(features[rows])
+        for some in draw_slices:
+            probs = torch.softmax(with_reference_class(block.logits(some), dim=1), dim=1)
+            kept[some, rows] = probs.transpose(1, 2).to("cpu", torch.float16)
+    return kept
+
+
+def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice]]:
+    """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
+    budget = chunk_budget(features) // draws.layout.num_classes
+    num_examples = features.shape[0]
+    examples = min(max(1, num_examples), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
+    examples = min(examples, max(1, _KEPT.get(features.device.type, _KEPT["cuda"]) // draws.num_draws))
+    return list(slices(num_examples, examples)), list(slices(draws.num_draws, max(1, budget // examples)))
+
+
+class _Sums:
+    """Running sums of a block of examples.
+
+    Attributes:
+        probs: (C, n) float64, of the draws so far over S, or weighted.
+        entropy: (n,) float64, nats, likewise.
+        guess: (n,), the class whose probabilities are kept.
+        kept: (S, n), of every draw so far.
+    """
+
+    def __init__(self, center: Tensor, num_classes: int, num_draws: int) -> None:
+        self.probs = center.new_zeros(num_classes, center.shape[1], dtype=torch.float64)
+        self.entropy = center.new_zeros(center.shape[1], dtype=torch.float64)
+        self.guess = with_reference_class(center, dim=0).argmax(dim=0)
+        self.kept = center.new_empty(num_draws, center.shape[1])
+
+    def add(self, logits: Tensor, some: slice, weights: Tensor | None, *, is_all: bool) -> None:
+        """Count the logits (s, K, n) of some draws in; when they are all there are, the guess is no guess."""
+        log_probs = torch.log_softmax(with_reference_class(logits, dim=1), dim=1)
+        probs = log_probs.exp()
+        num_draws = len(self.kept)
+        if weights is None:
+            self.probs += probs.sum(dim=0) / num_draws
+        else:
+            own = weights[some].to(probs)
+            self.probs += (own @ probs.flatten(1)).view_as(self.probs)
+        if is_all:
+            self.guess = self.probs.float().argmax(dim=0)
+        if num_draws > 1:
+            torch.gather(probs, 1, self.guess.expand(len(probs), 1, -1), out=self.kept[some].unsqueeze(1))
+        weighted = log_probs.mul_(probs)
+        if weights is None:
+            self.entropy -= weighted.sum(dim=(0, 1)) / num_draws
+        else:
+            self.entropy -= own @ weighted.sum(dim=1)
+
+
+def _probs_of_class(draws: LogitDraws, features: Tensor, classes: Tensor, draw_slices: list[slice]) -> Tensor:
+    """Probabilities (S, n) under every draw of one class (n,) of each example."""
+    block = draws.at(features)
+    kept = features.new_empty(draws.num_draws, features.shape[0])
+    for some in draw_slices:
+        probs = torch.softmax(with_reference_class(block.logits(some), dim=1), dim=1)
+        kept[some] = probs.gather(1, classes.expand(len(probs), 1, -1)).squeeze(1)
+    return kept

@@ -1,0 +1,146 @@
+"""Importance-weighted prediction: draws of an approximation, weighted as the posterior itself would have them.
+
+Weights log p(D, theta) - log q(theta), Pareto-smoothed and self-normalised: Vehtari, Simpson, Gelman, Yao and Gabry (2024),
+arXiv:1507.02646. Where Pareto k is above its threshold the weights do not tell their mean, and the same draws are
+averaged unweighted, with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import NumericError, UsageError
+from bnncli.inference.elbo import log_weights
+from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto_smooth
+from bnncli.integrators import HasLayout, Prediction, require_support
+from bnncli.integrators.mc import DrawnMc, check_num_samples
+from bnncli.progress import SILENT, Progress
+
+
+class HasDensity(HasLayout, Protocol):
+    """A posterior whose draws come with their density (gaussian, flow)."""
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Standard normal draws (S, P)."""
+
+    def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """theta (S, P) and its log density (S,) for standard normal noise (S, P)."""
+
+    def log_density(self, theta: Tensor) -> Tensor:
+        """Log density (S,) of any theta (S, P)."""
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Weighted mean over S draws of theta of the softmax; right for the exact posterior where the weights can be trusted."""
+
+    needs: ClassVar[str] = "log_density"
+    is_sampling: ClassVar[bool] = True
+    needs_target: ClassVar[bool] = True
+    default_samples: ClassVar[int] = 1000  # a tail of 200 weights, and a threshold of k of 0.67
+
+    def prepare(
+        self,
+        posterior: Any,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        target: Any = None,
+        progress: Progress = SILENT,
+    ) -> WeightedMc:
+        """The draws and their weights, for any number of blocks of features.
+
+        Args:
+            posterior: one with a density (gaussian, flow).
+            num_samples: S; None for 1,000.
+            generator: makes the draws.
+            target: log posterior on the training split.
+            progress: advances once a draw.
+
+        Raises:
+            UsageError: the posterior has no density, there is no target, or no draw was asked for.
+            NumericError: weights that are not finite.
+        """
+        require_support("importance", posterior)
+        check_num_samples(num_samples)
+        if target is None:
+            raise UsageError("--integrator importance needs the features of the training split")
+        noise = posterior.noise(num_samples or self.default_samples, generator)
+        found = log_weights(target, posterior, noise, progress).cpu()
+        num_bad = int((~torch.isfinite(found)).sum())
+        if num_bad:
+            raise NumericError(
+                f"expected finite importance weights, {num_bad} of {len(found)} are not",
+                hint="the posterior or the features are not finite, bnncli verify says which file; or use --integrator mc",
+            )
+        weights, pareto_k, warning = importance_weights(found)
+        return WeightedMc(DrawnMc(posterior.layout, posterior.from_noise(noise)[0].float(), weights), pareto_k, warning)
+
+    def predict(
+        self,
+        posterior: HasDensity,
+        features: Tensor,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Refuses: the weights need the training split. Use what `prepare` returns. Raises UsageError always."""
+        drawn = self.prepare(posterior, num_samples=num_samples, generator=generator)
+        return drawn.predict(posterior, features, progress=progress)
+
+
+@dataclass(frozen=True)
+class WeightedMc:
+    """Weighted draws of theta, ready to predict any features.
+
+    Args:
+        drawn: the draws, without weights where these cannot be trusted.
+        pareto_k: of the weights; NaN where it is undefined, because all weights are equal or there are too few.
+        warning: why there are no weights; None where there are.
+    """
+
+    needs: ClassVar[str] = "log_density"
+    is_sampling: ClassVar[bool] = True
+    drawn: DrawnMc
+    pareto_k: float
+    warning: str | None
+
+    def predict(
+        self,
+        posterior: HasDensity,
+        features: Tensor,
+        *,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities of features (N, D), weighted mutual information and interval; of the rest only progress is used."""
+        return self.drawn.predict(posterior, features, progress=progress)  # type: ignore[arg-type]
+
+
+def importance_weights(log_weights: Tensor) -> tuple[Tensor | None, float, str | None]:
+    """Weights (S,) float64 that sum to one, Pareto k, and a warning; None for weights when all are equal or useless.
+
+    Args:
+        log_weights: (S,), finite, on the CPU.
+    """
+    if len(log_weights) < 2:
+        return None, math.nan, _unweighted(f"they need at least {MIN_TAIL_DRAWS} draws, got {len(log_weights)}")
+    found = diagnose_weights(log_weights)
+    if found.pareto_k is None:
+        few = len(log_weights) < MIN_TAIL_DRAWS and found.log_evidence is None
+        return None, math.nan, _unweighted(f"{found.undefined}") if few else None
+    if found.evidence_undefined is not None:
+        return None, found.pareto_k, _unweighted(found.evidence_undefined)
+    smoothed, _ = pareto_smooth(log_weights.double())
+    return torch.softmax(smoothed, dim=0), found.pareto_k, None
+
+
+def _unweighted(reason: str) -> str:
+    return f"importance weights cannot be trusted ({reason}): their draws were averaged unweighted, as mc does"

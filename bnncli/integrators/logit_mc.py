@@ -1,0 +1,152 @@
+"""Monte Carlo prediction in the space of the logits: K numbers a draw in place of P, of the same distribution.
+
+Under a Gaussian over the last layer the logits of an example are exactly N(m, J Sigma J^T), so the integral of the softmax
+is over K dimensions. One standard normal z (K,) per draw serves all examples: logits m_n + R_n z with R_n a root of the
+covariance. Each example's draws have their exact distribution; across examples they are dependent in another way than
+draws of theta, so an example's probability is an unbiased estimate, its error is shared with examples alike, and no
+statement about several examples at once can be made from the draws. The K dimensions make scrambled Sobol points worth
+their while.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from bnncli.covariances._logit_root import LogitRoot
+from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
+from bnncli.integrators._averages import BlockDraws, average
+from bnncli.integrators.mc import check_num_samples
+from bnncli.layout import HeadLayout
+from bnncli.posteriors import standard_normal
+from bnncli.progress import SILENT, Progress
+from bnncli.sobol import balance_warning, quasi_normal
+
+
+class HasLogitRoot(HasLayout, Protocol):
+    """A posterior under which the logits are normal with a known mean and root of the covariance."""
+
+    def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
+        """Mean (n, K) of the logits of features (n, D), and roots of their covariances."""
+
+
+@dataclass(frozen=True)
+class LogitMc:
+    """Mean over S draws of each example's logits of the softmax; the normals are made once and shared by all examples.
+
+    Args:
+        qmc: draw the normals from scrambled Sobol points.
+    """
+
+    needs: ClassVar[str] = "logit_root"
+    is_sampling: ClassVar[bool] = True
+    default_samples: ClassVar[int] = 128  # about the work of 20 draws of theta; a power of two for Sobol points
+    qmc: bool = False
+
+    def prepare(
+        self,
+        posterior: HasLogitRoot,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        target: Any = None,
+        progress: Progress = SILENT,
+    ) -> DrawnLogitMc:
+        """The normals, for any number of blocks of features.
+
+        Args:
+            posterior: one whose logits are normal (gaussian, point).
+            num_samples: S; None for 128.
+            generator: makes the draws.
+            target: not used.
+            progress: not used.
+
+        Raises:
+            UsageError: the posterior's logits have no known distribution, or no draw was asked for.
+        """
+        require_support("logit-mc", posterior)
+        check_num_samples(num_samples)
+        size, num_outputs = num_samples or self.default_samples, posterior.layout.num_outputs
+        if self.qmc:
+            return DrawnLogitMc(quasi_normal(size, num_outputs, generator), warning=balance_warning(size))
+        return DrawnLogitMc(standard_normal(size, num_outputs, generator, torch.device("cpu")))
+
+    def predict(
+        self,
+        posterior: HasLogitRoot,
+        features: Tensor,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities averaged over draws, with mutual information and, from two draws on, the interval.
+
+        Args:
+            posterior, num_samples, generator: as for prepare.
+            features: (N, D).
+            progress: advances once per chunk.
+        """
+        drawn = self.prepare(posterior, num_samples=num_samples, generator=generator)
+        return drawn.predict(posterior, features, progress=progress)
+
+
+@dataclass(frozen=True)
+class DrawnLogitMc:
+    """Standard normals, ready to predict any features.
+
+    Args:
+        noise: (S, K), float64.
+        warning: what the user should know of the draws.
+    """
+
+    needs: ClassVar[str] = "logit_root"
+    is_sampling: ClassVar[bool] = True
+    noise: Tensor
+    warning: str | None = None
+
+    def predict(
+        self,
+        posterior: HasLogitRoot,
+        features: Tensor,
+        *,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities of features (N, D); num_samples and generator are not used."""
+        return average(self._draws(posterior, features), features, progress=progress)
+
+    def probs_of_draws(self, posterior: HasLogitRoot, features: Tensor) -> Tensor:
+        """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
+        return _averages.probs_of_draws(self._draws(posterior, features), features)
+
+    def _draws(self, posterior: HasLogitRoot, features: Tensor) -> _NormalLogits:
+        check_features(posterior.layout, features)
+        return _NormalLogits(posterior, self.noise.to(features))
+
+
+@dataclass(frozen=True)
+class _NormalLogits:
+    """Draws of the logits by normals (S, K)."""
+
+    posterior: HasLogitRoot
+    noise: Tensor
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Sizes of the head."""
+        return self.posterior.layout
+
+    @property
+    def num_draws(self) -> int:
+        """S."""
+        return self.noise.shape[0]
+
+    def at(self, features: Tensor) -> BlockDraws:
+        """The draws at features (n, D)."""
+        mean, root = self.posterior.logit_root(features)
+        return BlockDraws(mean.T, lambda some: root.apply(self.noise[some]).add_(mean.T))

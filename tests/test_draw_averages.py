@@ -1,0 +1,168 @@
+"""Monte Carlo over draws of theta: intervals, Sobol draws, draws made once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+from torch import Tensor
+
+from bnncli import integrators
+from bnncli.errors import UsageError
+from bnncli.flows import build_layers
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.integrators import _averages, load_integrator, prepare
+from bnncli.integrators._intervals import central_interval
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.flow import Flow
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.samples import Samples
+from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
+
+LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_gaussian(layout: HeadLayout, structure: str = "full") -> Gaussian:
+    features = torch.randn(30, layout.num_features, generator=seeded(), dtype=torch.float64)
+    labels = torch.randint(layout.num_classes, (30,), generator=seeded())
+    target = LastLayerTarget(features, labels, layout, Prior(0.5))
+    return fit_gaussian(target, start=torch.zeros(layout.num_params), structure=structure).gaussian
+
+
+def naive_probs(draws: Tensor, features: Tensor, layout: HeadLayout) -> np.ndarray:
+    """(S, N, C) of theta (S, P)."""
+    logits = layout.logits(features.double(), draws.double()).numpy()
+    if layout.num_outputs == 1:
+        logits = np.concatenate([np.zeros_like(logits), logits], axis=2)
+    return special.softmax(logits, axis=2)
+
+
+def test_an_interval_is_numpys_quantiles() -> None:
+    draws = torch.rand(7, 53, generator=seeded(), dtype=torch.float64)
+    expected = np.quantile(draws.numpy(), [0.025, 0.975], axis=1, method="hazen").T
+    np.testing.assert_allclose(central_interval(draws), expected, rtol=1e-12)
+    np.testing.assert_allclose(central_interval(draws, torch.full((53,), 2.0)), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_the_interval_of_few_draws_is_all_of_them(size: int) -> None:
+    draws = torch.rand(5, size, generator=seeded(), dtype=torch.float64)
+    expected = torch.stack([draws.min(dim=1).values, draws.max(dim=1).values], dim=1)
+    for weights in (None, torch.ones(size)):
+        torch.testing.assert_close(central_interval(draws, weights), expected)
+
+
+def test_a_weighted_interval_interpolates_between_the_middles_of_shares() -> None:
+    draws = torch.rand(6, 40, generator=seeded(), dtype=torch.float64)
+    weights = torch.rand(40, generator=seeded(1), dtype=torch.float64) ** 3
+    weights[:5] = 0
+    for row, found in zip(draws.numpy(), central_interval(draws, weights), strict=True):
+        order = np.argsort(row)
+        shares = (weights.numpy() / weights.sum().item())[order]
+        expected = np.interp([0.025, 0.975], np.cumsum(shares) - shares / 2, row[order])
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@every_layout
+@pytest.mark.parametrize("budget", [2**19, 60])
+def test_mc_gives_the_predicted_classs_interval(
+    layout: HeadLayout, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", budget)
+    monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 5)
+    # A few draws lie far out, so that the class at their mean is often not the predicted one.
+    draws = torch.randn(1, 48, layout.num_params, generator=seeded())
+    draws[:, :6] *= 60
+    features = torch.randn(40, layout.num_features, generator=seeded(1))
+    prediction = load_integrator("mc").predict(Samples(draws, layout), features, num_samples=None, generator=seeded())
+    probs = naive_probs(draws[0], features, layout)
+    predicted = probs.mean(axis=0).argmax(axis=1)
+    center = naive_probs(draws.mean(dim=1), features, layout)[0].argmax(axis=1)
+    assert (predicted != center).sum() > 3
+    expected = np.quantile(probs[:, np.arange(40), predicted], [0.025, 0.975], axis=0, method="hazen").T
+    np.testing.assert_allclose(prediction.interval, expected, atol=2e-5)
+
+
+def test_many_draws_narrow_the_block_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, posterior = LAYOUTS[2], make_gaussian(LAYOUTS[2])
+    features = torch.randn(40, 4, generator=seeded(1))
+    whole = load_integrator("mc").predict(posterior, features, num_samples=30, generator=seeded())
+    monkeypatch.setitem(_averages._KEPT, "cpu", 90)
+    drawn = prepare(load_integrator("mc"), posterior, num_samples=30, generator=seeded())
+    assert _averages.chunks(features, drawn._draws(features))[0][0] == slice(0, 3)  # type: ignore[attr-defined]
+    assert layout == posterior.layout
+    torch.testing.assert_close(drawn.predict(posterior, features).interval, whole.interval)  # type: ignore[call-arg]
+
+
+def test_one_draw_has_no_interval() -> None:
+    features = torch.randn(3, 4, generator=seeded())
+    prediction = load_integrator("mc").predict(make_gaussian(LAYOUTS[2]), features, num_samples=1, generator=seeded())
+    assert prediction.interval is None
+
+
+@pytest.mark.parametrize("name", ["mc", "logit-mc"])
+@pytest.mark.parametrize("qmc", [False, True])
+def test_draws_made_once_serve_every_block(name: str, qmc: bool) -> None:
+    posterior, features = make_gaussian(LAYOUTS[2]), torch.randn(20, 4, generator=seeded(1))
+    integrator = load_integrator(name, qmc=qmc)
+    whole = integrator.predict(posterior, features, num_samples=16, generator=seeded(3))
+    ready = prepare(integrator, posterior, num_samples=16, generator=seeded(3))
+    parts = [ready.predict(posterior, block, num_samples=5, generator=seeded(9)) for block in features.split(7)]
+    torch.testing.assert_close(torch.cat([part.probs for part in parts]), whole.probs)
+    kept = ready.probs_of_draws(posterior, features)  # type: ignore[attr-defined]
+    assert kept.shape == (16, 20, 3)
+    np.testing.assert_allclose(kept.double().mean(dim=0), whole.probs, atol=1e-3)
+
+
+def many_errors(name: str, *, qmc: bool, num_seeds: int = 100) -> Tensor:
+    """Errors (R, N, C) of predictions by 32 draws under many seeds, against 2^16 Sobol points of the logits."""
+    posterior, features = make_gaussian(LAYOUTS[1]), torch.randn(6, 4, generator=seeded(1), dtype=torch.float64)
+    exact = load_integrator("logit-mc", qmc=True).predict(posterior, features, num_samples=2**16, generator=seeded())
+    integrator = load_integrator(name, qmc=qmc)
+    found = [
+        integrator.predict(posterior, features, num_samples=32, generator=seeded(seed)).probs
+        for seed in range(num_seeds)
+    ]
+    return torch.stack(found).double() - exact.probs.double()
+
+
+@pytest.mark.parametrize("name", ["mc", "logit-mc"])
+def test_sobol_draws_are_unbiased_and_err_less(name: str) -> None:
+    plain, quasi = many_errors(name, qmc=False), many_errors(name, qmc=True)
+    for errors in (plain, quasi):
+        standard_error = errors.std(dim=0) / math.sqrt(len(errors))
+        assert (errors.mean(dim=0).abs() < 4 * standard_error + 2e-5).all()
+    # Each of the two mean squares has a standard error of at most sqrt(2 / 100) of itself, if all examples erred alike.
+    assert quasi.square().mean() < 0.5 * plain.square().mean()
+
+
+def test_a_flow_draws_from_sobol_points_too() -> None:
+    base = make_gaussian(LAYOUTS[2])
+    flow = Flow(base, tuple(build_layers("radial", base.layout, seeded(), length=1)), "radial")
+    found = prepare(load_integrator("mc", qmc=True), flow, num_samples=16, generator=seeded())
+    expected, _ = flow.from_noise(base.quasi_noise(16, seeded()))
+    assert torch.equal(found.theta, expected.float())  # type: ignore[attr-defined]
+
+
+def test_stored_draws_have_no_sobol_points() -> None:
+    posterior = Samples(torch.zeros(1, 4, LAYOUTS[2].num_params), LAYOUTS[2])
+    with pytest.raises(UsageError, match=r"--qmc needs a posterior made from standard normals .*, not samples"):
+        prepare(load_integrator("mc", qmc=True), posterior, num_samples=4, generator=seeded())
+
+
+def test_an_odd_number_of_sobol_draws_brings_a_warning() -> None:
+    posterior = make_gaussian(LAYOUTS[2])
+    for name in ("mc", "logit-mc"):
+        integrator = load_integrator(name, qmc=True)
+        assert "take 16 or 32" in prepare(integrator, posterior, num_samples=20, generator=seeded()).warning  # type: ignore[attr-defined]
+        default = prepare(integrator, posterior, num_samples=integrator.default_samples, generator=seeded())  # type: ignore[attr-defined]
+        assert default.warning is None  # type: ignore[attr-defined]
