@@ -53,7 +53,9 @@ def test_of_two_classes_the_binary_probit_of_the_difference_is_left(name: str, s
 
 INVARIANT = [
     ("probit", {"projection": "sum-zero"}),
-    ("mean-field", {"order": 2}),
+    ("mean-field", {"order": 2, "projection": "none"}),
+    ("mean-field", {"order": 1}),
+    ("mean-field", {}),
     ("bridge", {}),
     ("bridge", {"normalize": True}),
 ]
@@ -77,7 +79,9 @@ def test_an_uncertain_constant_added_to_all_logits_changes_nothing(
     torch.testing.assert_close(before.probs, after.probs)
 
 
-@pytest.mark.parametrize(("name", "settings"), [("probit", {}), ("mean-field", {}), ("bridge", {"projection": "none"})])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("probit", {}), ("mean-field", {"projection": "none"}), ("bridge", {"projection": "none"})]
+)
 def test_without_a_projection_it_does(name: str, settings: dict[str, object]) -> None:
     posterior, features = gaussian(THREE), inputs(THREE)
     before, after = (
@@ -106,7 +110,7 @@ def test_projected_probit_of_two_logits_is_too_sure_by_the_known_factor() -> Non
 def test_mean_field_is_the_loop_over_pairs(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, features = gaussian(THREE, scale=2), inputs(THREE)
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", 3)
-    got = predict_with("mean-field", posterior, features, order=order).probs
+    got = predict_with("mean-field", posterior, features, order=order, projection="none").probs
     moments = (part.numpy() for part in posterior.logit_moments(features))
     for row, mean, covariance in zip(got, *moments, strict=True):
         p = np.zeros(3)
@@ -127,6 +131,20 @@ def test_mean_field_of_far_apart_logits_stays_finite(order: int) -> None:
     assert probs.tolist() == [[1, 0, 0]]
 
 
+@pytest.mark.parametrize("order", [0, 1])
+def test_projected_mean_field_is_that_of_the_logits_minus_their_mean(order: int) -> None:
+    posterior, features = gaussian(THREE), inputs(THREE)
+    # Weights without their mean over the outputs are a posterior of logits without their mean.
+    projection = torch.eye(3, dtype=torch.float64) - 1 / 3
+    factor, center = posterior.draws.scale.T, posterior.center
+    scale, mean = (THREE.flatten(projection @ THREE.augment(part)) for part in (factor, center))
+    projected = Full(Draws(THREE, mean, scale.T))
+    torch.testing.assert_close(
+        predict_with("mean-field", posterior, features, order=order).probs,
+        predict_with("mean-field", projected, features, order=order, projection="none").probs,
+    )
+
+
 def exact_mean(mean: Tensor, covariance: Tensor, num_draws: int = 200_000) -> Tensor:
     factor = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(len(mean), dtype=mean.dtype))
     noise = torch.randn(num_draws, len(mean), generator=torch.Generator().manual_seed(7), dtype=mean.dtype)
@@ -135,7 +153,11 @@ def exact_mean(mean: Tensor, covariance: Tensor, num_draws: int = 200_000) -> Te
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("probit", {}), ("probit", {"projection": "sum-zero"}), ("mean-field", {}), ("mean-field", {"order": 2})],
+    [
+        ("probit", {}),
+        ("probit", {"projection": "sum-zero"}),
+        *[("mean-field", {"order": order}) for order in (0, 1, 2)],
+    ],
 )
 def test_closed_forms_are_nearer_to_the_integral_than_the_plug_in(name: str, settings: dict[str, object]) -> None:
     posterior, features = gaussian(THREE, scale=1.0), inputs(THREE)
@@ -228,6 +250,7 @@ def test_shrinking_acts_on_large_variances_alone_and_makes_them_tend_to_equal_pr
     [
         ("probit", {"projection": "marginal"}, "probit, projection: expected one of none, sum-zero, difference; got"),
         ("bridge", {"projection": "difference"}, "bridge, projection: expected one of sum-zero, none, conditional"),
+        ("mean-field", {"projection": "difference"}, "mean-field, projection: expected one of sum-zero, none; got"),
         ("mean-field", {"order": 3}, "mean-field, order: expected one of 0, 1, 2; got 3"),
     ],
 )

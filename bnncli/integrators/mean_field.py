@@ -19,31 +19,38 @@ from torch import Tensor
 
 from bnncli.integrators import Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
-from bnncli.integrators.probit import probit_probs
+from bnncli.integrators.probit import difference_of_projected, probit_probs
 from bnncli.progress import SILENT, Progress
 
 _LAMBDA = math.pi / 8
+_PASSES = 8  # over arrays of all pairs, which had better stay in the cache
 
 
 @dataclass(frozen=True)
 class MeanField:
     """Mean sigmoids of all pairs of logits, joined and normalised.
 
+    A single logit is the binary probit, whatever is chosen.
+
     Args:
         order: how much of the variance v_ki of a difference is used. 0: S_kk. 1: S_kk + S_ii. 2: S_kk + S_ii - 2 S_ki,
             all of it, at the cost of the covariances: K^3 an example from a Kronecker-factored posterior, where the
             others cost K^2. More of the variance is not nearer to the integral, because the mean of a quotient is not
-            the quotient of means: of independent logits 0 has half the error of 1 and 2 (measured with 10^6 draws, 10
-            and 100 classes, standard deviations 0.3 to 3), and so it is the default. Orders 0 and 1 change when an
-            uncertain constant is added to all logits, which neither the softmax nor order 2 does. For two classes
-            order 2 is the binary probit on the difference, and for a single logit every order is.
+            the quotient of means: on twelve pairs of a Laplace posterior (full, kron, diag; Fashion-MNIST, CIFAR-10) and
+            familiar or unfamiliar data 0 had the least error, a quarter to 85 % of that of 2. Of three classes with
+            random covariances 1 and 2 had about half the error of 0.
+        projection: sum-zero, logits minus their mean, P m and P S P; two logits are then one difference, the binary
+            probit. none, as published: orders 0 and 1 then change when an uncertain constant is added to all logits,
+            which the softmax and order 2 do not. On the posteriors above it had up to four times the error.
     """
 
     needs: ClassVar[str] = "logit_moments"
     is_sampling: ClassVar[bool] = False
     order: int = 0
+    projection: str = "sum-zero"
 
     def __post_init__(self) -> None:
+        check_choice("mean-field", "projection", self.projection, ("sum-zero", "none"))
         check_choice("mean-field", "order", self.order, (0, 1, 2))
 
     def predict(
@@ -71,26 +78,40 @@ class MeanField:
         layout = posterior.layout
         check_features(layout, features)
         probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
-        for rows in example_blocks(features, progress, elements=layout.num_outputs**2):
-            if layout.num_outputs == 1:
-                block = probit_probs(*posterior.logit_marginals(features[rows]))
-            elif self.order == 2:
-                mean, covariance = posterior.logit_moments(features[rows])
-                block = mean_field_probs(mean, pair_variance(covariance))
-            else:
-                mean, variance = posterior.logit_marginals(features[rows])
-                first = variance.unsqueeze(2)
-                block = mean_field_probs(mean, first if self.order == 0 else first + variance.unsqueeze(1))
-            probs[rows] = block.float()
+        for rows in example_blocks(features, progress, elements=_PASSES * layout.num_outputs**2):
+            probs[rows] = self._probs(posterior, features[rows]).float()
         return Prediction.from_probs(probs)
+
+    def _probs(self, posterior: HasLogitMoments, features: Tensor) -> Tensor:
+        """Class probabilities (n, C) of a block of features (n, D)."""
+        num_outputs, is_projected = posterior.layout.num_outputs, self.projection == "sum-zero"
+        if num_outputs == 1:
+            return probit_probs(*posterior.logit_marginals(features))
+        if num_outputs == 2 and is_projected:
+            return probit_probs(*difference_of_projected(*posterior.logit_marginals(features, is_projected=True)))
+        if self.order == 2:  # a projection would change no difference
+            mean, covariance = posterior.logit_moments(features)
+            return mean_field_probs(mean, pair_variance(covariance))
+        mean, variance = posterior.logit_marginals(features, is_projected=is_projected)
+        if self.order == 0:
+            return own_variance_probs(mean, variance)
+        return mean_field_probs(mean, variance.unsqueeze(2) + variance.unsqueeze(1))
+
+
+def own_variance_probs(mean: Tensor, variance: Tensor) -> Tensor:
+    """Class probabilities (n, K) of order 0, where v_ki = S_kk for all i: one largest exponent serves every k.
+
+    Args:
+        mean, variance: (n, K).
+    """
+    below = mean - mean.amax(dim=1, keepdim=True)
+    scale = (1 + _LAMBDA * variance).rsqrt()
+    sums = (below.unsqueeze(1) * scale.unsqueeze(2)).exp_().sum(dim=2)
+    return torch.softmax(below * scale - sums.log(), dim=1)
 
 
 def mean_field_probs(mean: Tensor, pair_variance: Tensor) -> Tensor:
-    """Class probabilities (n, K) for logits of the given mean (n, K), from the variance v_ki of differences.
-
-    Args:
-        pair_variance: (n, K, K), or (n, K, 1) where it is the same for all i.
-    """
+    """Class probabilities (n, K) for logits of the given mean (n, K), from the variance v_ki of differences (n, K, K)."""
     scale = pair_variance.mul(_LAMBDA).add_(1).rsqrt_()
     log_probs = -((mean.unsqueeze(1) - mean.unsqueeze(2)) * scale).logsumexp(dim=2)
     return torch.softmax(log_probs, dim=1)

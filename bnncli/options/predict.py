@@ -37,10 +37,10 @@ class PredictOptions(Checked):
     qmc: bool = option(False, "Draw by scrambled Sobol points instead of pseudo-random numbers (mc, logit-mc).")
     projection: str | None = option(
         None,
-        "What of the logits is integrated: probit none, sum-zero or difference; bridge marginal or none.",
+        "What of the logits is used: none (as they are), sum-zero (minus their mean), difference (probit, of two classes), conditional (bridge).",
         metavar="NAME",
     )
     order: int | None = option(None, "Order of the mean-field approximation: 0, 1 or 2.", minimum=0)
-    normalize: bool = option(False, "Scale the logits' variances before the Laplace bridge (bridge).")
+    normalize: bool = option(False, "Shrink logits of large variance before the Laplace bridge (bridge).")
     rule: str | None = option(None, "Quadrature rule: trapezoid or gauss-hermite (quadrature).", metavar="NAME")
     points: int | None = option(None, "Points of the quadrature rule (quadrature).", minimum=1)
