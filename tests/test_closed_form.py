@@ -229,6 +229,19 @@ def test_conditioning_is_projecting_exactly_when_all_rows_have_the_same_sum() ->
         assert all(map(torch.allclose, conditional, projected)) == is_same
 
 
+def test_conditioning_restricts_the_density_to_logits_that_sum_to_zero() -> None:
+    root = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    mean, covariance = (
+        torch.randn(1, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64),
+        root @ root.mT,
+    )
+    basis = torch.linalg.svd(torch.ones(1, 4, dtype=torch.float64))[2][1:].T  # of the plane
+    precision = torch.linalg.inv(covariance[0])
+    restricted = basis @ torch.linalg.inv(basis.T @ precision @ basis) @ basis.T
+    expected = (restricted @ precision @ mean[0]).unsqueeze(0), restricted.diagonal().unsqueeze(0)
+    torch.testing.assert_close(condition_on_zero_sum(mean, covariance), expected)
+
+
 def test_conditioning_two_independent_logits_gives_the_published_variance() -> None:
     a, b = 2.0, 0.5
     variance = condition_on_zero_sum(torch.zeros(1, 2).double(), torch.tensor([[[a, 0], [0, b]]]).double())[1]
@@ -242,6 +255,7 @@ def test_shrinking_acts_on_large_variances_alone_and_makes_them_tend_to_equal_pr
     plain, shrunk = (dirichlet.mean(dirichlet.from_gaussian(*pair)) for pair in ((mean, large), shrink(mean, large)))
     np.testing.assert_allclose(plain[0], [0.615, 0.158, 0.113, 0.113], atol=6e-4)
     np.testing.assert_allclose(shrunk[0], [0.25] * 4, atol=1e-3)
+    torch.testing.assert_close(shrink(mean, large)[0] / shrink(mean, large)[1].sqrt(), mean / large.sqrt())
     assert shrink(mean, large)[1][0, 0].item() == pytest.approx(math.sqrt(2))
 
 

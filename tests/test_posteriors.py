@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,18 @@ def test_logit_moments_are_those_of_many_draws(structure: str, layout: HeadLayou
         assert ((empirical - covariance[n]) / scale).abs().max() < 4.5 * (2 / 20_000) ** 0.5
 
 
+@every_structure
+def test_projected_marginals_are_those_of_draws_minus_their_mean(structure: str) -> None:
+    gaussian, num_draws = make_gaussian(structure), 20_000
+    gaussian = replace(gaussian, mean=gaussian.mean + 0.3)  # the mode's weights sum to zero over the outputs
+    features = torch.randn(3, 2, generator=seeded(5), dtype=torch.float64)
+    mean, variance = gaussian.logit_marginals(features, is_projected=True)
+    logits = gaussian.layout.logits(features, gaussian.sample(num_draws, seeded()).double())
+    logits = logits - logits.mean(dim=2, keepdim=True)
+    assert ((logits.mean(dim=0) - mean) / variance.sqrt()).abs().max() < 4.5 / num_draws**0.5
+    assert (logits.var(dim=0) / variance - 1).abs().max() < 4.5 * (2 / num_draws) ** 0.5
+
+
 @every_flow_and_space
 def test_flow_density_integrates_to_one(kind: str, space: str) -> None:
     base = make_gaussian(layout=HeadLayout(1, 1))
@@ -153,6 +166,8 @@ def test_point_is_certain_of_its_logits() -> None:
     torch.testing.assert_close(mean, expected)
     assert torch.equal(covariance, torch.zeros(1, 3, 3))
     assert all(map(torch.equal, point.logit_marginals(features), (mean, torch.zeros(1, 3))))
+    projected = point.logit_marginals(features, is_projected=True)
+    torch.testing.assert_close(projected, (mean - mean.mean(), torch.zeros(1, 3)))
     tensors, meta = point.to_tensors()
     assert torch.equal(Point.from_tensors(tensors, meta).sample(2, seeded()), point.sample(2, seeded()))
 

@@ -119,7 +119,8 @@ class Full:
         """The diagonal of P J Sigma J^T P, (n, K): the projection acts on Sigma's blocks, before any example."""
         every, blocks = torch.arange(layout.num_outputs, device=features.device), self._blocks(layout)
         means = blocks.mean(dim=2)  # of Sigma_kl over l, (K, F, F)
-        matrices = blocks[every, :, every] - means - means.mT + means.mean(dim=0)
+        # A matrix and its transpose have the same quadratic form.
+        matrices = blocks[every, :, every] - 2 * means + means.mean(dim=0)
         return torch.cat(list(_forms_at(features, layout, matrices))).clamp_min(0)
 
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
