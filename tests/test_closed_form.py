@@ -263,7 +263,7 @@ def test_shrinking_acts_on_large_variances_alone_and_makes_them_tend_to_equal_pr
     ("name", "settings", "message"),
     [
         ("probit", {"projection": "marginal"}, "probit, projection: expected one of none, sum-zero, difference; got"),
-        ("bridge", {"projection": "difference"}, "bridge, projection: expected one of sum-zero, none, conditional"),
+        ("bridge", {"projection": "difference"}, "bridge, projection: expected one of marginal, none, conditional"),
         ("mean-field", {"projection": "difference"}, "mean-field, projection: expected one of sum-zero, none; got"),
         ("mean-field", {"order": 3}, "mean-field, order: expected one of 0, 1, 2; got 3"),
     ],

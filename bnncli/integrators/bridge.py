@@ -26,7 +26,7 @@ class Bridge:
 
     Args:
         projection: how the Gaussian is brought to logits that sum to zero, where the bridge is defined.
-            sum-zero: logits minus their mean, P m and diag(P S P): the same distribution of the probabilities.
+            marginal: logits minus their mean, P m and diag(P S P): the same distribution of the probabilities.
             none: variances as they are, as published; too large by what all logits have in common.
             conditional: the Gaussian given that the sum is zero, as laplace-torch has it; another distribution unless
             all rows of the covariance have the same sum. Needs the covariances, K^3 an example.
@@ -38,11 +38,11 @@ class Bridge:
 
     needs: ClassVar[str] = "logit_moments"
     is_sampling: ClassVar[bool] = False
-    projection: str = "sum-zero"
+    projection: str = "marginal"
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("bridge", "projection", self.projection, ("sum-zero", "none", "conditional"))
+        check_choice("bridge", "projection", self.projection, ("marginal", "none", "conditional"))
 
     def predict(
         self,
@@ -98,7 +98,7 @@ class Bridge:
         elif self.projection == "conditional":
             mean, variance = condition_on_zero_sum(*(part.double() for part in posterior.logit_moments(features)))
         else:
-            mean, variance = posterior.logit_marginals(features, is_projected=self.projection == "sum-zero")
+            mean, variance = posterior.logit_marginals(features, is_projected=self.projection == "marginal")
         return shrink(mean.double(), variance.double()) if self.normalize else (mean.double(), variance.double())
 
 
