@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -86,6 +87,20 @@ def best_of(
         again, result = timed(function, device)
         seconds = min(seconds, again)
     return seconds, result
+
+
+def median_of(
+    function: Callable[[], T], device: torch.device, *, repeats: int = 3, short: float = 3.0
+) -> tuple[float, T]:
+    """The median time of `repeats` calls after one to warm up; a call longer than `short` seconds is its own warm-up."""
+    seconds, result = timed(function, device)
+    if seconds > short:
+        return seconds, result
+    times = []
+    for _ in range(repeats):
+        seconds, result = timed(function, device)
+        times.append(seconds)
+    return statistics.median(times), result
 
 
 def measure_rates(device: torch.device, *, size: int | None = None) -> Rates:

@@ -185,3 +185,18 @@ def _head_module(problem: Problem) -> torch.nn.Linear:
     module = torch.nn.Linear(layout.num_features, layout.num_outputs, bias=layout.has_bias)
     torch.nn.utils.vector_to_parameters(problem.head.float(), module.parameters())
     return module.to(problem.features.device)
+
+
+def predict_by_laplace_torch(fit: Any, features: Tensor, *, link: str, num_samples: int, batch_size: int) -> Tensor:
+    """Class probabilities (N, K) of its linearised ("glm") predictive: link probit, bridge or mc."""
+    parts = [
+        fit(rows, pred_type="glm", link_approx=link, n_samples=num_samples).detach()
+        for rows in features.split(batch_size)
+    ]
+    return torch.cat(parts)
+
+
+def logit_moments_by_laplace_torch(fit: Any, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Means (n, K) and covariances (n, K, K) of the logits that its predictive starts from."""
+    mean, covariance = fit._glm_predictive_distribution(features)
+    return mean.detach(), covariance.detach()

@@ -83,3 +83,55 @@ def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path) 
     assert grown["K", "gradient"] == pytest.approx(1)
     assert 1 < grown["D", "full"] < 2  # F = D + 1 is no exact double
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
+
+
+def test_predict_times_every_integrator_and_says_how_far_it_is_off(tmp_path: Path) -> None:
+    rows = report_of("predict.py", tmp_path)["rows"]
+    for row in rows:
+        assert 0 < row["seconds"] < math.inf
+        assert 0 < row["mean_off"] <= row["largest_off"] < 1
+    for what, reference in (("integrals", "logit-mc, 1000 draws"), ("end to end", "mc, 1000 draws")):
+        for size in (3, 12):
+            found = {row["integrator"]: row for row in rows if row["what"] == what and row["K"] == size}
+            assert {"bridge", "probit", "mean-field", "mean-field-2", "logit-mc-qmc, 128 draws", reference} <= set(
+                found
+            )
+            assert found[reference]["ratio"] == 1
+            slow = found[reference]["seconds"]
+            assert all(row["ratio"] == pytest.approx(slow / row["seconds"]) for row in found.values())
+            # 4.5 standard deviations at most of a mean of 1,000 probabilities, each half at most.
+            assert found[reference]["largest_off"] < 4.5 * 0.5 / math.sqrt(1000)
+            assert row_of_loop(found)["largest_off"] < 4.5 * 0.5 / math.sqrt(1000)
+
+
+def row_of_loop(found: dict[str, Any]) -> dict[str, Any]:
+    """The published loop where it was run, else the draws that it is compared with."""
+    return found.get("loop of the thesis, 1000 draws") or found.get("logit-mc, 1000 draws") or {}
+
+
+def test_given_moments_are_those_of_the_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import torch
+    from given_moments import GivenMoments
+
+    from bnncli.covariances.kron import Kron
+    from bnncli.layout import HeadLayout
+    from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.prior import Prior
+
+    layout, generator = HeadLayout(3, 4), torch.Generator().manual_seed(0)
+    features = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    factors = {"hessian.kron.A": features.T @ features, "hessian.kron.B": features[:3] @ features[:3].T}
+    factors["hessian.kron.A"] = torch.block_diag(factors["hessian.kron.A"], torch.ones(1, 1, dtype=torch.float64))
+    posterior = Gaussian(
+        torch.randn(layout.num_params, generator=generator, dtype=torch.float64),
+        Kron.from_hessian(factors, Prior(0.5), layout), layout, Prior(0.5),
+    )  # fmt: skip
+    given = GivenMoments.of(posterior, features)
+    for mine, theirs in zip(
+        given.logit_moments(given.examples[2:5]), posterior.logit_moments(features[2:5]), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+    for is_projected in (False, True):
+        mine = given.logit_marginals(given.examples[2:5], is_projected=is_projected)
+        torch.testing.assert_close(mine, posterior.logit_marginals(features[2:5], is_projected=is_projected))

@@ -95,6 +95,8 @@ def test_every_registered_integrator_and_setting_is_judged() -> None:
     judged = {case.name for case in cases_for(posterior, [])}
     fit = {name for name in names("integrators") if supports(name, posterior)}
     assert judged == {name for name in fit if not getattr(load_integrator(name), "needs_target", False)}
+    variants = {case.variant for case in cases_for(posterior, [])}
+    assert {"bridge-none", "bridge-conditional", "probit-difference", "mean-field-2", "logit-mc-qmc"} <= variants
     for name in judged:
         changed = {setting for case in cases_for(posterior, [name]) for setting in case.settings}
         assert changed == set(settings_of(load_integrator(name))) - {"points"}

@@ -22,7 +22,7 @@ _CHUNK_LOGITS = 2**20
 _WINDOW = 9.0  # standard deviations: 2e-19 of the mass lies beyond
 _ROUNDING = 1e-14
 NUM_SCRAMBLES = 16
-_SOBOL_LOGITS = 2**26  # of all points together
+SOBOL_LOGITS = 2**26  # of all points together
 
 
 class Exact(NamedTuple):
@@ -33,8 +33,13 @@ class Exact(NamedTuple):
     method: str
 
 
-def exact_probs(mean: Tensor, covariance: Tensor, *, seed: int = 0) -> Exact:
-    """E softmax(f), f ~ N(mean (K,), covariance (K, K)); with a single logit, [1 - p, p]."""
+def exact_probs(mean: Tensor, covariance: Tensor, *, seed: int = 0, sobol_logits: int = SOBOL_LOGITS) -> Exact:
+    """E softmax(f), f ~ N(mean (K,), covariance (K, K)); with a single logit, [1 - p, p].
+
+    Args:
+        seed: of the scramblings.
+        sobol_logits: K times the number of Sobol points, at most.
+    """
     mean, covariance = mean.double().cpu(), covariance.double().cpu()
     if len(mean) <= 2:
         probs = binary_probs(*binary_moments(mean[None], covariance[None]))[0][0]
@@ -46,7 +51,7 @@ def exact_probs(mean: Tensor, covariance: Tensor, *, seed: int = 0) -> Exact:
     counts = _grid_counts(root)
     if math.prod(counts) <= _MAX_NODES:
         return _product_rule(mean, root, counts)
-    return _sobol(mean, root, seed)
+    return _sobol(mean, root, seed, sobol_logits)
 
 
 def _sum_zero_root(covariance: Tensor) -> Tensor:
@@ -93,9 +98,9 @@ def _product(axes: list[Tensor], size: int) -> Iterator[Tensor]:
         yield torch.stack([axis[place] for axis, place in zip(axes, places, strict=True)], dim=1)
 
 
-def _sobol(mean: Tensor, root: Tensor, seed: int) -> Exact:
+def _sobol(mean: Tensor, root: Tensor, seed: int, logits: int) -> Exact:
     """The mean over independently scrambled Sobol sequences, 2^20 points in all where K is at most 64."""
-    size = 2 ** (min(20, int(math.log2(_SOBOL_LOGITS / len(mean)))) - int(math.log2(NUM_SCRAMBLES)))
+    size = 2 ** (min(20, int(math.log2(logits / len(mean)))) - int(math.log2(NUM_SCRAMBLES)))
     means = torch.zeros(NUM_SCRAMBLES, len(mean), dtype=torch.float64)
     for scramble in range(NUM_SCRAMBLES):
         engine = torch.quasirandom.SobolEngine(root.shape[1], scramble=True, seed=NUM_SCRAMBLES * seed + scramble)

@@ -17,14 +17,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.integrators import HasLayout, Prediction, check_features, chunk_budget, entropy, require_support, slices
+from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, require_support, slices
+from bnncli.integrators._blocks import HasLogitMoments, check_choice
 from bnncli.progress import SILENT, Progress
 
 RULES = ("trapezoid", "gauss-hermite")
@@ -34,13 +35,6 @@ _SWITCH = 1.5  # standard deviation of the logit at which both forms need equall
 _GAUSSIAN_WINDOW = (-9.0, 9.0)  # beyond it lies 2e-19 of the mass
 _LOGISTIC_WINDOW = (-75.0, 38.0)  # outside, integrands are below 1e-16 of their sum for every m >= -s^2 / 2
 _NORMAL_97_5 = 1.959963984540054  # quantile of the standard normal
-
-
-class HasLogitMoments(HasLayout, Protocol):
-    """A posterior under which the logits have a known mean and covariance."""
-
-    def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean (n, K) and covariance (n, K, K) of the logits of features (n, D)."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +56,9 @@ class Quadrature:
     max_classes: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise UsageError(f"quadrature's rule: expected one of {', '.join(RULES)}; got {self.rule!r}")
+        check_choice("quadrature", "rule", self.rule, RULES)
         if not 8 <= self.points <= MAX_POINTS:
-            raise UsageError(f"quadrature's points: expected 8 to {MAX_POINTS}; got {self.points}")
+            raise UsageError(f"quadrature, points: expected 8 to {MAX_POINTS}; got {self.points}")
 
     def predict(
         self,

@@ -24,7 +24,7 @@ from bnncli.registry import names
 
 # What a setting may be, by its name; values that an integrator refuses are passed over.
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "projection": ("none", "marginal", "sum-zero", "difference"),
+    "projection": ("none", "marginal", "sum-zero", "conditional", "difference"),
     "order": (0, 1, 2),
     "normalize": (True,),
     "qmc": (True,),

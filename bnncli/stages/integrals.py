@@ -179,7 +179,8 @@ def _grid_table(rows: list[dict[str, Any]], grid: dict[str, Any], options: Integ
     notes = [
         f"grid: {mean['count']} means in [{mean['low']:g}, {mean['high']:g}] x {sd['count']} standard deviations in "
         f"[{sd['low']:g}, {sd['high']:g}] of one logit (two classes); exact: quadrature",
-        _draws_note(options.samples) + "; mc draws anew in every cell, so that its largest error grows with the grid",
+        _draws_note(options.samples),
+        "mc draws anew in every cell, so that its largest error grows with the grid; logit-mc shares the draws of a row",
         _SINGLE_PRECISION,
     ]
     return Table(["integrator", "largest error", "at mean", "at sd", "mean error"], cells, notes=notes)
