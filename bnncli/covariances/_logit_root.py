@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,14 +24,14 @@ class LogitRoot:
     def apply(self, noise: Tensor) -> Tensor:
         """R_n z for every z of noise (s, K) and every example, (s, K, n)."""
         if self.scale.ndim == 3:
-            columns = self.scale.permute(2, 1, 0).flatten(1)
-            return (noise @ columns).unflatten(1, (noise.shape[1], len(self.scale)))
-        scaled = self.scale.T * noise.unsqueeze(2)
+            return (noise @ self._columns.flatten(1)).unflatten(1, self._columns.shape[1:])
+        scaled = self._columns * noise.unsqueeze(2)
         return scaled if self.basis is None else torch.bmm(self.basis.expand(len(noise), -1, -1), scaled)
 
-    def rows(self, rows: slice) -> LogitRoot:
-        """The roots of some of the examples."""
-        return replace(self, scale=self.scale[rows])
+    @cached_property
+    def _columns(self) -> Tensor:
+        """The scale with examples last, (K, n) or (K, K, n): what all draws multiply."""
+        return self.scale.T.contiguous() if self.scale.ndim == 2 else self.scale.permute(2, 1, 0).contiguous()
 
     def to(self, tensor: Tensor) -> LogitRoot:
         """The same in the precision, and on the device, of a tensor."""
@@ -41,7 +42,7 @@ def root_of_covariances(covariances: Tensor) -> LogitRoot:
     """Roots of covariances (n, K, K), float64: Cholesky factors, and where there is none because rounding has made the
     matrix singular or it is zero, the root of its eigenvalues, negative ones taken as zero; NaN for what is not finite."""
     roots, failed = torch.linalg.cholesky_ex(covariances)
-    if bool(failed.any()):
+    if bool(failed.any()):  # waits for a GPU, once a block of examples
         is_finite = torch.isfinite(covariances).flatten(1).all(dim=1)
         roots[~is_finite] = torch.nan
         singular = is_finite & (failed != 0)

@@ -19,7 +19,7 @@ from bnncli.progress import SILENT, Progress
 
 _CHUNK_EXAMPLES = 512  # at least: fewer make the products too thin; measured on two CPU cores
 # Probabilities of one class, of all draws, held at once for the interval.
-_KEPT = {"cpu": 2**26, "cuda": 2**30}
+_KEPT = {"cpu": 2**26, "cuda": 2**27}
 
 
 @dataclass(frozen=True)

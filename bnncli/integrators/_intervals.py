@@ -5,11 +5,14 @@ For equal weights these are the quantiles of Hazen (definition 5 of Hyndman and 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 LEVEL = 0.95
+_TAILS = (0.5 - LEVEL / 2, 0.5 + LEVEL / 2)
 
 
 def central_interval(draws: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -19,15 +22,18 @@ def central_interval(draws: Tensor, weights: Tensor | None = None) -> Tensor:
         draws: (n, S).
         weights: (S,) of the draws, positive sum; None for equal ones.
     """
-    tails = torch.tensor([0.5 - LEVEL / 2, 0.5 + LEVEL / 2], dtype=torch.float64, device=draws.device)
     if weights is not None:
-        return _weighted(draws, weights, tails)
-    size = draws.shape[1]
-    place = (tails * size - 0.5).clamp(0, size - 1)
-    below = place.floor().long()
+        return _weighted(draws, weights)
     ordered = _sort(draws)
-    low, high = ordered[:, below], ordered[:, (below + 1).clamp_max(size - 1)]
-    return torch.lerp(low, high, (place - below).to(draws.dtype))
+    return torch.stack([_at(ordered, tail) for tail in _TAILS], dim=1)
+
+
+def _at(ordered: Tensor, share: float) -> Tensor:
+    """Quantiles (n,) of ordered draws (n, S)."""
+    last = ordered.shape[1] - 1
+    place = min(max(share * ordered.shape[1] - 0.5, 0.0), last)
+    below = math.floor(place)
+    return torch.lerp(ordered[:, below], ordered[:, min(below + 1, last)], place - below)
 
 
 def _sort(draws: Tensor) -> Tensor:
@@ -37,11 +43,13 @@ def _sort(draws: Tensor) -> Tensor:
     return draws.sort(dim=1).values
 
 
-def _weighted(draws: Tensor, weights: Tensor, tails: Tensor) -> Tensor:
+def _weighted(draws: Tensor, weights: Tensor) -> Tensor:
+    """The same for weights (S,)."""
+    tails = torch.stack([torch.full_like(draws[:, 0], tail, dtype=torch.float64) for tail in _TAILS], dim=1)
     ordered, order = draws.sort(dim=1)
     shares = (weights.double() / weights.sum())[order]
     places = (shares.cumsum(dim=1) - 0.5 * shares).contiguous()
-    above = torch.searchsorted(places, tails.expand(len(draws), 2).contiguous())
+    above = torch.searchsorted(places, tails)
     above = above.clamp(min(1, draws.shape[1] - 1), draws.shape[1] - 1)
     below = (above - 1).clamp_min(0)
     left, right = places.gather(1, below), places.gather(1, above)

@@ -149,4 +149,5 @@ class _NormalLogits:
     def at(self, features: Tensor) -> BlockDraws:
         """The draws at features (n, D)."""
         mean, root = self.posterior.logit_root(features)
-        return BlockDraws(mean.T, lambda some: root.apply(self.noise[some]).add_(mean.T))
+        center = mean.T.contiguous()
+        return BlockDraws(center, lambda some: root.apply(self.noise[some]).add_(center))
