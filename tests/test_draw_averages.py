@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,10 @@ from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
 from bnncli.prior import Prior
+from bnncli.storage.predictions import read_predictions
 from bnncli.targets.last_layer import LastLayerTarget
+
+Cli = Any
 
 LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -166,3 +171,24 @@ def test_an_odd_number_of_sobol_draws_brings_a_warning() -> None:
         assert "take 16 or 32" in prepare(integrator, posterior, num_samples=20, generator=seeded()).warning  # type: ignore[attr-defined]
         default = prepare(integrator, posterior, num_samples=integrator.default_samples, generator=seeded())  # type: ignore[attr-defined]
         assert default.warning is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["mc", "logit-mc"])
+def test_kept_draws_are_those_of_the_integrator(name: str, cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--integrator", name, "--qmc", "--samples", 32)
+    assert cli("predict", small_run, *words, "--keep-samples").code == 0
+    path = small_run.with_name("small.bnn") / f"predictions/laplace.{name}-qmc/test.h5"
+    content = read_predictions(path)  # checks that the mean of the draws is the prediction
+    assert content.probs_samples is not None
+    assert content.probs_samples.shape == (32, 120, 3)
+    assert content.interval is not None
+    predicted = content.probs[:].argmax(axis=1)
+    draws = content.probs_samples[:][:, np.arange(120), predicted].astype(np.float64)
+    expected = np.quantile(draws, [0.025, 0.975], axis=0, method="hazen").T
+    np.testing.assert_allclose(content.interval, expected, atol=1e-3)
+
+
+def test_sobol_draws_of_stored_draws_are_refused_by_name(cli: Cli, small_run: Path) -> None:
+    done = cli("predict", small_run, "--posterior", "hmc", "--integrator", "mc", "--qmc")
+    assert done.code == 2
+    assert "--integrator mc-qmc does not work for a samples posterior (hmc)" in done.stderr

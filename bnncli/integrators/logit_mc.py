@@ -5,7 +5,8 @@ is over K dimensions. One standard normal z (K,) per draw serves all examples: l
 covariance. Each example's draws have their exact distribution; across examples they are dependent in another way than
 draws of theta, so an example's probability is an unbiased estimate, its error is shared with examples alike, and no
 statement about several examples at once can be made from the draws. The K dimensions make scrambled Sobol points worth
-their while.
+their while. A draw costs an example K D numbers with theta, K^2 here (K where the logits are independent): with far more
+classes than features, draws of theta are cheaper.
 """
 
 from __future__ import annotations
