@@ -174,7 +174,10 @@ def test_only_the_scores_asked_for_are_shown(cli: Cli, small_run: Path) -> None:
     done = cli("evaluate", small_run, *words, "--json")
     assert {metric["name"] for row in done.json["rows"] for metric in row["metrics"]} == {"nll", "auroc"}
     header = cli("evaluate", small_run, *words).stdout.splitlines()[0]
-    assert [word.strip() for word in header.split("|")] == ["split", "posterior", "integrator", "NLL", "AUROC far"]
+    assert [word.strip() for word in header.split("|")] == [
+        *["split", "posterior", "integrator", "draws", "NLL"],
+        "AUROC far",
+    ]
 
 
 def test_a_score_asked_for_that_is_undefined_is_an_error(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:

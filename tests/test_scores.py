@@ -1,18 +1,51 @@
-"""Scores against scikit-learn and hand loops; metric rows; the checks on probabilities."""
+"""Scores against scikit-learn, hand loops and closed forms; metric rows with their uncertainty."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from sklearn.metrics import accuracy_score, log_loss
+from scipy import stats
+from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
 
 from bnncli.errors import DataError
-from bnncli.evaluation.rows import in_distribution_rows
-from bnncli.evaluation.scores import accuracy, brier, nll
+from bnncli.evaluation import bootstrap as bootstrap_module
+from bnncli.evaluation import rows as rows_module
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.rows import Row, score_rows, split_scores
+from bnncli.evaluation.scores import nll, nll_per_example
+from bnncli.options.evaluate import METRICS
+
+
+def rows_of(
+    probs: NDArray,
+    labels: NDArray | None,
+    mutual_info: NDArray | None = None,
+    *,
+    bootstrap: Bootstrap | None = None,
+    **settings: Any,
+) -> list[Row]:
+    scores = split_scores(probs, examples_of(probs, labels), mutual_info, **settings)
+    return score_rows(scores, ("test", len(probs)), bootstrap)
+
+
+def value(
+    name: str, probs: NDArray, labels: NDArray | None, mutual_info: NDArray | None = None, **settings: Any
+) -> float:
+    return next(row for row in rows_of(probs, labels, mutual_info, **settings) if row["name"] == name)["value"]
+
+
+def accuracy(probs: NDArray, labels: NDArray) -> float:
+    return value("accuracy", probs, labels)
+
+
+def brier(probs: NDArray, labels: NDArray) -> float:
+    return value("brier", probs, labels)
 
 
 def predictions(num_classes: int, *, count: int = 200, seed: int = 0) -> tuple[NDArray, NDArray]:
@@ -33,6 +66,35 @@ def test_nll_is_that_of_scikit_learn(num_classes: int) -> None:
     probs = np.clip(probs.astype(np.float64), 1e-6, None)
     probs /= probs.sum(axis=1, keepdims=True)
     assert nll(probs, labels) == pytest.approx(log_loss(labels, probs, labels=range(num_classes)), rel=1e-12)
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_the_row_of_nll_is_the_mean_of_the_losses(num_classes: int) -> None:
+    probs, labels = predictions(num_classes)
+    assert value("nll", probs, labels) == pytest.approx(nll(probs, labels), rel=1e-12)
+    assert nll(probs, labels) == pytest.approx(nll_per_example(probs, labels).mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_top_k_accuracy_is_that_of_scikit_learn(k: int) -> None:
+    probs, labels = predictions(5)
+    expected = top_k_accuracy_score(labels, probs, k=k, labels=range(5))
+    assert value("top_k", probs, labels, top_k=k) == expected
+
+
+def test_ties_at_the_edge_of_the_top_k_go_to_the_first_classes() -> None:
+    probs = np.full((6, 6), 1 / 6)
+    assert value("top_k", probs, np.arange(6), top_k=2) == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_means_are_those_of_scipy(num_classes: int) -> None:
+    probs, labels = predictions(num_classes)
+    assert value("mean_confidence", probs, None) == pytest.approx(probs.max(axis=1).astype(float).mean(), rel=1e-12)
+    assert value("mean_entropy", probs, labels) == pytest.approx(
+        stats.entropy(probs.astype(float), axis=1).mean(), rel=1e-6
+    )
+    assert value("mean_mutual_info", probs, labels, np.arange(200) / 100) == pytest.approx(0.995, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])
@@ -59,6 +121,8 @@ def test_sure_and_right_scores_zero_loss() -> None:
 def test_a_label_of_probability_zero_costs_the_log_of_the_smallest_float32() -> None:
     probs = np.array([[1.0, 0.0]], dtype=np.float32)
     assert nll(probs, np.array([1])) == pytest.approx(126 * math.log(2))
+    (row,) = [row for row in rows_of(probs, np.array([1])) if row["name"] == "nll"]
+    assert (row["value"], row["num_clamped"]) == (pytest.approx(126 * math.log(2)), 1)
     assert brier(probs, np.array([1])) == 2.0
 
 
@@ -79,14 +143,25 @@ def test_nll_of_float32_probabilities_is_summed_in_float64() -> None:
 
 def test_rows_carry_the_choices_that_define_them() -> None:
     probs, labels = predictions(3)
-    rows = {row["name"]: row for row in in_distribution_rows(probs, labels)}
-    assert list(rows) == ["accuracy", "nll", "brier", "ece", "mce"]
+    rows: dict[str, Row] = {}
+    for row in rows_of(probs, labels):
+        rows.setdefault(row["name"], row)
     assert {row["n"] for row in rows.values()} == {200}
     assert rows["accuracy"]["higher_is_better"] is True
-    assert rows["nll"].items() >= {"reduction": "mean", "value": nll(probs, labels)}.items()
+    assert rows["top_k"].items() >= {"k": 5, "value": None, "undefined": "there are 3 classes"}.items()
+    assert value("top_k", probs, labels, top_k=3) is None
+    assert rows["nll"].items() >= {"reduction": "mean", "value": nll(probs, labels), "num_clamped": 0}.items()
     assert rows["brier"].items() >= {"reduction": "mean", "classes": "sum"}.items()
     assert rows["ece"].items() >= {"bins": 15, "norm": "l1", "strategy": "equal-width"}.items()
     assert rows["mce"].items() >= {"bins": 15, "strategy": "equal-width", "higher_is_better": False}.items()
+    assert rows["aurc"]["score"] == "max_prob"
+
+
+def test_every_score_of_a_row_can_be_asked_for_by_name_and_its_forms_differ() -> None:
+    rows = rows_of(*predictions(3))
+    assert {row["name"] for row in rows} <= set(METRICS)
+    told = [{key: row[key] for key in row if key not in ("value", "undefined")} for row in rows]
+    assert len({json.dumps(choices, sort_keys=True) for choices in told}) == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +172,57 @@ def test_rows_carry_the_choices_that_define_them() -> None:
     ],
 )
 def test_undefined_rows_are_none_with_a_reason(probs: NDArray, labels: NDArray | None, reason: str) -> None:
-    rows = in_distribution_rows(probs, labels)
-    assert [row["value"] for row in rows] == [None] * 5
-    assert {row["undefined"] for row in rows} == {reason}
+    rows = rows_of(probs, labels, bootstrap=Bootstrap(10))
+    without = ("mean_confidence", "mean_entropy") if labels is None else ()
+    undefined = [row for row in rows if row["name"] not in without]
+    assert {row["value"] for row in undefined} == {None}
+    reasons = {row["undefined"] for row in undefined}
+    assert reasons >= {reason}
+    assert reasons <= {reason, "there are 3 classes", "two classes only, there are 3", "the integrator makes no draws"}
     assert "NaN" not in json.dumps(rows, allow_nan=False)
 
 
 def test_defined_rows_are_strict_json_without_a_reason() -> None:
-    rows = json.loads(json.dumps(in_distribution_rows(*predictions(3)), allow_nan=False))
-    assert all("undefined" not in row and isinstance(row["value"], float) for row in rows)
+    rows = json.loads(json.dumps(rows_of(*predictions(7), np.ones(200), bootstrap=Bootstrap(20)), allow_nan=False))
+    defined = [row for row in rows if row["name"] not in ("miscalibration", "discrimination", "uncertainty")]
+    assert all("undefined" not in row and isinstance(row["value"], float) for row in defined)
+    assert all(row["interval"]["low"] <= row["interval"]["high"] for row in defined)
+    assert all(row["interval"]["replicates"] == 20 for row in defined)
+    assert "standard_error" not in rows_of(*predictions(7))[0]
+
+
+def test_the_uncertainty_of_means_is_the_textbook_one_and_of_errors_mirrored() -> None:
+    probs, labels = predictions(5)
+    rows = {row["name"]: row for row in reversed(rows_of(probs, labels, bootstrap=Bootstrap(2000)))}
+    rate = rows["accuracy"]["value"]
+    assert rows["accuracy"]["standard_error"] == pytest.approx(math.sqrt(rate * (1 - rate) / 200), rel=0.1)
+    losses = nll_per_example(probs, labels)
+    assert rows["nll"]["standard_error"] == pytest.approx(losses.std() / math.sqrt(200), rel=0.1)
+    methods = {name: row["interval"]["method"] for name, row in rows.items() if row["value"] is not None}
+    basic = {name for name, method in methods.items() if method == "basic"}
+    assert basic == {"ece", "mce"}
+
+
+def test_one_example_has_scores_but_no_uncertainty() -> None:
+    rows = rows_of(np.array([[0.7, 0.3]]), np.array([0]), bootstrap=Bootstrap(20))
+    by_name = {row["name"]: row for row in reversed(rows)}
+    assert (by_name["accuracy"]["value"], by_name["ece"]["value"]) == (1.0, pytest.approx(0.3))
+    assert by_name["aurc"]["value"] == 0
+    assert {row["interval"] for row in rows if row["value"] is not None} == {None}
+
+
+def test_dear_scores_get_the_replicates_that_they_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
+    probs, labels = predictions(5)
+    every = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
+    monkeypatch.setattr(rows_module, "MOST_OPERATIONS", 150 * 5 * 200)
+    monkeypatch.setattr(bootstrap_module, "BLOCK_WEIGHTS", 70 * 200)
+    some = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
+    assert every["ececlass-wise"]["interval"]["replicates"] == 300
+    assert some["ececlass-wise"]["interval"]["replicates"] == 150
+    assert some["accuracyNone"] == every["accuracyNone"]
+    monkeypatch.setattr(rows_module, "MOST_OPERATIONS", 90 * 5 * 200)
+    none = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
+    assert none["ececlass-wise"]["interval"] is None
 
 
 @pytest.mark.parametrize(
@@ -119,4 +236,4 @@ def test_defined_rows_are_strict_json_without_a_reason() -> None:
 )
 def test_labels_that_do_not_fit_are_refused(labels: NDArray, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        in_distribution_rows(np.full((2, 3), 1 / 3), labels)
+        rows_of(np.full((2, 3), 1 / 3), labels)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bnncli.seeds import stream_seed
 
-BLOCK_WEIGHTS = 1 << 22  # weights held at once: 16 MB
+BLOCK_WEIGHTS = 1 << 20  # weights held at once: 4 MB stay in a cache
 _COUNTED = 1 << 17  # drawn and counted at once: what stays in the cache
 METHODS = ("percentile", "basic")
 

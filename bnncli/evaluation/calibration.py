@@ -1,22 +1,29 @@
-"""Calibration: expected and maximum calibration error, and the reliability data behind them.
+"""Calibration errors of the largest probability: bins of it, and the errors in them.
 
-Guo et al. (2017), arXiv 1706.04599, eq. (3) and (5), with every example in a bin: confidences of exactly 0
-are in the first bin and those of exactly 1 in the last.
+Guo et al. (2017), arXiv 1706.04599, eq. (3) and (5), with every example in a bin: confidences of exactly 0 are in the
+first bin and those of exactly 1 in the last. Bins of equal mass: Nguyen and O'Connor (2015), arXiv 1508.05154. Debiased:
+Kumar, Liang and Ma (2019), arXiv 1909.10155, section 5. Replicates of the bootstrap keep the bins of the sample.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
+
 NUM_BINS = 15  # the usual choice since Guo et al. (2017)
+PUBLISHED_BINS = 100
+_AT_ONCE = 1 << 14  # examples of one matrix product, so that no (N, B) array is made and float32 sums stay short
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """What equal-width confidence bins hold; bin b is (edges[b], edges[b + 1]], the first includes 0.
+    """What confidence bins hold; bin b is (edges[b], edges[b + 1]], the first includes its lower edge.
 
     Args:
         edges: (B + 1,) from 0 to 1.
@@ -25,56 +32,132 @@ class Reliability:
         accuracy: (B,) fraction of examples that are right; NaN in an empty bin.
     """
 
-    edges: NDArray[np.float64]
+    edges: Floats
     count: NDArray[np.int64]
-    confidence: NDArray[np.float64]
-    accuracy: NDArray[np.float64]
-
-    @property
-    def gap(self) -> NDArray[np.float64]:
-        """Absolute difference (B,) of confidence and accuracy; 0 in an empty bin."""
-        return np.where(self.count > 0, np.abs(self.confidence - self.accuracy), 0.0)
-
-    @property
-    def ece(self) -> float:
-        """Mean gap, weighted by the count of each bin."""
-        return float(np.sum(self.count * self.gap) / np.sum(self.count))
-
-    @property
-    def mce(self) -> float:
-        """Largest gap of any bin that holds an example."""
-        return float(np.max(self.gap))
+    confidence: Floats
+    accuracy: Floats
 
 
-def reliability(probs: NDArray, labels: NDArray, *, num_bins: int = NUM_BINS) -> Reliability:
-    """Counts, confidence and accuracy in equal-width bins of the largest probability.
+def reliability(examples: Examples, *, num_bins: int = NUM_BINS, strategy: str = "equal-width") -> Reliability:
+    """Counts, confidence and accuracy in bins of the confidence of labelled examples.
 
     Args:
-        probs: (N, C), N at least 1; the first class wins a tie.
-        labels: (N,) integers.
         num_bins: B, at least 1.
+        strategy: `equal-width`, or `equal-mass`: the edges are confidences such that bins hold N / B examples each, or as
+            nearly as ties and rounding allow; equal confidences share a bin.
     """
-    confidence = np.max(probs, axis=1).astype(np.float64)
-    is_right = np.argmax(probs, axis=1) == labels
-    edges = np.linspace(0.0, 1.0, num_bins + 1)
-    # Inner edges only: whatever lies below the first or above the last (0, 1, 1 + rounding) stays in the
-    # outer bins.
-    index = np.searchsorted(edges[1:-1], confidence, side="left")
+    edges = _edges(examples.confidence, num_bins, strategy)
+    index = _index(examples.confidence, edges)
     count = np.bincount(index, minlength=num_bins)
     size = np.where(count > 0, count, np.nan)
     return Reliability(
         edges=edges,
         count=count,
-        confidence=np.bincount(index, weights=confidence, minlength=num_bins) / size,
-        accuracy=np.bincount(index, weights=is_right, minlength=num_bins) / size,
+        confidence=np.bincount(index, weights=examples.confidence, minlength=num_bins) / size,
+        accuracy=np.bincount(index, weights=examples.is_right, minlength=num_bins) / size,
     )
 
 
-def ece(probs: NDArray, labels: NDArray, *, num_bins: int = NUM_BINS) -> float:
-    """Expected calibration error in [0, 1]: mean |confidence - accuracy| over bins, weighted by count."""
-    return reliability(probs, labels, num_bins=num_bins).ece
+def calibration_scores(examples: Examples, *, num_bins: int = NUM_BINS) -> list[Scores]:
+    """ECE and MCE in bins of equal width and of equal mass, the debiased l2 error, and the published ECE."""
+    if examples.is_right is None:
+        nothing = np.zeros(0)
+        groups = [_plain(nothing, nothing, num_bins, s) for s in ("equal-width", "equal-mass")]
+        groups.append(_published(nothing, nothing))
+        return [Scores(group.members, None, NO_LABELS) for group in groups]
+    confidence, is_right = examples.confidence, examples.is_right.astype(np.float64)
+    groups = [_plain(confidence, is_right, num_bins, strategy) for strategy in ("equal-width", "equal-mass")]
+    return [*groups, _published(confidence, is_right)]
 
 
-def mce(probs: NDArray, labels: NDArray, *, num_bins: int = NUM_BINS) -> float:
-    """Maximum calibration error in [0, 1]: the largest |confidence - accuracy| of a bin in use."""
-    return reliability(probs, labels, num_bins=num_bins).mce
+def bin_sums(weights: NDArray, index: NDArray, values: NDArray, *, num_bins: int) -> Floats:
+    """Weighted sums (b, num_bins, m) of values (N, m) over the examples of each bin; index (N,), weights (b, N)."""
+    sums = np.zeros((len(weights), num_bins * values.shape[1]))
+    for start in range(0, len(index), _AT_ONCE):
+        rows = slice(start, start + _AT_ONCE)
+        bins = index[rows]
+        spread = np.zeros((len(bins), num_bins, values.shape[1]), dtype=weights.dtype)
+        spread[np.arange(len(bins)), bins] = values[rows]
+        sums += weights[:, rows] @ spread.reshape(len(bins), -1)
+    return sums.reshape(len(weights), num_bins, -1)
+
+
+def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str) -> Scores:
+    """ECE and MCE in bins of one strategy; with equal mass the debiased error as well, as its authors bin."""
+    choices = {"bins": num_bins, "strategy": strategy}
+    members = [_score("ece", {**choices, "norm": "l1"}), _score("mce", choices)]
+    if strategy == "equal-mass":
+        members.append(_score("ece", {**choices, "norm": "l2", "estimator": "debiased"}))
+    index = _index(confidence, _edges(confidence, num_bins, strategy))
+    values = np.stack([np.ones(len(confidence)), confidence - is_right, is_right], axis=1)[:, : len(members)]
+
+    def statistic(weights: NDArray) -> Floats:
+        sums = bin_sums(weights, index, values, num_bins=num_bins)
+        count, gap = sums[..., 0], np.abs(sums[..., 1])
+        mean_gap = gap / np.maximum(count, 1)
+        found = [gap.sum(axis=1) / len(index), mean_gap.max(axis=1)]
+        if strategy == "equal-mass":
+            found.append(_debiased(count, mean_gap, sums[..., 2] / np.maximum(count, 1)))
+        return np.stack(found, axis=1)
+
+    return Scores(members, statistic)
+
+
+def _debiased(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
+    """Root (b,) of the mean squared gap less what the noise of the accuracies adds to it; 0 where that is more.
+
+    Kumar, Liang and Ma (2019), definition 5.2: E_b = gap^2 - accuracy (1 - accuracy) / (n - 1). Bins of one example say
+    nothing.
+    """
+    noise = accuracy * (1 - accuracy) / np.maximum(count - 1, 1)
+    square = np.where(count > 1, gap**2 - noise, 0.0)
+    return np.sqrt(np.maximum(0.0, (count * square).sum(axis=1) / count.sum(axis=1)))
+
+
+def _published(confidence: NDArray, is_right: NDArray) -> Scores:
+    """The ECE of the script published with the refinement paper (Kristiadi et al. 2022, arXiv 2205.10041).
+
+    np.digitize numbers 100 bins from 1; the script looks at 0 to 99 and so leaves out every confidence from 0.99 on, and
+    gives the weight of those examples to the rest.
+    """
+    choices = {"bins": PUBLISHED_BINS, "strategy": "published", "norm": "l1"}
+    edges = np.linspace(0, 1, PUBLISHED_BINS + 1)
+    index = np.digitize(confidence, edges)
+    is_used = index < PUBLISHED_BINS
+    score = _score(
+        "ece",
+        choices,
+        facts={"num_used": int(is_used.sum())},
+        when_nan="every confidence is 0.99 or more, which the published script leaves out",
+    )
+    index = np.where(is_used, index, 0)
+    values = np.stack([is_used, np.where(is_used, confidence - is_right, 0)], axis=1).astype(np.float64)
+
+    def statistic(weights: NDArray) -> Floats:
+        sums = bin_sums(weights, index, values, num_bins=PUBLISHED_BINS)
+        used = sums[..., 0].sum(axis=1)
+        gap = np.abs(sums[..., 1]).sum(axis=1)
+        return np.divide(gap, used, out=np.full(len(gap), np.nan), where=used > 0)[:, None]
+
+    return Scores([score], statistic)
+
+
+def _score(name: str, choices: dict[str, object], **more: object) -> Score:
+    make: Callable[..., Score] = Score
+    return make(name, choices, False, method="basic", bounds=(0.0, 1.0), **more)
+
+
+def _edges(confidence: NDArray, num_bins: int, strategy: str) -> Floats:
+    """Edges (B + 1,) of the bins."""
+    edges = np.linspace(0.0, 1.0, num_bins + 1)
+    if strategy == "equal-mass" and len(confidence):
+        ranks = -(-len(confidence) * np.arange(1, num_bins) // num_bins)
+        edges[1:-1] = np.sort(confidence)[np.maximum(ranks, 1) - 1]
+    return edges
+
+
+def _index(confidence: NDArray, edges: NDArray) -> NDArray[np.int64]:
+    """The bin (N,) of each confidence."""
+    # Inner edges only: whatever lies below the first or above the last (0, 1, 1 + rounding) stays in the
+    # outer bins.
+    return np.searchsorted(edges[1:-1], confidence, side="left")

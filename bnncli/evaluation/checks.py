@@ -25,7 +25,18 @@ USUAL: dict[str, Any] = {
     "positive": "in",
     "estimator": "unbiased",
 }
-_NO_CHOICES = {"name", "value", "n", "undefined", "higher_is_better", "standard_error", "interval", "p_value"}
+_NO_CHOICES = {
+    "name",
+    "value",
+    "n",
+    "undefined",
+    "higher_is_better",
+    "standard_error",
+    "interval",
+    "p_value",
+    "num_clamped",
+    "num_used",
+}
 
 
 def check_names(assertions: Sequence[Assertion], rows: Sequence[Row]) -> None:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bnncli.evaluation import detection, scores
-from bnncli.evaluation.calibration import NUM_BINS, reliability
-from bnncli.evaluation.examples import check_labels
+from bnncli.evaluation import detection
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.calibration import NUM_BINS, calibration_scores
+from bnncli.evaluation.class_wise import class_wise_scores
+from bnncli.evaluation.decomposition import decomposition_scores
+from bnncli.evaluation.examples import Examples
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, thin
+from bnncli.evaluation.scores import Score, Scores, label_scores, prediction_scores
+from bnncli.evaluation.selective import selective_scores
 
 Row = dict[str, Any]
 
+TOP_K = 5
+MOST_OPERATIONS = 4e8  # of the replicates of one dear group: below a second
+FEWEST_REPLICATES = 100  # fewer tell little of a standard error
+
 _CHOICES: dict[str, Row] = {
-    "accuracy": {"higher_is_better": True},
-    "nll": {"reduction": "mean", "higher_is_better": False},
-    "brier": {"reduction": "mean", "classes": "sum", "higher_is_better": False},
-    "ece": {"norm": "l1", "strategy": "equal-width", "higher_is_better": False},
-    "mce": {"strategy": "equal-width", "higher_is_better": False},
     "auroc": {"score": "max_prob", "positive": "in", "higher_is_better": True},
     "fpr95": {
         "score": "max_prob",
@@ -36,32 +44,82 @@ _CHOICES: dict[str, Row] = {
 }
 
 
-def in_distribution_rows(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> list[Row]:
-    """Rows of accuracy, nll, brier, ece and mce.
+def split_scores(
+    probs: NDArray,
+    examples: Examples,
+    mutual_info: NDArray | None = None,
+    *,
+    num_bins: int = NUM_BINS,
+    top_k: int = TOP_K,
+) -> list[Scores]:
+    """Every score of one split's predictions.
 
     Args:
-        probs: (N, C), as check_probabilities accepts them.
-        labels: (N,) integers in [0, C), or None for an unlabelled split.
-        num_bins: equal-width bins of ece and mce.
-
-    Raises:
-        DataError: labels of another length or outside [0, C).
+        probs: (N, C), what `examples` was made from; may be mapped from a file.
+        mutual_info: (N,) nats, or None.
+        num_bins: bins of the calibration errors.
+        top_k: k of the top-k accuracy.
     """
-    names = ("accuracy", "nll", "brier", "ece", "mce")
-    choices: dict[str, Row] = {name: {"bins": num_bins} if name in ("ece", "mce") else {} for name in names}
-    reason = "no labels" if labels is None else "empty split" if len(probs) == 0 else None
-    if reason is not None or labels is None:
-        return [_row(name, None, n=len(probs), undefined=reason, **choices[name]) for name in names]
-    check_labels(labels, probs.shape)
-    bins = reliability(probs, labels, num_bins=num_bins)
-    values = {
-        "accuracy": scores.accuracy(probs, labels),
-        "nll": scores.nll(probs, labels),
-        "brier": scores.brier(probs, labels),
-        "ece": bins.ece,
-        "mce": bins.mce,
-    }
-    return [_row(name, values[name], n=len(probs), **choices[name]) for name in names]
+    found = [*label_scores(examples, top_k=top_k), *calibration_scores(examples, num_bins=num_bins)]
+    found.append(class_wise_scores(probs, examples.labels, num_bins=num_bins))
+    found += [selective_scores(examples), decomposition_scores(examples)]
+    return found + prediction_scores(examples, mutual_info)
+
+
+def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Bootstrap | None = None) -> list[Row]:
+    """A row for each score of a split, given by name and number of examples; with its interval where there is a bootstrap."""
+    size = split[1]
+    values = [_estimate(group, size) for group in scores]
+    replicates = _replicates(scores, values, split, bootstrap)
+    rows = []
+    for group, found, drawn in zip(scores, values, replicates, strict=True):
+        for i, score in enumerate(group.members):
+            reason = (group.undefined if group.statistic is None else "empty split") if found is None else None
+            value = None if found is None or math.isnan(found[i]) else float(found[i])
+            choices = {**score.choices, **score.facts, "higher_is_better": score.higher_is_better}
+            row = {"name": score.name, "value": value, "n": size, **choices}
+            if value is None:
+                row["undefined"] = reason or score.when_nan
+            elif bootstrap is not None:
+                row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i])
+            rows.append(row)
+    return rows
+
+
+def _estimate(group: Scores, size: int) -> NDArray | None:
+    """The scores (m,) themselves, in float64; None where they are undefined."""
+    return None if group.statistic is None or size == 0 else group.statistic(np.ones((1, size)))[0]
+
+
+def _replicates(
+    scores: Sequence[Scores], values: Sequence[NDArray | None], split: tuple[str, int], bootstrap: Bootstrap | None
+) -> list[NDArray | None]:
+    """The replicates (R, m) of each group; the weights are drawn once for all, and dear groups take the first of them."""
+    parts: list[list[NDArray]] = [[] for _ in scores]
+    if bootstrap is not None and split[1] > 1:
+        wanted = [
+            _affordable(group, split[1], bootstrap) if v is not None else 0
+            for group, v in zip(scores, values, strict=True)
+        ]
+        done = 0
+        for (weights,) in replace(bootstrap, num_replicates=max([1, *wanted])).weights(split):
+            for group, part, count in zip(scores, parts, wanted, strict=True):
+                if group.statistic is not None and done < count:
+                    part.append(group.statistic(weights[: count - done]))
+            done += len(weights)
+    return [np.concatenate(part) if part else None for part in parts]
+
+
+def _affordable(group: Scores, size: int, bootstrap: Bootstrap) -> int:
+    """How many replicates the group gets: all, or as many as its cost allows, or none where those would say little."""
+    most = int(MOST_OPERATIONS / (group.cost * size)) if group.cost > 1 else bootstrap.num_replicates
+    return bootstrap.num_replicates if most >= bootstrap.num_replicates else most if most >= FEWEST_REPLICATES else 0
+
+
+def _uncertainty(bootstrap: Bootstrap, score: Score, value: float, replicates: NDArray | None) -> Row:
+    if replicates is None:
+        return {"standard_error": None, "interval": None}
+    return bootstrap.describe(value, replicates, method=score.method, bounds=score.bounds)
 
 
 def detection_rows(probs_in: NDArray, probs_out: NDArray, ood_name: str) -> list[Row]:

@@ -1,43 +1,123 @@
-"""Accuracy, negative log likelihood and Brier score of class probabilities against labels."""
+"""Scores as functions of how often each example counts; and the ones that are means over examples.
+
+Weights of one give a score itself, multinomial counts give its bootstrap replicates, by the same formula.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.evaluation.examples import Examples
+
 # The smallest probability that the log sees: float32 probabilities underflow to 0, whose log would be
 # infinite.
 SMALLEST_PROBABILITY = float(np.finfo(np.float32).tiny)
+NO_LABELS = "no labels"
+Floats = NDArray[np.float64]
+Statistic = Callable[[NDArray], Floats]
 
 
-def accuracy(probs: NDArray, labels: NDArray) -> float:
-    """Fraction of examples whose most probable class, the first among ties, is the label.
+@dataclass(frozen=True)
+class Score:
+    """One score of a split.
 
     Args:
-        probs: (N, C), N at least 1.
-        labels: (N,) integers in [0, C).
+        name: accuracy, nll, ece and so on.
+        choices: what tells its forms apart and defines the number.
+        higher_is_better: None where neither is.
+        method: of its bootstrap interval: basic for what resampling biases upwards, percentile for the rest.
+        bounds: its range.
+        facts: numbers that are told with it, such as how many probabilities were clamped.
+        when_nan: why it is undefined where the statistic is NaN.
     """
-    return float(np.mean(np.argmax(probs, axis=1) == labels))
+
+    name: str
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    higher_is_better: bool | None = False
+    method: str = "percentile"
+    bounds: tuple[float, float] = (0.0, np.inf)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    when_nan: str = "undefined"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores that are computed together.
+
+    Args:
+        members: m of them.
+        statistic: weights (b, N), whole numbers whose rows sum to N, to the scores (b, m); None where undefined.
+        undefined: the reason.
+        cost: operations an example and replicate, relative to a mean's; dear scores get fewer replicates.
+    """
+
+    members: Sequence[Score]
+    statistic: Statistic | None
+    undefined: str | None = None
+    cost: float = 1.0
+
+
+def means(members: Sequence[Score], values: Sequence[NDArray]) -> Scores:
+    """Scores that are the mean over examples of a vector (N,) each."""
+    columns = np.stack([np.asarray(value, dtype=np.float64) for value in values], axis=1)
+
+    def statistic(weights: NDArray) -> Floats:
+        # Products in the weights' own precision: float32 for replicates, whose noise is far above its rounding.
+        return (weights @ columns.astype(weights.dtype)).astype(np.float64) / len(columns)
+
+    return Scores(members, statistic)
+
+
+def prediction_scores(examples: Examples, mutual_info: NDArray | None) -> list[Scores]:
+    """Mean confidence, entropy and mutual information (N,), which need no labels; nats."""
+    confidence = Score("mean_confidence", {}, None, bounds=(0.0, 1.0))
+    found = [means([confidence, Score("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
+    shared = [Score("mean_mutual_info", {}, None)]
+    if mutual_info is None:
+        return [*found, Scores(shared, None, "the integrator makes no draws")]
+    return [*found, means(shared, [mutual_info])]
+
+
+def label_scores(examples: Examples, *, top_k: int) -> list[Scores]:
+    """Accuracy, NLL, Brier score and top-k accuracy."""
+    rank, probability = examples.label_rank, examples.label_probability
+    is_clamped = np.zeros(0) if probability is None else probability < SMALLEST_PROBABILITY
+    members = [
+        Score("accuracy", {}, True, bounds=(0.0, 1.0)),
+        Score("nll", {"reduction": "mean"}, facts={"num_clamped": int(is_clamped.sum())}),
+        Score("brier", {"reduction": "mean", "classes": "sum"}, bounds=(0.0, 2.0)),
+    ]
+    top = [Score("top_k", {"k": top_k}, True, bounds=(0.0, 1.0))]
+    if probability is None or rank is None:
+        return [Scores(members, None, NO_LABELS), Scores(top, None, NO_LABELS)]
+    found = [means(members, [rank == 0, log_losses(probability), brier_losses(examples)])]
+    if examples.num_classes <= top_k:
+        return [*found, Scores(top, None, f"there are {examples.num_classes} classes")]
+    return [*found, means(top, [rank < top_k])]
+
+
+def log_losses(label_probability: NDArray) -> Floats:
+    """Negative log probability (N,) of each label, nats, clamped at SMALLEST_PROBABILITY."""
+    return -np.log(np.maximum(label_probability.astype(np.float64), SMALLEST_PROBABILITY))
+
+
+def brier_losses(examples: Examples) -> Floats:
+    """Squared distance (N,) of the probabilities to the one-hot label, summed over classes; in [0, 2]."""
+    assert examples.label_probability is not None
+    return np.maximum(0.0, examples.squared_norm - 2 * examples.label_probability + 1)
 
 
 def nll(probs: NDArray, labels: NDArray) -> float:
-    """Mean negative log probability of the label, nats per example, clamped at SMALLEST_PROBABILITY."""
+    """Mean negative log probability of the label, nats per example, of probs (N, C); clamped."""
     return float(np.mean(nll_per_example(probs, labels)))
 
 
-def nll_per_example(probs: NDArray, labels: NDArray) -> NDArray[np.float64]:
+def nll_per_example(probs: NDArray, labels: NDArray) -> Floats:
     """Negative log probability (N,) of each example's label, nats, clamped at SMALLEST_PROBABILITY."""
-    return -np.log(np.maximum(_of_label(probs, labels), SMALLEST_PROBABILITY))
-
-
-def brier(probs: NDArray, labels: NDArray) -> float:
-    """Squared distance of probs to the one-hot label, summed over classes, mean over examples; in [0, 2]."""
-    squares = np.einsum("nc,nc->n", probs, probs, dtype=np.float64)
-    # |p - e_y|^2 = |p|^2 - 2 p_y + 1 spares the (N, C) one-hot array.
-    return max(0.0, float(np.mean(squares - 2 * _of_label(probs, labels) + 1)))
-
-
-def _of_label(probs: NDArray, labels: NDArray) -> NDArray[np.float64]:
-    """Probability (N,) of each example's label."""
     column = np.asarray(labels, dtype=np.int64)[:, None]
-    return np.take_along_axis(np.asarray(probs), column, axis=1)[:, 0].astype(np.float64)
+    return log_losses(np.take_along_axis(np.asarray(probs), column, axis=1)[:, 0])

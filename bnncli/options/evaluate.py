@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bnncli import registry
 from bnncli.assertions import Assertion, parse_assertion
+from bnncli.errors import UsageError
 from bnncli.option import Checked, option
 
-METRICS = ("accuracy", "nll", "brier", "ece", "mce", "auroc", "fpr95", "mmd2")
+METRICS = (
+    "accuracy",
+    "top_k",
+    "nll",
+    "brier",
+    "ece",
+    "mce",
+    "aurc",
+    "e_aurc",
+    "miscalibration",
+    "discrimination",
+    "uncertainty",
+    "mean_confidence",
+    "mean_entropy",
+    "mean_mutual_info",
+    "auroc",
+    "fpr95",
+    "mmd2",
+)
 
 
 @dataclass(frozen=True)
@@ -16,12 +36,15 @@ class EvaluateOptions(Checked):
 
     posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
     integrator: list[str] = option(
-        [], "Only this integrator's predictions. Repeatable.", family="integrators", numeric=False
+        [],
+        "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
+        metavar="NAME",
+        numeric=False,
     )
     split: list[str] = option([], "Only this in-distribution split. Repeatable.", metavar="SPLIT", numeric=False)
     metric: list[str] = option(
         [],
-        "Show only this score, and fail (65) where it is undefined for every posterior. Repeatable.",
+        "Show only this score, in all its forms, and fail (65) where it is undefined for every posterior. Repeatable.",
         choices=METRICS,
         numeric=False,
     )
@@ -31,12 +54,27 @@ class EvaluateOptions(Checked):
         metavar="ASSERTION",
         numeric=False,
     )
+    intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
     reference: str = option("hmc", "Sample posterior that MMD^2 is measured to.", metavar="NAME")
-    bins: int = option(15, "Equal-width bins of ECE and MCE.", minimum=1)
+    bins: int = option(15, "Bins of ECE and MCE.", minimum=1)
+    top_k: int = option(5, "k of the top-k accuracy, undefined for k classes or fewer.", minimum=1)
+    bootstrap: int = option(
+        1000, "Bootstrap replicates of standard errors and intervals, over examples; 0 for none.", minimum=0
+    )
+    level: float = option(0.95, "Level of the bootstrap intervals, between 0 and 1.", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.assertions  # wrong ones are told before any work
+        if self.level in (0, 1):
+            raise UsageError(f"--level: expected a number between 0 and 1; got {self.level}")
+        if self.intervals and self.bootstrap == 0:
+            raise UsageError("--intervals: there are none with --bootstrap 0")
+        families = registry.names("integrators")
+        for name in self.integrator:
+            if not any(name == family or name.startswith(f"{family}-") for family in families):
+                message = f"--integrator: expected one of {', '.join(families)}, or one with its settings; got {name!r}"
+                raise UsageError(message)
 
     @property
     def assertions(self) -> list[Assertion]:

@@ -82,6 +82,13 @@ def open_groups(run: Run, *, posteriors: Sequence[str] = (), integrators: Sequen
                 f"no predictions of posterior {name!r} (there: {there})",
                 hint=run.suggest("predict", "--posterior", name),
             )
+    for name in integrators:
+        if not any(group.is_named([], [name]) for group in groups):
+            family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
+            raise MissingInput(
+                f"no predictions by integrator {name!r} (there: {there})",
+                hint=run.suggest("predict", "--integrator", family),
+            )
     wanted = [group for group in groups if group.is_named(posteriors, integrators)]
     if not wanted:
         raise MissingInput(

@@ -2,35 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bnncli.stages._run import Table
 
-_PLAIN = (
-    ("accuracy", "accuracy", 4),
-    ("nll", "NLL", 4),
-    ("brier", "Brier", 4),
-    ("ece", "ECE", 4),
-    ("mce", "MCE", 4),
-)
+# Title and digits of each score, in the order of the columns.
+_SCORES = {
+    "accuracy": ("accuracy", 4),
+    "top_k": ("top-{k}", 4),
+    "nll": ("NLL", 4),
+    "brier": ("Brier", 4),
+    "ece": ("ECE", 4),
+    "mce": ("MCE", 4),
+    "aurc": ("AURC", 4),
+    "e_aurc": ("E-AURC", 4),
+    "miscalibration": ("miscalibration", 4),
+    "discrimination": ("discrimination", 4),
+    "uncertainty": ("uncertainty", 4),
+    "mean_confidence": ("confidence", 4),
+    "mean_entropy": ("entropy", 4),
+    "mean_mutual_info": ("mutual information", 4),
+    "auroc": ("AUROC", 3),
+    "fpr95": ("FPR95", 3),
+    "mmd2": ("MMD^2", 4),
+}
+# The forms of scores that are shown when none was asked for.
+_USUAL: dict[str, dict[str, str]] = {
+    "accuracy": {},
+    "nll": {},
+    "brier": {},
+    "ece": {"strategy": "equal-width"},
+    "auroc": {"score": "max_prob"},
+    "fpr95": {"score": "max_prob", "positive": "in"},
+    "mmd2": {"estimator": "unbiased"},
+}
+# Choices that tell the forms of a score apart, in the order in which a title names them.
+_TELLING = ("of", "strategy", "norm", "estimator", "rule", "score", "positive")
+_FIRST = ["split", "posterior", "integrator", "draws"]
 
-_NAMES = {title: name for name, title, _ in _PLAIN} | {"AUROC": "auroc", "FPR95": "fpr95", "MMD^2": "mmd2"}
+Form = tuple[str, str | None, tuple[str | None, ...]]
 
 
-def score_table(rows: Sequence[dict[str, Any]], notes: list[str]) -> Table:
-    """The rows of evaluate as a Table; an undefined score is a dash."""
-    others = list(dict.fromkeys(m["ood"] for row in rows for m in row["metrics"] if "ood" in m))
-    columns = ["split", "posterior", "integrator", *(title for _, title, _ in _PLAIN)]
-    for name in others:
-        columns += [f"AUROC {name}", f"FPR95 {name}"]
-    columns += ["MMD^2", "MMD^2 biased"]
+def score_table(
+    rows: Sequence[Mapping[str, Any]], notes: list[str], *, chosen: Sequence[str] = (), intervals: bool = False
+) -> Table:
+    """The rows of evaluate as a Table; an undefined score is a dash.
+
+    Args:
+        chosen: names of the scores to show, in all their forms; none: the usual ones.
+        intervals: whether each score is followed by its interval, where it has one.
+    """
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
-    cells = [_cells(row, others) for row in ordered]
-    names = {metric["name"] for row in rows for metric in row["metrics"]}
-    kept = [i for i, title in enumerate(columns) if i < 3 or _NAMES[title.split()[0]] in names]
-    columns, cells = [columns[i] for i in kept], [[row[i] for i in kept] for row in cells]
+    shown = [{_form(metric): metric for metric in row["metrics"] if _is_shown(metric, chosen)} for row in ordered]
+    forms = _columns(shown)
+    cells = [
+        [*_head(row), *(_cell(found.get(form), intervals) for form in forms)]
+        for row, found in zip(ordered, shown, strict=True)
+    ]
+    columns = [*_FIRST, *_titles(forms, shown)]
     return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
+
+
+def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str]) -> bool:
+    if chosen:
+        return metric["name"] in chosen
+    usual = _USUAL.get(metric["name"])
+    return usual is not None and all(metric.get(key) == value for key, value in usual.items())
+
+
+def _form(metric: Mapping[str, Any]) -> Form:
+    """What a metric shares with its like in other rows: name, the other split, the choices that tell it from its forms."""
+    return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in _TELLING)
+
+
+def _columns(shown: Sequence[Mapping[Form, Any]]) -> list[Form]:
+    """Every form there is, in the order of _SCORES; what is measured against another split stands together."""
+    forms = list(dict.fromkeys(form for found in shown for form in found))
+    others = list(dict.fromkeys(ood for _, ood, _ in forms))
+    rank = list(_SCORES).index
+
+    def place(form: Form) -> tuple[int, int, int]:
+        name, ood, _ = form
+        return (rank(name), 0, 0) if ood is None else (rank("auroc"), others.index(ood), rank(name))
+
+    return sorted(forms, key=place)
+
+
+def _titles(forms: Sequence[Form], shown: Sequence[Mapping[Form, Any]]) -> list[str]:
+    """The title of each form: its score, the other split, and the choices in which it differs from its like."""
+    titles = []
+    for form in forms:
+        name, ood, choices = form
+        example = next(found[form] for found in shown if form in found)
+        like = [others for other, _, others in forms if other == name]
+        telling = [text for i, text in enumerate(choices) if text is not None and len({o[i] for o in like}) > 1]
+        titles.append(" ".join([_SCORES[name][0].format(**example), *([ood] if ood else []), *telling]))
+    return titles
 
 
 def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
@@ -43,18 +111,19 @@ def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
     return tables
 
 
-def _cells(row: dict[str, Any], others: list[str]) -> list[str]:
-    cells = [row["split"], row["posterior"], row["integrator"]]
-    cells += [_cell(row, digits, name=name) for name, _, digits in _PLAIN]
-    for other in others:
-        cells += [_cell(row, 3, name="auroc", ood=other), _cell(row, 3, name="fpr95", ood=other)]
-    return cells + [_cell(row, 4, name="mmd2", estimator=estimator) for estimator in ("unbiased", "biased")]
+def _head(row: Mapping[str, Any]) -> list[str]:
+    return [row["split"], row["posterior"], row["variant"], "-" if row["samples"] is None else str(row["samples"])]
 
 
-def _cell(row: dict[str, Any], digits: int, **wanted: str) -> str:
-    for metric in row["metrics"]:
-        if all(metric.get(key) == value for key, value in wanted.items()):
-            if metric["value"] is None:
-                return "-"
-            return f"{round(metric['value'], digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
-    return "-"
+def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
+    if metric is None or metric["value"] is None:
+        return "-"
+    digits = _SCORES[metric["name"]][1]
+    shown, ends = _number(metric["value"], digits), metric.get("interval")
+    if not intervals or ends is None:
+        return shown
+    return f"{shown} [{_number(ends['low'], digits)}, {_number(ends['high'], digits)}]"
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero

@@ -10,9 +10,9 @@ from torch import Tensor
 from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.checks import check_names, failure_text, hold_against
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
-from bnncli.evaluation.probabilities import check_probabilities
-from bnncli.evaluation.rows import detection_rows, in_distribution_rows, mmd_rows
+from bnncli.evaluation.rows import mmd_rows
 from bnncli.options import EvaluateOptions
+from bnncli.stages._evaluate_rows import group_rows
 from bnncli.stages._inputs import open_posterior, recorded_prior
 from bnncli.stages._prediction_groups import Group, open_groups
 from bnncli.stages._produce import Computed, Request, produce
@@ -20,7 +20,6 @@ from bnncli.stages._run import Result, Run
 from bnncli.stages._score_table import score_table
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
-from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
@@ -42,13 +41,9 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     if not run.write.dry_run:
         total.extra["checks"] = checks = hold_against(options.assertions, rows)
         rows = _shown(run, options, rows)
-        notes = [
-            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by maximum "
-            "probability, in-distribution positive",
-            *_doubts(reference),
-            f"scores with their definitions: {run.folder.root / 'metrics'}",
-        ]
-        total.tables.append(score_table(rows, notes))
+        notes = [*_legend(options), *_doubts(reference)]
+        notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
+        total.tables.append(score_table(rows, notes, chosen=options.metric, intervals=options.intervals))
         failed = failure_text(checks)
         total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     total.extra["rows"] = rows
@@ -59,6 +54,23 @@ def _row_names(group: Group) -> list[dict[str, Any]]:
     """What the rows of a group are called, before their scores are known."""
     names = {"posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
     return [{**names, "split": split} for split in group.splits(is_ood=False)]
+
+
+def _legend(options: EvaluateOptions) -> list[str]:
+    """What the numbers of the table mean."""
+    if options.metric:
+        lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.bins}"]
+    else:
+        lines = [
+            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by maximum "
+            "probability, in-distribution positive; MMD^2: unbiased"
+        ]
+    if options.intervals:
+        lines.append(
+            f"[low, high]: {100 * options.level:g} % bootstrap intervals over examples ({options.bootstrap} replicates); "
+            "those of calibration errors are mirrored at the value, which is itself biased upwards, and may lie below it"
+        )
+    return lines
 
 
 def _doubts(reference: Path | None) -> list[str]:
@@ -132,16 +144,18 @@ def _evaluate(
     params = {**options.params(), "seed": run.compute.seed}
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
-    request = Request(target, "metrics", f"metrics.{group.name}", params, ALGO_REV, sources, checkpoint, 1 << 16)
+    request = Request(target, "metrics", f"metrics.{group.name}", params, ALGO_REV, sources, checkpoint, 1 << 18)
 
     def compute() -> Computed:
-        rows = _rows(run, options, group, reference, posterior, shared)
+        distance = _distance_rows(run, options, reference, posterior, shared)
+        rows = [{**row, "metrics": row["metrics"] + distance} for row in group_rows(run, options, group)]
         predictions = [
             {
                 "path": source.to_json(target.parent)["path"],
                 "content_digest": header.content_digest,
                 "posterior": group.posterior,
                 "integrator": group.integrator,
+                "variant": group.variant,
                 "split": header.meta["split"],
                 "n": header.meta["num_examples"],
             }
@@ -160,53 +174,6 @@ def _evaluate(
 
 def _when_fresh(header: Header) -> Computed:
     return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})
-
-
-def _rows(
-    run: Run,
-    options: EvaluateOptions,
-    group: Group,
-    reference: Path | None,
-    posterior: Path | None,
-    shared: dict[str, Any],
-) -> list[dict[str, Any]]:
-    """A row for each in-distribution split, with detection against every out-of-distribution split."""
-    files = {str(header.meta["split"]): _read(header) for header in group.headers}
-    headers = {str(header.meta["split"]): header for header in group.headers}
-    outside = [name for name, header in headers.items() if header.meta.get("is_ood")]
-    inside = [name for name in headers if name not in outside]
-    distance = _distance_rows(run, options, reference, posterior, shared)
-    rows = []
-    for name in sorted(inside, key=lambda name: (name != "test", name)):
-        metrics = in_distribution_rows(files[name].probs, files[name].labels, num_bins=options.bins)
-        for other in outside:
-            same = headers[name].meta.get("order_digest") == headers[other].meta.get("order_digest")
-            if (
-                same
-                and (files[name].probs.shape == files[other].probs.shape)
-                and (files[name].probs == files[other].probs).all()
-            ):
-                raise DataError(f"splits {name!r} and {other!r} are the same examples", code="same_split")
-            metrics += detection_rows(files[name].probs, files[other].probs, other)
-            run.console.poll()
-        rows.append(
-            {
-                "posterior": group.posterior,
-                "integrator": group.integrator,
-                "split": name,
-                "metrics": metrics + distance,
-            }
-        )
-    return rows
-
-
-def _read(header: Header) -> PredictionFile:
-    content = read_predictions(header.path)
-    try:
-        check_probabilities(content.probs, len(content.classes))
-    except DataError as error:
-        raise DataError(f"{header.path}: {error.message}", hint=error.hint, path=header.path) from None
-    return content
 
 
 def _distance_rows(

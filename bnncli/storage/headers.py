@@ -94,10 +94,10 @@ def _has_texts(value: Any, *keys: str) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in keys)
 
 
-def parse_json(path: Path, text: str | bytes) -> Any:
-    """Strict JSON: at most 1 MiB, no duplicate keys, no NaN, not deeply nested. Raises DataError otherwise."""
-    if len(text) > MAX_JSON_BYTES:
-        raise DataError(f"{path}: its header has {len(text)} bytes; at most {MAX_JSON_BYTES} are allowed", path=path)
+def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Strict JSON: at most 1 MiB or what is said, no duplicate keys, no NaN, not deeply nested; else DataError."""
+    if len(text) > most_bytes:
+        raise DataError(f"{path}: its header has {len(text)} bytes; at most {most_bytes} are allowed", path=path)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -136,9 +136,9 @@ def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "document_sha256": json_sha256(document)}
 
 
-def parse_document(path: Path, text: str | bytes) -> dict[str, Any]:
+def parse_document(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """What with_digest was given. Raises DataError when the text is not strict JSON, or not as it was written."""
-    document = parse_json(path, text)
+    document = parse_json(path, text, most_bytes=most_bytes)
     if not isinstance(document, dict):
         raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
     digest = document.pop("document_sha256", None)

@@ -12,6 +12,8 @@ from bnncli.errors import DataError
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, with_digest
 
+MAX_BYTES = 1 << 26  # a hundred splits of twenty scores are a megabyte
+
 
 def write_metrics(
     target: Path,
@@ -31,9 +33,12 @@ def write_metrics(
         **meta,
         "provenance": dict(provenance),
     }
-    text = json.dumps(with_digest(document), sort_keys=True, indent=1, allow_nan=False) + "\n"
-    publish_bytes(target, text.encode(), may_replace=may_replace)
+    publish_bytes(target, _text(document), may_replace=may_replace)
     return digest
+
+
+def _text(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(with_digest(document), sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _digest(meta: Mapping[str, Any]) -> str:
@@ -42,11 +47,19 @@ def _digest(meta: Mapping[str, Any]) -> str:
 
 def read_metrics_header(path: Path) -> Header:
     """The header of a metrics file; its meta has `rows` and `predictions`."""
+    document, _ = _read(path)
+    return _header(path, document)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     check_is_file(path)
     text = path.read_bytes()
     if not text.endswith(b"\n"):
         raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
-    document = parse_document(path, text)
+    return parse_document(path, text, most_bytes=MAX_BYTES), text
+
+
+def _header(path: Path, document: dict[str, Any]) -> Header:
     schema = str(document.get("schema", "")).removeprefix("bnncli.metrics/")
     meta = {key: document.get(key) for key in ("predictions", "rows")}
     return check_header(
@@ -56,9 +69,11 @@ def read_metrics_header(path: Path) -> Header:
 
 def read_metrics(path: Path) -> Header:
     """The header of a metrics file after a full check of its digest."""
-    header = read_metrics_header(path)
+    document, text = _read(path)
+    header = _header(path, document)
     if header.kind != "metrics":
         raise DataError(f"{path}: expected metrics, got {header.kind}", code="wrong_kind", path=path)
-    if _digest(header.meta) != header.content_digest:
+    # Two texts can be the same number in their last digit: what is read must be what was written, byte for byte.
+    if _digest(header.meta) != header.content_digest or _text(document) != text:
         raise DataError(f"{path}: its content does not match its digest", code="digest_mismatch", path=path)
     return header

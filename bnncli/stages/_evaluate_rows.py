@@ -1,0 +1,118 @@
+"""The rows that evaluate makes for one group of predictions: read, check, score and resample every split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bnncli.errors import DataError
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.examples import Examples, examples_of
+from bnncli.evaluation.probabilities import row_blocks
+from bnncli.evaluation.rows import Row, detection_rows, score_rows, split_scores
+from bnncli.integrators import load_integrator
+from bnncli.options import EvaluateOptions
+from bnncli.stages._prediction_groups import Group
+from bnncli.stages._run import Run
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.predictions import PredictionFile, read_predictions
+
+
+@dataclass(frozen=True)
+class SplitPredictions:
+    """The predictions of a split, read and checked when first looked at.
+
+    Args:
+        header: of their file.
+    """
+
+    header: Header
+
+    @property
+    def name(self) -> str:
+        """The split's name."""
+        return str(self.header.meta["split"])
+
+    @cached_property
+    def file(self) -> PredictionFile:
+        """What the file holds; (N, C) arrays are mapped."""
+        return read_predictions(self.header.path)
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The numbers of each example."""
+        try:
+            return examples_of(self.file.probs, self.file.labels, num_classes=len(self.file.classes))
+        except DataError as error:
+            path = self.header.path
+            raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
+
+
+def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
+    """How scores are resampled; None with `--bootstrap 0`."""
+    if options.bootstrap == 0:
+        return None
+    return Bootstrap(options.bootstrap, options.level, run.compute.seed)
+
+
+def group_rows(run: Run, options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
+    """A row for each in-distribution split, test first, with detection against every out-of-distribution split."""
+    outside = [SplitPredictions(header) for header in group.splits(is_ood=True).values()]
+    inside = [SplitPredictions(header) for header in group.splits(is_ood=False).values()]
+    rows = []
+    for split in sorted(inside, key=lambda split: (split.name != "test", split.name)):
+        metrics = _split_rows(run, options, split)
+        for other in outside:
+            _check_differs(split, other)
+            metrics += detection_rows(split.file.probs, other.file.probs, other.name)
+            run.console.poll()
+        rows.append({**_described(group, split.header), "metrics": metrics})
+    return rows
+
+
+def _described(group: Group, header: Header) -> dict[str, Any]:
+    """What a row says of the predictions that it scores; `samples` is None where there are no draws."""
+    return {
+        "posterior": group.posterior,
+        "integrator": group.integrator,
+        "variant": group.variant,
+        "settings": dict(header.meta.get("settings", {})),
+        "samples": _num_draws(group, header),
+        "split": header.meta["split"],
+    }
+
+
+def _num_draws(group: Group, header: Header) -> int | None:
+    """Draws of a prediction: those that were asked for, or all that the posterior has."""
+    asked: int | None = header.meta["samples"]
+    path = group.posterior_path
+    if asked is not None or path is None or not load_integrator(group.integrator).is_sampling:
+        return asked
+    made = read_header(path).meta.get("metrics", {})
+    return made["chains"] * made["draws"] if {"chains", "draws"} <= set(made) else None
+
+
+def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> list[Row]:
+    """The rows of one split's own scores."""
+    scores = split_scores(
+        split.file.probs,
+        split.examples,
+        split.file.mutual_info,
+        num_bins=options.bins,
+        top_k=options.top_k,
+    )
+    run.console.poll()
+    return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
+
+
+def _check_differs(split: SplitPredictions, other: SplitPredictions) -> None:
+    """Raise DataError when two splits are the same examples."""
+    meta, others = split.header.meta, other.header.meta
+    if meta.get("order_digest") != others.get("order_digest") or split.file.probs.shape != other.file.probs.shape:
+        return
+    ours, theirs = split.file.probs, other.file.probs
+    if all(np.array_equal(ours[rows], theirs[rows]) for rows in row_blocks(*ours.shape)):
+        raise DataError(f"splits {split.name!r} and {other.name!r} are the same examples", code="same_split")
