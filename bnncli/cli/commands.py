@@ -72,6 +72,18 @@ COMMANDS = (
         ),
     ),
     Command(
+        "fit-temperature",
+        "Scale the network's logits by the one temperature that the val split prefers.",
+        "The plain baseline of calibration: divides the last layer by T, which minimises the NLL of the val split (labelled "
+        "data that the network was not trained on). Confidence changes, the predicted class does not. Writes "
+        "posteriors/temperature.safetensors, which predict uses as a single network.",
+        (o.FitTemperatureOptions, o.NameOptions, o.InputOptions, *COMPUTE),
+        (
+            "bnncli fit-temperature ckpt.pt",
+            "bnncli fit-temperature ckpt.pt --base laplace --name laplace-temperature",
+        ),
+    ),
+    Command(
         "refine",
         "Refine a Gaussian posterior with a normalizing flow.",
         "Maximises the ELBO of a flow pushed from the base Gaussian and says, with standard errors, whether it helped. "

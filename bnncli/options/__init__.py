@@ -32,6 +32,7 @@ from bnncli.options.diagnose import DiagnoseOptions as DiagnoseOptions
 from bnncli.options.evaluate import EvaluateOptions as EvaluateOptions
 from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFeaturesOptions
 from bnncli.options.fit_laplace import FitLaplaceOptions as FitLaplaceOptions
+from bnncli.options.fit_temperature import FitTemperatureOptions as FitTemperatureOptions
 from bnncli.options.hmc import HmcOptions as HmcOptions
 from bnncli.options.house import (
     ConvertOptions as ConvertOptions,

@@ -70,6 +70,20 @@ class Split:
             raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
         return self
 
+    def check_fits(self, layout: HeadLayout) -> None:
+        """Pass when a posterior with this layout is one for the split's features and classes. Raises DataError otherwise."""
+        name, num_classes = self.content.name, len(self.content.classes)
+        if layout != self.layout and self.content.head_weight is not None:
+            raise DataError(f"the posterior is for {layout}, split {name!r} has {self.layout}", code="wrong_layout")
+        if layout.num_classes != num_classes:
+            message = f"split {name!r} has {num_classes} classes, the posterior {layout.num_classes}"
+            raise DataError(message, code="class_mismatch")
+        if layout.num_features != self.content.features.shape[1]:
+            message = (
+                f"split {name!r} has {self.content.features.shape[1]} features, the posterior {layout.num_features}"
+            )
+            raise DataError(message, code="wrong_layout")
+
     def target(self, prior: Prior, device: torch.device) -> LastLayerTarget:
         """The log posterior of the head given this split.
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.errors import DataError
 from bnncli.integrators import Integrator, join, prepare, probs_of_draws
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.prior import Prior
@@ -83,7 +82,7 @@ class Predictor:
 
     def predict(self, choice: Choice, split: Split, target: Path, *, keep_samples: bool) -> Computed:
         """The predictions of one split, ready to be published at `target`."""
-        self._check(split)
+        split.check_fits(self.posterior.layout)
         integrator, parts, kept, logit_scores = self.ready(choice), [], [], []
         for features in split.feature_blocks(self.run.device):
             draws: dict[str, Any] = {"num_samples": choice.samples}  # of one stream: the same draws for every block
@@ -130,22 +129,6 @@ class Predictor:
             "is_labeled": split.content.labels is not None,
             "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
         }
-
-    def _check(self, split: Split) -> None:
-        """Raise DataError unless the posterior is one for the split's features and classes."""
-        layout, content = self.posterior.layout, split.content
-        if layout != split.layout and content.head_weight is not None:
-            raise DataError(
-                f"the posterior is for {layout}, split {content.name!r} has {split.layout}", code="wrong_layout"
-            )
-        if layout.num_classes != len(content.classes):
-            message = f"split {content.name!r} has {len(content.classes)} classes, the posterior {layout.num_classes}"
-            raise DataError(message, code="class_mismatch")
-        if layout.num_features != content.features.shape[1]:
-            message = (
-                f"split {content.name!r} has {content.features.shape[1]} features, the posterior {layout.num_features}"
-            )
-            raise DataError(message, code="wrong_layout")
 
 
 def notes_of(integrator: Integrator) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from itertools import combinations
 
 import numpy as np
@@ -12,10 +13,10 @@ from bnncli.storage.headers import read_header
 from bnncli.storage.run_folder import RunFolder
 
 
-def shared_rows(folder: RunFolder) -> list[str]:
-    """A warning for every two in-distribution splits that hold the same rows of the same source."""
+def shared_rows(folder: RunFolder, names: Collection[str] | None = None) -> list[str]:
+    """A warning for every two in-distribution splits, of those named or of all, that hold the same rows of the same source."""
     sources = {}
-    for name in folder.splits():
+    for name in (split for split in folder.splits() if names is None or split in names):
         header = read_header(folder.features(name))
         if not header.meta.get("is_ood"):
             sources[name] = re.sub(r"@\d+$", "", str(header.provenance.get("source")))

@@ -93,8 +93,8 @@ class RunFolder:
         return sorted(found, key=lambda name: (name != "train", name))
 
     def posteriors(self) -> list[Path]:
-        """Files of the posteriors that are there: map, laplace, refine, hmc, then the others by name."""
-        order = {name: rank for rank, name in enumerate(("map", "laplace", "refine", "hmc"))}
+        """Files of the posteriors that are there: map, temperature, laplace, refine, hmc, then the others by name."""
+        order = {name: rank for rank, name in enumerate(("map", "temperature", "laplace", "refine", "hmc"))}
         found = [path for path in (self.root / "posteriors").glob("[!.]*") if path.suffix in POSTERIOR_SUFFIXES]
         return sorted(found, key=lambda path: (order.get(path.stem, len(order)), path.name))
 

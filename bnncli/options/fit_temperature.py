@@ -1,0 +1,19 @@
+"""Options of fit-temperature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.option import Checked, option
+
+
+@dataclass(frozen=True)
+class FitTemperatureOptions(Checked):
+    """Options of fit-temperature."""
+
+    base: str | None = option(
+        None,
+        "Posterior whose mean is scaled, by name or file; the network's own last layer by default.",
+        metavar="NAME|FILE",
+        numeric=False,
+    )

@@ -1,0 +1,149 @@
+"""fit-temperature: a val split in, the network's last layer divided by a temperature out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import MissingInput, NumericError, UsageError
+from bnncli.inference.temperature import LARGEST, SMALLEST, TemperatureFit, fit_temperature
+from bnncli.integrators import with_reference_class
+from bnncli.options import FitTemperatureOptions
+from bnncli.posteriors.point import Point
+from bnncli.registry import load_class, names
+from bnncli.stages._inputs import Split, head_tensors, load_split, open_posterior, posterior_source
+from bnncli.stages._predict_plan import kind_of
+from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._run import Result, Run
+from bnncli.stages._shared_rows import shared_rows
+from bnncli.storage.headers import Header
+from bnncli.storage.posteriors import write_posterior
+
+ALGO_REV = 1
+_WHY_UNBOUNDED = {
+    "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",
+    "hopeless": "the logits tell so little of the labels of val that any higher temperature is better",
+}
+
+
+def run(run: Run, options: FitTemperatureOptions) -> Result:
+    """Fit and publish; the result's metrics have the temperature and the NLL before and after."""
+    val = _val(run)
+    sources, base_path = [val.source], None
+    if options.base is not None:
+        base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
+        header, source = posterior_source(run, base_path, "base")
+        _check_has_center(base_path, header)
+        sources.append(source)
+    elif val.head() is None:
+        raise UsageError("this run has no network whose last layer could be scaled: give --base NAME")
+    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "temperature")
+    run.folder.check_name_is_free(target)
+    params = {**options.params(), "base": base_path.stem if base_path else None}
+    size = 16 * val.layout.num_params
+    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, val.checkpoint, size)
+    return produce(run, request, lambda: _compute(run, val, base_path, target), when_fresh=_when_fresh)
+
+
+def _val(run: Run) -> Split:
+    """The val split, with labels; warns when it shares rows with train."""
+    if not run.folder.features("val").is_file() and run.folder.splits():
+        raise MissingInput(
+            f"{run.checkpoint_path} has no val split; a temperature is fitted on labelled data that the network was not trained on",
+            hint="extract again with a val split, such as --hold-out val=test:2000, with --force",
+            path=run.folder.features("val"),
+        )
+    val = load_split(run, "val").check_labeled()
+    for text in shared_rows(run.folder, ("train", "val")):
+        run.console.warn(text)
+    return val
+
+
+def _check_has_center(path: Path, header: Header) -> None:
+    kind = kind_of(header)
+    if not hasattr(load_class("posteriors", kind), "center"):
+        having = [name for name in names("posteriors") if hasattr(load_class("posteriors", name), "center")]
+        raise UsageError(
+            f"--base: a {kind} posterior ({path.stem}) has no mean to scale; these have: {', '.join(having)}",
+            code="wrong_type",
+        )
+
+
+def _compute(run: Run, val: Split, base_path: Path | None, path: Path) -> Computed:
+    theta, layout = val.start(), val.layout
+    if base_path is not None:
+        base, _ = open_posterior(base_path)
+        theta, layout = base.center.double(), base.layout
+        val.check_fits(layout)
+    labels = val.labels(run.device)
+    fit = fit_temperature(_logits(run, val, Point(theta, layout)), labels, progress=run.console)
+    if not bool(torch.isfinite(fit.nll_after).all()):
+        raise NumericError(
+            "the NLL of val is not finite", hint="the logits are not finite; bnncli verify says which file is bad"
+        )
+    metrics = _metrics(fit, base_path)
+    if fit.temperature in (SMALLEST, LARGEST):
+        why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the val split prefers one beyond it")
+        run.console.warn(f"the temperature {fit.temperature:g} is the bound of the range searched: {why}")
+    tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
+    tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64), **head_tensors(val)}
+    meta |= {
+        "method": "temperature",
+        "base": metrics["base"],
+        "param_layout": layout.to_json(),
+        "num_examples": len(labels),
+        "metrics": metrics,
+        "classes": val.content.classes,
+    }
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+    return Computed(publish, metrics, _summary(metrics))
+
+
+def _logits(run: Run, val: Split, point: Point) -> Tensor:
+    """Logits of all classes (N, C) on the device; float32, as predict has them."""
+    stacked = point.theta.to(run.device, torch.float32).unsqueeze(0)
+    blocks = [point.layout.logits(features, stacked)[0] for features in val.feature_blocks(run.device)]
+    return with_reference_class(torch.cat(blocks), dim=1)
+
+
+def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:
+    return {
+        "temperature": fit.temperature,
+        "temperature_at_bound": fit.temperature in (SMALLEST, LARGEST),
+        "unbounded": fit.unbounded,
+        "base": base_path.stem if base_path else None,
+        "num_examples": len(fit.nll_after),
+        "val_nll_before": _mean(fit.nll_before),
+        "val_nll_after": _mean(fit.nll_after),
+        "val_nll_change": _mean(fit.nll_after - fit.nll_before),
+    }
+
+
+def _mean(losses: Tensor) -> dict[str, float | None]:
+    """The mean of (N,) and its standard error; None for one example."""
+    error = float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    return {"value": float(losses.mean()), "standard_error": error}
+
+
+def _summary(metrics: dict[str, Any]) -> list[str]:
+    def said(name: str, form: str) -> str:
+        value, error = metrics[name]["value"], metrics[name]["standard_error"]
+        return f"{value:{form}}" + ("" if error is None else f" +- {error:.4f}")
+
+    return [
+        f"temperature {metrics['temperature']:.4g}, on {metrics['num_examples']} examples of val",
+        f"val NLL {said('val_nll_before', '.4f')} before, {said('val_nll_after', '.4f')} after; "
+        f"change {said('val_nll_change', '+.4f')}",
+    ]
+
+
+def _when_fresh(header: Header) -> Computed:
+    metrics = header.meta.get("metrics", {})
+    return Computed(lambda provenance, may_replace: header.content_digest, metrics, _summary(metrics))

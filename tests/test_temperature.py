@@ -1,0 +1,162 @@
+"""Temperature scaling: the minimum of a convex function, its limits, and the command that stores it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from scipy import optimize, special
+from torch import Tensor
+
+from bnncli.inference import temperature as module
+from bnncli.inference.temperature import LARGEST, SMALLEST, fit_temperature
+from bnncli.storage.features import read_features
+
+Cli = Any
+
+
+def make_logits(num_classes: int, *, scale: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits and labels that are drawn from the softmax of a quarter of them."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(300, num_classes, generator=generator)
+    labels = torch.multinomial(torch.softmax(logits / 4, dim=1), 1, generator=generator)[:, 0]
+    return logits, labels
+
+
+def mean_nll(logits: np.ndarray, labels: np.ndarray, temperature: float) -> float:
+    log_probs = special.log_softmax(logits.astype(np.float64) / temperature, axis=1)
+    return float(-log_probs[np.arange(len(labels)), labels].mean())
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 50])
+@pytest.mark.parametrize("scale", [0.05, 3.0, 400.0])
+def test_the_temperature_is_the_minimum_that_scipy_finds(num_classes: int, scale: float) -> None:
+    logits, labels = make_logits(num_classes, scale=scale)
+    labels = labels if scale != 0.05 else torch.where(torch.arange(300) % 3 == 0, logits.argmax(dim=1), labels)
+
+    def at(log_temperature: float) -> float:
+        return mean_nll(logits.numpy(), labels.numpy(), math.exp(log_temperature))
+
+    bounds = (math.log(SMALLEST), math.log(LARGEST))
+    oracle = optimize.minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 1e-10})
+    fit = fit_temperature(logits, labels)
+    assert math.log(fit.temperature) == pytest.approx(oracle.x, abs=1e-5)
+    assert float(fit.nll_after.mean()) <= oracle.fun + 1e-13
+    assert float(fit.nll_before.mean()) == pytest.approx(at(0.0), rel=1e-12)
+
+
+def test_the_slope_is_zero_at_the_temperature_and_blocks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = make_logits(5, scale=3.0)
+    fit = fit_temperature(logits, labels)
+    beta = torch.tensor(1 / fit.temperature, dtype=torch.float64, requires_grad=True)
+    torch.nn.functional.cross_entropy(beta * logits.double(), labels).backward()
+    assert beta.grad is not None
+    assert abs(float(beta.grad)) < 1e-12
+    monkeypatch.setattr(module, "_BLOCK_LOGITS", 7 * 5)
+    assert fit_temperature(logits, labels).temperature == pytest.approx(fit.temperature, rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [0.1, 8.0])
+def test_scaled_logits_have_the_scaled_temperature(factor: float) -> None:
+    logits, labels = make_logits(4, scale=3.0)
+    one, other = fit_temperature(logits.double(), labels), fit_temperature(factor * logits.double(), labels)
+    assert other.temperature == pytest.approx(factor * one.temperature, rel=1e-9)
+    torch.testing.assert_close(other.nll_after, one.nll_after)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "expected", "why"),
+    [
+        ([[3.0, 1.0], [0.0, 2.0]], [0, 1], SMALLEST, "separable"),
+        ([[9e9, 1.0], [0.0, 9e9]], [0, 1], SMALLEST, "separable"),
+        ([[3.0, 1.0], [0.0, 2.0]], [1, 0], LARGEST, "hopeless"),
+        ([[1.0, 1.0], [1.0, 1.0]], [1, 0], 1.0, None),
+        ([[3.0, 1.0], [2.0, 2.0]], [0, 1], SMALLEST, "separable"),
+    ],
+    ids=["separable", "separable far", "hopeless", "constant", "separable but for a tie"],
+)
+def test_a_minimum_at_infinity_is_bounded_and_said(
+    logits: list[list[float]], labels: list[int], expected: float, why: str | None
+) -> None:
+    fit = fit_temperature(torch.tensor(logits), torch.tensor(labels))
+    assert fit.temperature == pytest.approx(expected)
+    assert fit.unbounded == why
+    assert torch.isfinite(fit.nll_after).all()
+
+
+def test_the_command_divides_the_head_and_records_what_it_did(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    done = cli("fit-temperature", small_run, "--json")
+    metrics = done.json["metrics"]
+    val = read_features(folder / "features/val.h5")
+    assert val.head_weight is not None
+    assert val.head_bias is not None
+    tensors = load_file(folder / "posteriors/temperature.safetensors")
+    theta = np.concatenate([val.head_weight.ravel(), val.head_bias])
+    np.testing.assert_allclose(tensors["mean"] * tensors["temperature"], theta, rtol=1e-6)
+    logits = val.features.astype(np.float64) @ val.head_weight.T + val.head_bias
+    assert tensors["temperature"][0] == metrics["temperature"]
+    for name, temperature in (("before", 1.0), ("after", metrics["temperature"])):
+        assert metrics[f"val_nll_{name}"]["value"] == pytest.approx(mean_nll(logits, val.labels, temperature), rel=1e-6)
+    assert metrics["val_nll_change"]["value"] < 0
+    assert metrics["val_nll_change"]["standard_error"] > 0
+    assert cli("fit-temperature", small_run, "--json").json["metrics"] == metrics
+    assert cli("verify", folder / "posteriors/temperature.safetensors").code == 0
+
+
+def test_a_temperature_predicts_by_plug_in_and_keeps_the_classes(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-temperature", small_run).code == 0
+    done = cli("predict", small_run, "--posterior", "temperature", "--posterior", "map", "--split", "test", "--json")
+    assert done.json["outputs"][0]["role"] == "predictions.temperature.plug-in.test"
+    for command in ("evaluate", "diagnose", "status"):
+        assert "temperature" in cli(command, small_run).stdout
+
+
+def test_the_mean_of_another_posterior_can_be_scaled(cli: Cli, small_run: Path) -> None:
+    folder = small_run.with_name("small.bnn")
+    done = cli("fit-temperature", small_run, "--base", "hmc", "--name", "cold", "--json")
+    assert {entry["role"] for entry in done.json["inputs"]} == {"features.val", "base"}
+    assert done.json["metrics"]["base"] == "hmc"
+    refused = cli("fit-temperature", small_run, "--base", "refine", "--name", "no", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "wrong_type")
+    assert cli("inspect", folder / "posteriors/cold.safetensors", "--json").json["meta"]["base"] == "hmc"
+
+
+def test_without_a_labelled_val_split_there_is_no_temperature(
+    cli: Cli, small_run: Path, arrays: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    (small_run.with_name("small.bnn") / "features/val.h5").unlink()
+    done = cli("fit-temperature", small_run, "--json")
+    assert (done.code, done.json["error"]["code"]) == (66, "missing_input")
+    assert "--hold-out" in done.json["error"]["hint"]
+    np.savez(tmp_path / "f.npz", **{name: part for name, part in arrays.items() if name != "labels_val"})
+    assert cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz").code == 0
+    assert cli("fit-temperature", tmp_path / "run", "--json").json["error"]["code"] == "no_labels"
+
+
+def test_rows_shared_with_the_training_split_are_warned_of(
+    cli: Cli, arrays: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "f.npz", **{name: part for name, part in arrays.items() if "val" not in name})
+    run, words = tmp_path / "run", ("--from-npz", tmp_path / "f.npz")
+    assert cli("extract-features", run, *words, "--hold-out", "val=train:30").code == 0
+    assert not cli("fit-temperature", run, "--json").json["warnings"]
+    assert cli("extract-features", run, *words, "--force").code == 0
+    warnings = cli("fit-temperature", run, "--force", "--json").json["warnings"]
+    assert any("'train' and 'val' share 30 rows" in text for text in warnings)
+
+
+def test_a_val_split_that_tells_no_temperature_is_warned_of(
+    cli: Cli, arrays: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    logits = arrays["features_val"] @ arrays["head_weight"].T + arrays["head_bias"]
+    np.savez(tmp_path / "f.npz", **{**arrays, "labels_val": logits.argmax(axis=1)})
+    assert cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz").code == 0
+    done = cli("fit-temperature", tmp_path / "run", "--json")
+    assert (done.json["metrics"]["temperature"], done.json["metrics"]["unbounded"]) == (SMALLEST, "separable")
+    assert "has the largest logit in every example of val" in done.json["warnings"][0]
