@@ -147,7 +147,11 @@ def test_a_training_split_without_labels_is_refused_by_fits(cli: Cli, tmp_path: 
         (("refine", "--base", "hmc", "--name", "x"), 65, "expected a gaussian posterior"),
         (("refine", "--base", "none"), 66, "there: map"),
         (("hmc", "--base", "map", "--name", "x"), 65, "no prior precision"),
-        (("predict", "--posterior", "refine", "--integrator", "probit", "--name", "x"), 2, "posterior: mc"),
+        (
+            ("predict", "--posterior", "refine", "--integrator", "probit", "--name", "x"),
+            2,
+            "for a flow posterior: importance, mc",
+        ),
         (("extract-features", "--model", "lenet5"), 2, "--data"),
         (("extract-features", "--model", "lenet5", "--data", "train=npz:none.npz"), 66, "none.npz"),
         (("extract-features", "--model", "lenet5", "--data", "train"), 2, "SPLIT=SPEC"),

@@ -19,7 +19,7 @@ Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
     "metric": "nll", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
-    "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
+    "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",
 }  # fmt: skip
 
@@ -52,7 +52,11 @@ CASES = [
 def test_every_option_works_after_its_command(command: Command, name: str) -> None:
     spec, hint = option_fields(command)[name]
     flag = flag_of(name)[2:]
-    value = SPECIAL.get(flag) or VALUES[getattr(hint, "__origin__", None) or getattr(hint, "__args__", [hint])[0]]
+    value = (
+        SPECIAL.get(f"{command.name} {flag}")
+        or SPECIAL.get(flag)
+        or VALUES[getattr(hint, "__origin__", None) or getattr(hint, "__args__", [hint])[0]]
+    )
     extra = ["--from-npz", "f"] if command.name == "extract-features" else []
     words = [*words_of(command), *extra, f"--{flag}", *([value] if value and name != "verbose" else [])]
     parsed = parse(words)[1][name]

@@ -108,6 +108,39 @@ def test_samples_hold_for_those_that_draw_when_others_do_not(cli: Cli, small_run
     assert [meta(read(small_run, f"laplace.{name}"))["samples"] for name in ("mc", "plug-in")] == [7, None]
 
 
+def test_a_setting_goes_to_the_integrators_that_have_it_and_into_their_name(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--integrator", "probit", "--integrator", "mean-field")
+    done = cli("predict", small_run, *words, "--projection", "sum-zero", "--order", 2, "--json")
+    assert [output["role"].split(".")[2] for output in done.json["outputs"]] == ["probit-sum-zero", "mean-field-2"]
+    made = meta(read(small_run, "laplace.probit-sum-zero"))
+    assert (made["integrator"], made["settings"]) == ("probit", {"projection": "sum-zero"})
+    features = torch.from_numpy(read_features(small_run.with_name("small.bnn") / "features/test.h5").features)
+    posterior, _ = open_posterior(small_run.with_name("small.bnn") / "posteriors/laplace.safetensors")
+    expected = load_integrator("probit", projection="sum-zero").predict(
+        posterior, features, num_samples=None, generator=torch.Generator()
+    )
+    np.testing.assert_allclose(read(small_run, "laplace.probit-sum-zero").probs, expected.probs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--integrator", "mc", "--projection", "none"), "--projection: mc has no such setting; integrators that have it: bridge, .*probit"),
+        (("--integrator", "probit", "--projection", "sideways"), "projection: expected .*; got 'sideways'"),
+        (("--integrator", "mean-field", "--order", 7), "order: expected .*7"),
+        (("--integrator", "quadrature", "--points", 3), "points: expected 8 to"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_setting_that_cannot_be_is_refused(
+    cli: Cli, small_run: Path, words: tuple[object, ...], message: str
+) -> None:
+    done = cli("predict", small_run, "--posterior", "laplace", *words)
+    assert done.code == 2
+    assert re.search(message, done.stderr)
+    assert len(done.stderr.splitlines()) <= 2
+
+
 class Ready:
     """What an integrator's prepare returns: with a warning, and a count of how often it was made."""
 

@@ -108,6 +108,14 @@ class Integrator(Protocol):
         """Class probabilities of features (N, D) under the posterior."""
 
 
+class SamplingIntegrator(Integrator, Protocol):
+    """One that draws."""
+
+    @property
+    def default_samples(self) -> int:
+        """How many draws when nobody says."""
+
+
 def load_integrator(name: str, **settings: Any) -> Integrator:
     """The integrator called `name` with settings of its own. Raises UsageError with the choices when there is none."""
     check_name("integrators", name, option="--integrator")

@@ -38,6 +38,7 @@ class Bridge:
 
     needs: ClassVar[str] = "logit_moments"
     is_sampling: ClassVar[bool] = False
+    gives_dirichlet: ClassVar[bool] = True
     projection: str = "marginal"
     normalize: bool = False
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from bnncli.option import Checked, option
+from bnncli.errors import UsageError
+from bnncli.option import Checked, check_suffix, option
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,41 @@ class PredictOptions(Checked):
     normalize: bool = option(False, "Shrink logits of large variance before the Laplace bridge (bridge).")
     rule: str | None = option(None, "Quadrature rule: trapezoid or gauss-hermite (quadrature).", metavar="NAME")
     points: int | None = option(None, "Points of the quadrature rule (quadrature).", minimum=1)
+    top_k: str | None = option(
+        None,
+        "Count the most probable classes that cannot be told apart, by the overlap of their marginals: with the one before (neighbor), or with the first (best). For integrators that give a Dirichlet (bridge).",
+        choices=("neighbor", "best"),
+    )
+    top_k_threshold: float | None = option(
+        None, "Mass left outside the two quantiles that --top-k compares; 0.05 by default, less keeps more classes."
+    )
+    top_k_cap: int | None = option(None, "Most classes that --top-k keeps; 10 by default.", minimum=1)
+    table: str | None = option(
+        None,
+        "Write everything that was predicted as one table, a row an example: .csv or .npz.",
+        metavar="FILE",
+        numeric=False,
+    )
+    merge: list[str] = option(
+        [],
+        "Give the union of classes columns in the table: its probability, and its interval where there is a Dirichlet. By name or index. Repeatable.",
+        metavar="NAME=CLASS,CLASS",
+        numeric=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.table is not None:
+            check_suffix(self.table, "--table", ("csv", "npz"))
+        for text in self.merge:
+            if not re.fullmatch(r"[^=,\s][^=,]*=[^=]*[^=\s]", text) or not text.isprintable():
+                raise UsageError(f"--merge: expected NAME=CLASS,CLASS; got {text!r}")
+        if self.top_k_threshold is not None and not 0 < self.top_k_threshold < 1:
+            raise UsageError(f"--top-k-threshold: expected a number between 0 and 1; got {self.top_k_threshold}")
+
+    def check_together(self) -> None:
+        """Raise UsageError for an option that only means something beside another one."""
+        if self.merge and self.table is None:
+            raise UsageError("--merge gives the table columns: add --table FILE")
+        if self.top_k is None and (self.top_k_threshold, self.top_k_cap) != (None, None):
+            raise UsageError("--top-k-threshold and --top-k-cap say how --top-k ranks: add --top-k neighbor or best")

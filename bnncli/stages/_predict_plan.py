@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from bnncli.errors import UsageError
-from bnncli.integrators import Integrator, load_integrator, settings_of, variant
+from bnncli.integrators import Integrator, SamplingIntegrator, load_integrator, settings_of, variant
 from bnncli.options import PredictOptions
 from bnncli.registry import load_class, names
 from bnncli.storage.headers import Header
+from bnncli.top_k import ranked_lengths
 
 ALL = "all"
-DEFAULT_SAMPLES = 20
 PLUG_IN_METHODS = ("map", "temperature")
 
 
@@ -27,11 +27,13 @@ class Choice:
 
     Attributes:
         samples: draws; None for an integrator without draws, and for all draws of a posterior that is draws.
+        top_k: rule, threshold and cap by which classes are ranked; None where they are not.
     """
 
     name: str
     integrator: Integrator
     samples: int | None
+    top_k: dict[str, Any] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -53,12 +55,14 @@ class Plan:
         takes_all: whether every integrator that fits was asked for.
         given: settings that were given.
         samples: draws that were asked for.
+        top_k: rule, threshold and cap of the ranking that was asked for.
     """
 
     named: tuple[str, ...]
     takes_all: bool
     given: dict[str, Any]
     samples: int | None
+    top_k: dict[str, Any] | None
 
     @classmethod
     def of(cls, options: PredictOptions, headers: Iterable[Header]) -> Plan:
@@ -68,7 +72,7 @@ class Plan:
             UsageError: a setting or --samples that no chosen integrator has, or a value that one refuses.
         """
         named = tuple(dict.fromkeys(name for name in options.integrator if name != ALL))
-        plan = cls(named, ALL in options.integrator, _given_settings(options), options.samples)
+        plan = cls(named, ALL in options.integrator, _given_settings(options), options.samples, _top_k(options))
         chosen = {name for header in headers for name in plan._names(header)}
         plan._check(chosen)
         return plan
@@ -81,7 +85,8 @@ class Plan:
             integrator = self._build(name)
             why = _why_unfit(name, integrator, header, num_classes)
             if why is None:
-                found.append(Choice(name, integrator, self._samples(integrator, header)))
+                top_k = self.top_k if gives_dirichlet(integrator) else None
+                found.append(Choice(name, integrator, self._samples(integrator, header), top_k))
             elif name in self.named or not self.takes_all:
                 refusals.append(_refusal(why, kind, num_classes))
         return found, refusals
@@ -103,7 +108,7 @@ class Plan:
         if not integrator.is_sampling:
             return None
         return self.samples or (
-            None if header.kind == "samples" else getattr(integrator, "default_samples", DEFAULT_SAMPLES)
+            None if header.kind == "samples" else cast(SamplingIntegrator, integrator).default_samples
         )
 
     def _check(self, chosen: set[str]) -> None:
@@ -120,6 +125,10 @@ class Plan:
         if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).is_sampling]
             raise UsageError(f"--samples: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
+        if self.top_k is not None and not any(gives_dirichlet(integrator) for integrator in built.values()):
+            having = [name for name in names("integrators") if gives_dirichlet(load_integrator(name))]
+            message = f"--top-k: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
+            raise UsageError(message, hint=f"add --integrator {having[0]}")
 
 
 def default_integrator(header: Header) -> str:
@@ -130,6 +139,22 @@ def default_integrator(header: Header) -> str:
 def kind_of(header: Header) -> str:
     """The posterior's type: gaussian, samples, ..."""
     return "samples" if header.kind == "samples" else str(header.meta.get("type"))
+
+
+def gives_dirichlet(integrator: Integrator) -> bool:
+    """Whether its predictions have a log concentration."""
+    return bool(getattr(integrator, "gives_dirichlet", False))
+
+
+def _top_k(options: PredictOptions) -> dict[str, Any] | None:
+    """The ranking asked for, with what was not said filled in."""
+    if options.top_k is None:
+        return None
+    given = {"rule": options.top_k, "threshold": options.top_k_threshold, "cap": options.top_k_cap}
+    return {
+        **(ranked_lengths.__kwdefaults__ or {}),
+        **{name: value for name, value in given.items() if value is not None},
+    }
 
 
 def _given_settings(options: PredictOptions) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from bnncli.stages._run import Run
 from bnncli.storage.headers import Header
 from bnncli.storage.predictions import PredictionFile, write_predictions
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.top_k import ranked_lengths
+
+RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
 
 
 @dataclass
@@ -109,6 +112,7 @@ class Predictor:
             log_concentration=optional(prediction.log_concentration),
             energy=energy.numpy(),
             max_logit=max_logit.numpy(),
+            top_k=_ranked(prediction.log_concentration, choice.top_k),
         )
         meta = {**self._meta(choice, split), "num_examples": len(content.probs), **notes_of(integrator)}
 
@@ -124,11 +128,20 @@ class Predictor:
             "variant": choice.variant,
             "settings": choice.settings,
             "samples": choice.samples,
+            "top_k": choice.top_k,
             "split": split.content.name,
             "is_ood": split.content.is_ood,
             "is_labeled": split.content.labels is not None,
             "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
         }
+
+
+def _ranked(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> Any:
+    """How many classes each example keeps, (N,), by blocks of rows; None where classes are not ranked."""
+    if log_concentration is None or top_k is None:
+        return None
+    blocks = log_concentration.split(max(1, RANKED_CONCENTRATIONS // log_concentration.shape[1]))
+    return torch.cat([ranked_lengths(block, **top_k) for block in blocks]).numpy()
 
 
 def notes_of(integrator: Integrator) -> dict[str, Any]:

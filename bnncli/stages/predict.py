@@ -10,6 +10,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, posterior_source
 from bnncli.stages._predict_plan import ALL, Choice, Plan
+from bnncli.stages._predict_table import check_table_path, make_table, parse_merges
 from bnncli.stages._predict_work import Predictor, TrainData, warn
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
@@ -30,13 +31,18 @@ class Candidate:
 
 def run(run: Run, options: PredictOptions) -> Result:
     """Predict what was asked for; what cannot be used is skipped with a warning unless it was named."""
+    options.check_together()
     splits = [load_split(run, name) for name in _split_names(run, options)]
     candidates = _candidates(run, options)
     plan = Plan.of(options, [candidate.header for candidate in candidates])
-    num_classes = len(splits[0].content.classes)
+    classes = splits[0].content.classes
+    merges = parse_merges(options.merge, classes)
+    if options.table is not None:
+        inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in candidates))]
+        check_table_path(run, Path(options.table), inputs)
     train, total = TrainData(run), Result()
     for candidate in candidates:
-        choices, refusals = plan.choices(candidate.header, num_classes)
+        choices, refusals = plan.choices(candidate.header, len(classes))
         for refusal in refusals:
             if options.posterior:
                 raise refusal
@@ -57,6 +63,9 @@ def run(run: Run, options: PredictOptions) -> Result:
         )
     counts = f"{len(total.outputs)} files, {len(splits)} splits"
     total.summary = [f"{counts}: {total.action.replace('_', ' ')}"] if not run.write.dry_run else []
+    if options.table is not None:
+        files = [Path(output["path"]) for output in total.outputs]
+        total.add(make_table(run, Path(options.table), files, merges=merges, classes=classes))
     return total
 
 
@@ -152,6 +161,7 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
         "posterior": posterior,
         "seed": run.compute.seed if is_sampling else None,
         "keep_samples": options.keep_samples and is_sampling,
+        "top_k": choice.top_k,
     }
     return Request(
         Path(run.naming.out) if run.naming.out else run.folder.predictions(label, name),

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bnncli.digests import file_sha256
-from bnncli.errors import OutputExists, UsageError
 from bnncli.figures import MARK
-from bnncli.storage.atomic import check_writable, publish_bytes
-from bnncli.storage.freshness import is_same_file
+from bnncli.storage.atomic import publish_bytes
+from bnncli.storage.side_outputs import check_side_output
 
 _MAX_BYTES = 1 << 24  # of ours; what is larger is somebody else's
 
@@ -26,13 +25,7 @@ def check_figure_path(target: Path, flag: str, *, force: bool, others: Iterable[
         UsageError: target is one of the others.
         OutputExists: the folder cannot be written, or a foreign file is there.
     """
-    if any(is_same_file(target, other) or target.absolute() == other.absolute() for other in others):
-        raise UsageError(f"{flag}: {target} is an input or another output of this command; choose another name")
-    check_writable(target.parent)
-    if target.is_dir() or (target.exists() and not force and not _is_ours(target)):
-        what = "is a folder" if target.is_dir() else "exists and is no figure of bnncli"
-        hint = f"give {flag} another name" + ("" if target.is_dir() else ", or add --force to replace it")
-        raise OutputExists(f"{target} {what}", hint=hint, path=target)
+    check_side_output(target, flag, "figure", is_ours=_is_ours, force=force, others=others)
 
 
 def write_figure(target: Path, content: bytes) -> str:
@@ -42,4 +35,4 @@ def write_figure(target: Path, content: bytes) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size <= _MAX_BYTES and MARK.encode() in path.read_bytes()
+    return path.stat().st_size <= _MAX_BYTES and MARK.encode() in path.read_bytes()

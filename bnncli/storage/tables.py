@@ -1,0 +1,149 @@
+"""Tables of predictions for people and other programs: one row an example, as .csv or .npz, written block by block.
+
+In a CSV file (RFC 4180, by Python's csv module) classes are names and what is not there is empty. In an NPZ file classes
+are indices into `classes`; what is not there is NaN in real columns and -1 in whole ones; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from bnncli.digests import file_sha256
+from bnncli.storage.atomic import publish
+
+Array = np.ndarray[Any, Any]
+ORIGIN = ("split", "posterior", "variant")
+FIRST_COLUMNS = ("sample_id", *ORIGIN, "predicted", "probability")  # what tells a table of ours
+CLASS_COLUMNS = ("predicted", "label")
+TOP_K = "top_k"
+_MARK = "bnncli_table"
+_ROWS = 1 << 16  # of a text column made at once
+
+
+@dataclass(frozen=True)
+class TableBlock:
+    """Some rows of a table.
+
+    Attributes:
+        origin: split, posterior and variant of all these rows.
+        columns: name to (n,): whole numbers, of which class columns are class indices, or real numbers; top_k is
+            (n, k), class indices by rank and -1 behind the last.
+    """
+
+    origin: tuple[str, str, str]
+    columns: dict[str, Array]
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a table that was written here."""
+    if path.suffix.lower() == ".npz":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return f"{_MARK}.npy" in archive.namelist()
+        except (zipfile.BadZipFile, OSError):
+            return False
+    with open(path, "rb") as stream:
+        return stream.read(1024).startswith(",".join(FIRST_COLUMNS).encode() + b",")
+
+
+def write_table(target: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> str:
+    """Publish a table, in the form that its suffix names; the digest of its bytes."""
+    write = _write_npz if target.suffix.lower() == ".npz" else _write_csv
+    publish(target, lambda path: write(path, blocks, classes), may_replace=True)
+    return f"sha256:{file_sha256(target)}"
+
+
+def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as stream:
+        for number, block in enumerate(blocks):
+            if number == 0:
+                _writer(stream).writerow(_order(block))
+            _writer(stream).writerows(_text_rows(block, classes))
+
+
+def _writer(stream: TextIO) -> Any:
+    return csv.writer(stream, lineterminator="\r\n")
+
+
+def _order(block: TableBlock) -> list[str]:
+    """The names of all columns; where the rows come from stands behind the first."""
+    first, *others = block.columns
+    return [first, *ORIGIN, *others]
+
+
+def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    origin = dict(zip(ORIGIN, block.origin, strict=True))
+    count = len(next(iter(block.columns.values())))
+    return zip(
+        *(
+            [origin[name]] * count if name in origin else _texts(name, block.columns[name], classes)
+            for name in _order(block)
+        ),
+        strict=True,
+    )
+
+
+def _texts(name: str, values: Array, classes: Sequence[str]) -> list[str]:
+    """The cells of a column."""
+    if name == TOP_K:
+        return [";".join(_escaped(classes[k]) for k in row if k >= 0) for row in values.tolist()]
+    if name in CLASS_COLUMNS:
+        return [classes[k] if k >= 0 else "" for k in values.tolist()]
+    if values.dtype.kind == "f":
+        return ["" if math.isnan(value) else format(value, ".9g") for value in values.tolist()]
+    return [str(value) for value in values.tolist()]
+
+
+def _escaped(name: str) -> str:
+    """A class name in a list of them: a backslash keeps its own semicolons apart."""
+    return name.replace("\\", "\\\\").replace(";", "\\;")
+
+
+def _write_npz(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> None:
+    """Numbers are held for all rows, a few dozen bytes each; texts are made as they are written."""
+    origins: list[tuple[str, str, str]] = []
+    counts: list[int] = []
+    columns: dict[str, list[Array]] = {}
+    for block in blocks:
+        origins.append(block.origin)
+        counts.append(len(next(iter(block.columns.values()))))
+        for name, values in block.columns.items():
+            columns.setdefault(name, []).append(values)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        _write_texts(archive, _MARK, ["bnncli.table/1"], [1])
+        _write_texts(archive, "classes", classes, [1] * len(classes))
+        for axis, name in enumerate(ORIGIN):
+            _write_texts(archive, name, [origin[axis] for origin in origins], counts)
+        for name, parts in columns.items():
+            with _member(archive, name) as stream:
+                joined = np.concatenate(_padded(parts) if name == TOP_K else parts)
+                np.lib.format.write_array(stream, joined, allow_pickle=False)
+
+
+def _padded(parts: list[Array]) -> list[Array]:
+    width = max(part.shape[1] for part in parts)
+    return [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1) for part in parts]
+
+
+def _write_texts(archive: zipfile.ZipFile, name: str, values: Sequence[str], counts: Sequence[int]) -> None:
+    """A text array in which each value is repeated, never held whole."""
+    kind = np.array(list(values) or [""]).dtype
+    with _member(archive, name) as stream:
+        description = {"descr": kind.str, "fortran_order": False, "shape": (sum(counts),)}
+        np.lib.format.write_array_header_1_0(stream, description)
+        for value, count in zip(values, counts, strict=True):
+            for start in range(0, count, _ROWS):
+                stream.write(np.full(min(_ROWS, count - start), value, dtype=kind).tobytes())
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> Any:
+    """A file in the archive, with the same date always: the same numbers give the same bytes."""
+    return archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True)

@@ -1,0 +1,178 @@
+"""The table of predict: what stands in it, against the prediction files; merged classes; where it may be written."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from bnncli.errors import UsageError
+from bnncli.stages import _predict_table
+from bnncli.stages._predict_table import parse_merges
+from bnncli.storage.predictions import read_predictions
+from bnncli.storage.tables import TableBlock, write_table
+
+Cli = Any
+BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
+CLASSES = ["cat", "dog", "9", "car; red"]
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def make(cli: Cli, run: Path, name: str, *words: object) -> Path:
+    path = run.with_name(name)
+    done = cli("predict", run, *words, "--table", path, "--json")
+    assert done.code == 0, done.stdout
+    assert done.json["outputs"][-1]["path"] == str(path)
+    return path
+
+
+def prediction(run: Path, name: str, split: str) -> Any:
+    return read_predictions(run.with_name("small.bnn") / "predictions" / name / f"{split}.h5")
+
+
+def test_a_csv_table_has_every_prediction_of_the_command(cli: Cli, small_run: Path) -> None:
+    words = ("--top-k", "best", "--merge", "ab=0,1", "--split", "test", "--split", "far")
+    rows = rows_of(make(cli, small_run, "t.csv", *BRIDGE, *words))
+    assert len(rows) == 2 * (120 + 60)
+    for variant in ("bridge", "mc"):
+        content = prediction(small_run, f"laplace.{variant}", "test")
+        own = [row for row in rows if (row["split"], row["variant"]) == ("test", variant)]
+        predicted = content.probs.argmax(axis=1)
+        assert [row["predicted"] for row in own] == [content.classes[k] for k in predicted]
+        assert [row["label"] for row in own] == [content.classes[k] for k in content.labels]
+        assert [int(row["sample_id"]) for row in own] == content.sample_id.tolist()
+        for name, values in (("probability", content.probs.max(axis=1)), ("entropy", content.entropy)):
+            assert np.array_equal(np.array([row[name] for row in own], dtype=np.float32), values)
+        union = content.probs[:, :2].sum(axis=1, dtype=np.float64)
+        np.testing.assert_allclose([float(row["ab"]) for row in own], union, rtol=1e-8)
+        assert (own[0]["top_k"] == "", own[0]["ab_low"] == "") == (variant == "mc", variant == "mc")
+    assert {row["label"] for row in rows if row["split"] == "far"} == {""}
+
+
+def test_an_npz_table_says_the_same_as_the_csv_one(cli: Cli, small_run: Path) -> None:
+    words = (*BRIDGE, "--top-k", "neighbor", "--merge", "ab=0,2")
+    rows = rows_of(make(cli, small_run, "t.csv", *words))
+    with np.load(make(cli, small_run, "t.npz", *words), allow_pickle=False) as file:
+        table = dict(file)
+    classes = [*table["classes"].tolist(), ""]
+    for name in ("split", "posterior", "variant"):
+        assert table[name].tolist() == [row[name] for row in rows]
+    for name in ("predicted", "label"):
+        assert [classes[k] for k in table[name]] == [row[name] for row in rows]
+    for name in ("sample_id", "probability", "entropy", "mutual_info", "low", "high", "ab", "ab_low", "ab_high"):
+        texts = np.array([row[name] or "nan" for row in rows], dtype=np.float64)
+        np.testing.assert_allclose(table[name], texts, rtol=1e-7)
+    assert [";".join(classes[k] for k in row if k >= 0) for row in table["top_k"]] == [row["top_k"] for row in rows]
+
+
+@pytest.mark.parametrize("members", [[0, 2], [1]], ids=str)
+def test_the_interval_of_a_union_is_that_of_its_beta(cli: Cli, small_run: Path, members: list[int]) -> None:
+    words = (*BRIDGE[:4], "--split", "test", "--merge", f"some={','.join(map(str, members))}")
+    rows = rows_of(make(cli, small_run, "t.csv", *words))
+    alpha = np.exp(prediction(small_run, "laplace.bridge", "test").log_concentration.astype(np.float64))
+    union = alpha[:, members].sum(axis=1)
+    for name, level in (("some_low", 0.025), ("some_high", 0.975)):
+        expected = stats.beta(union, alpha.sum(axis=1) - union).ppf(level)
+        np.testing.assert_allclose([float(row[name]) for row in rows], expected, rtol=1e-6, atol=1e-12)
+
+
+def test_blocks_do_not_change_a_table(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*BRIDGE, "--top-k", "best", "--merge", "ab=0,1")
+    whole = [make(cli, small_run, name, *words).read_bytes() for name in ("a.csv", "a.npz")]
+    monkeypatch.setattr(_predict_table, "BLOCK_PROBABILITIES", 21)
+    assert [make(cli, small_run, name, *words).read_bytes() for name in ("b.csv", "b.npz")] == whole
+
+
+def test_the_ranked_classes_are_the_most_probable_ones(cli: Cli, small_run: Path) -> None:
+    rows = rows_of(make(cli, small_run, "t.csv", *BRIDGE[:4], "--split", "test", "--top-k", "best"))
+    content = prediction(small_run, "laplace.bridge", "test")
+    assert content.header.meta["top_k"] == {"rule": "best", "threshold": 0.05, "cap": 10}
+    assert len(set(content.top_k.tolist())) > 1
+    for row, probs, length in zip(rows, content.probs, content.top_k, strict=True):
+        order = sorted(range(3), key=lambda k: -probs[k])[:length]
+        assert row["top_k"] == ";".join(content.classes[k] for k in order)
+
+
+def test_texts_are_quoted_so_that_they_come_back(tmp_path: Path) -> None:
+    names = ['plain', 'with, comma', 'with "quotes"', "two\nlines", "a;b"]  # fmt: skip
+    numbers = np.arange(5)
+    columns = {"sample_id": numbers, "predicted": numbers, "probability": numbers / 8, "entropy": np.full(5, np.nan)}
+    block = TableBlock(("test", "laplace", "mc"), {**columns, "top_k": np.array([[0, 4]] * 5)})
+    write_table(tmp_path / "t.csv", [block], names)
+    rows = rows_of(tmp_path / "t.csv")
+    assert [row["predicted"] for row in rows] == names
+    assert (rows[0]["top_k"], rows[1]["entropy"], rows[1]["probability"]) == ("plain;a\\;b", "", "0.125")
+
+
+def test_classes_are_merged_by_name_before_index() -> None:
+    merges = parse_merges(["pets=cat,dog", "odd=9,3"], CLASSES)
+    assert [(merge.name, merge.members) for merge in merges] == [("pets", (0, 1)), ("odd", (2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["a=cow,cat"], "no class 'cow'; classes: cat, dog, 9, car; red"),
+        (["a=dgo,cat"], "no class 'dgo'; did you mean 'dog'"),
+        (["a=cat,0"], "a class stands there twice"),
+        (["a=0,1,9,3"], "has probability 1"),
+        (["a=0,1", "a=0"], "has a column 'a' already"),
+        (["label=0,1"], "has a column 'label' already"),
+        (["a=0,4"], "no class '4'"),
+    ],
+    ids=str,
+)
+def test_a_union_that_cannot_be_is_refused(texts: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_merges(texts, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--merge", "a=0,1"), "add --table FILE"),
+        (("--table", "t.csv", "--merge", "0,1"), "--merge: expected NAME=CLASS,CLASS"),
+        (("--table", "t.csv", "--merge", "a="), "--merge: expected NAME=CLASS,CLASS"),
+        (("--table", "t.txt"), "--table: expected a file ending in .csv, .npz"),
+        (("--top-k-cap", 3), "add --top-k neighbor or best"),
+        (("--top-k", "best", "--top-k-threshold", 1.0), "expected a number between 0 and 1"),
+        (("--top-k", "best"), "no Dirichlet; integrators that give one: bridge"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_belong_together_are_refused(
+    cli: Cli, small_run: Path, words: tuple[object, ...], message: str
+) -> None:
+    done = cli("predict", small_run, *words)
+    assert done.code == 2
+    assert message in done.stderr
+
+
+def test_a_table_replaces_a_table_but_no_other_file(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "map", "--split", "test")
+    for name in ("t.csv", "t.npz"):
+        path = make(cli, small_run, name, *words)
+        before = path.read_bytes()
+        assert make(cli, small_run, name, *words, "--split", "far").read_bytes() != before
+        path.write_bytes(b"mine")
+        done = cli("predict", small_run, *words, "--table", path, "--json")
+        assert (done.code, path.read_bytes()) == (73, b"mine")
+        assert "is no table of bnncli" in done.json["error"]["message"]
+        assert make(cli, small_run, name, *words, "--force").read_bytes() == before
+    assert cli("predict", small_run, *words, "--table", small_run.with_name("features.npz")).code == 73
+
+
+def test_a_dry_run_plans_the_table_and_an_output_is_no_table(cli: Cli, small_run: Path) -> None:
+    path = small_run.with_name("t.csv")
+    words = ("--posterior", "map", "--split", "test", "--table", path)
+    done = cli("predict", small_run, *words, "--dry-run", "--json")
+    assert (done.json["outputs"][-1]["planned"], path.exists()) == ("compute", False)
+    assert cli("predict", small_run, *words, "--out", path).code == 2
