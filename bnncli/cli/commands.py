@@ -135,6 +135,26 @@ COMMANDS = (
         ),
     ),
     Command(
+        "compare",
+        "Compare posteriors: each score with its standard error, the best ones marked, or differences from a baseline.",
+        "One checkpoint: standard errors and tests by a bootstrap over examples, the same ones for all posteriors. Several "
+        "checkpoints, seeds of one experiment: means and standard errors over checkpoints, and paired t tests, which find "
+        "little with two or three. Marked (* in text) are the best of each column and all that are not significantly worse, "
+        "by Holm's adjustment for the comparisons with the best. The p-value is the share of bootstrap differences that lie "
+        "as far from the difference observed as that lies from zero, itself counted. Reads predictions; nothing is written.",
+        (o.CompareOptions, o.InputOptions, *READ),
+        (
+            "bnncli compare ckpt.pt",
+            "bnncli compare ckpt.pt --baseline map --metric nll --metric ece:equal-mass",
+            "bnncli compare seed-1.pt seed-2.pt seed-3.pt --format latex > table.tex",
+        ),
+        (
+            Argument(
+                "ckpt", "Checkpoints whose predictions are compared; several are seeds of one experiment.", is_many=True
+            ),
+        ),
+    ),
+    Command(
         "diagnose",
         "Judge every posterior against its target: ELBO, Pareto k, evidence, R-hat, MMD^2; say which to use.",
         "A Gaussian or flow is good when its log importance weights spread by at most 2 nats and Pareto k is below its "

@@ -90,7 +90,7 @@ def forms(metrics: Sequence[Row]) -> list[str]:
     names = []
     for row, choices in zip(metrics, every, strict=True):
         names.append(":".join([row["name"], *(choices[key] for key in telling if key in choices)]))
-    return list(dict.fromkeys(names))
+    return names
 
 
 def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
@@ -132,7 +132,7 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
             find_metric(other["metrics"], wanted) for other in rows if other is not row
         ):
             return (None, f"it has no {label}") if named else (None, None)
-        choices = ", ".join(forms(named) or dict.fromkeys(metric["name"] for metric in row["metrics"])) or "none"
+        choices = ", ".join(dict.fromkeys(forms(named) or [metric["name"] for metric in row["metrics"]])) or "none"
         raise UsageError(f"--assert: {_label(row)} has no score {label} (there: {choices})")
     if len(found) > 1:
         raise UsageError(f"--assert: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")

@@ -17,7 +17,7 @@ Scores = Mapping[str, NDArray | str]
 _IN_THRESHOLD = "5th percentile of in-distribution scores, linear"
 _OUT_THRESHOLD = "95th percentile of out-of-distribution scores, linear"
 # Field of Detection to the row's name and choices.
-_ROWS: dict[str, Row] = {
+DETECTION_ROWS: dict[str, Row] = {
     "auroc": {"name": "auroc", "positive": "in", "higher_is_better": True},
     "aupr_in": {"name": "aupr", "positive": "in", "estimator": "average precision", "higher_is_better": True},
     "aupr_out": {"name": "aupr", "positive": "out", "estimator": "average precision", "higher_is_better": True},
@@ -51,10 +51,10 @@ def detection_rows(
     for name, reason in reasons.items():
         shared = {"score": name, "ood": ood, "n": _sizes(scores_in[name], scores_out[name])}
         if reason is not None:
-            rows += [{**choices, **shared, "value": None, "undefined": reason} for choices in _ROWS.values()]
+            rows += [{**choices, **shared, "value": None, "undefined": reason} for choices in DETECTION_ROWS.values()]
             continue
         for index, (field, value) in enumerate(rankings[name].estimate().items()):
-            row = {**_ROWS[field], **shared, "value": value}
+            row = {**DETECTION_ROWS[field], **shared, "value": value}
             if bootstrap is not None:
                 row |= bootstrap.describe(value, replicates[name][:, index], bounds=(0.0, 1.0))
             rows.append(row)

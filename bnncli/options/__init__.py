@@ -28,6 +28,7 @@ from bnncli.options.common import (
 from bnncli.options.common import (
     WriteOptions as WriteOptions,
 )
+from bnncli.options.compare import CompareOptions as CompareOptions
 from bnncli.options.diagnose import DiagnoseOptions as DiagnoseOptions
 from bnncli.options.evaluate import EvaluateOptions as EvaluateOptions
 from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFeaturesOptions

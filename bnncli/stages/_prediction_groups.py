@@ -35,11 +35,6 @@ class Group:
         return str(self.headers[0].meta.get("variant", self.integrator))
 
     @property
-    def label(self) -> str:
-        """<posterior>.<variant>"""
-        return f"{self.posterior}.{self.variant}"
-
-    @property
     def posterior_path(self) -> Path | None:
         """The posterior's file, where it was when the predictions were made."""
         for entry in self.headers[0].inputs:
@@ -53,9 +48,9 @@ class Group:
 
     def is_named(self, posteriors: Sequence[str], integrators: Sequence[str]) -> bool:
         """Whether its names are among those asked for; an empty list asks for all."""
-        return (not posteriors or not {self.posterior, self.name, self.label}.isdisjoint(posteriors)) and (
-            not integrators or not {self.integrator, self.variant}.isdisjoint(integrators)
-        )
+        return (
+            not posteriors or not {self.posterior, self.name, f"{self.posterior}.{self.variant}"}.isdisjoint(posteriors)
+        ) and (not integrators or not {self.integrator, self.variant}.isdisjoint(integrators))
 
 
 def open_groups(run: Run, *, posteriors: Sequence[str] = (), integrators: Sequence[str] = ()) -> list[Group]:

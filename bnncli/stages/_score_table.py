@@ -64,6 +64,11 @@ def score_table(
     return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
 
 
+def score_title(metric: Mapping[str, Any]) -> str:
+    """What a score is called in a table, without the choices that tell it from its like."""
+    return _SCORES[metric["name"]][0].format(**metric)
+
+
 def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str]) -> bool:
     if chosen:
         return metric["name"] in chosen

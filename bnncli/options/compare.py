@@ -1,0 +1,63 @@
+"""Options of compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.assertions import Quantity, parse_score
+from bnncli.errors import UsageError
+from bnncli.option import Checked, option
+from bnncli.options.evaluate import METRICS
+
+COMPARED = tuple(
+    name for name in METRICS if name not in ("mmd2", "wasserstein", "mean_error", "covariance_error", "mmc")
+)
+DEFAULT_METRICS = ("accuracy", "nll", "brier", "ece", "auroc", "fpr95")
+
+
+@dataclass(frozen=True)
+class CompareOptions(Checked):
+    """Options of compare."""
+
+    metric: list[str] = option(
+        [],
+        f"Score to compare, METRIC[:CHOICE...], as ece:equal-mass or auroc:mnist; {', '.join(DEFAULT_METRICS)} by default. Repeatable.",
+        metavar="SCORE",
+        numeric=False,
+    )
+    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
+    integrator: list[str] = option(
+        [],
+        "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
+        metavar="NAME",
+        numeric=False,
+    )
+    split: str = option("test", "Split to compare on.", metavar="SPLIT", numeric=False)
+    baseline: str | None = option(
+        None,
+        "Show differences from this posterior instead, POSTERIOR or POSTERIOR.INTEGRATOR, with intervals and p-values.",
+        metavar="NAME",
+        numeric=False,
+    )
+    alpha: float = option(
+        0.05, "Level of the tests, all of a column together; intervals have 1 - alpha.", minimum=1e-6, maximum=0.5
+    )
+    bootstrap: int = option(
+        1000, "Bootstrap replicates over examples, where there is one checkpoint.", minimum=100, numeric=False
+    )
+    bins: int = option(15, "Bins of calibration errors.", minimum=1)
+    format: str = option(
+        "text", "Form of the table on stdout.", choices=("text", "csv", "markdown", "latex"), numeric=False
+    )
+    seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.scores  # wrong ones are told before any work
+        if len(set(self.metric)) < len(self.metric):
+            raise UsageError("--metric: the same score is named twice")
+
+    @property
+    def scores(self) -> list[Quantity]:
+        """What --metric asks for."""
+        return [parse_score(text, "--metric", COMPARED) for text in self.metric or DEFAULT_METRICS]

@@ -1,0 +1,304 @@
+"""compare: what it shows, marks and refuses, for one checkpoint and for several."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import STEPS, make_arrays
+from scipy import stats
+
+from bnncli.evaluation.paired import Difference, Sample, Standing
+from bnncli.stages._compare_measure import Column, Entry
+from bnncli.stages._compare_tables import Comparison, Name, as_csv, as_latex, as_markdown, as_table
+
+Cli = Any
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three runs of one experiment, with predictions of map and laplace."""
+    from bnncli.cli.execute import run_command_line
+
+    folder = tmp_path_factory.mktemp("seeds")
+    names = []
+    for seed in range(3):
+        arrays = make_arrays()
+        noise = np.random.default_rng(100 + seed).normal(size=arrays["head_weight"].shape)
+        arrays["head_weight"] = (arrays["head_weight"] + 0.3 * noise).astype(np.float32)
+        np.savez(folder / "features.npz", **arrays)
+        name = folder / f"seed-{seed}"
+        for words in (["extract-features", name, "--from-npz", folder / "features.npz", "--ood", "far"], [STEPS[0][0], name, *STEPS[0][1:]], ["predict", name]):  # fmt: skip
+            assert run_command_line([str(word) for word in words], io.StringIO()) == 0
+        names.append(name)
+    return names
+
+
+def scores_of(document: dict[str, Any], posterior: str) -> dict[str, dict[str, Any]]:
+    (row,) = [row for row in document["rows"] if row["posterior"] == posterior]
+    return {score["form"]: score for score in row["scores"]}
+
+
+def values_of(cli: Cli, run: Path, posterior: str) -> dict[str, dict[str, Any]]:
+    """The scores of evaluate in their usual forms."""
+    rows = cli("evaluate", run, "--json").json["rows"]
+    (row,) = [row for row in rows if row["posterior"] == posterior and row["split"] == "test"]
+    usual = {"strategy": "equal-width", "score": "max_prob", "positive": "in", "norm": "l1"}
+    kept = [m for m in row["metrics"] if all(m.get(key, value) == value for key, value in usual.items())]
+    return {metric["name"]: metric for metric in kept}
+
+
+def test_one_checkpoint_has_the_scores_and_standard_errors_of_evaluate(cli: Cli, small_run: Path) -> None:
+    document = cli("compare", small_run, "--json", "--metric", "nll", "--metric", "ece", "--metric", "accuracy").json
+    assert {row["posterior"] for row in document["rows"]} == {"map", "laplace", "refine", "hmc"}
+    for posterior in ("map", "laplace", "hmc"):
+        expected = values_of(cli, small_run, posterior)
+        for name, score in scores_of(document, posterior).items():
+            assert score["value"] == pytest.approx(expected[name]["value"], rel=1e-12)
+            assert score["standard_error"] == pytest.approx(expected[name]["standard_error"], rel=1e-9)
+    assert (document["num_checkpoints"], document["replicates"], document["alpha"]) == (1, 1000, 0.05)
+
+
+def test_the_default_scores_are_shown_and_the_best_are_marked(cli: Cli, small_run: Path) -> None:
+    done = cli("compare", small_run)
+    head = [cell.strip() for cell in done.stdout.splitlines()[0].split("|")]
+    assert head == ["posterior", "integrator", "accuracy", "NLL", "Brier", "ECE", "AUROC far", "FPR95 far"]
+    document = cli("compare", small_run, "--json").json
+    for place in range(6):
+        column = [row["scores"][place] for row in document["rows"]]
+        best = [score for score in column if score["is_best"]]
+        sign = 1 if best[0]["higher_is_better"] else -1
+        assert len(best) == 1
+        assert best[0]["value"] == max((score["value"] for score in column), key=lambda value: sign * value)
+        for score in column:
+            assert score["is_close"] == (score["is_best"] or score["p_adjusted"] > 0.05)
+    stars = [cell.strip().startswith("*") for cell in done.stdout.splitlines()[2].split("|")[2:]]
+    assert stars == [score["is_close"] for score in document["rows"][0]["scores"]]
+
+
+def test_scores_are_titled_as_they_were_asked_for_and_by_what_tells_them_apart(cli: Cli, small_run: Path) -> None:
+    words = [
+        word
+        for name in ("ece:class-wise", "fpr95", "mean_entropy", "ece", "auroc:entropy")
+        for word in ("--metric", name)
+    ]
+    done = cli("compare", small_run, *words)
+    head = [cell.strip() for cell in done.stdout.splitlines()[0].split("|")[2:]]
+    assert head == ["ECE class-wise", "FPR95 far", "entropy", "ECE", "AUROC entropy far"]
+    assert all(line.split("|")[4].strip()[0] != "*" for line in done.stdout.splitlines()[2:6])  # no entropy is best
+
+
+def test_several_checkpoints_have_means_and_the_t_tests_of_scipy(cli: Cli, seeds: list[Path]) -> None:
+    words = ("--metric", "nll", "--metric", "auroc", "--baseline", "map", "--alpha", "0.1")
+    done = cli("compare", *seeds, *words, "--json")
+    document = done.json
+    assert (document["num_checkpoints"], document["baseline"]) == (3, "map.plug-in")
+    for name in ("nll", "auroc"):
+        own, base = (
+            np.array([values_of(cli, seed, posterior)[name]["value"] for seed in seeds])
+            for posterior in ("laplace", "map")
+        )
+        form = "auroc:far" if name == "auroc" else name
+        score, other = scores_of(document, "laplace")[form], scores_of(document, "map")[form]
+        expected = stats.ttest_rel(own, base)
+        assert score["values"] == pytest.approx(own.tolist(), rel=1e-12)
+        assert (score["value"], score["standard_error"]) == pytest.approx((own.mean(), stats.sem(own)), rel=1e-9)
+        assert score["p_value"] == score["p_adjusted"] == pytest.approx(expected.pvalue, rel=1e-6)
+        ends = expected.confidence_interval(0.9)
+        assert (score["low"], score["high"]) == pytest.approx((ends.low, ends.high), rel=1e-6)
+        assert (other["difference"], other["p_value"]) == (None, None)
+    assert "3 checkpoints: the paired t test" in done.stderr
+
+
+def test_checkpoints_are_compared_by_what_all_of_them_have(cli: Cli, seeds: list[Path], small_run: Path) -> None:
+    done = cli("compare", seeds[0], small_run, "--metric", "nll", "--json")
+    assert [row["posterior"] for row in done.json["rows"]] == ["map", "laplace"]
+    assert f"leaving out refine.mc: no predictions of split 'test' for {seeds[0]}" in done.stderr
+
+
+def test_the_baseline_is_shown_and_the_others_as_differences(cli: Cli, small_run: Path) -> None:
+    done = cli("compare", small_run, "--baseline", "laplace.mc", "--metric", "nll")
+    rows = {line.split("|")[0].strip(): line.split("|")[2].strip() for line in done.stdout.splitlines()[2:6]}
+    assert " +- " in rows["laplace"]
+    for name in ("map", "refine", "hmc"):
+        assert rows[name].lstrip("* ")[0] in "+-"
+        assert "p=" in rows[name]
+    assert "for laplace.mc; for the others the difference from it, with its 95 % interval" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "why"),
+    [
+        (["--baseline", "nobody"], 66, "no posterior 'nobody'"),
+        (["--baseline", "map", "--posterior", "map"], 2, "no other posterior"),
+        (["--posterior", "nobody"], 66, "no predictions of posterior 'nobody'"),
+        (["--split", "far"], 66, "no posterior has predictions of an in-distribution split 'far'"),
+        (["--metric", "mmd2"], 2, "unknown metric 'mmd2'"),
+        (["--metric", "map.nll"], 2, "expected METRIC"),
+        (["--metric", "auroc:near"], 2, "no posterior has this score"),
+        (["--metric", "ece:equal-mess"], 2, "no posterior has this score"),
+        (["--metric", "nll", "--metric", "nll"], 2, "named twice"),
+        (["--format", "latex", "--json"], 2, "exclude each other"),
+        (["--format", "html"], 2, "expected one of text, csv, markdown, latex"),
+        (["--alpha", "0"], 2, "--alpha: expected"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_in_one_line(
+    cli: Cli, small_run: Path, words: list[str], code: int, why: str
+) -> None:
+    done = cli("compare", small_run, *words)
+    assert (done.code, "Traceback" in done.stderr, done.stderr.count("error:")) == (code, False, 1)
+    assert why in done.stderr
+
+
+def test_predictions_under_a_name_of_their_own_are_compared_by_it(cli: Cli, small_run: Path) -> None:
+    cli("predict", small_run, "--posterior", "laplace", "--name", "more", "--samples", 200)
+    done = cli("compare", small_run, "--posterior", "laplace", "--metric", "nll", "--baseline", "more")
+    assert [line.split("|")[0].strip() for line in done.stdout.splitlines()[2:4]] == ["laplace", "laplace (more)"]
+    done = cli("compare", small_run, "--metric", "nll", "--baseline", "laplace")
+    assert (done.code, "--baseline: laplace may mean laplace.mc, more; name one" in done.stderr) == (2, True)
+
+
+def test_a_checkpoint_given_twice_is_no_second_seed(cli: Cli, small_run: Path) -> None:
+    done = cli("compare", small_run, small_run.parent / "." / small_run.name)
+    assert (done.code, "is given twice" in done.stderr) == (2, True)
+    done = cli("compare", small_run, small_run.with_name("other"), "--run-dir", small_run.with_name("small.bnn"))
+    assert (done.code, "--run-dir is the run folder of one checkpoint" in done.stderr) == (2, True)
+    assert cli("compare", small_run, "--metric", "nll", "--run-dir", small_run.with_name("small.bnn")).code == 0
+
+
+def test_unlabelled_scores_that_are_named_are_an_error_and_dashes_otherwise(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_arrays()
+    del arrays["labels_test"]
+    np.savez(tmp_path / "a.npz", **arrays)
+    cli("extract-features", tmp_path / "a", "--from-npz", tmp_path / "a.npz", "--ood", "far")
+    cli("predict", tmp_path / "a")
+    done = cli("compare", tmp_path / "a", "--metric", "nll")
+    assert (done.code, "undefined on split 'test': no labels" in done.stderr) == (65, True)
+    cells = [cell.strip() for cell in cli("compare", tmp_path / "a").stdout.splitlines()[2].split("|")]
+    assert cells[2:6] == ["-"] * 4
+    assert cells[6][0] == "*"
+
+
+def test_posteriors_of_different_examples_are_refused(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bnncli.stages import compare
+    from bnncli.stages._prediction_groups import open_groups
+
+    def changed(*words: Any, **names: Any) -> Any:
+        groups = open_groups(*words, **names)
+        for header in groups[1].headers:
+            if header.meta["split"] == "test":
+                header.meta["order_digest"] = "other"
+        return groups
+
+    monkeypatch.setattr(compare, "open_groups", changed)
+    done = cli("compare", small_run)
+    assert (done.code, "holds other examples for laplace.mc than for map.plug-in" in done.stderr) == (65, True)
+
+
+def test_stale_predictions_are_left_out_with_a_warning(cli: Cli, small_run: Path) -> None:
+    cli("fit-laplace", small_run, "--prior-precision", "9", "--force")
+    done = cli("compare", small_run, "--metric", "nll")
+    assert done.code == 0
+    assert "laplace" not in done.stdout
+    assert "skipping laplace.mc" in done.stderr
+
+
+def test_too_few_replicates_for_a_verdict_are_told(cli: Cli, small_run: Path) -> None:
+    done = cli("compare", small_run, "--metric", "nll", "--alpha", "0.001", "--bootstrap", 100)
+    assert "nothing can be significant; use at least 3001" in done.stderr
+    assert "nothing can" not in cli("compare", small_run, "--metric", "nll").stderr
+
+
+def test_csv_has_every_digit_and_the_same_numbers_as_json(cli: Cli, small_run: Path) -> None:
+    lines = list(csv.DictReader(io.StringIO(cli("compare", small_run, "--format", "csv").stdout)))
+    document = cli("compare", small_run, "--json").json
+    scores = [(row["posterior"], score) for row in document["rows"] for score in row["scores"]]
+    assert len(lines) == len(scores) == 4 * 6
+    for line, (posterior, score) in zip(lines, scores, strict=True):
+        assert (line["posterior"], line["score"], line["split"]) == (posterior, score["form"], "test")
+        assert float(line["value"]) == score["value"]
+        assert (line["is_best"], line["p_value"]) == (
+            str(score["is_best"]).lower(),
+            "" if score["p_value"] is None else repr(score["p_value"]),
+        )
+
+
+def comparison(baseline: int | None = None) -> Comparison:
+    """Two posteriors with names that every format must escape."""
+    entries = [Entry(Sample(np.array([0.25]), np.array([0.24, 0.26]))), Entry(None, "no labels")]
+    standings = [Standing(None, None, True, True), Standing(Difference(-0.01, 0.001, -0.02, -0.005, 0.01), 0.04)]
+    columns = [
+        Column({"name": "nll", "higher_is_better": False}, "nll", entries),
+        Column({"name": "auroc", "ood": "a_b", "higher_is_better": True}, "auroc:a_b", list(reversed(entries))),
+    ]
+    shown = [standings, [Standing(), standings[0]]]
+    return Comparison(
+        [Name("a_1.mc", "a_1", "mc", "mc"), Name("b|2.mc-qmc", "b|2", "mc", "mc-qmc")],
+        columns,
+        shown,
+        "test",
+        10,
+        1,
+        2,
+        0.05,
+        baseline,
+    )
+
+
+def test_latex_is_booktabs_with_escaped_names_and_bold_marks() -> None:
+    assert as_latex(comparison())[2:] == [
+        r"\begin{tabular}{llrr}", r"\toprule",
+        r"posterior & integrator & NLL $\downarrow$ & AUROC a\_b $\uparrow$ \\", r"\midrule",
+        r"a\_1 & mc & $\mathbf{0.2500} \pm 0.0141$ & -- \\",
+        r"b|2 & mc-qmc & -- & $\mathbf{0.2500} \pm 0.0141$ \\",
+        r"\bottomrule", r"\end{tabular}",
+    ]  # fmt: skip
+    assert all(line.startswith("% ") for line in as_latex(comparison())[:2])
+
+
+def test_markdown_escapes_pipes_and_marks_in_bold() -> None:
+    lines = as_markdown(comparison())
+    assert lines[:4] == [
+        "| posterior | integrator | NLL | AUROC a_b |", "| --- | --- | ---: | ---: |",
+        "| a_1 | mc | **0.2500 ± 0.0141** | - |", r"| b\|2 | mc-qmc | - | **0.2500 ± 0.0141** |",
+    ]  # fmt: skip
+    assert lines[-1].startswith("Bold: the best of its column")
+
+
+def test_text_marks_with_stars_and_csv_leaves_undefined_empty() -> None:
+    table = as_table(comparison())
+    assert table.rows[0] == ["a_1", "mc", "* 0.2500 +- 0.0141", "  -"]
+    assert [part.columns[2] for part in table.narrow] == ["NLL", "AUROC a_b"]
+    assert as_csv(comparison())[2] == "a_1,mc,test,auroc:a_b,,,false,false,,,,,,"
+
+
+def test_with_a_baseline_what_differs_significantly_is_marked() -> None:
+    entries = [Entry(Sample(np.array([value]))) for value in (0.3, 0.29, 0.2999)]
+    differences = [Difference(-0.01, 0.001, -0.02, -0.005, 0.01), Difference(-0.0001, 0.001, -0.002, 0.002, 0.9)]
+    standings = [Standing(), *(Standing(d, p) for d, p in zip(differences, (0.02, 0.9), strict=True))]
+    columns = [Column({"name": "nll", "higher_is_better": False}, "nll", entries)]
+    shown = Comparison(
+        [Name(f"{name}.mc", name, "mc", "mc") for name in "abc"], columns, [standings], "test", 10, 1, 2, 0.05, 0
+    )
+    assert [row[2] for row in as_table(shown).rows] == [
+        "  0.3000", "* -0.0100 [-0.0200, -0.0050] p=0.01", "  -0.0001 [-0.0020, +0.0020] p=0.9",
+    ]  # fmt: skip
+    assert as_latex(shown)[-4].endswith(r"& $\mathbf{-0.0100\;[-0.0200, -0.0050]}$ \\")
+
+
+def test_the_same_seed_gives_the_same_document(cli: Cli, small_run: Path) -> None:
+    def document(*words: object) -> dict[str, Any]:
+        found = cli("compare", small_run, "--metric", "ece", "--json", *words).json
+        del found["seconds"]
+        return json.loads(json.dumps(found))
+
+    assert document() == document()
+    assert document() != document("--seed", 1)

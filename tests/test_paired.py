@@ -1,0 +1,219 @@
+"""Paired differences against SciPy and closed forms, and their p-values under the null by simulation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.paired import Sample, bootstrap_p_value, difference, holm, standings, t_difference
+
+
+def means(columns: NDArray, seed: int = 0, replicates: int = 1000) -> list[Sample]:
+    """The mean of each column (N, V), resampled alike."""
+    found = Bootstrap(replicates, seed=seed).replicates(lambda w: w @ columns / len(columns), ("test", len(columns)))
+    return [Sample(np.array([value]), drawn) for value, drawn in zip(columns.mean(axis=0), found.T, strict=True)]
+
+
+def test_the_t_test_over_checkpoints_is_that_of_scipy() -> None:
+    draws = np.random.default_rng(0).normal(size=(2, 6)) + np.array([[0.0], [0.4]])
+    found = difference(Sample(draws[0]), Sample(draws[1]), level=0.9)
+    expected = stats.ttest_rel(draws[0], draws[1])
+    ends = expected.confidence_interval(0.9)
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-12)
+    assert (found.low, found.high) == pytest.approx((ends.low, ends.high), rel=1e-12)
+    assert found.standard_error == pytest.approx(stats.sem(draws[0] - draws[1]), rel=1e-12)
+    assert Sample(draws[0]).standard_error == pytest.approx(stats.sem(draws[0]), rel=1e-12)
+
+
+def test_differences_that_do_not_vary_tell_no_p_value_unless_they_are_zero() -> None:
+    assert t_difference(np.zeros(3)).p_value == 1
+    assert t_difference(np.full(3, 0.25)).p_value is None
+
+
+def test_two_checkpoints_have_little_power() -> None:
+    assert t_difference(np.array([0.10, 0.12])).p_value == pytest.approx(2 * stats.t.sf(11, 1), rel=1e-9)  # 0.058
+
+
+def test_a_paired_standard_error_is_that_of_the_differences() -> None:
+    generator = np.random.default_rng(1)
+    shared = generator.normal(size=500)
+    columns = np.stack([shared + 0.1 * generator.normal(size=500), shared], axis=1)
+    one, other = means(columns, replicates=4000)
+    found = difference(one, other)
+    expected = np.std(columns[:, 0] - columns[:, 1]) / math.sqrt(500)
+    # R replicates tell a standard deviation to 1 / sqrt(2 R) of itself; 5 of those.
+    assert found.standard_error == pytest.approx(expected, rel=5 / math.sqrt(2 * 4000))
+    assert one.standard_error is not None
+    assert one.standard_error > 5 * expected
+
+
+def test_the_bootstrap_p_value_is_near_that_of_a_paired_t_test() -> None:
+    generator = np.random.default_rng(2)
+    for shift in (0.0, 0.05, 0.1):
+        columns = generator.normal(size=(400, 2)) + np.array([shift, 0.0])
+        p = difference(*means(columns, replicates=4000)).p_value
+        expected = stats.ttest_rel(columns[:, 0], columns[:, 1]).pvalue
+        assert p == pytest.approx(expected, abs=5 * math.sqrt(expected / 4000) + 0.01)
+
+
+def test_the_p_value_is_below_alpha_exactly_where_the_interval_leaves_zero_out() -> None:
+    replicates = np.random.default_rng(3).gamma(2.0, size=9999) - 2.0
+    for value in np.linspace(-3, 3, 61):
+        drawn = value + replicates
+        found = difference(Sample(np.array([value]), drawn), Sample(np.zeros(1), np.zeros(9999)), level=0.9)
+        assert found.low is not None
+        assert found.high is not None
+        assert found.p_value is not None
+        is_out = not found.low <= 0 <= found.high
+        assert is_out == (found.p_value < 0.1) or found.p_value == pytest.approx(0.1, abs=1e-3)
+
+
+def test_the_p_value_is_one_for_equal_scores_and_smallest_when_no_replicate_strays_as_far() -> None:
+    assert bootstrap_p_value(0.0, np.zeros(99)) == 1
+    assert bootstrap_p_value(5.0, 5 + np.linspace(-1, 1, 99)) == 1 / 100
+    noise = np.random.default_rng(4).normal(size=(300, 1)) @ np.ones((1, 2))
+    assert difference(*means(noise)).p_value == 1
+
+
+def test_rounding_does_not_tell_a_tie_from_a_difference() -> None:
+    steps = np.random.default_rng(5).integers(-3, 4, size=999) * 0.001
+    jitter = 1e-12 * np.random.default_rng(6).normal(size=999)
+    assert bootstrap_p_value(0.003, 0.003 + steps + jitter) == bootstrap_p_value(0.003, 0.003 + steps)
+
+
+def simulate(draw: Any, statistic: Any, trials: int, size: int) -> NDArray:
+    """P-values (trials,) of the difference of a statistic of two models, whose true difference is zero."""
+    generator = np.random.default_rng(7)
+    p_values = []
+    for trial in range(trials):
+        data = draw(generator, size)
+        found = Bootstrap(299, seed=trial).replicates(lambda w, d=data: statistic(w, d), ("test", size))
+        p_values.append(bootstrap_p_value(float(statistic(np.ones((1, size)), data)[0]), found))
+    return np.array(p_values)
+
+
+def accuracy_gap(weights: NDArray, data: NDArray) -> NDArray:
+    return weights @ (data[0] - data[1]) / data.shape[1]
+
+
+def ece_gap(weights: NDArray, data: NDArray) -> NDArray:
+    """ECE in 5 bins of the first model minus that of the second; data: confidences and hits of both, (4, N)."""
+    errors = []
+    for confidence, is_right in (data[:2], data[2:]):
+        bins = np.eye(5)[np.minimum((confidence * 5).astype(int), 4)]
+        errors.append(np.abs(weights @ (bins * (confidence - is_right)[:, None])).sum(axis=1) / data.shape[1])
+    return errors[0] - errors[1]
+
+
+def draw_hits(generator: np.random.Generator, size: int) -> NDArray:
+    """Two models that are right on 80 % each and disagree on a tenth of the examples."""
+    draws = generator.random((3, size))
+    shared = draws[0] < 0.8
+    swapped = draws[1] < 0.25
+    return np.stack([shared, np.where(swapped, draws[2] < 0.8, shared)]).astype(float)
+
+
+def draw_confidences(generator: np.random.Generator, size: int) -> NDArray:
+    """Two overconfident models with the same true ECE on labels of their own."""
+    confidence = generator.beta(4, 1, size=(2, size))
+    is_right = generator.random((2, size)) < confidence - 0.1
+    return np.stack([confidence[0], is_right[0], confidence[1], is_right[1]])
+
+
+@pytest.mark.parametrize(
+    ("draw", "statistic"), [(draw_hits, accuracy_gap), (draw_confidences, ece_gap)], ids=["accuracy", "ece"]
+)
+def test_under_the_null_a_share_alpha_of_the_p_values_is_below_alpha(draw: Any, statistic: Any) -> None:
+    trials = 2000
+    p_values = simulate(draw, statistic, trials, 300)
+    for level in (0.05, 0.2):
+        share = float(np.mean(p_values <= level))
+        # 3.3 binomial standard errors: one test in a thousand fails by chance. Discrete scores may be more careful.
+        assert share <= level + 3.3 * math.sqrt(level * (1 - level) / trials)
+        assert share >= 0.6 * level
+
+
+def test_holm_is_the_step_down_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, None, 0.6]) == [1.0, None, 1.0]
+    assert holm([]) == []
+
+
+def test_holm_rejects_what_the_procedure_in_words_rejects() -> None:
+    generator = np.random.default_rng(8)
+    for _ in range(200):
+        p_values = generator.beta(0.3, 1, size=5)
+        rejected = set()
+        for rank, place in enumerate(np.argsort(p_values)):
+            if p_values[place] > 0.05 / (5 - rank):
+                break
+            rejected.add(int(place))
+        assert {i for i, p in enumerate(holm(list(p_values))) if p is not None and p <= 0.05} == rejected
+
+
+def test_holm_keeps_the_chance_of_any_false_rejection_at_the_level() -> None:
+    draws = np.random.default_rng(9).normal(size=(2000, 5))
+    p_values = 2 * stats.norm.sf(np.abs(draws))
+    falsely = np.mean([min(p for p in holm(list(row)) if p is not None) <= 0.05 for row in p_values])
+    assert falsely == pytest.approx(1 - 0.99**5, abs=3.3 * math.sqrt(0.05 * 0.95 / 2000))
+
+
+def test_the_best_and_those_not_significantly_worse_are_marked() -> None:
+    generator = np.random.default_rng(10)
+    columns = generator.normal(size=(400, 1)) + 0.1 * generator.normal(size=(400, 4)) + [0.001, 0.0, 1.0, 0.002]
+    samples: list[Sample | None] = [*means(columns), None]
+    lowest = standings(samples, higher_is_better=False, alpha=0.05)
+    best = int(np.argmin(columns.mean(axis=0)))
+    assert [one.is_best for one in lowest] == [place == best for place in range(5)]
+    assert [one.is_close for one in lowest] == [True, True, False, True, False]
+    assert (lowest[best].against, lowest[4].against, lowest[2].p_adjusted) == (None, None, 3 * 1 / 1001)
+    highest = standings(samples, higher_is_better=True, alpha=0.05)
+    assert [one.is_close for one in highest] == [False, False, True, False, False]
+
+
+def test_of_equal_scores_the_first_is_best_and_all_are_close() -> None:
+    found = standings([Sample(np.array([0.5]), np.full(9, 0.5))] * 3, higher_is_better=True, alpha=0.05)
+    assert [(one.is_best, one.is_close) for one in found] == [(True, True), (False, True), (False, True)]
+
+
+def test_without_replicates_only_the_best_is_marked_and_no_p_value_is_told() -> None:
+    found = standings([Sample(np.array([value])) for value in (0.1, 0.2)], higher_is_better=False, alpha=0.05)
+    assert [one.is_close for one in found] == [True, False]
+    assert found[1].against is not None
+    assert (found[1].against.value, found[1].against.p_value) == (pytest.approx(0.1), None)
+    assert Sample(np.array([0.1])).standard_error is None
+
+
+def test_a_baseline_is_what_the_others_are_compared_with() -> None:
+    samples: list[Sample | None] = [
+        Sample(np.array(values)) for values in ([1.0, 2.0, 3.0], [1.5, 2.6, 3.4], [0.9, 2.0, 3.2])
+    ]
+    found = standings(samples, higher_is_better=True, alpha=0.1, baseline=0)
+    assert found[0].against is None
+    assert found[1].against is not None
+    assert found[1].against.value == pytest.approx(0.5)
+    assert [one.is_best for one in found] == [False, True, False]
+    expected = holm([stats.ttest_rel(s.values, samples[0].values).pvalue for s in samples[1:]])  # type: ignore[union-attr]
+    assert [one.p_adjusted for one in found[1:]] == pytest.approx(expected)
+    assert all(
+        one.against is None for one in standings([None, samples[0]], higher_is_better=True, alpha=0.1, baseline=0)
+    )
+
+
+def test_a_score_that_is_neither_better_high_nor_low_has_no_best() -> None:
+    samples = means(np.random.default_rng(11).normal(size=(50, 2)))
+    assert standings(samples, higher_is_better=None, alpha=0.05) == standings(
+        [None, None], higher_is_better=True, alpha=0.05
+    )
+    assert standings(samples, higher_is_better=None, alpha=0.05, baseline=0)[1].against is not None
+
+
+def test_scores_of_other_checkpoints_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="same checkpoints, got 2 and 3"):
+        difference(Sample(np.zeros(2)), Sample(np.zeros(3)))
