@@ -131,6 +131,7 @@ COMMANDS = (
         (
             "bnncli evaluate ckpt.pt",
             "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'",
+            "bnncli evaluate ckpt.pt --plot figures",
             "bnncli evaluate ckpt.pt --assert 'ece<=0.02' --assert 'laplace.mc.nll<map.nll'",
         ),
     ),

@@ -54,6 +54,13 @@ class EvaluateOptions(Checked):
         metavar="ASSERTION",
         numeric=False,
     )
+    plot: str | None = option(
+        None,
+        "Draw reliability diagrams, risk-coverage and ROC curves into this folder, a PNG for each split.",
+        metavar="DIR",
+        numeric=False,
+    )
+    curves: bool = option(False, "Add these curves to the rows of --json, at most 200 points each.", numeric=False)
     intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
     reference: str = option("hmc", "Sample posterior that MMD^2 is measured to.", metavar="NAME")
     bins: int = option(15, "Bins of ECE and MCE.", minimum=1)

@@ -12,6 +12,7 @@ from bnncli.evaluation.checks import check_names, failure_text, hold_against
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.rows import mmd_rows
 from bnncli.options import EvaluateOptions
+from bnncli.stages._evaluate_curves import curves_of, draw_plots, planned_plots
 from bnncli.stages._evaluate_rows import group_rows
 from bnncli.stages._inputs import open_posterior, recorded_prior
 from bnncli.stages._prediction_groups import Group, open_groups
@@ -30,6 +31,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
     groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator)
     check_names(options.assertions, [row for group in groups for row in _row_names(group)])
+    plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
     reference = _reference_path(run, options)
     shared: dict[str, Any] = {}
     total = Result()
@@ -37,17 +39,29 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     for group in groups:
         result = _evaluate(run, options, group, reference, shared)
         total.add(result)
-        rows += result.metrics["rows"] if result.metrics else []
+        own = result.metrics["rows"] if result.metrics else []
+        rows += _with_curves(run, options, group, own) if options.curves or plots else own
     if not run.write.dry_run:
         total.extra["checks"] = checks = hold_against(options.assertions, rows)
+        total.add(draw_plots(run, plots, rows))
+        if not options.curves:
+            rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
         rows = _shown(run, options, rows)
         notes = [*_legend(options), *_doubts(reference)]
         notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(score_table(rows, notes, chosen=options.metric, intervals=options.intervals))
         failed = failure_text(checks)
         total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
+    else:
+        total.add(draw_plots(run, plots, []))
     total.extra["rows"] = rows
     return total
+
+
+def _with_curves(run: Run, options: EvaluateOptions, group: Group, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a group with their curves; those of splits that were not asked for as they are."""
+    found = curves_of(run, group, options.split, num_bins=options.bins)
+    return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
 
 
 def _row_names(group: Group) -> list[dict[str, Any]]:

@@ -1,0 +1,63 @@
+"""Curves of a split's predictions, thinned to what a plot can show: reliability, risk against coverage, ROC.
+
+Risk and coverage: Geifman and El-Yaniv (2017), arXiv 1705.08500: of the share `coverage` that is most confident, the share
+`risk` that is wrong. ROC as in detection: in-distribution examples are the positives, a higher score looks more like them.
+Examples of equal confidence are taken in together: a curve has no point between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.evaluation.calibration import NUM_BINS, reliability
+from bnncli.evaluation.examples import Examples
+
+MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width
+_DIGITS = 6
+
+Curve = dict[str, list[Any]]
+
+
+def reliability_curve(examples: Examples, *, num_bins: int = NUM_BINS) -> Curve:
+    """edges (B + 1,), count, confidence and accuracy (B,) of equal-width bins; None in those that are empty.
+
+    Args:
+        examples: labelled.
+    """
+    bins = reliability(examples, num_bins=num_bins)
+    means = {"confidence": bins.confidence, "accuracy": bins.accuracy}
+    shown: Curve = {"edges": bins.edges.tolist(), "count": bins.count.tolist()}
+    return shown | {name: [None if np.isnan(v) else float(v) for v in values] for name, values in means.items()}
+
+
+def risk_coverage_curve(confidence: NDArray, is_right: NDArray) -> Curve:
+    """coverage, ascending to 1, and risk at each distinct confidence (N,), N at least 1; at most MAX_POINTS of each."""
+    order = np.argsort(-confidence, kind="stable")
+    last = np.append(np.diff(confidence[order]) != 0, True)
+    count = np.arange(1, len(order) + 1)[last]
+    wrong = np.cumsum(~is_right[order].astype(bool))[last]
+    return _thinned({"coverage": count / len(order), "risk": wrong / count})
+
+
+def roc_curve(scores_in: NDArray, scores_out: NDArray) -> Curve:
+    """fpr and tpr, ascending from 0 to 1, over thresholds on scores (N,) and (M,), none empty; at most MAX_POINTS of each."""
+    scores = np.concatenate([scores_in, scores_out])
+    is_in = np.arange(len(scores)) < len(scores_in)
+    order = np.argsort(-scores, kind="stable")
+    last = np.append(np.diff(scores[order]) != 0, True)
+    accepted_in, accepted_out = (np.append(0, np.cumsum(side[order])[last]) for side in (is_in, ~is_in))
+    return _thinned({"fpr": accepted_out / len(scores_out), "tpr": accepted_in / len(scores_in)})
+
+
+def _thinned(curve: dict[str, NDArray]) -> Curve:
+    """At most MAX_POINTS of the points, evenly along the way the curve goes; the first and the last are kept."""
+    points = np.stack(list(curve.values()), axis=1)
+    if len(points) > MAX_POINTS:
+        way = np.append(0, np.cumsum(np.abs(np.diff(points, axis=0)).sum(axis=1)))
+        wanted = np.linspace(0, way[-1], MAX_POINTS)
+        places = np.unique(np.append(np.searchsorted(way, wanted[:-1]), len(points) - 1))
+        points = points[places]
+    return {name: np.round(points[:, column], _DIGITS).tolist() for column, name in enumerate(curve)}

@@ -1,0 +1,210 @@
+"""Curves against scikit-learn and brute force; the figures drawn of them; evaluate --curves and --plot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn import metrics
+
+from bnncli.evaluation import curves
+from bnncli.evaluation.calibration import calibration_scores
+from bnncli.evaluation.curves import MAX_POINTS, reliability_curve, risk_coverage_curve, roc_curve
+from bnncli.evaluation.examples import examples_of
+from bnncli.figures import reliability, render, risk_coverage, roc
+
+Cli = Any
+
+
+@pytest.fixture
+def scores() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.normal(1, 1, size=3000).round(1), generator.normal(size=2000).round(1)  # with ties
+
+
+def test_the_roc_curve_is_that_of_scikit_learn(scores: tuple[np.ndarray, np.ndarray]) -> None:
+    found = roc_curve(*scores)
+    is_in = np.repeat([1, 0], [3000, 2000])
+    fpr, tpr, _ = metrics.roc_curve(is_in, np.concatenate(scores), drop_intermediate=False)
+    np.testing.assert_allclose(found["fpr"], fpr, atol=1e-6)
+    np.testing.assert_allclose(found["tpr"], tpr, atol=1e-6)
+
+
+def test_a_thinned_roc_curve_keeps_its_ends_and_its_area() -> None:
+    generator = np.random.default_rng(1)
+    inside, outside = generator.normal(1, 1, size=5000), generator.normal(size=5000)
+    found = roc_curve(inside, outside)
+    assert len(found["fpr"]) == len(found["tpr"]) <= MAX_POINTS
+    assert [(found["fpr"][end], found["tpr"][end]) for end in (0, -1)] == [(0, 0), (1, 1)]
+    assert (np.diff(found["fpr"]) >= 0).all()
+    area = metrics.roc_auc_score(np.repeat([1, 0], 5000), np.concatenate([inside, outside]))
+    assert metrics.auc(found["fpr"], found["tpr"]) == pytest.approx(area, abs=2e-4)
+    kept = set(zip(found["fpr"], found["tpr"], strict=True))
+    every = metrics.roc_curve(np.repeat([1, 0], 5000), np.concatenate([inside, outside]), drop_intermediate=False)
+    assert kept <= set(zip(every[0].round(6).tolist(), every[1].round(6).tolist(), strict=True))
+
+
+def test_risk_is_the_share_of_errors_above_each_confidence() -> None:
+    generator = np.random.default_rng(2)
+    confidence = generator.integers(1, 30, size=400) / 30
+    is_right = generator.random(400) < confidence
+    found = risk_coverage_curve(confidence, is_right)
+    expected = [
+        (np.mean(confidence >= level), np.mean(~is_right[confidence >= level]))
+        for level in sorted(set(confidence), reverse=True)
+    ]
+    np.testing.assert_allclose(np.stack([found["coverage"], found["risk"]], axis=1), expected, atol=1e-6)
+
+
+def test_the_order_of_the_examples_and_thinning_leave_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(3)
+    confidence, is_right = generator.random(999), generator.random(999) < 0.8
+    order = generator.permutation(999)
+    found = risk_coverage_curve(confidence, is_right)
+    assert found == risk_coverage_curve(confidence[order], is_right[order])
+    assert len(found["risk"]) <= MAX_POINTS
+    assert (found["coverage"][0], found["coverage"][-1]) == (round(1 / 999, 6), 1.0)
+    assert found["risk"][-1] == pytest.approx(np.mean(~is_right), abs=1e-6)
+    monkeypatch.setattr(curves, "MAX_POINTS", 2000)
+    assert len(risk_coverage_curve(confidence, is_right)["risk"]) == 999
+
+
+def test_a_single_example_and_equal_scores_have_curves() -> None:
+    assert risk_coverage_curve(np.array([0.5]), np.array([False])) == {"coverage": [1.0], "risk": [1.0]}
+    assert roc_curve(np.ones(3), np.ones(2)) == {"fpr": [0.0, 1.0], "tpr": [0.0, 1.0]}
+
+
+def test_the_ece_can_be_computed_from_the_reliability_curve() -> None:
+    generator = np.random.default_rng(4)
+    probs = generator.dirichlet(np.ones(3), size=500)
+    examples = examples_of(probs, generator.integers(3, size=500))
+    found = reliability_curve(examples, num_bins=12)
+    assert (len(found["edges"]), sum(found["count"])) == (13, 500)
+    assert [c is None for c in found["confidence"]] == [count == 0 for count in found["count"]]
+    assert None in found["accuracy"]  # below 1 / 3
+    gaps = [
+        n * abs(a - c) for n, a, c in zip(*(found[k] for k in ("count", "accuracy", "confidence")), strict=True) if n
+    ]
+    expected = calibration_scores(examples, num_bins=12)[0].statistic(np.ones((1, 500)))[0, 0]  # type: ignore[misc]
+    assert sum(gaps) / 500 == pytest.approx(expected, rel=1e-9)
+
+
+BINS = {"edges": [0, 0.25, 0.5, 0.75, 1], "count": [0, 3, 40, 500], "confidence": [None, 0.4, 0.6, 0.95], "accuracy": [None, 0.5, 0.5, 0.9]}  # fmt: skip
+
+
+def texts(figure: Any) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text")))
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 9])
+def test_a_reliability_diagram_has_two_axes_for_each_posterior_and_its_ece(count: int) -> None:
+    names = [f"posterior-{place}" for place in range(count)]
+    errors = {name: 0.01 * place for place, name in enumerate(names)}
+    figure = reliability.draw(dict.fromkeys(names, BINS), split="test", errors=errors)
+    assert len(figure.axes) == 2 * count
+    assert all(f"{name}\nECE {errors[name]:.4f}" in texts(figure) for name in names)
+    upper, lower = figure.axes[:2]
+    heights = [bar.get_height() for bar in upper.patches]
+    assert heights == pytest.approx([0, 0.5, 0.5, 0.9, 0, -0.1, 0.1, 0.05])  # accuracies, then gaps to the confidence
+    assert [bar.get_height() for bar in lower.patches] == BINS["count"]
+    assert lower.get_yscale() == "log"
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_overlaid_curves_are_all_drawn_and_named_and_told_apart_without_colour(count: int) -> None:
+    names = [f"posterior-{place}" for place in range(count)]
+    line = {"coverage": [0.1, 1.0], "risk": [0.0, 0.2], "fpr": [0.0, 1.0], "tpr": [0.0, 1.0]}
+    areas = dict.fromkeys(names, 0.75)
+    for figure in (
+        risk_coverage.draw(dict.fromkeys(names, line), split="test", areas=areas),
+        roc.draw(dict.fromkeys(names, line), split="test", ood="far", areas=areas),
+    ):
+        drawn = [one for one in figure.axes[0].lines if str(one.get_label()).startswith("posterior")]
+        assert [str(one.get_label()).split()[0] for one in drawn] == names
+        assert len({(str(one.get_color()), str(one._dash_pattern)) for one in drawn}) == count  # type: ignore[attr-defined]
+    assert "posterior-0  0.750" in texts(figure)
+    assert "far" in figure.axes[0].get_xlabel()
+
+
+def test_figures_of_the_same_numbers_are_the_same_bytes() -> None:
+    first, second = (render(reliability.draw({"a": BINS}, split="test", errors={"a": 0.1}), "png") for _ in range(2))
+    assert first == second
+
+
+def test_curves_are_in_the_rows_when_asked_for_and_only_then(cli: Cli, small_run: Path) -> None:
+    assert all("curves" not in row for row in cli("evaluate", small_run, "--json").json["rows"])
+    rows = cli("evaluate", small_run, "--json", "--curves").json["rows"]
+    for row in rows:
+        values = {(m["name"], m.get("strategy", m.get("score"))): m["value"] for m in row["metrics"]}
+        drawn = row["curves"]["roc"]["far"]
+        assert metrics.auc(drawn["fpr"], drawn["tpr"]) == pytest.approx(values["auroc", "max_prob"], abs=1e-5)
+        assert row["curves"]["risk_coverage"]["risk"][-1] == pytest.approx(1 - values["accuracy", None], abs=1e-6)
+        assert len(row["curves"]["reliability"]["edges"]) == 16
+    assert len(cli("evaluate", small_run, "--json", "--curves", "--split", "val").json["rows"]) == len(rows) // 2
+
+
+def test_curves_of_an_unlabelled_split_are_those_that_need_no_labels(
+    cli: Cli, tmp_path: Path, arrays: dict[str, Any]
+) -> None:
+    del arrays["labels_test"]
+    np.savez(tmp_path / "a.npz", **arrays)
+    cli("extract-features", tmp_path / "a", "--from-npz", tmp_path / "a.npz", "--ood", "far")
+    cli("predict", tmp_path / "a", "--split", "test", "--split", "far")
+    done = cli("evaluate", tmp_path / "a", "--json", "--curves", "--plot", tmp_path / "plots")
+    assert done.json["rows"][0]["curves"]["reliability"] is None
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["roc-test-far.png"]
+
+
+def test_plot_makes_a_figure_of_each_kind_and_lists_it(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "plots"
+    done = cli("evaluate", small_run, "--plot", folder, "--split", "test", "--metric", "nll", "--json")
+    names = ["reliability-test.png", "risk-coverage-test.png", "roc-test-far.png"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    listed = {output["role"]: output for output in done.json["outputs"]}
+    assert listed["plot.roc-test-far"]["path"] == str(folder / names[2])
+    assert "curves" not in done.json["rows"][0]
+    for name in names:
+        with Image.open(folder / name) as image:
+            pixels = np.asarray(image.convert("L"))
+        assert min(pixels.shape) >= 500
+        assert 0.005 < (pixels < 128).mean() < 0.5
+    again = cli("evaluate", small_run, "--plot", folder)
+    assert (again.code, "6 figures in" in again.stderr) == (0, True)  # over its own, and those of val
+
+
+def test_what_is_in_the_way_of_a_plot_is_told_before_the_work(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    stored = small_run.with_name("small.bnn") / "metrics"
+    for path in stored.iterdir():
+        path.unlink()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "roc-test-far.png").write_text("mine")
+    for folder, why in ((tmp_path / "file", "is not a folder"), (tmp_path / "plots", "is no figure of bnncli")):
+        done = cli("evaluate", small_run, "--plot", folder)
+        assert (done.code, why in done.stderr, list(stored.iterdir())) == (73, True, [])
+    assert cli("evaluate", small_run, "--plot", tmp_path / "plots", "--force").code == 0
+
+
+def test_a_dry_run_names_the_figures_and_draws_none(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    done = cli("evaluate", small_run, "--plot", tmp_path / "plots", "--dry-run")
+    assert f"draw: {tmp_path / 'plots' / 'reliability-test.png'}" in done.stdout
+    assert not (tmp_path / "plots").exists()
+
+
+def test_a_failed_assertion_leaves_the_figures(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    done = cli("evaluate", small_run, "--plot", tmp_path / "plots", "--assert", "nll<0")
+    assert (done.code, len(list((tmp_path / "plots").iterdir()))) == (3, 6)
+
+
+def test_without_plot_matplotlib_is_not_imported(small_run: Path) -> None:
+    code = (
+        "import io, sys; from bnncli.cli.execute import run_command_line; "
+        f"assert run_command_line(['evaluate', {str(small_run)!r}, '--curves'], io.StringIO()) == 0; "
+        "assert 'matplotlib' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
