@@ -2,7 +2,9 @@
 
 Guo et al. (2017), arXiv 1706.04599, eq. (3) and (5), with every example in a bin: confidences of exactly 0 are in the
 first bin and those of exactly 1 in the last. Bins of equal mass: Nguyen and O'Connor (2015), arXiv 1508.05154. Debiased:
-Kumar, Liang and Ma (2019), arXiv 1909.10155, section 5. Replicates of the bootstrap keep the bins of the sample.
+Kumar, Liang and Ma (2019), arXiv 1909.10155, section 5. Replicates of the bootstrap keep the bins of the sample. Mirrored 95 % intervals hold the truth about nine
+times in ten where it is well above the noise, and three times in four where it is 0 (2,000 examples, 15 bins; intervals
+from quantiles never hold a truth of 0).
 """
 
 from __future__ import annotations

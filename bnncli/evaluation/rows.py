@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from bnncli.evaluation.class_wise import class_wise_scores
 from bnncli.evaluation.decomposition import decomposition_scores
 from bnncli.evaluation.examples import Examples
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, thin
+from bnncli.evaluation.ranking import ranking_scores
 from bnncli.evaluation.scores import Score, Scores, label_scores, prediction_scores
 from bnncli.evaluation.selective import selective_scores
 
@@ -49,6 +50,8 @@ def split_scores(
     examples: Examples,
     mutual_info: NDArray | None = None,
     *,
+    lengths: NDArray | None = None,
+    ranking: Mapping[str, Any] | None = None,
     num_bins: int = NUM_BINS,
     top_k: int = TOP_K,
 ) -> list[Scores]:
@@ -57,13 +60,14 @@ def split_scores(
     Args:
         probs: (N, C), what `examples` was made from; may be mapped from a file.
         mutual_info: (N,) nats, or None.
+        lengths: (N,) classes that the uncertainty-aware ranking keeps, or None. ranking: its rule, threshold and cap.
         num_bins: bins of the calibration errors.
         top_k: k of the top-k accuracy.
     """
     found = [*label_scores(examples, top_k=top_k), *calibration_scores(examples, num_bins=num_bins)]
     found.append(class_wise_scores(probs, examples.labels, num_bins=num_bins))
     found += [selective_scores(examples), decomposition_scores(examples)]
-    return found + prediction_scores(examples, mutual_info)
+    return found + prediction_scores(examples, mutual_info) + ranking_scores(probs, examples, lengths, ranking)
 
 
 def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Bootstrap | None = None) -> list[Row]:

@@ -101,6 +101,8 @@ def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> 
         split.file.probs,
         split.examples,
         split.file.mutual_info,
+        lengths=split.file.top_k,
+        ranking=split.header.meta.get("top_k"),
         num_bins=options.bins,
         top_k=options.top_k,
     )

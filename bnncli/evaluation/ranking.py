@@ -1,0 +1,62 @@
+"""Sets of the most probable classes: how often the label is in them, against a plain rule with sets as large on average.
+
+Hobbhahn (2020), arXiv 2003.01227, Algorithm 1: the uncertainty-aware ranking keeps as many classes of each example as
+cannot be told apart (bnncli.top_k); the plain rule keeps the fewest whose probabilities sum to a threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.probabilities import row_blocks
+from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores, means
+from bnncli.top_k import cumulative_lengths
+
+NO_RANKING = "the predictions have no ranking (predict --top-k makes one)"
+
+
+def ranking_scores(
+    probs: NDArray, examples: Examples, lengths: NDArray | None, choices: Mapping[str, Any] | None
+) -> list[Scores]:
+    """Mean length and accuracy of the ranking, accuracy of the plain rule at the same mean length, and the difference.
+
+    Replicates keep the lengths of the sample.
+
+    Args:
+        probs: (N, C), what `examples` was made from; may be mapped from a file.
+        lengths: (N,) classes that the ranking keeps, at least 1; None without a ranking.
+        choices: rule, threshold and cap of the ranking, the most classes it may keep.
+    """
+    shared = dict(choices or {})
+    length = [Score("ranked_length", shared, None)]
+    accuracy = [
+        Score("ranked_accuracy", shared, True, bounds=(0.0, 1.0)),
+        Score("cumulative_accuracy", shared, True, bounds=(0.0, 1.0)),
+        Score("ranked_gain", shared, True, bounds=(-1.0, 1.0)),
+    ]
+    if lengths is None:
+        return [Scores(length, None, NO_RANKING), Scores(accuracy, None, NO_RANKING)]
+    found = [means(length, [lengths])]
+    if examples.label_rank is None:
+        return [*found, Scores(accuracy, None, NO_LABELS)]
+    most = min(int(shared["cap"]), examples.num_classes)
+    plain = np.ones(0, dtype=np.int64)
+    if len(lengths):
+        largest = torch.from_numpy(largest_probabilities(probs, most))
+        plain = cumulative_lengths(largest, mean_length=float(np.mean(lengths))).numpy()
+    ours, theirs = examples.label_rank < lengths, examples.label_rank < plain
+    return [*found, means(accuracy, [ours, theirs, ours.astype(float) - theirs])]
+
+
+def largest_probabilities(probs: NDArray, count: int) -> Floats:
+    """The `count` largest probabilities (N, count) of each example of probs (N, C), in descending order."""
+    out = np.empty((len(probs), count))
+    for rows in row_blocks(*probs.shape):
+        out[rows] = -np.partition(-np.asarray(probs[rows]), range(count), axis=1)[:, :count]
+    return out

@@ -1,0 +1,182 @@
+"""evaluate from the command line: what rows say, which are shown, and that intervals and blocks do what they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bnncli.evaluation import probabilities
+from bnncli.stages._score_table import score_table
+from bnncli.storage.predictions import read_predictions
+
+Cli = Any
+
+
+def by_form(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Metrics of a row by name and choices."""
+    keys = ("name", "ood", "of", "strategy", "norm", "estimator", "score", "positive")
+    return {":".join(str(metric[key]) for key in keys if key in metric): metric for metric in row["metrics"]}
+
+
+def columns(stdout: str) -> list[str]:
+    return [word.strip() for word in stdout.splitlines()[0].split("|")]
+
+
+def test_rows_say_how_they_were_predicted(cli: Cli, small_run: Path) -> None:
+    assert cli("predict", small_run, "--posterior", "laplace", "--integrator", "mc", "--qmc", "--samples", 16).code == 0
+    rows = cli("evaluate", small_run, "--split", "test", "--json").json["rows"]
+    told = {(row["posterior"], row["integrator"], row["variant"], row["samples"]) for row in rows}
+    assert told >= {("map", "plug-in", "plug-in", None), ("laplace", "mc", "mc", 20), ("laplace", "mc", "mc-qmc", 16)}
+    assert ("hmc", "mc", "mc", 8 * 16) in told
+    assert {row["variant"]: row["settings"].get("qmc") for row in rows} == {
+        "plug-in": None,
+        "mc": False,
+        "mc-qmc": True,
+    }
+
+
+def test_an_integrator_is_chosen_by_its_name_or_with_its_settings(cli: Cli, small_run: Path) -> None:
+    assert cli("predict", small_run, "--posterior", "laplace", "--integrator", "mc", "--qmc").code == 0
+
+    def variants(name: str) -> set[str]:
+        rows = cli("evaluate", small_run, "--posterior", "laplace", "--integrator", name, "--json").json["rows"]
+        return {row["variant"] for row in rows}
+
+    assert variants("mc-qmc") == {"mc-qmc"}
+    assert variants("mc") == {"mc", "mc-qmc"}
+    absent = cli("evaluate", small_run, "--integrator", "probit-sum-zero")
+    assert (absent.code, "no predictions by integrator 'probit-sum-zero'" in absent.stderr) == (66, True)
+    unknown = cli("evaluate", small_run, "--integrator", "exact")
+    assert (unknown.code, "or one with its settings" in unknown.stderr) == (2, True)
+
+
+def test_the_table_shows_the_usual_scores_and_the_draws(cli: Cli, small_run: Path) -> None:
+    lines = cli("evaluate", small_run, "--split", "test").stdout.splitlines()
+    usual = ["accuracy", "NLL", "Brier", "ECE", "AUROC far", "FPR95 far", "MMD^2"]
+    assert columns(lines[0]) == ["split", "posterior", "integrator", "draws", *usual]
+    hmc = next(line for line in lines if "| hmc " in line)
+    assert columns(hmc)[3] == "128"
+
+
+def test_every_form_of_a_score_is_shown_when_it_is_asked_for(cli: Cli, small_run: Path) -> None:
+    shown = columns(cli("evaluate", small_run, "--metric", "ece").stdout)[4:]
+    assert shown == [
+        "ECE equal-width l1",
+        "ECE equal-mass l1",
+        "ECE equal-mass l2 debiased",
+        "ECE published l1",
+        "ECE class-wise l1",
+    ]
+
+
+def test_intervals_stand_beside_their_scores(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--metric", "accuracy", "--level", 0.8, "--bootstrap", 200)
+    (row,) = cli("evaluate", small_run, *words, "--force", "--json").json["rows"]
+    (metric,) = row["metrics"]
+    interval = metric["interval"]
+    assert (interval["level"], interval["replicates"]) == (0.8, 200)
+    expected = f"{metric['value']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"
+    assert expected in cli("evaluate", small_run, *words, "--intervals").stdout
+
+
+def test_without_replicates_there_is_no_interval_to_show(cli: Cli, small_run: Path) -> None:
+    rows = cli("evaluate", small_run, "--bootstrap", 0, "--force", "--json").json["rows"]
+    assert all("interval" not in metric and "standard_error" not in metric for row in rows for metric in row["metrics"])
+    done = cli("evaluate", small_run, "--bootstrap", 0, "--intervals")
+    assert (done.code, "--bootstrap 0" in done.stderr) == (2, True)
+    assert cli("evaluate", small_run, "--level", 1).code == 2
+
+
+def test_the_seed_moves_intervals_and_not_scores(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--metric", "nll", "--force", "--json")
+    first, again, other = (
+        cli("evaluate", small_run, *words, "--seed", seed).json["rows"][0]["metrics"][0] for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first["value"] == other["value"]
+    assert first["interval"] != other["interval"]
+
+
+def test_the_same_predictions_under_two_names_are_resampled_alike(cli: Cli, small_run: Path) -> None:
+    assert cli("predict", small_run, "--posterior", "laplace", "--name", "again").code == 0
+    rows = cli("evaluate", small_run, "--posterior", "laplace", "--split", "test", "--json").json["rows"]
+    ours, theirs = (by_form(row) for row in rows)
+    for name, metric in ours.items():
+        assert metric.get("interval") == theirs[name].get("interval")
+    assert ours["nll"]["interval"] is not None
+
+
+def test_scores_do_not_depend_on_how_many_rows_are_read_at_once(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("evaluate", small_run, "--force", "--json", "--bootstrap", 20)
+    whole = cli(*words).json["rows"]
+    monkeypatch.setattr(probabilities, "BLOCK_VALUES", 3 * 11)
+    for row, other in zip(whole, cli(*words).json["rows"], strict=True):
+        theirs = by_form(other)
+        for name, metric in by_form(row).items():
+            if metric["value"] is not None:
+                assert metric["value"] == pytest.approx(theirs[name]["value"], rel=1e-12)
+
+
+def test_a_head_with_one_logit_gets_every_two_class_score(
+    cli: Cli, arrays: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    for name in ("train", "val", "test"):
+        arrays[f"labels_{name}"] = np.minimum(arrays[f"labels_{name}"], 1)
+    arrays["head_weight"], arrays["head_bias"] = arrays["head_weight"][1:2], arrays["head_bias"][1:2]
+    np.savez(tmp_path / "f.npz", **arrays)
+    run = tmp_path / "run"
+    assert cli("extract-features", run, "--from-npz", tmp_path / "f.npz", "--ood", "far").code == 0
+    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    assert cli("predict", run, "--posterior", "laplace").code == 0
+    (row,) = cli("evaluate", run, "--split", "test", "--json").json["rows"]
+    found = {name: metric["value"] for name, metric in by_form(row).items()}
+    parts = [found[f"{name}:nll"] for name in ("miscalibration", "discrimination", "uncertainty")]
+    assert found["nll"] == pytest.approx(parts[0] - parts[1] + parts[2], rel=1e-6)
+    assert found["top_k"] is None
+
+
+def test_a_ranking_is_scored_by_what_it_keeps(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--integrator", "bridge", "--split", "test", "--top-k", "best")
+    assert cli("predict", small_run, *words).code == 0
+    (row,) = cli("evaluate", small_run, "--integrator", "bridge", "--json").json["rows"]
+    found = by_form(row)
+    file = read_predictions(small_run.with_name("small.bnn") / "predictions/laplace.bridge/test.h5")
+    assert found["ranked_length"]["value"] == pytest.approx(np.mean(file.top_k), rel=1e-12)
+    assert 1 < found["ranked_length"]["value"] < 3
+    assert (found["ranked_accuracy"]["rule"], found["ranked_accuracy"]["cap"]) == ("best", 10)
+    gain = found["ranked_accuracy"]["value"] - found["cumulative_accuracy"]["value"]
+    assert found["ranked_gain"]["value"] == pytest.approx(gain, abs=1e-12)
+    assert found["accuracy"]["value"] <= found["ranked_accuracy"]["value"] <= 1
+
+
+def test_columns_stand_in_order_with_what_is_measured_against_one_split_together() -> None:
+    def metric(name: str, value: float | None = 0.5, **choices: Any) -> dict[str, Any]:
+        return {"name": name, "value": value, **choices}
+
+    detection = [
+        metric(name, ood=ood, score=score, positive="in")
+        for ood in ("b", "a")
+        for score in ("max_prob", "entropy")
+        for name in ("auroc", "fpr95")
+    ]
+    rows = [
+        {"split": "val", "posterior": "p", "variant": "mc", "samples": 3, "metrics": [metric("nll", 1.0)]},
+        {
+            "split": "test",
+            "posterior": "p",
+            "variant": "mc",
+            "samples": None,
+            "metrics": [metric("mmd2", None, estimator="unbiased"), *detection, metric("accuracy")],
+        },
+    ]
+    usual = score_table(rows, [])
+    assert usual.columns[4:] == ["accuracy", "NLL", "AUROC b", "FPR95 b", "AUROC a", "FPR95 a", "MMD^2"]
+    assert usual.rows[0] == ["test", "p", "mc", "-", "0.5000", "-", "0.500", "0.500", "0.500", "0.500", "-"]
+    assert usual.rows[1][:6] == ["val", "p", "mc", "3", "-", "1.0000"]
+    chosen = score_table(rows, [], chosen=["auroc"])
+    assert chosen.columns[4:] == [f"AUROC {ood} {score}" for ood in "ba" for score in ("max_prob", "entropy")]
