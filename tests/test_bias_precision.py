@@ -132,7 +132,10 @@ def test_evaluate_warns_of_draws_from_another_target(cli: Cli, run_of_two: Path,
     run = tmp_path / "small"
     assert cli("predict", run, "--posterior", "two", "--split", "test").code == 0
     done = cli("evaluate", run, "--posterior", "two")
-    assert "two has prior precision 10 (bias 0.1), hmc has 10: MMD^2 compares different targets" in done.stderr
+    assert (
+        "two has prior precision 10 (bias 0.1), hmc has 10: MMD^2 and other distances compare different targets"
+        in done.stderr
+    )
     assert "different targets" not in cli("evaluate", run, "--posterior", "two", "--reference", "hmc-two").stderr
 
 

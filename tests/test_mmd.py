@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -15,7 +14,6 @@ from torch import Tensor
 from bnncli.errors import DataError
 from bnncli.evaluation import mmd as mmd_module
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, thin
-from bnncli.evaluation.rows import mmd_rows
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -151,42 +149,3 @@ def test_thinning_takes_equal_shares_of_every_chain_and_spreads_them(chains: int
 def test_thinning_keeps_all_draws_when_there_are_few() -> None:
     draws = normal(3, 5, 2)
     assert torch.equal(thin(draws, 15), draws.flatten(0, 1))
-
-
-def test_rows_compare_thinned_draws_with_the_bandwidth_of_hmc_alone() -> None:
-    hmc, draws = normal(8, 100, 5), normal(900, 5, seed=1) + 0.3
-    expected = mmd2(thin(draws[None]), thin(hmc), median_bandwidth(thin(hmc)))
-    rows = mmd_rows(draws, hmc)
-    assert [(row["estimator"], row["value"]) for row in rows] == [
-        ("unbiased", expected.unbiased),
-        ("biased", expected.biased),
-    ]
-    shared = {"name": "mmd2", "kernel": "rbf", "bandwidth": expected.bandwidth, "reference": "hmc"}
-    assert all(row.items() >= shared.items() and row["n"] == [600, 600] for row in rows)
-    assert all(
-        row["bandwidth_rule"].startswith("median") and row["reference"] == "hmc" and not row["higher_is_better"]
-        for row in rows
-    )
-
-
-def test_a_point_is_compared_through_its_copies() -> None:
-    unbiased, biased = mmd_rows(torch.zeros(600, 200), normal(6, 100, 200))
-    kernel_to_point, own = math.exp(-0.5), math.exp(-1)  # squared distances 200 and 400, median 400
-    assert biased["value"] == pytest.approx(1 + own - 2 * kernel_to_point, abs=0.02)
-    assert unbiased["value"] < biased["value"]
-
-
-@pytest.mark.parametrize(
-    ("draws", "hmc", "reason"),
-    [
-        (normal(9, 2), None, "no draws of hmc"),
-        (None, normal(2, 9, 2), "no draws of theta"),
-        (normal(2, 9, 2), normal(2, 9, 2), "the draws are those of the reference, hmc, itself"),
-        (normal(9, 3), normal(2, 9, 2), "theta has 3 parameters, the draws of hmc have 2"),
-        (normal(1, 2), normal(2, 9, 2), "fewer than two draws"),
-    ],
-)
-def test_what_cannot_be_compared_is_undefined(draws: Tensor | None, hmc: Tensor | None, reason: str) -> None:
-    rows = mmd_rows(draws, hmc)
-    assert [(row["value"], row["undefined"]) for row in rows] == [(None, reason)] * 2
-    assert json.loads(json.dumps(rows, allow_nan=False)) == rows

@@ -124,7 +124,8 @@ COMMANDS = (
         "evaluate",
         "Score predictions: accuracy, NLL, Brier, ECE, OOD detection, distance to HMC.",
         "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
-        "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason. An assertion "
+        "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason. Scores of the "
+        "features alone (--score knn) have a row called features, in metrics/features.none.json. An assertion "
         "(--assert) without a posterior is about every one but that on its right; without a split about test; without "
         "choices about the usual form of a score.",
         (o.EvaluateOptions, o.InputOptions, *COMPUTE),
@@ -132,6 +133,7 @@ COMMANDS = (
             "bnncli evaluate ckpt.pt",
             "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'",
             "bnncli evaluate ckpt.pt --plot figures",
+            "bnncli evaluate ckpt.pt --score max_prob --score energy --score knn",
             "bnncli evaluate ckpt.pt --assert 'ece<=0.02' --assert 'laplace.mc.nll<map.nll'",
         ),
     ),

@@ -14,6 +14,7 @@ from typing import Any
 from bnncli.assertions import Assertion, Quantity
 from bnncli.errors import MissingInput, UsageError
 from bnncli.names import quoted
+from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
 
 Row = dict[str, Any]
 
@@ -24,6 +25,7 @@ USUAL: dict[str, Any] = {
     "score": "max_prob",
     "positive": "in",
     "estimator": "unbiased",
+    "over": "mean",
 }
 _NO_CHOICES = {
     "name",
@@ -34,6 +36,11 @@ _NO_CHOICES = {
     "standard_error",
     "interval",
     "p_value",
+    "p_value_undefined",
+    "permutations",
+    "bandwidth_rule",
+    "threshold",
+    "unit",
     "num_clamped",
     "num_used",
 }
@@ -169,7 +176,13 @@ def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
 
 def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
     """The rows of the posterior and integrator that are named. Raises MissingInput when there are none."""
-    found = [row for row in rows if wanted.posterior in (None, row["posterior"])]
+    found = [row for row in rows if row["posterior"] == wanted.posterior]
+    if wanted.posterior is None:
+        # Scores of the features have a row of their own; other scores are no matter of that row.
+        is_of_features = not set(FEATURE_SCORES).isdisjoint(wanted.choices)
+        found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
+        if is_of_features and not found:
+            raise MissingInput(f"--assert {wanted}: scores of the features are not evaluated here; add --score")
     if wanted.integrator is not None:
         found = [row for row in found if wanted.integrator in (row["integrator"], row.get("variant"))]
     if found:

@@ -18,24 +18,9 @@ from numpy.typing import NDArray
 from bnncli.errors import DataError
 
 PERCENT_REJECTED = 5  # of the positives, by the threshold of FPR95
-_BLOCK = 2**18  # weights of one block of replicates, so that its cumulative sums stay in cache
+_BLOCK = 2**17  # weights of one block of replicates, so that its cumulative sums stay in cache
 
 Floats = NDArray[np.float64]
-
-
-def confidence(probs: NDArray) -> Floats:
-    """Largest class probability (N,) of probs (N, C)."""
-    return np.max(probs, axis=1).astype(np.float64)
-
-
-def auroc(probs_in: NDArray, probs_out: NDArray) -> float:
-    """AUROC of the largest class probability, of probs (N, C) and (M, C)."""
-    return Ranking(confidence(probs_in), confidence(probs_out)).estimate()["auroc"]
-
-
-def fpr95(probs_in: NDArray, probs_out: NDArray) -> float:
-    """FPR95 of the largest class probability, in-distribution positive, of probs (N, C) and (M, C)."""
-    return Ranking(confidence(probs_in), confidence(probs_out)).estimate()["fpr95_in"]
 
 
 class Detection(NamedTuple):

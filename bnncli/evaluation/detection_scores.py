@@ -7,21 +7,32 @@ Li (2020), arXiv 2010.03759; max_logit: Hendrycks et al. (2022), arXiv 1911.1113
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from bnncli.dirichlet import total_variance
 from bnncli.evaluation.examples import Examples
 from bnncli.evaluation.probabilities import row_blocks
+from bnncli.options.evaluate import PREDICTION_SCORES
 
-PREDICTION_SCORES = ("max_prob", "entropy", "mutual_info", "dirichlet_variance", "energy", "max_logit")
+__all__ = ["PREDICTION_SCORES", "prediction_score", "prediction_scores"]
+
 _NEEDED = {
     "mutual_info": ("mutual_info", "this integrator gives no mutual information"),
     "dirichlet_variance": ("log_concentration", "this integrator gives no Dirichlet distribution"),
     "energy": ("energy", "the predictions have no energies"),
     "max_logit": ("max_logit", "the predictions have no logits"),
 }
+
+
+def prediction_scores(
+    names: Sequence[str], examples: Examples, arrays: Mapping[str, NDArray | None]
+) -> dict[str, NDArray | str]:
+    """The scores of these names, as prediction_score gives them."""
+    return {name: prediction_score(name, examples, arrays) for name in names}
 
 
 def prediction_score(name: str, examples: Examples, arrays: Mapping[str, NDArray | None]) -> NDArray[np.float64] | str:
@@ -40,18 +51,7 @@ def prediction_score(name: str, examples: Examples, arrays: Mapping[str, NDArray
     if values is None:
         return reason
     if name == "dirichlet_variance":
-        parts = [-total_variance(values[rows]) for rows in row_blocks(*values.shape)]
-        return np.concatenate(parts) if parts else np.empty(0)
+        blocks = (torch.from_numpy(np.asarray(values[rows])) for rows in row_blocks(*values.shape))
+        return np.concatenate([np.empty(0), *(-total_variance(block).numpy() for block in blocks)])
     vector = np.asarray(values, dtype=np.float64)
     return vector if name == "max_logit" else -vector
-
-
-def total_variance(log_concentration: NDArray) -> NDArray[np.float64]:
-    """Sum of the variances of a Dirichlet's probabilities, (n,): sum_k p_k (1 - p_k) / (a_0 + 1), of log a (n, C)."""
-    log_a = np.asarray(log_concentration, dtype=np.float64)
-    top = log_a.max(axis=1, keepdims=True)
-    shares = np.exp(log_a - top)
-    total = shares.sum(axis=1, keepdims=True)
-    p = shares / total
-    log_a0 = (top + np.log(total))[:, 0]
-    return (p * (1 - p)).sum(axis=1) * np.exp(-np.logaddexp(0, log_a0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +57,35 @@ def thin(draws: Tensor, count: int = NUM_DRAWS) -> Tensor:
     return flat[(2 * torch.arange(count, device=draws.device) + 1) * total // (2 * count)]
 
 
+class Distances(NamedTuple):
+    """Squared distances between draws x (n, P) and y (m, P), float64; one pass over the parameters serves every kernel.
+
+    xx: (n, n), yy: (m, m), xy: (n, m).
+    """
+
+    xx: Tensor
+    yy: Tensor
+    xy: Tensor
+
+
+def squared_distances(x: Tensor, y: Tensor) -> Distances:
+    """The squared distances of draws x (n, P), n at least 2, and y (m, P), m at least 2.
+
+    Raises:
+        DataError: fewer than two draws on a side, or draws that are not finite.
+    """
+    sizes = check_shapes(x=(x, "n P"), y=(y, "m P"))
+    n, m = sizes["n"], sizes["m"]
+    if min(n, m) < 2:
+        raise DataError(f"the squared discrepancy needs at least two draws on each side, got {n} and {m}")
+    y = y.to(x.device)
+    center = y.double().mean(dim=0)
+    found = Distances(*(_squared_distances(a, b, center=center) for a, b in ((x, x), (y, y), (x, y))))
+    if not math.isfinite(sum(float(part.sum()) for part in found)):
+        raise DataError("expected finite draws, got NaN or infinity")
+    return found
+
+
 def median_bandwidth(draws: Tensor) -> float:
     """Median distance between pairs of different rows of draws (n, P), float64.
 
@@ -65,7 +95,11 @@ def median_bandwidth(draws: Tensor) -> float:
     check_shapes(draws=(draws, "n P"))
     if draws.shape[0] < 2:
         raise DataError(f"a median distance needs at least two draws, got {draws.shape[0]}")
-    squared = _squared_distances(draws, draws, center=draws[0])
+    return median_of(_squared_distances(draws, draws, center=draws[0]))
+
+
+def median_of(squared: Tensor) -> float:
+    """Median distance between pairs, from squared distances (n, n); raises DataError as median_bandwidth does."""
     rows, columns = torch.triu_indices(len(squared), len(squared), offset=1, device=squared.device)
     median = float(np.median(squared[rows, columns].sqrt().cpu().numpy()))
     # Coinciding draws come out at rounding level relative to the spread, not at exactly 0.
@@ -92,36 +126,35 @@ def mmd2(x: Tensor, y: Tensor, bandwidth: float) -> Mmd:
         bandwidth: of the kernel exp(-d^2 / bandwidth^2), positive.
 
     Raises:
-        DataError: fewer than two draws on a side, draws that are not finite, or a bandwidth that is not
-            positive.
+        DataError: as squared_distances, or a bandwidth that is not positive.
     """
-    sizes = check_shapes(x=(x, "n P"), y=(y, "m P"))
-    n, m = sizes["n"], sizes["m"]
-    if min(n, m) < 2:
-        raise DataError(f"the squared discrepancy needs at least two draws on each side, got {n} and {m}")
-    if not bandwidth > 0:
-        raise DataError(f"expected a positive bandwidth, got {bandwidth}")
-    y = y.to(x.device)
-    center = y.double().mean(dim=0)
-    own_x, own_y, cross_x, cross_y = _kernel_sums(x, y, bandwidth, center=center)
-    sum_xx, sum_yy, sum_xy = float(own_x.sum()), float(own_y.sum()), float(cross_x.sum())
-    if not math.isfinite(sum_xx + sum_yy + sum_xy):
-        raise DataError("expected finite draws, got NaN or infinity")
-    cross = 2 * sum_xy / (n * m)
+    return mmd2_of(squared_distances(x, y), bandwidth)
+
+
+def mmd2_of(distances: Distances, bandwidth: float) -> Mmd:
+    """The squared maximum mean discrepancy, from the distances of the draws.
+
+    Raises:
+        DataError: a bandwidth that is not positive.
+    """
+    xx, yy, xy = _kernels(distances, bandwidth)
+    n, m = xy.shape
+    own_x, own_y = xx.sum(dim=1), yy.sum(dim=1)
+    sum_xx, sum_yy, cross = float(own_x.sum()), float(own_y.sum()), 2 * float(xy.sum()) / (n * m)
+    error = _jackknife_error(own_x - 1, own_y - 1, xy.sum(dim=1), xy.sum(dim=0)) if min(n, m) > 2 else None
     return Mmd(
         unbiased=(sum_xx - n) / (n * (n - 1)) + (sum_yy - m) / (m * (m - 1)) - cross,
         biased=max(0.0, sum_xx / n**2 + sum_yy / m**2 - cross),
         bandwidth=bandwidth,
-        standard_error=_jackknife_error(own_x - 1, own_y - 1, cross_x, cross_y) if min(n, m) > 2 else None,
+        standard_error=error,
     )
 
 
-def _kernel_sums(x: Tensor, y: Tensor, bandwidth: float, *, center: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums of the kernel: of each x over all x (n,), of each y over all y (m,), of each x over y (n,), of each y over x (m,)."""
-    xx, yy, xy = (
-        torch.exp(_squared_distances(a, b, center=center) / -(bandwidth**2)) for a, b in ((x, x), (y, y), (x, y))
-    )
-    return xx.sum(dim=1), yy.sum(dim=1), xy.sum(dim=1), xy.sum(dim=0)
+def _kernels(distances: Distances, bandwidth: float) -> Distances:
+    """The kernel in place of each squared distance."""
+    if not bandwidth > 0:
+        raise DataError(f"expected a positive bandwidth, got {bandwidth}")
+    return Distances(*(torch.exp(part / -(bandwidth**2)) for part in distances))
 
 
 def _jackknife_error(own_x: Tensor, own_y: Tensor, cross_x: Tensor, cross_y: Tensor) -> float:
@@ -140,8 +173,7 @@ def permutation_p_value(
 ) -> float:
     """P-value of the unbiased estimate under random relabelling of the draws: (1 + #{permuted >= seen}) / (1 + B).
 
-    Every draw must be independent of the others: thin chains to about their effective sample size first. One kernel
-    matrix serves all permutations: with z in {0, 1}^(n + m) marking the first sample, all sums follow from z K z and z K 1.
+    Every draw must be independent of the others: thin chains to about their effective sample size first.
 
     Args:
         x: (n, P), n at least 2.
@@ -153,15 +185,25 @@ def permutation_p_value(
     Raises:
         DataError: as for mmd2.
     """
-    observed = mmd2(x, y, bandwidth)  # checks the draws
-    n, m = len(x), len(y)
-    pooled = torch.cat([x, y.to(x)])
-    center = pooled.double().mean(dim=0)
-    kernel = torch.exp(_squared_distances(pooled, pooled, center=center) / -(observed.bandwidth**2)).fill_diagonal_(0)
+    distances = squared_distances(x, y)
+    return permutation_p_value_of(distances, bandwidth, generator=generator, num_permutations=num_permutations)
+
+
+def permutation_p_value_of(
+    distances: Distances, bandwidth: float, *, generator: torch.Generator, num_permutations: int = NUM_PERMUTATIONS
+) -> float:
+    """The p-value, from the distances of the draws.
+
+    One kernel matrix serves all permutations: with z in {0, 1}^(n + m) marking the first sample, all sums follow from
+    z K z and z K 1.
+    """
+    xx, yy, xy = _kernels(distances, bandwidth)
+    n, m = xy.shape
+    kernel = torch.cat([torch.cat([xx, xy], dim=1), torch.cat([xy.T, yy], dim=1)]).fill_diagonal_(0)
     order = torch.rand(num_permutations, n + m, generator=generator, device=generator.device).argsort(dim=1)
-    is_first = (order.to(x.device) < n).double()
+    is_first = (order.to(kernel.device) < n).double()
     # The seen labelling goes through the same products, so that ties are ties.
-    is_first = torch.cat([(torch.arange(n + m, device=x.device) < n).double().unsqueeze(0), is_first])
+    is_first = torch.cat([(torch.arange(n + m, device=kernel.device) < n).double().unsqueeze(0), is_first])
     to_all, total = is_first @ kernel.sum(dim=1), kernel.sum()
     within_x = (is_first @ kernel).mul_(is_first).sum(dim=1)
     cross = to_all - within_x

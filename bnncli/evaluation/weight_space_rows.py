@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from bnncli.errors import DataError
 from bnncli.evaluation.mmd import (
     NUM_DRAWS,
     NUM_PERMUTATIONS,
-    median_bandwidth,
-    mmd2,
-    permutation_p_value,
+    Distances,
+    median_of,
+    mmd2_of,
+    permutation_p_value_of,
     published_bandwidth,
+    squared_distances,
     thin,
 )
 from bnncli.evaluation.weight_space import (
@@ -32,8 +34,8 @@ from bnncli.evaluation.weight_space import (
 Row = dict[str, Any]
 
 MIN_INDEPENDENT = 20  # draws, below which permutations and covariances say nothing
-MOST_DRAWS = 2000  # of one side, for marginals and covariances
-_MOST_VALUES = 2**21  # of draws, for marginals and covariances, where P is large
+MOST_DRAWS = 1000  # of one side, for marginals and covariances
+_MOST_VALUES = 2**20  # of draws, for marginals and covariances, where P is large
 _UNIT = "standard deviation of the reference's draws"
 _MMD: Row = {"name": "mmd2", "kernel": "rbf", "higher_is_better": False}
 _RULES = {
@@ -55,7 +57,7 @@ class WeightDraws:
 
     Args:
         draws: (C, T, P), or (S, P) of one chain.
-        num_independent: about how many of the draws are independent; None: all of them.
+        num_independent: about how many of the draws are independent, 0 where that is unknown; None: all of them.
         mean: (P,), the exact mean where there is one.
     """
 
@@ -84,12 +86,17 @@ class WeightDraws:
 
 
 def num_draws_for(num_params: int) -> int:
-    """How many draws of a posterior the distances are measured with: 2,000, fewer (down to 600) for many parameters."""
+    """How many draws of a posterior the distances are measured with: 1,000, fewer (down to 600) for many parameters."""
     return max(NUM_DRAWS, min(MOST_DRAWS, _MOST_VALUES // num_params))
 
 
 def weight_space_rows(
-    ours: WeightDraws | None, theirs: WeightDraws | None, *, reference: str, generator: torch.Generator
+    ours: WeightDraws | None,
+    theirs: WeightDraws | None,
+    *,
+    reference: str,
+    generator: torch.Generator,
+    device: torch.device | str = "cpu",
 ) -> list[Row]:
     """Rows of mmd2 (unbiased with its p-value, biased, published), wasserstein, mean_error and covariance_error.
 
@@ -99,59 +106,87 @@ def weight_space_rows(
             distance to itself.
         reference: name of the posterior that theirs are of.
         generator: of the permutations.
+        device: where thinned draws are compared.
     """
     reason = _why_undefined(ours, theirs, reference)
     if ours is None or theirs is None or reason is not None:
         return _undefined_rows(reason or "undefined", reference)
-    return [*_mmd_rows(ours, theirs, reference, generator=generator), *_distance_rows(ours, theirs, reference)]
+    pair = _Pair(ours, theirs, torch.device(device))
+    return [*_mmd_rows(pair, reference, generator=generator), *_distance_rows(pair, reference)]
 
 
-def _mmd_rows(ours: WeightDraws, theirs: WeightDraws, reference: str, *, generator: torch.Generator) -> list[Row]:
-    y = thin(theirs.chains)
-    x = thin(ours.chains).to(y.device)
-    shared = {**_MMD, "reference": reference, "n": [len(x), len(y)]}
+class _Pair(NamedTuple):
+    """The two sides that are compared, and where."""
+
+    ours: WeightDraws
+    theirs: WeightDraws
+    device: torch.device
+
+    def thinned(self, *counts: int) -> tuple[Tensor, Tensor]:
+        """At most so many draws (n, P) and (m, P) of each side; one count for both, or one for each."""
+        sides = (self.ours, self.theirs)
+        x, y = (thin(side.chains, count).to(self.device) for side, count in zip(sides, (counts * 2)[:2], strict=True))
+        return x, y
+
+    def independent(self, most: int) -> list[int]:
+        """About how many of at most so many draws of each side are independent."""
+        return [side.independent(most) for side in (self.ours, self.theirs)]
+
+
+def _mmd_rows(pair: _Pair, reference: str, *, generator: torch.Generator) -> list[Row]:
+    x, y = pair.thinned(NUM_DRAWS)
     try:
-        result = mmd2(x, y, median_bandwidth(y))
-        published = mmd2(x, y, published_bandwidth(ours.draws.flatten(0, -2), theirs.chains.flatten(0, 1)))
+        distances = squared_distances(x, y)
+        bandwidth = median_of(distances.yy)
+        own = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair[:2]))
     except DataError as error:
         return [row for row in _undefined_rows(error.message, reference) if row["name"] == "mmd2"]
-    values = {"unbiased": result.unbiased, "biased": result.biased, "published": published.biased}
-    rows = [{**shared, "value": value, "estimator": name} for name, value in values.items()]
-    for row in rows:
-        row |= {"bandwidth_rule": _RULES[row["estimator"]], "bandwidth": result.bandwidth}
-    rows[2]["bandwidth"] = published.bandwidth
-    rows[0] |= {"standard_error": result.standard_error, **_test(ours, theirs, result.bandwidth, generator=generator)}
-    return rows
+    result, published = mmd2_of(distances, bandwidth), mmd2_of(distances, own)
+    counts = pair.independent(NUM_DRAWS)
+    if counts != [len(x), len(y)] and min(counts) >= MIN_INDEPENDENT:
+        distances = squared_distances(*pair.thinned(*counts))
+    facts: dict[str, Row] = {
+        "unbiased": {
+            "value": result.unbiased,
+            "standard_error": result.standard_error,
+            **_test(distances, bandwidth, counts, generator=generator),
+        },
+        "biased": {"value": result.biased},
+        "published": {"value": published.biased},
+    }
+    shared = {**_MMD, "reference": reference, "n": [len(x), len(y)]}
+    return [
+        {**shared, "estimator": name, "bandwidth_rule": _RULES[name], "bandwidth": width, **facts[name]}
+        for name, width in (("unbiased", bandwidth), ("biased", bandwidth), ("published", own))
+    ]
 
 
-def _test(ours: WeightDraws, theirs: WeightDraws, bandwidth: float, *, generator: torch.Generator) -> Row:
+def _test(distances: Distances, bandwidth: float, counts: list[int], *, generator: torch.Generator) -> Row:
     """The permutation test, of draws thinned to about as many as are independent."""
-    counts = [side.independent(NUM_DRAWS) for side in (ours, theirs)]
     if min(counts) < MIN_INDEPENDENT:
         return {"p_value": None, "p_value_undefined": _too_few(counts)}
-    x, y = (thin(side.chains, count) for side, count in zip((ours, theirs), counts, strict=True))
-    value = permutation_p_value(x.to(y.device), y, bandwidth, generator=generator)
+    value = permutation_p_value_of(distances, bandwidth, generator=generator)
     return {"p_value": value, "p_value_draws": counts, "permutations": NUM_PERMUTATIONS}
 
 
-def _distance_rows(ours: WeightDraws, theirs: WeightDraws, reference: str) -> list[Row]:
+def _distance_rows(pair: _Pair, reference: str) -> list[Row]:
     """Rows of wasserstein, mean_error and covariance_error, each with its noise."""
-    most = num_draws_for(theirs.chains.shape[2])
-    x, y = (thin(side.chains, most) for side in (ours, theirs))
-    x = x.to(y.device)
-    n, m = (side.independent(most) for side in (ours, theirs))
+    most = num_draws_for(pair.theirs.chains.shape[2])
+    x, y = pair.thinned(most)
+    independent = pair.independent(most)
     try:
         scale = reference_scale(y)
         distances = wasserstein_distances(x, y, scale)
     except DataError as error:
         return [row for row in _undefined_rows(error.message, reference) if row["name"] != "mmd2"]
+    floor = wasserstein_floor(*independent) if min(independent) > 0 else None
     found: dict[str, list[Row]] = {
         "wasserstein": [
-            {"value": float(distances.mean()), "noise_floor": wasserstein_floor(n, m)},
+            {"value": float(distances.mean()), "noise_floor": floor},
             {"value": float(distances.max()), "noise_floor": None},
         ],
-        "mean_error": [_mean_error(ours, theirs, scale)],
-        "covariance_error": [_covariance_error(ours, theirs, scale, most=most)],
+        "mean_error": [_mean_error(pair, scale)],
+        "covariance_error": [_covariance_error(pair, scale, most=most)],
     }
     shared = {"n": [len(x), len(y)], "reference": reference, "unit": _UNIT, "higher_is_better": False}
     return [
@@ -161,26 +196,26 @@ def _distance_rows(ours: WeightDraws, theirs: WeightDraws, reference: str) -> li
     ]
 
 
-def _mean_error(ours: WeightDraws, theirs: WeightDraws, scale: Tensor) -> Row:
+def _mean_error(pair: _Pair, scale: Tensor) -> Row:
+    ours, theirs = pair.ours, pair.theirs
     counts: list[float] = [side.independent(side.num_draws) for side in (ours, theirs)]
     if ours.mean is not None:
         counts[0] = math.inf
     return {
-        "value": mean_error(ours.center().to(scale.device), theirs.center(), scale),
+        "value": mean_error(ours.center(), theirs.center(), scale),
         "mean": "draws" if ours.mean is None else "exact",
         "n": [ours.num_draws, theirs.num_draws],
-        "noise_floor": mean_floor(*counts),
+        "noise_floor": mean_floor(*counts) if min(counts) > 0 else None,
     }
 
 
-def _covariance_error(ours: WeightDraws, theirs: WeightDraws, scale: Tensor, *, most: int) -> Row:
+def _covariance_error(pair: _Pair, scale: Tensor, *, most: int) -> Row:
     """The error between draws thinned to about as many as are independent."""
-    counts = [side.independent(most) for side in (ours, theirs)]
+    counts = pair.independent(most)
     if min(counts) < MIN_INDEPENDENT:
         return {"value": None, "undefined": _too_few(counts)}
-    x, y = (thin(side.chains, count) for side, count in zip((ours, theirs), counts, strict=True))
     try:
-        value = covariance_error(x.to(y.device), y, scale)
+        value = covariance_error(*pair.thinned(*counts), scale)
     except DataError as error:
         return {"value": None, "undefined": error.message}
     return {"value": value, "n": counts, "noise_floor": covariance_floor(*counts)}

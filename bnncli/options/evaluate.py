@@ -29,9 +29,17 @@ METRICS = (
     "cumulative_accuracy",
     "ranked_gain",
     "auroc",
+    "aupr",
     "fpr95",
+    "mmc",
     "mmd2",
+    "wasserstein",
+    "mean_error",
+    "covariance_error",
 )
+PREDICTION_SCORES = ("max_prob", "entropy", "mutual_info", "dirichlet_variance", "energy", "max_logit")
+FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
+FEATURE_SCORES = ("mahalanobis", "relative_mahalanobis", "knn")
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,14 @@ class EvaluateOptions(Checked):
     )
     curves: bool = option(False, "Add these curves to the rows of --json, at most 200 points each.", numeric=False)
     intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
-    reference: str = option("hmc", "Sample posterior that MMD^2 is measured to.", metavar="NAME")
+    score: list[str] = option(
+        [],
+        "Detect out-of-distribution splits by this score of the predictions (max_prob otherwise), or of the features, "
+        "whatever the posterior (mahalanobis, relative_mahalanobis, knn). Repeatable.",
+        choices=(*PREDICTION_SCORES, *FEATURE_SCORES, "all"),
+    )
+    neighbors: int = option(50, "k of --score knn: the distance to the k-th nearest training features.", minimum=1)
+    reference: str = option("hmc", "Sample posterior that MMD^2 and other distances are measured to.", metavar="NAME")
     bins: int = option(15, "Bins of ECE and MCE.", minimum=1)
     top_k: int = option(5, "k of the top-k accuracy, undefined for k classes or fewer.", minimum=1)
     bootstrap: int = option(
@@ -86,6 +101,22 @@ class EvaluateOptions(Checked):
             if not any(name == family or name.startswith(f"{family}-") for family in families):
                 message = f"--integrator: expected one of {', '.join(families)}, or one with its settings; got {name!r}"
                 raise UsageError(message)
+
+    @property
+    def shown_scores(self) -> list[str]:
+        """The detection scores to show."""
+        every = [*PREDICTION_SCORES, *FEATURE_SCORES]
+        return every if "all" in self.score else [name for name in every if name in self.score] or ["max_prob"]
+
+    @property
+    def prediction_scores(self) -> list[str]:
+        """The detection scores to make of every group of predictions: max_prob, and those to show."""
+        return [name for name in PREDICTION_SCORES if name in ("max_prob", *self.shown_scores)]
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether a score of the features is to be shown."""
+        return not set(FEATURE_SCORES).isdisjoint(self.shown_scores)
 
     @property
     def assertions(self) -> list[Assertion]:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bnncli.assertions import Quantity
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.checks import find_metric, forms
-from bnncli.evaluation.detection_scores import PREDICTION_SCORES, prediction_score
+from bnncli.evaluation.detection_scores import PREDICTION_SCORES
 from bnncli.evaluation.measured import Measured, measure_detection, measure_split, needed_scores
 from bnncli.evaluation.paired import Sample
 from bnncli.evaluation.rows import split_scores
@@ -96,20 +95,14 @@ def _measure_checkpoint(
         outside = [SplitPredictions(groups[place].splits(is_ood=True)[ood]) for place in places]
         names = needed_scores(PREDICTION_SCORES, other_wanted, ood)
         vectors = [
-            (_vectors(inside[place], names), _vectors(far, names)) for place, far in zip(places, outside, strict=True)
+            (inside[place].detection_scores(names), far.detection_scores(names))
+            for place, far in zip(places, outside, strict=True)
         ]
         size = (ood, len(outside[0].examples))
         found = measure_detection(vectors, other_wanted, split=split, ood=size, bootstrap=bootstrap)
         for place, own in zip(places, found, strict=True):
             measured[place] += own
     return measured
-
-
-def _vectors(split: SplitPredictions, names: Sequence[str]) -> dict[str, NDArray | str]:
-    """The detection scores of a split that are called so."""
-    file = split.file
-    arrays = {name: getattr(file, name) for name in ("mutual_info", "energy", "max_logit", "log_concentration")}
-    return {name: prediction_score(name, split.examples, arrays) for name in names}
 
 
 def _entry(found: Sequence[Measured | None]) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,9 +11,12 @@ import numpy as np
 
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detection_rows import Scores as DetectionScores
+from bnncli.evaluation.detection_rows import detection_rows, mmc_row
+from bnncli.evaluation.detection_scores import prediction_scores
 from bnncli.evaluation.examples import Examples, examples_of
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.rows import Row, detection_rows, score_rows, split_scores
+from bnncli.evaluation.rows import Row, score_rows, split_scores
 from bnncli.integrators import load_integrator
 from bnncli.options import EvaluateOptions
 from bnncli.stages._prediction_groups import Group
@@ -50,6 +54,13 @@ class SplitPredictions:
             path = self.header.path
             raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
 
+    def detection_scores(self, names: Sequence[str]) -> DetectionScores:
+        """The scores of these names of each example, or why there are none."""
+        arrays = {
+            name: getattr(self.file, name) for name in ("mutual_info", "log_concentration", "energy", "max_logit")
+        }
+        return prediction_scores(names, self.examples, arrays)
+
 
 def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
     """How scores are resampled; None with `--bootstrap 0`."""
@@ -67,7 +78,7 @@ def group_rows(run: Run, options: EvaluateOptions, group: Group) -> list[dict[st
         metrics = _split_rows(run, options, split)
         for other in outside:
             _check_differs(split, other)
-            metrics += detection_rows(split.file.probs, other.file.probs, other.name)
+            metrics += _detection_rows(run, options, split, other)
             run.console.poll()
         rows.append({**_described(group, split.header), "metrics": metrics})
     return rows
@@ -108,6 +119,14 @@ def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> 
     )
     run.console.poll()
     return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
+
+
+def _detection_rows(run: Run, options: EvaluateOptions, split: SplitPredictions, other: SplitPredictions) -> list[Row]:
+    """The rows of telling one split from another, and of how sure the predictions of the other are."""
+    bootstrap, names = bootstrap_of(run, options), options.prediction_scores
+    scores = [side.detection_scores(names) for side in (split, other)]
+    rows = detection_rows(*scores, split=split.name, ood=other.name, bootstrap=bootstrap)
+    return [*rows, mmc_row(other.examples.confidence, ood=other.name, bootstrap=bootstrap)]
 
 
 def _check_differs(split: SplitPredictions, other: SplitPredictions) -> None:

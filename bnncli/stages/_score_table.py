@@ -28,8 +28,13 @@ _SCORES = {
     "cumulative_accuracy": ("cumulative accuracy", 4),
     "ranked_gain": ("ranked gain", 4),
     "auroc": ("AUROC", 3),
+    "aupr": ("AUPR", 3),
     "fpr95": ("FPR95", 3),
+    "mmc": ("MMC", 3),
     "mmd2": ("MMD^2", 4),
+    "wasserstein": ("Wasserstein", 3),
+    "mean_error": ("mean error", 3),
+    "covariance_error": ("covariance error", 3),
 }
 # The forms of scores that are shown when none was asked for.
 _USUAL: dict[str, dict[str, str]] = {
@@ -37,28 +42,36 @@ _USUAL: dict[str, dict[str, str]] = {
     "nll": {},
     "brier": {},
     "ece": {"strategy": "equal-width"},
-    "auroc": {"score": "max_prob"},
-    "fpr95": {"score": "max_prob", "positive": "in"},
+    "auroc": {},
+    "fpr95": {"positive": "in"},
     "mmd2": {"estimator": "unbiased"},
 }
 # Choices that tell the forms of a score apart, in the order in which a title names them.
-_TELLING = ("of", "strategy", "norm", "estimator", "rule", "score", "positive")
+_TELLING = ("of", "strategy", "norm", "estimator", "rule", "over", "score", "positive")
 _FIRST = ["split", "posterior", "integrator", "draws"]
 
 Form = tuple[str, str | None, tuple[str | None, ...]]
 
 
 def score_table(
-    rows: Sequence[Mapping[str, Any]], notes: list[str], *, chosen: Sequence[str] = (), intervals: bool = False
+    rows: Sequence[Mapping[str, Any]],
+    notes: list[str],
+    *,
+    chosen: Sequence[str] = (),
+    scores: Sequence[str] = ("max_prob",),
+    intervals: bool = False,
 ) -> Table:
     """The rows of evaluate as a Table; an undefined score is a dash.
 
     Args:
         chosen: names of the scores to show, in all their forms; none: the usual ones.
+        scores: by which detection is shown.
         intervals: whether each score is followed by its interval, where it has one.
     """
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
-    shown = [{_form(metric): metric for metric in row["metrics"] if _is_shown(metric, chosen)} for row in ordered]
+    shown = [
+        {_form(metric): metric for metric in row["metrics"] if _is_shown(metric, chosen, scores)} for row in ordered
+    ]
     forms = _columns(shown)
     cells = [
         [*_head(row), *(_cell(found.get(form), intervals) for form in forms)]
@@ -73,7 +86,9 @@ def score_title(metric: Mapping[str, Any]) -> str:
     return _SCORES[metric["name"]][0].format(**metric)
 
 
-def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str]) -> bool:
+def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> bool:
+    if metric.get("score", scores[0]) not in scores:
+        return False
     if chosen:
         return metric["name"] in chosen
     usual = _USUAL.get(metric["name"])

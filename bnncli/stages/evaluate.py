@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.checks import check_names, failure_text, hold_against
-from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
-from bnncli.evaluation.rows import mmd_rows
 from bnncli.options import EvaluateOptions
 from bnncli.stages._evaluate_curves import curves_of, draw_plots, planned_plots
+from bnncli.stages._evaluate_distances import Reference, distance_rows, open_reference
+from bnncli.stages._evaluate_features import evaluate_features, row_name
 from bnncli.stages._evaluate_rows import group_rows
-from bnncli.stages._inputs import open_posterior, recorded_prior
 from bnncli.stages._prediction_groups import Group, open_groups
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
@@ -24,32 +21,36 @@ from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
-MMD_DRAWS = 600
 
 
 def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
     groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator)
-    check_names(options.assertions, [row for group in groups for row in _row_names(group)])
+    check_names(options.assertions, [row for group in groups for row in _row_names(options, group)])
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
-    reference = _reference_path(run, options)
-    shared: dict[str, Any] = {}
+    reference = open_reference(run, options.reference)
     total = Result()
     rows: list[dict[str, Any]] = []
     for group in groups:
-        result = _evaluate(run, options, group, reference, shared)
+        result = _evaluate(run, options, group, reference)
         total.add(result)
         own = result.metrics["rows"] if result.metrics else []
         rows += _with_curves(run, options, group, own) if options.curves or plots else own
+    if options.needs_features:
+        result = evaluate_features(run, options, groups)
+        total.add(result)
+        rows += result.metrics["rows"] if result.metrics else []
     if not run.write.dry_run:
         total.extra["checks"] = checks = hold_against(options.assertions, rows)
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
         rows = _shown(run, options, rows)
-        notes = [*_legend(options), *_doubts(reference)]
+        notes = [*_legend(options), *reference.doubts()]
         notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
-        total.tables.append(score_table(rows, notes, chosen=options.metric, intervals=options.intervals))
+        total.tables.append(
+            score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
+        )
         failed = failure_text(checks)
         total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     else:
@@ -64,10 +65,12 @@ def _with_curves(run: Run, options: EvaluateOptions, group: Group, rows: list[di
     return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
 
 
-def _row_names(group: Group) -> list[dict[str, Any]]:
-    """What the rows of a group are called, before their scores are known."""
+def _row_names(options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
+    """What the rows of a group, and those of its features, are called, before their scores are known."""
     names = {"posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
-    return [{**names, "split": split} for split in group.splits(is_ood=False)]
+    splits = list(group.splits(is_ood=False))
+    own = [{**names, "split": split} for split in splits]
+    return own + [row_name(split) for split in splits if options.needs_features]
 
 
 def _legend(options: EvaluateOptions) -> list[str]:
@@ -76,8 +79,8 @@ def _legend(options: EvaluateOptions) -> list[str]:
         lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.bins}"]
     else:
         lines = [
-            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by maximum "
-            "probability, in-distribution positive; MMD^2: unbiased"
+            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by "
+            f"{', '.join(options.shown_scores)}, in-distribution positive; MMD^2: unbiased"
         ]
     if options.intervals:
         lines.append(
@@ -85,18 +88,6 @@ def _legend(options: EvaluateOptions) -> list[str]:
             "those of calibration errors are mirrored at the value, which is itself biased upwards, and may lie below it"
         )
     return lines
-
-
-def _doubts(reference: Path | None) -> list[str]:
-    """What the reference's own diagnostics say against it."""
-    if reference is None:
-        return []
-    metrics = read_header(reference).meta.get("metrics", {})
-    r_hat, lowest = metrics.get("max_rhat"), metrics.get("lowest_chain_acceptance")
-    if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
-        return []
-    shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
-    return [f"{reference.stem} has not converged (R-hat {shown}): do not trust its row, nor MMD^2 measured to it"]
 
 
 def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,42 +117,22 @@ def _check_defined(options: EvaluateOptions, rows: list[dict[str, Any]]) -> None
                 raise DataError(f"--metric {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
 
 
-def _reference_path(run: Run, options: EvaluateOptions) -> Path | None:
-    """The draws that MMD^2 is measured to; None (with a reason in the rows) when the run has none."""
-    path = run.folder.posterior(options.reference, suffix=".nc")
-    if path.is_file():
-        try:
-            run.use(read_header(path))
-        except DataError as error:
-            run.console.warn(f"MMD^2 is left out: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
-            return None
-        return path
-    if options.reference != "hmc":
-        raise MissingInput(
-            f"--reference: no draws {path}",
-            hint=run.suggest("hmc", "--name", options.reference),
-            path=path,
-        )
-    return None
-
-
-def _evaluate(
-    run: Run, options: EvaluateOptions, group: Group, reference: Path | None, shared: dict[str, Any]
-) -> Result:
+def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Reference) -> Result:
     sources = [
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
     ]
     posterior = group.posterior_path
-    if reference is not None and posterior is not None:
-        sources.append(Source("reference", reference, read_header(reference).content_digest))
+    if reference.path is not None and posterior is not None:
+        sources.append(Source("reference", reference.path, reference.header.content_digest))
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
-    params = {**options.params(), "seed": run.compute.seed}
+    params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
+    del params["neighbors"]  # of the features alone
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(target, "metrics", f"metrics.{group.name}", params, ALGO_REV, sources, checkpoint, 1 << 18)
 
     def compute() -> Computed:
-        distance = _distance_rows(run, options, reference, posterior, shared)
+        distance = distance_rows(run, reference, posterior)
         rows = [{**row, "metrics": row["metrics"] + distance} for row in group_rows(run, options, group)]
         predictions = [
             {
@@ -188,22 +159,3 @@ def _evaluate(
 
 def _when_fresh(header: Header) -> Computed:
     return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})
-
-
-def _distance_rows(
-    run: Run, options: EvaluateOptions, reference: Path | None, posterior: Path | None, shared: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """MMD^2 between the posterior's draws and the reference's; undefined rows say why."""
-    if reference is None or posterior is None:
-        return mmd_rows(None, None, reference=options.reference)
-    if "draws" not in shared:
-        shared["draws"], shared["header"] = open_posterior(reference)
-    hmc_draws: Tensor = shared["draws"].draws
-    own, header = open_posterior(posterior)
-    draws: Tensor = own.draws if header.kind == "samples" else own.sample(MMD_DRAWS, run.stream("evaluate/mmd"))
-    theirs, ours = recorded_prior(shared["header"]), recorded_prior(header)
-    if ours is not None and theirs is not None and not ours.is_close(theirs):
-        run.console.warn(
-            f"{posterior.stem} has prior precision {ours}, {options.reference} has {theirs}: MMD^2 compares different targets"
-        )
-    return mmd_rows(draws, hmc_draws, reference=options.reference)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bnncli.errors import MissingInput, OutputExists, UsageError
 from bnncli.option import check_artifact_name, check_split_name
+from bnncli.options.evaluate import FEATURES_NAME
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 MAX_NAME_BYTES = 255
@@ -58,12 +59,15 @@ class RunFolder:
         """Raise when draws and another posterior would share a name, by which predictions go, or it is the network's.
 
         Raises:
-            UsageError: target is posteriors/map.safetensors, which extract-features alone writes.
+            UsageError: target is posteriors/map.safetensors, which extract-features alone writes, or has the name under
+                which evaluate lists the scores of features.
             OutputExists: a posterior of another type has the name.
         """
         network = self.posterior("map")
         if target.with_suffix(network.suffix).absolute() == network.absolute():
             raise UsageError(f"{network} is the network as trained, which later commands need; choose another --name")
+        if target.with_suffix("").absolute() == self.posterior(FEATURES_NAME, suffix="").absolute():
+            raise UsageError(f"{FEATURES_NAME!r} is the name of scores that need no posterior; choose another --name")
         for suffix in POSTERIOR_SUFFIXES:
             other = target.with_suffix(suffix)
             if suffix != target.suffix and other.exists():
