@@ -249,6 +249,8 @@ def _notes(rows: list[Row]) -> list[str]:
             f"K {size[2]}: N {size[0]}, D {size[1]}, {size[3]} covariance, logits' standard deviation {mine[0]['logit_sd']:.2g} "
             f"(root mean square); distances on {mine[0]['num_exact']} examples, whose standard error is at most {mine[0]['exact_error']:.1g}"
         )
+        timed = {row["examples_timed"] for row in mine if "examples_timed" in row}
+        lines += [f"K {size[2]}: laplace-torch ran on {n} examples, its time is scaled to {size[0]}" for n in timed]
         seconds = {row["integrator"]: row["seconds"] for row in mine if row["what"] == "integrals"}
         loop = next((value for name, value in seconds.items() if name.startswith("loop")), None)
         if loop is not None:

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the console script sets it, before torch is imported
+if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))  # all cores, shared
 
 SCRIPT = Path(sys.executable).with_name("bnncli")
 
