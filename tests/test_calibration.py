@@ -187,6 +187,13 @@ def test_the_debiased_error_is_the_loop_over_bins() -> None:
     assert value(probs, labels, "ece", "equal-mass", norm="l2", num_bins=8) == pytest.approx(total**0.5, rel=1e-9)
 
 
+def test_the_debiased_error_of_bins_of_one_example_is_undefined() -> None:
+    probs, labels = predictions(3, count=15)
+    (row,) = [row for row in rows_of(probs, labels, bootstrap=Bootstrap(20)) if row.get("estimator") == "debiased"]
+    assert (row["value"], row["undefined"]) == (None, "no bin holds two examples, whose noise could be told")
+    assert value(probs, labels, "ece", "equal-mass", norm="l2", num_bins=14) >= 0
+
+
 def test_the_debiased_error_of_calibrated_predictions_is_lower_than_the_plain_one() -> None:
     generator = np.random.default_rng(5)
     found: dict[str, list[float]] = {"l1": [], "l2": []}

@@ -17,7 +17,10 @@ from bnncli.integrators import Prediction, load_integrator
 from bnncli.integrators.bridge import condition_on_zero_sum, shrink
 from bnncli.integrators.probit import probit_probs
 from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
+from bnncli.prior import Prior
+from bnncli.registry import load_class
 
 ONE, TWO, THREE = HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)
 
@@ -42,6 +45,33 @@ def binary_probit_of_the_difference(posterior: Full, features: Tensor) -> Tensor
     variance = covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]
     p = torch.sigmoid((mean[:, 1] - mean[:, 0]) / torch.sqrt(1 + math.pi / 8 * variance))
     return torch.stack([1 - p, p], dim=1).float()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layout"),
+    [
+        ("quadrature", {}, TWO),
+        ("mean-field", {"order": 2, "projection": "none"}, TWO),
+        ("mean-field", {"order": 2}, HeadLayout(3, 4, has_bias=False)),
+        ("bridge", {"projection": "conditional"}, HeadLayout(3, 4, has_bias=False)),
+    ],
+)
+def test_what_all_logits_share_under_a_weak_prior_costs_no_digits(
+    name: str, settings: dict[str, object], layout: HeadLayout
+) -> None:
+    features = inputs(layout).float()
+    mean = torch.linspace(-0.5, 0.5, layout.num_params, dtype=torch.float64)
+
+    def predict_under(common: float) -> Prediction:
+        outputs = 0.2 * torch.eye(layout.num_outputs, dtype=torch.float64) + common
+        root = torch.linalg.cholesky(torch.kron(outputs, torch.eye(layout.num_features, dtype=torch.float64)))
+        posterior = Gaussian(mean, load_class("covariances", "full")(root), layout, Prior(1.0))
+        return predict_with(name, posterior, features, **settings)
+
+    expected, found = predict_under(0.0), predict_under(1e7)
+    torch.testing.assert_close(found.probs, expected.probs, rtol=0, atol=1e-5)
+    if expected.interval is not None:
+        torch.testing.assert_close(found.interval, expected.interval, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("probit", {"projection": "difference"}), ("mean-field", {"order": 2})])

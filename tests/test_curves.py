@@ -208,3 +208,9 @@ def test_without_plot_matplotlib_is_not_imported(small_run: Path) -> None:
         "assert 'matplotlib' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_plot_leaves_out_the_rows_of_features_which_have_no_curves(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    done = cli("evaluate", small_run, "--plot", tmp_path / "plots", "--split", "test", "--score", "knn")
+    assert done.code == 0, done.stderr
+    assert len(list((tmp_path / "plots").iterdir())) == 3

@@ -38,6 +38,12 @@ def test_rows_say_how_they_were_predicted(cli: Cli, small_run: Path) -> None:
     }
 
 
+def test_more_draws_than_a_posterior_has_are_not_told(cli: Cli, small_run: Path) -> None:
+    assert cli("predict", small_run, "--posterior", "hmc", "--samples", 1000, "--split", "test", "--force").code == 0
+    (row,) = cli("evaluate", small_run, "--posterior", "hmc", "--split", "test", "--json").json["rows"]
+    assert row["samples"] == 8 * 16
+
+
 def test_an_integrator_is_chosen_by_its_name_or_with_its_settings(cli: Cli, small_run: Path) -> None:
     assert cli("predict", small_run, "--posterior", "laplace", "--integrator", "mc", "--qmc").code == 0
 

@@ -56,6 +56,24 @@ def test_replicates_are_paired_between_predictions(labels: NDArray) -> None:
     assert one[0].key == same[0].key
 
 
+def test_differences_below_the_rounding_of_float32_keep_their_digits() -> None:
+    generator = np.random.default_rng(4)
+    logits, labels = generator.normal(size=(5000, 4)), generator.integers(4, size=5000)
+    groups, losses = [], []
+    for shift in (0.0, 1e-6):
+        shifted = logits + shift * generator.normal(size=logits.shape)
+        probs = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
+        groups.append(split_scores(probs, examples_of(probs, labels)))
+        losses.append(-np.log(probs[np.arange(5000), labels]))
+    resampling = Bootstrap(50)
+    one, other = measure_split(groups, wanted("nll"), split=("test", 5000), bootstrap=resampling)
+    assert one[0].replicates is not None
+    counts = np.concatenate([block.astype(float) for (block,) in resampling.weights(("test", 5000))])
+    expected = counts @ (losses[0] - losses[1]) / 5000
+    assert np.std(expected) < 2e-8
+    np.testing.assert_allclose(one[0].replicates - other[0].replicates, expected, rtol=0, atol=1e-12)
+
+
 def test_an_undefined_score_has_its_reason(labels: NDArray) -> None:
     probs, _ = predictions(1, labels)
     (found,) = measure_split(

@@ -89,7 +89,8 @@ def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str)
     choices = {"bins": num_bins, "strategy": strategy}
     members = [_score("ece", {**choices, "norm": "l1"}), _score("mce", choices)]
     if strategy == "equal-mass":
-        members.append(_score("ece", {**choices, "norm": "l2", "estimator": "debiased"}))
+        debiased = {**choices, "norm": "l2", "estimator": "debiased"}
+        members.append(_score("ece", debiased, when_nan="no bin holds two examples, whose noise could be told"))
     index = _index(confidence, _edges(confidence, num_bins, strategy))
     values = np.stack([np.ones(len(confidence)), confidence - is_right, is_right], axis=1)[:, : len(members)]
 
@@ -109,11 +110,12 @@ def _debiased(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
     """Root (b,) of the mean squared gap less what the noise of the accuracies adds to it; 0 where that is more.
 
     Kumar, Liang and Ma (2019), definition 5.2: E_b = gap^2 - accuracy (1 - accuracy) / (n - 1). Bins of one example say
-    nothing.
+    nothing: NaN where there are no others.
     """
     noise = accuracy * (1 - accuracy) / np.maximum(count - 1, 1)
     square = np.where(count > 1, gap**2 - noise, 0.0)
-    return np.sqrt(np.maximum(0.0, (count * square).sum(axis=1) / count.sum(axis=1)))
+    error = np.sqrt(np.maximum(0.0, (count * square).sum(axis=1) / count.sum(axis=1)))
+    return np.where((count > 1).any(axis=1), error, np.nan)
 
 
 def _published(confidence: NDArray, is_right: NDArray) -> Scores:

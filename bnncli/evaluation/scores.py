@@ -67,8 +67,9 @@ def means(members: Sequence[Score], values: Sequence[NDArray]) -> Scores:
     columns = np.stack([np.asarray(value, dtype=np.float64) for value in values], axis=1)
 
     def statistic(weights: NDArray) -> Floats:
-        # Products in the weights' own precision: float32 for replicates, whose noise is far above its rounding.
-        return (weights @ columns.astype(weights.dtype)).astype(np.float64) / len(columns)
+        # In float64: float32 is enough for one score, but the differences that are made of replicates may be below
+        # its rounding.
+        return weights.astype(np.float64) @ columns / len(columns)
 
     return Scores(members, statistic)
 

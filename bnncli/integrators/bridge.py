@@ -97,7 +97,8 @@ class Bridge:
             half, variance = posterior.logit_marginals(features)
             mean, variance = torch.cat([-half / 2, half / 2], dim=1), (variance / 4).expand(-1, 2)
         elif self.projection == "conditional":
-            mean, variance = condition_on_zero_sum(*(part.double() for part in posterior.logit_moments(features)))
+            # What all logits share cancels, and would take the digits of float32 covariances with it.
+            mean, variance = condition_on_zero_sum(*posterior.logit_moments(features.double()))
         else:
             mean, variance = posterior.logit_marginals(features, is_projected=self.projection == "marginal")
         return shrink(mean.double(), variance.double()) if self.normalize else (mean.double(), variance.double())

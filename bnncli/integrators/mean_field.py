@@ -89,8 +89,8 @@ class MeanField:
             return probit_probs(*posterior.logit_marginals(features))
         if num_outputs == 2 and is_projected:
             return probit_probs(*difference_of_projected(*posterior.logit_marginals(features, is_projected=True)))
-        if self.order == 2:  # a projection would change no difference
-            mean, covariance = posterior.logit_moments(features)
+        if self.order == 2:  # a projection would change no difference; float32 would lose those of large variances
+            mean, covariance = posterior.logit_moments(features.double())
             return mean_field_probs(mean, pair_variance(covariance))
         mean, variance = posterior.logit_marginals(features, is_projected=is_projected)
         if self.order == 0:

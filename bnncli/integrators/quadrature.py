@@ -88,7 +88,8 @@ class Quadrature:
         mean = features.new_empty(num_examples, dtype=torch.float64)
         variance = torch.empty_like(mean)
         for rows in slices(num_examples, _CHUNK_EXAMPLES):
-            mean[rows], variance[rows] = binary_moments(*posterior.logit_moments(features[rows]))
+            # Under a weak prior the logits share most of their variance: float32 would lose the difference's.
+            mean[rows], variance[rows] = binary_moments(*posterior.logit_moments(features[rows].double()))
             task.advance(rows.stop - rows.start)
         return binary_prediction(mean, variance, rule=self.rule, points=self.points)
 

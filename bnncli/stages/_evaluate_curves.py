@@ -116,7 +116,7 @@ def _draw(plot: Plot, rows: Iterable[Row]) -> Figure:
     """The figure of one plot."""
     shown: dict[str, Row] = {}
     for row in rows:
-        if row["split"] == plot.split:
+        if row["split"] == plot.split and "curves" in row:  # the scores of features have none
             label = f"{row['posterior']} ({row['variant']})"
             same = sum(name.startswith(label) for name in shown)  # predictions made again under another --name
             shown[f"{label} {same + 1}" if same else label] = row

@@ -97,13 +97,16 @@ def _described(group: Group, header: Header) -> dict[str, Any]:
 
 
 def _num_draws(group: Group, header: Header) -> int | None:
-    """Draws of a prediction: those that were asked for, or all that the posterior has."""
+    """Draws of a prediction: those that were asked for, but no more than a posterior that is draws has."""
     asked: int | None = header.meta["samples"]
     path = group.posterior_path
-    if asked is not None or path is None or not load_integrator(group.integrator).is_sampling:
+    if path is None or not load_integrator(group.integrator).is_sampling:
         return asked
     made = read_header(path).meta.get("metrics", {})
-    return made["chains"] * made["draws"] if {"chains", "draws"} <= set(made) else None
+    if not {"chains", "draws"} <= set(made):
+        return asked
+    stored = int(made["chains"] * made["draws"])
+    return stored if asked is None else min(asked, stored)
 
 
 def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> list[Row]:
