@@ -50,12 +50,34 @@ def test_the_permutation_test_takes_as_many_draws_as_are_independent() -> None:
     x, y = thin(draws[None]), thin(hmc, 90)
     expected = permutation_p_value(x, y, row["bandwidth"], generator=seeded())
     assert (row["p_value"], row["p_value_draws"], row["permutations"]) == (expected, [600, 90], 999)
+    thinned = mmd2(x, y, row["bandwidth"])
+    assert (row["value"], row["standard_error"], row["n"]) == (thinned.unbiased, thinned.standard_error, [600, 90])
     few = rows_of(WeightDraws(draws), WeightDraws(hmc, num_independent=9))
+    assert few["mmd2", "unbiased"]["value"] == mmd2(x, thin(hmc), row["bandwidth"]).unbiased
+    assert few["mmd2", "unbiased"]["standard_error"] is None
     assert few["mmd2", "unbiased"]["p_value"] is None
     assert (
         few["mmd2", "unbiased"]["p_value_undefined"]
         == few["covariance_error", "root of the unbiased square"]["undefined"]
     )
+
+
+def test_chains_of_correlated_draws_do_not_move_the_unbiased_discrepancy() -> None:
+    size, repeats, correlation = 5, 30, 0.95
+    values, errors = [], []
+    for seed in range(repeats):
+        steps = normal(8, 500, size, seed=seed).double() * math.sqrt(1 - correlation**2)
+        steps[:, 0] /= math.sqrt(1 - correlation**2)
+        for t in range(1, 500):
+            steps[:, t] += correlation * steps[:, t - 1]
+        num_independent = int(4000 * (1 - correlation) / (1 + correlation))
+        row = rows_of(WeightDraws(normal(600, size, seed=100 + seed)), WeightDraws(steps, num_independent))
+        values.append(row["mmd2", "unbiased"]["value"])
+        errors.append(row["mmd2", "unbiased"]["standard_error"])
+    # Equal distributions: 0, where 600 draws with their correlation give about 0.004.
+    spread = float(torch.tensor(values).std())
+    assert abs(sum(values) / repeats) < 4 * spread / math.sqrt(repeats)
+    assert spread < 1.3 * sum(errors) / repeats
 
 
 def test_marginals_and_means_are_those_of_the_draws() -> None:
