@@ -74,7 +74,10 @@ def test_what_all_logits_share_under_a_weak_prior_costs_no_digits(
         torch.testing.assert_close(found.interval, expected.interval, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "settings"), [("probit", {"projection": "difference"}), ("mean-field", {"order": 2})])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("probit", {"projection": "difference"}), *[("mean-field", {"order": order}) for order in (0, 1, 2)]],
+)
 def test_of_two_classes_the_binary_probit_of_the_difference_is_left(name: str, settings: dict[str, object]) -> None:
     posterior, features = gaussian(TWO), inputs(TWO)
     expected = binary_probit_of_the_difference(posterior, features)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mpmath as mp
 import numpy as np
 import pytest
 import torch
@@ -48,6 +49,18 @@ def test_mutual_information_of_a_beta_is_the_integral() -> None:
     expected = stats.entropy([2.5, 4]) - integrate.quad(entropy_density, 0, 1)[0]
     log_alpha = torch.tensor([[2.5, 4.0]], dtype=torch.float64).log()
     assert dirichlet.mutual_information(log_alpha).item() == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("alpha", [(6e3, 3e3), (8e3, 9e3), (2e4, 5e4, 11e3)])
+def test_mutual_information_keeps_its_digits_where_the_series_takes_over(alpha: tuple[float, ...]) -> None:
+    with mp.workdps(40):
+        total = mp.fsum(alpha)
+        shares = [mp.mpf(a) / total for a in alpha]
+        of_mean = -mp.fsum(p * mp.log(p) for p in shares)
+        mean = mp.digamma(total + 1) - mp.fsum(p * mp.digamma(a + 1) for p, a in zip(shares, alpha, strict=True))
+        expected = float(of_mean - mean)
+    found = dirichlet.mutual_information(torch.tensor([alpha], dtype=torch.float64).log())
+    assert found.item() == pytest.approx(expected, rel=1e-8)
 
 
 def test_mutual_information_of_a_huge_concentration_is_its_leading_term() -> None:

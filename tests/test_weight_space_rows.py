@@ -115,6 +115,17 @@ def test_a_point_is_compared_through_its_copies() -> None:
     assert found["wasserstein", "mean"]["value"] == pytest.approx(math.sqrt(2 / math.pi), rel=0.02)
 
 
+def test_a_point_beside_few_draws_lacks_the_published_bandwidth_alone() -> None:
+    hmc = normal(2, 10, 4)
+    found = rows_of(WeightDraws(torch.zeros(600, 4), mean=torch.zeros(4)), WeightDraws(hmc))
+    expected = mmd2(torch.zeros(600, 4), hmc.flatten(0, 1), median_bandwidth(hmc.flatten(0, 1)))
+    assert found["mmd2", "unbiased"]["value"] == expected.unbiased
+    assert found["mmd2", "biased"]["value"] == expected.biased
+    row = found["mmd2", "published"]
+    assert (row["value"], row["bandwidth"]) == (None, None)
+    assert row["undefined"].startswith("half of the pairs of the draws that tell the bandwidth coincide")
+
+
 def test_equal_distributions_stay_near_the_stated_noise() -> None:
     found = rows_of(WeightDraws(normal(2000, 300, seed=1)), WeightDraws(normal(4, 500, 300)))
     assert found["mmd2", "unbiased"]["p_value"] > 0.01

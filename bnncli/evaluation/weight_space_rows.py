@@ -138,19 +138,28 @@ def _mmd_rows(pair: _Pair, reference: str, *, generator: torch.Generator) -> lis
     try:
         distances = squared_distances(x, y)
         bandwidth = median_of(distances.yy)
-        own = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair[:2]))
     except DataError as error:
         return [row for row in _undefined_rows(error.message, reference) if row["name"] == "mmd2"]
     facts: dict[str, Row] = {
         "unbiased": _unbiased(pair, distances, bandwidth, generator=generator),
         "biased": {"value": mmd2_of(distances, bandwidth).biased},
-        "published": {"value": mmd2_of(distances, own).biased},
+        "published": _published(pair, distances),
     }
     shared = {**_MMD, "reference": reference, "n": [len(x), len(y)]}
     return [
-        {**shared, "estimator": name, "bandwidth_rule": _RULES[name], "bandwidth": width, **facts[name]}
-        for name, width in (("unbiased", bandwidth), ("biased", bandwidth), ("published", own))
+        {**shared, "estimator": name, "bandwidth_rule": _RULES[name], "bandwidth": bandwidth, **found}
+        for name, found in facts.items()
     ]
+
+
+def _published(pair: _Pair, distances: Distances) -> Row:
+    """The biased estimate with a bandwidth of its own, which copies of a point beside few draws of the reference leave at 0."""
+    try:
+        bandwidth = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair[:2]))
+    except DataError:
+        reason = "half of the pairs of the draws that tell the bandwidth coincide: their median distance is 0"
+        return {"value": None, "n": None, "bandwidth": None, "undefined": reason}
+    return {"value": mmd2_of(distances, bandwidth).biased, "bandwidth": bandwidth}
 
 
 def _unbiased(pair: _Pair, distances: Distances, bandwidth: float, *, generator: torch.Generator) -> Row:
