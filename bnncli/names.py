@@ -1,4 +1,4 @@
-"""Names that came from a file, made fit for a message: no control characters, no escapes, no endless lines."""
+"""Names made fit for a message or a table; of what came from a file: no control characters, no escapes, no endless lines."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
     shown = ", ".join(quoted(name) for name in every[:limit])
     rest = len(every) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def posterior_title(posterior: str, variant: str, group: str | None) -> str:
+    """What a table calls the posterior of predictions: its name, and theirs where that is not <posterior>.<variant>."""
+    return posterior if group in (None, f"{posterior}.{variant}") else f"{posterior} ({group})"

@@ -118,7 +118,7 @@ def test_several_checkpoints_have_means_and_the_t_tests_of_scipy(cli: Cli, seeds
 def test_checkpoints_are_compared_by_what_all_of_them_have(cli: Cli, seeds: list[Path], small_run: Path) -> None:
     done = cli("compare", seeds[0], small_run, "--metric", "nll", "--json")
     assert [row["posterior"] for row in done.json["rows"]] == ["map", "laplace"]
-    assert f"leaving out refine.mc: no predictions of split 'test' for {seeds[0]}" in done.stderr
+    assert f"leaving out refine.mc, hmc.mc: no predictions of split 'test' for {seeds[0]}" in done.stderr
 
 
 def test_the_baseline_is_shown_and_the_others_as_differences(cli: Cli, small_run: Path) -> None:
@@ -137,11 +137,19 @@ def test_the_baseline_is_shown_and_the_others_as_differences(cli: Cli, small_run
         (["--baseline", "nobody"], 66, "no posterior 'nobody'"),
         (["--baseline", "map", "--posterior", "map"], 2, "no other posterior"),
         (["--posterior", "nobody"], 66, "no predictions of posterior 'nobody'"),
-        (["--split", "far"], 66, "no posterior has predictions of an in-distribution split 'far'"),
+        (["--split", "far"], 66, "no posterior has predictions of an in-distribution split 'far' (there: test, val)"),
         (["--metric", "mmd2"], 2, "unknown metric 'mmd2'"),
         (["--metric", "map.nll"], 2, "expected METRIC"),
-        (["--metric", "auroc:near"], 2, "no posterior has this score"),
-        (["--metric", "ece:equal-mess"], 2, "no posterior has this score"),
+        (
+            ["--metric", "nll", "--metric", "auroc:near"],
+            2,
+            "no posterior has this score (out-of-distribution splits: far; scores: max_prob, ",
+        ),
+        (
+            ["--metric", "nll", "--metric", "ece:equal-mess"],
+            2,
+            "--metric ece:equal-mess: no posterior has this score\n",
+        ),
         (["--metric", "nll", "--metric", "nll"], 2, "named twice"),
         (["--format", "latex", "--json"], 2, "exclude each other"),
         (["--format", "html"], 2, "expected one of text, csv, markdown, latex"),

@@ -116,3 +116,18 @@ def test_a_read_only_place_is_refused_before_the_work(cli: Cli, small_run: Path,
         assert cli("fit-laplace", mount / "small", "--out", out, "--prior-precision", 1).code == 0
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_where_nothing_can_be_written_what_is_fresh_is_up_to_date(
+    cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.storage.atomic.os.access", lambda *words: False)
+    for command in ("predict", "evaluate"):
+        done = cli(command, small_run, "--json")
+        assert (done.code, done.json["action"]) == (0, "up_to_date")
+    assert cli("evaluate", small_run, "--bins", 7).code == 73
+    for words, flag in ((("--name", "x"), "--run-dir"), (("--table", tmp_path / "t.csv"), "--table")):
+        done = cli("predict", small_run, "--posterior", "laplace", *words, "--json")
+        assert (done.code, done.json["error"]["code"]) == (73, "not_writable")
+        assert flag in done.json["error"]["hint"]
+    assert not (tmp_path / "t.csv").exists()

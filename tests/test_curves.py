@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,21 @@ def test_overlaid_curves_are_all_drawn_and_named_and_told_apart_without_colour(c
     assert "far" in figure.axes[0].get_xlabel()
 
 
+@pytest.mark.parametrize("count", [1, 8, 9, 12, 13, 30])
+def test_nothing_is_cut_off_by_the_edge_of_a_figure(count: int) -> None:
+    names = [f"posterior-{place} (bridge-none-normalize)" for place in range(count)]
+    line = {"coverage": [0.1, 1.0], "risk": [0.0, 0.2], "fpr": [0.0, 1.0], "tpr": [0.0, 1.0]}
+    areas = dict.fromkeys(names, 0.75)
+    for figure in (
+        risk_coverage.draw(dict.fromkeys(names, line), split="test", areas=areas),
+        roc.draw(dict.fromkeys(names, line), split="test", ood="far", areas=areas),
+    ):
+        with Image.open(io.BytesIO(render(figure, "png"))) as image:
+            pixels = np.asarray(image.convert("L"))
+        assert all((edge == 255).all() for edge in (pixels[:3], pixels[-3:], pixels[:, :3], pixels[:, -3:]))
+        assert count <= 8 or figure.legends[0].get_window_extent().x0 >= figure.axes[0].get_window_extent().x1
+
+
 def test_figures_of_the_same_numbers_are_the_same_bytes() -> None:
     first, second = (render(reliability.draw({"a": BINS}, split="test", errors={"a": 0.1}), "png") for _ in range(2))
     assert first == second
@@ -175,6 +191,23 @@ def test_plot_makes_a_figure_of_each_kind_and_lists_it(cli: Cli, small_run: Path
         assert 0.005 < (pixels < 128).mean() < 0.5
     again = cli("evaluate", small_run, "--plot", folder)
     assert (again.code, "6 figures in" in again.stderr) == (0, True)  # over its own, and those of val
+
+
+def test_predictions_with_a_name_of_their_own_are_drawn_under_it(
+    cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    draw = roc.draw
+
+    def record(curves: Any, **how: Any) -> Any:
+        drawn.extend(curves)
+        return draw(curves, **how)
+
+    monkeypatch.setattr(roc, "draw", record)
+    cli("predict", small_run, "--posterior", "laplace", "--name", "more", "--samples", 30)
+    words = ("--split", "test", "--plot", tmp_path / "plots", "--posterior", "laplace")
+    assert cli("evaluate", small_run, *words).code == 0
+    assert drawn == ["laplace (mc)", "laplace (more)"]
 
 
 def test_what_is_in_the_way_of_a_plot_is_told_before_the_work(cli: Cli, small_run: Path, tmp_path: Path) -> None:

@@ -190,3 +190,39 @@ def test_columns_stand_in_order_with_what_is_measured_against_one_split_together
     assert usual.rows[1][:6] == ["val", "p", "mc", "3", "-", "1.0000"]
     chosen = score_table(rows, [], chosen=["auroc"], scores=("max_prob", "entropy"))
     assert chosen.columns[4:] == [f"AUROC {ood} {score}" for ood in "ba" for score in ("max_prob", "entropy")]
+
+
+def test_a_damaged_file_of_another_posterior_is_no_hindrance(cli: Cli, small_run: Path) -> None:
+    path = small_run.with_name("small.bnn") / "predictions" / "hmc.mc" / "test.h5"
+    path.write_bytes(path.read_bytes()[:1000])
+    done = cli("evaluate", small_run, "--posterior", "laplace")
+    assert (done.code, "skipping hmc.mc: " in done.stderr, "| laplace " in done.stdout) == (0, True, True)
+    for words in ((), ("--posterior", "hmc")):
+        assert cli("evaluate", small_run, *words).code == 65
+
+
+def test_a_name_that_nothing_has_is_told_with_the_name_that_was_meant(cli: Cli, small_run: Path) -> None:
+    done = cli("evaluate", small_run, "--posterior", "laplce")
+    assert (done.code, done.stderr.splitlines()[1]) == (66, "hint: did you mean 'laplace'?")
+    done = cli("evaluate", small_run.with_name("other"))
+    assert (done.code, done.stderr.splitlines()[0]) == (66, f"error: {small_run.with_name('other')} has no predictions")
+
+
+def test_other_options_of_the_same_scores_are_refused_with_what_helps(cli: Cli, small_run: Path) -> None:
+    done = cli("evaluate", small_run, "--bins", 7)
+    assert (done.code, done.stderr.splitlines()[1]) == (73, "hint: add --force to replace it")
+
+
+def test_predictions_with_a_name_of_their_own_have_it_in_the_table_and_in_assertions(cli: Cli, small_run: Path) -> None:
+    cli("predict", small_run, "--posterior", "laplace", "--name", "more", "--samples", 30)
+    done = cli("evaluate", small_run, "--split", "test", "--posterior", "laplace")
+    assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:4]] == ["laplace", "laplace (more)"]
+    one = cli("evaluate", small_run, "--assert", "more.nll<0", "--json").json["checks"]
+    assert [(check["name"], check["left"] > 0) for check in one] == [("more", True)]
+    two = cli("evaluate", small_run, "--assert", "map.nll<laplace.nll")
+    assert (two.code, "may mean laplace.mc.nll, more.nll; name one" in two.stderr) == (2, True)
+    first, second = (
+        cli("evaluate", small_run, "--assert", f"map.nll<{name}.nll", "--json").json["checks"][0]["right"]
+        for name in ("laplace.mc", "more")
+    )
+    assert first != second

@@ -237,3 +237,10 @@ def test_the_map_shows_the_errors_where_they_are() -> None:
 
 def test_the_document_is_plain_json(cli: Cli) -> None:
     json.dumps(cli("integrals", "--grid-size", 3, "--json").json, allow_nan=False)
+
+
+def test_notes_are_about_the_integrators_that_are_shown(cli: Cli) -> None:
+    for words in (["--mean", 1, "--variance", 1], ["--grid-size", 3]):
+        notes = cli("integrals", *words, "--integrator", "probit").stdout
+        assert "draws" not in notes
+        assert "sampling integrators: 100 draws" in cli("integrals", *words, "--integrator", "mc").stdout

@@ -42,6 +42,21 @@ def test_every_setting_of_an_integrator_is_an_option(name: str) -> None:
     assert set(settings_of(load_integrator(name))) <= {spec.name for spec in fields(PredictOptions)}
 
 
+@pytest.mark.parametrize("name", names("integrators"))
+def test_the_help_of_a_setting_names_the_integrator_and_its_default(name: str) -> None:
+    texts = {spec.name: str(spec.metadata["help"]) for spec in fields(PredictOptions)}
+    integrator = load_integrator(name)
+    for setting, default in settings_of(integrator).items():
+        assert name in texts[setting]
+        if default is not False:
+            assert re.search(rf"\b{default} (\(the default\)|by default|\([^()]*its default\))", texts[setting])
+            if setting == "projection":
+                own = next(part for part in texts[setting].split(". ") if part.startswith(f"{name}: "))
+                assert re.search(rf"\b{default} \(([^()]*, )?its default\)", own)
+    if integrator.is_sampling:
+        assert f"{name} {integrator.default_samples}" in texts["samples"]  # type: ignore[attr-defined]
+
+
 def test_several_integrators_are_predicted_with_in_one_command(cli: Cli, small_run: Path) -> None:
     words = ("--posterior", "laplace", "--split", "test", "--integrator", "probit", "--integrator", "plug-in")
     done = cli("predict", small_run, *words, "--json")
@@ -106,6 +121,14 @@ def test_samples_hold_for_those_that_draw_when_others_do_not(cli: Cli, small_run
     words = ("--posterior", "laplace", "--split", "test", "--integrator", "mc", "--integrator", "plug-in")
     assert cli("predict", small_run, *words, "--samples", 7, "--force").code == 0
     assert [meta(read(small_run, f"laplace.{name}"))["samples"] for name in ("mc", "plug-in")] == [7, None]
+
+
+def test_more_draws_than_there_are_is_all_of_them_and_is_told(cli: Cli, small_run: Path) -> None:
+    done = cli("predict", small_run, "--posterior", "hmc", "--split", "test", "--samples", 1000)
+    assert (done.code, "1 file, 1 split: up to date" in done.stderr) == (0, True)
+    assert "hmc has 128 draws, fewer than --samples 1000: all are used" in done.stderr
+    done = cli("predict", small_run, "--posterior", "hmc", "--split", "test", "--samples", 100, "--name", "few")
+    assert (meta(read(small_run, "few"))["samples"], "fewer than" in done.stderr) == (100, False)
 
 
 def test_a_setting_goes_to_the_integrators_that_have_it_and_into_their_name(cli: Cli, small_run: Path) -> None:

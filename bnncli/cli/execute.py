@@ -184,6 +184,7 @@ class _Invocation:
             for line in result.lines or paths:
                 print(line, file=self.results)
         if failure is not None:
+            self.results.flush()  # the error stands last where both streams go to one place
             self.console.error(failure)
             self.code = failure.exit
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bnncli.assertions import Assertion, Quantity
 from bnncli.errors import MissingInput, UsageError
-from bnncli.names import quoted
+from bnncli.names import posterior_title, quoted
 from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
 
 Row = dict[str, Any]
@@ -62,7 +62,7 @@ def check_names(assertions: Sequence[Assertion], rows: Sequence[Row]) -> None:
 
 
 def hold_against(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Row]:
-    """A row for every score that an assertion is about: expr, holds, posterior, integrator, split, left, right.
+    """A row for every score that an assertion is about: expr, holds, name, posterior, integrator, split, left, right.
 
     A score that is undefined, or that a posterior lacks while others have it, fails: left or right is None, and `reason`
     says why.
@@ -108,7 +108,8 @@ def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
             continue
         other, where = _right_value(assertion.right, rows, left)
         check = {"expr": str(assertion), "holds": False, "left": one, "right": other}
-        check |= {"posterior": left["posterior"], "integrator": _integrator(left), "split": left["split"]}
+        check |= {"name": _name(left), "posterior": left["posterior"], "integrator": _integrator(left)}
+        check["split"] = left["split"]
         check["metric"] = str(assertion.left._replace(posterior=None, integrator=None, split=None))
         if one is None or other is None:
             check["reason"] = why if one is None else where
@@ -166,17 +167,23 @@ def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
     if right.posterior is None:
         right = right._replace(posterior=left["posterior"], integrator=left.get("variant", left["integrator"]))
     found = _of_split(right, _named(right, rows), left["split"])
+    usual = f"{right.posterior}.{right.integrator or _integrator(left)}"
+    for rule in (
+        lambda row: _integrator(row) == _integrator(left),
+        lambda row: row["posterior"] == left["posterior"] and _name(row) == _name(left),
+        lambda row: _name(row) == usual,
+    ):
+        if len(found) > 1:
+            found = [row for row in found if rule(row)] or found
     if len(found) > 1:
-        found = [row for row in found if _integrator(row) == _integrator(left)] or found
-    if len(found) > 1:
-        choices = ", ".join(f"{row['posterior']}.{_integrator(row)}.{right.metric}" for row in found)
+        choices = ", ".join(f"{_name(row)}.{right.metric}" for row in found)
         raise UsageError(f"--assert: {right} may mean {choices}; name one")
     return found[0]
 
 
 def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
     """The rows of the posterior and integrator that are named. Raises MissingInput when there are none."""
-    found = [row for row in rows if row["posterior"] == wanted.posterior]
+    found = [row for row in rows if wanted.posterior in (row["posterior"], _name(row))]
     if wanted.posterior is None:
         # Scores of the features have a row of their own; other scores are no matter of that row.
         is_of_features = not set(FEATURE_SCORES).isdisjoint(wanted.choices)
@@ -187,7 +194,7 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
         found = [row for row in found if wanted.integrator in (row["integrator"], row.get("variant"))]
     if found:
         return found
-    there = ", ".join(dict.fromkeys(f"{row['posterior']}.{_integrator(row)}" for row in rows)) or "none"
+    there = ", ".join(dict.fromkeys(map(_name, rows))) or "none"
     name = ".".join(part for part in (wanted.posterior, wanted.integrator) if part is not None)
     raise MissingInput(f"--assert {wanted}: {quoted(name)} is not evaluated here (there: {there})")
 
@@ -216,12 +223,19 @@ def _integrator(row: Row) -> str:
     return str(row.get("variant", row["integrator"]))
 
 
+def _name(row: Row) -> str:
+    """What the predictions of a row are called: <posterior>.<integrator>, or the name that they were given."""
+    return str(row.get("name") or f"{row['posterior']}.{_integrator(row)}")
+
+
 def _label(row: Row) -> str:
-    return f"{row['posterior']} ({_integrator(row)}, {row['split']})"
+    title = posterior_title(row["posterior"], _integrator(row), row.get("name"))
+    return f"{title} ({_integrator(row)}, {row['split']})"
 
 
 def _sentence(check: Row) -> str:
-    where = f"{check['metric']} of {check['posterior']} ({check['integrator']}, {check['split']})"
+    title = posterior_title(check["posterior"], check["integrator"], check["name"])
+    where = f"{check['metric']} of {title} ({check['integrator']}, {check['split']})"
     if "reason" in check:
         return f"{where} is undefined ({check['reason']}), asserted {check['expr']}"
     left, right = (f"{check[side]:.6g}" for side in ("left", "right"))

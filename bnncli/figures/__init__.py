@@ -26,5 +26,6 @@ def render(figure: Figure, form: str) -> bytes:
 
     content = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": MARK}):
-        figure.savefig(content, format=form, dpi=_DOTS_PER_INCH, metadata=_METADATA[form])
+        # tight: an axes of fixed aspect beside a wide legend may be laid out past the edge
+        figure.savefig(content, format=form, dpi=_DOTS_PER_INCH, metadata=_METADATA[form], bbox_inches="tight")
     return content.getvalue()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours that are dark enough on white, from dark to light, so that they differ in grey as well.
 _COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 1.5, 1.5, 1.5)), (0, (1, 1)))
+_LEGEND_LINE = 0.18  # inches, in small type
 GREY, PALE = "#5b5b5b", "#dddddd"
 
 
@@ -26,12 +27,13 @@ def plain_axes(axes: Axes) -> None:
 
 
 def legend_of(axes: Axes, num_curves: int, title: str) -> None:
-    """A legend inside the axes, where it covers least; beside them where it would be too long for that."""
+    """A legend inside the axes, where it covers least; beside them, in room of its own, where it would be too long for that."""
     if num_curves <= 8:
         axes.legend(
             frameon=True, framealpha=0.9, edgecolor="none", fontsize="small", title=title, title_fontsize="small"
         )
         return
-    axes.legend(
-        frameon=False, fontsize="small", title=title, title_fontsize="small", loc="upper left", bbox_to_anchor=(1, 1)
-    )
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(max(figure.get_figheight(), 0.6 + _LEGEND_LINE * num_curves))
+    figure.legend(frameon=False, fontsize="small", title=title, title_fontsize="small", loc="outside right upper")

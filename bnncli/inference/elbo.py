@@ -81,7 +81,7 @@ def elbo_gain(
 
 def log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, progress: Progress) -> Tensor:
     """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P)."""
-    task = progress.task("elbo", noise.shape[0])
+    task = progress.task("importance weights", noise.shape[0])
     parts = []
     for block in noise.split(_BLOCK_DRAWS):
         theta, log_density = posterior.from_noise(block)

@@ -28,7 +28,7 @@ class IntegralsOptions(Checked):
     )
     integrator: list[str] = option(
         [],
-        "Integrator to judge, in all its variants; all of them by default. Repeatable.",
+        "Integrator to judge, in all its variants; by default all that fit and need no training data (importance does). Repeatable.",
         family="integrators",
     )
     samples: int = option(100, "Draws of the sampling integrators.", minimum=1)

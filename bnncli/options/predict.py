@@ -30,7 +30,7 @@ class PredictOptions(Checked):
     )
     samples: int | None = option(
         None,
-        "Draws of a sampling integrator; its own number by default (mc: 20), all draws of a posterior that is draws (hmc).",
+        "Draws of a sampling integrator; by default mc 20 (32 with --qmc), logit-mc 128, importance 1000, and all draws of a posterior that is draws (hmc).",
         minimum=1,
     )
     keep_samples: bool = option(
@@ -39,13 +39,21 @@ class PredictOptions(Checked):
     qmc: bool = option(False, "Draw by scrambled Sobol points instead of pseudo-random numbers (mc, logit-mc).")
     projection: str | None = option(
         None,
-        "What of the logits is used: none (as they are), sum-zero (minus their mean), difference (probit, of two classes), conditional (bridge).",
+        "What the logits are reduced to first. probit: none (as they are, its default), sum-zero (minus their mean) or difference (of two classes). mean-field: sum-zero (its default) or none. bridge: marginal (minus their mean, its default), none or conditional (given that they sum to zero).",
         metavar="NAME",
     )
-    order: int | None = option(None, "Order of the mean-field approximation: 0, 1 or 2.", minimum=0)
+    order: int | None = option(
+        None,
+        "Order of the approximation: 0 (the default), 1 or 2, which use more of the covariances (mean-field).",
+        minimum=0,
+    )
     normalize: bool = option(False, "Shrink logits of large variance before the Laplace bridge (bridge).")
-    rule: str | None = option(None, "Quadrature rule: trapezoid or gauss-hermite (quadrature).", metavar="NAME")
-    points: int | None = option(None, "Points of the quadrature rule (quadrature).", minimum=1)
+    rule: str | None = option(
+        None, "Quadrature rule: trapezoid (the default) or gauss-hermite (quadrature).", metavar="NAME"
+    )
+    points: int | None = option(
+        None, "Points of the quadrature rule, 8 to 1000; 250 by default (quadrature).", minimum=1
+    )
     top_k: str | None = option(
         None,
         "Count the most probable classes that cannot be told apart, by the overlap of their marginals: with the one before (neighbor), or with the first (best). For integrators that give a Dirichlet (bridge).",

@@ -20,7 +20,7 @@ from bnncli.stages._evaluate_rows import SplitPredictions
 from bnncli.stages._prediction_groups import Group
 from bnncli.stages._run import Run
 
-_OF_TWO_SPLITS = ("auroc", "aupr", "fpr95")
+OF_TWO_SPLITS = ("auroc", "aupr", "fpr95")
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def _measure_checkpoint(
     run: Run, options: CompareOptions, groups: Sequence[Group], bootstrap: Bootstrap | None
 ) -> list[list[Measured]]:
     """The scores wanted of each posterior of one checkpoint."""
-    own_wanted = [wanted for wanted in options.scores if wanted.metric not in _OF_TWO_SPLITS]
-    other_wanted = [wanted for wanted in options.scores if wanted.metric in _OF_TWO_SPLITS]
+    own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
+    other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     inside = [SplitPredictions(group.splits(is_ood=False)[options.split]) for group in groups]
     split = (options.split, len(inside[0].examples))
     measured: list[list[Measured]] = [[] for _ in groups]

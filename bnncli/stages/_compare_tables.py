@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bnncli.evaluation.paired import Difference, Sample, Standing
+from bnncli.names import posterior_title
 from bnncli.stages._compare_measure import Column
 from bnncli.stages._run import Table
 from bnncli.stages._score_table import score_title
@@ -27,8 +28,7 @@ class Name(NamedTuple):
     @property
     def cells(self) -> list[str]:
         """Posterior and variant, with the folder where it says something else."""
-        is_usual = self.folder == f"{self.posterior}.{self.variant}"
-        return [self.posterior if is_usual else f"{self.posterior} ({self.folder})", self.variant]
+        return [posterior_title(self.posterior, self.variant, self.folder), self.variant]
 
 
 @dataclass(frozen=True)

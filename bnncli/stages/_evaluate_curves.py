@@ -11,6 +11,7 @@ from bnncli.assertions import Quantity
 from bnncli.errors import WriteError
 from bnncli.evaluation.checks import find_metric
 from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
+from bnncli.names import posterior_title
 from bnncli.stages._evaluate_rows import SplitPredictions
 from bnncli.stages._prediction_groups import Group
 from bnncli.stages._run import Result, Run
@@ -90,7 +91,7 @@ def draw_plots(run: Run, plots: Sequence[Plot], rows: Sequence[Row]) -> Result:
     """Draw and publish the figures.
 
     Args:
-        rows: of evaluate, with all their metrics and with `curves`.
+        rows: of evaluate, with all their metrics and with `curves`; one without (scores of the features) is not drawn.
 
     Raises:
         WriteError: a figure could not be written; the scores are complete.
@@ -117,9 +118,8 @@ def _draw(plot: Plot, rows: Iterable[Row]) -> Figure:
     shown: dict[str, Row] = {}
     for row in rows:
         if row["split"] == plot.split and "curves" in row:  # the scores of features have none
-            label = f"{row['posterior']} ({row['variant']})"
-            same = sum(name.startswith(label) for name in shown)  # predictions made again under another --name
-            shown[f"{label} {same + 1}" if same else label] = row
+            title = posterior_title(row["posterior"], row["variant"], row.get("name"))
+            shown[f"{title} ({row['variant']})" if title == row["posterior"] else title] = row
     if plot.kind == "roc":
         from bnncli.figures import roc
 

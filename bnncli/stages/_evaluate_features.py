@@ -26,6 +26,7 @@ from bnncli.storage.metrics import write_metrics
 
 ALGO_REV = 1
 _INTEGRATOR = "none"
+_GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # what its metrics file is called
 Scores = dict[str, NDArray | str]
 
 
@@ -47,7 +48,7 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
     sources = list(dict.fromkeys([train.source, *(split.source for split in splits.values())]))
     params: dict[str, Any] = {"score": list(FEATURE_SCORES), "neighbors": options.neighbors}
     params |= {"bootstrap": options.bootstrap, "level": options.level, "seed": run.compute.seed}
-    target = run.folder.metrics(f"{FEATURES_NAME}.{_INTEGRATOR}")
+    target = run.folder.metrics(_GROUP)
     request = Request(
         target, "metrics", f"metrics.{FEATURES_NAME}", params, ALGO_REV, sources, train.checkpoint, 1 << 18
     )
@@ -66,7 +67,8 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
 
 def row_name(split: str) -> dict[str, Any]:
     """What the row of a split is called."""
-    return {"posterior": FEATURES_NAME, "integrator": _INTEGRATOR, "variant": _INTEGRATOR, "split": split}
+    own = {"name": _GROUP, "posterior": FEATURES_NAME, "integrator": _INTEGRATOR, "variant": _INTEGRATOR}
+    return {**own, "split": split}
 
 
 def _when_fresh(header: Header) -> Computed:

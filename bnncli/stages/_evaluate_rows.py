@@ -87,6 +87,7 @@ def group_rows(run: Run, options: EvaluateOptions, group: Group) -> list[dict[st
 def _described(group: Group, header: Header) -> dict[str, Any]:
     """What a row says of the predictions that it scores; `samples` is None where there are no draws."""
     return {
+        "name": group.name,
         "posterior": group.posterior,
         "integrator": group.integrator,
         "variant": group.variant,

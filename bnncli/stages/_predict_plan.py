@@ -6,6 +6,7 @@ integrator's field is that setting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -107,9 +108,9 @@ class Plan:
     def _samples(self, integrator: Integrator, header: Header) -> int | None:
         if not integrator.is_sampling:
             return None
-        return self.samples or (
-            None if header.kind == "samples" else cast(SamplingIntegrator, integrator).default_samples
-        )
+        if header.kind == "samples":  # no more than there are
+            return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
+        return self.samples or cast(SamplingIntegrator, integrator).default_samples
 
     def _check(self, chosen: set[str]) -> None:
         """Raise UsageError for what none of the chosen integrators has, or one refuses."""
@@ -139,6 +140,12 @@ def default_integrator(header: Header) -> str:
 def kind_of(header: Header) -> str:
     """The posterior's type: gaussian, samples, ..."""
     return "samples" if header.kind == "samples" else str(header.meta.get("type"))
+
+
+def num_stored(header: Header) -> int:
+    """How many draws a posterior that is draws has; 0 where its header does not say."""
+    metrics = header.meta.get("metrics", {})
+    return int(metrics.get("chains", 0) * metrics.get("draws", 0))
 
 
 def gives_dirichlet(integrator: Integrator) -> bool:

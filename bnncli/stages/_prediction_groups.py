@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,17 +67,20 @@ def open_groups(run: Run, *, posteriors: Sequence[str] = (), integrators: Sequen
     """
     found: dict[str, list[Header]] = {}
     for path in run.folder.prediction_files():
-        header = read_header(path)
+        try:
+            header = read_header(path)
+        except DataError as error:
+            if not _is_of_another(path.parent.name, posteriors):
+                raise
+            run.console.warn(f"skipping {path.parent.name}: {error.message}")
+            continue
         if header.kind == "predictions":
             found.setdefault(path.parent.name, []).append(header)
     groups = [Group(name, headers) for name, headers in found.items()]
     there = ", ".join(group.name for group in groups) or "none"
     for name in posteriors:
         if not any(group.is_named([name], []) for group in groups):
-            raise MissingInput(
-                f"no predictions of posterior {name!r} (there: {there})",
-                hint=run.suggest("predict", "--posterior", name),
-            )
+            raise MissingInput(f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups))
     for name in integrators:
         if not any(group.is_named([], [name]) for group in groups):
             family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
@@ -86,14 +90,29 @@ def open_groups(run: Run, *, posteriors: Sequence[str] = (), integrators: Sequen
             )
     wanted = [group for group in groups if group.is_named(posteriors, integrators)]
     if not wanted:
-        raise MissingInput(
-            f"{run.checkpoint_path} has no such predictions (there: {there})", hint=run.suggest("predict")
-        )
+        what = f"no such predictions (there: {there})" if groups else "no predictions"
+        raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
     kept = [group for group in wanted if _is_usable(run, group, is_named=bool(posteriors))]
     if not kept:
         raise DataError("every prediction of the run is stale", code="stale_input", hint=run.suggest("predict"))
     order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
     return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
+
+
+def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
+    """Whether the predictions in the folder `group`, by its name, are of no posterior that was named."""
+    return bool(posteriors) and "." in group and {group, group.partition(".")[0]}.isdisjoint(posteriors)
+
+
+def _maker(run: Run, name: str, groups: Sequence[Group]) -> str:
+    """The command that predicts with a posterior of the run, or the name that was meant where there is none of this name."""
+    known = {path.stem for path in run.folder.posteriors()}
+    near = difflib.get_close_matches(
+        name, sorted(known.union(*({group.posterior, group.name} for group in groups))), n=1
+    )
+    if name not in known and near:
+        return f"did you mean {near[0]!r}?"
+    return run.suggest("predict", "--posterior", name)
 
 
 def _is_usable(run: Run, group: Group, *, is_named: bool) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, UsageError
+from bnncli.errors import BnnError, OutputExists, UsageError
 from bnncli.stages._run import Result, Run, source_json
 from bnncli.storage.atomic import check_free_space, check_writable, remove_dead_temporaries
 from bnncli.storage.freshness import Decision, decide, is_same_file
@@ -68,12 +68,18 @@ def produce(
         BnnError: whatever the decision, the lock, the work or the writing raise; nothing is published then.
     """
     if run.write.dry_run:
-        check_writable(request.target.parent)
         decision = _decide(run, request)
         if decision.action != "skip":
+            check_writable(request.target.parent)
             check_free_space(request.target.parent, request.estimated_bytes)
         return _planned(run, request, decision)
-    check_writable(request.target.parent)
+    try:
+        check_writable(request.target.parent)
+    except OutputExists:
+        decision = _decide(run, request)
+        if decision.action == "skip" and decision.header is not None:  # needs no writing, and so no lock
+            return _up_to_date(run, request, decision.header, when_fresh)
+        raise
     with artifact_lock(run.folder.lock(request.target), wait=run.lock.wait, poll=run.console.poll):
         decision = _decide(run, request)
         if decision.action == "skip" and decision.header is not None:

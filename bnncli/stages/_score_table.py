@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bnncli.names import posterior_title
 from bnncli.stages._run import Table
 
 # Title and digits of each score, in the order of the columns.
@@ -136,7 +137,8 @@ def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
 
 
 def _head(row: Mapping[str, Any]) -> list[str]:
-    return [row["split"], row["posterior"], row["variant"], "-" if row["samples"] is None else str(row["samples"])]
+    title = posterior_title(row["posterior"], row["variant"], row.get("name"))
+    return [row["split"], title, row["variant"], "-" if row["samples"] is None else str(row["samples"])]
 
 
 def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.assertions import Quantity
 from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.detection_scores import PREDICTION_SCORES
 from bnncli.evaluation.paired import standings
 from bnncli.options import CompareOptions
-from bnncli.stages._compare_measure import Column, measure
+from bnncli.stages._compare_measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages._compare_tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
 from bnncli.stages._prediction_groups import Group, open_groups
 from bnncli.stages._run import Result, Run, source_json
@@ -29,7 +31,7 @@ def run(run: Run, options: CompareOptions) -> Result:
     baseline = _baseline(runs[0], options, [own[0] for own in groups.values()])
     _check_same_examples(run, options, groups)
     columns = measure(run, options, groups)
-    _check_wanted(options, columns)
+    _check_wanted(options, columns, [own[0] for own in groups.values()])
     comparison = _compare(options, groups, columns, baseline)
     for text in _doubts(comparison, options):
         run.console.warn(text)
@@ -57,6 +59,7 @@ def _shared(runs: Sequence[Run], found: Sequence[Sequence[Group]], split: str) -
     """The groups that every run has with predictions of the split, by name, one for each run."""
     labels = {(group.name, group.posterior, group.variant): None for groups in found for group in groups}
     shared: dict[str, list[Group]] = {}
+    left_out: dict[str, list[str]] = {}  # by the checkpoints that lack them
     for label in labels:
         own = [
             next(
@@ -67,14 +70,22 @@ def _shared(runs: Sequence[Run], found: Sequence[Sequence[Group]], split: str) -
         ]
         lacking = [str(one.checkpoint_path) for one, group in zip(runs, own, strict=True) if group is None]
         if lacking:
-            runs[0].console.warn(f"leaving out {label[0]}: no predictions of split {split!r} for {', '.join(lacking)}")
+            left_out.setdefault(", ".join(lacking), []).append(label[0])
             continue
         shared.setdefault(label[0], []).extend(group for group in own if group is not None)
+    if shared or len(runs) > 1:
+        for where, names in left_out.items():
+            runs[0].console.warn(f"leaving out {', '.join(names)}: no predictions of split {split!r} for {where}")
     if not shared:
+        inside, outside = (
+            list(dict.fromkeys(name for groups in found for group in groups for name in group.splits(is_ood=is_ood)))
+            for is_ood in (False, True)
+        )
         raise MissingInput(
             f"--split: no posterior has predictions of an in-distribution split {split!r}"
-            + (" for every checkpoint" if len(runs) > 1 else ""),
-            hint=runs[0].suggest("predict", "--split", split),
+            + (" for every checkpoint" if len(runs) > 1 else "")
+            + f" (there: {', '.join(inside) or 'none'})",
+            hint=None if split in outside else runs[0].suggest("predict", "--split", split),
         )
     return shared
 
@@ -122,18 +133,28 @@ def _check_same_examples(run: Run, options: CompareOptions, groups: dict[str, li
             run.console.warn(f"split {name!r} holds other examples for some checkpoints than for others")
 
 
-def _check_wanted(options: CompareOptions, columns: Sequence[Column]) -> None:
+def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[Group]) -> None:
     """Raise when a score that was asked for by name is not there, or undefined for every posterior."""
     for text, wanted in zip(options.metric, options.scores, strict=False):
         own = [column for column in columns if column.answers(wanted)]
         if not own:
-            there = ", ".join(dict.fromkeys(column.form for column in columns)) or "none of that name"
-            raise UsageError(f"--metric {text}: no posterior has this score (there: {there})")
+            raise UsageError(f"--metric {text}: no posterior has this score{_in_its_place(wanted, columns, groups)}")
         if all(entry.samples is None for column in own for entry in column.entries):
             reason = own[0].entries[0].undefined
             raise DataError(
                 f"--metric {text} is undefined on split {options.split!r}: {reason}", code="undefined_metric"
             )
+
+
+def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[Group]) -> str:
+    """What could have been meant, in brackets: the columns of the metric, or the splits and scores of a detection."""
+    there = [column.form for column in columns if column.row["name"] == wanted.metric]
+    if there:
+        return f" (there: {', '.join(there)})"
+    if wanted.metric not in OF_TWO_SPLITS:
+        return ""
+    splits = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True))
+    return f" (out-of-distribution splits: {', '.join(splits) or 'none'}; scores: {', '.join(PREDICTION_SCORES)})"
 
 
 def _compare(

@@ -32,7 +32,7 @@ def run(run: Run, options: ConvertOptions) -> Result:
         with open_regular(target) as stream:
             if sniff(stream) not in ("safetensors", "empty"):
                 raise OutputExists(f"{target} is not a safetensors file", hint="give another name", path=target)
-    check_writable(target.parent)
+    check_writable(target.parent, hint="write it to another place")
     state = convert_checkpoint(source, trust_pickle=options.trust_pickle)
     size = sum(tensor.nbytes for tensor in state.values())
     digest = tensor_digest(state)

@@ -51,7 +51,7 @@ def run(run: Run, options: o.DemoOptions) -> Result:
 
 def _copy_fixture(folder: Path) -> Path:
     """Put the checkpoint and the data into the demo's folder; what is there already is left alone."""
-    check_writable(folder)
+    check_writable(folder, hint="choose another place with --dir")
     for name in (CHECKPOINT, *(f"{split}.npz" for split in (*DATA, *OUTSIDE))):
         target = folder / name
         content = fixture_path(name).read_bytes()

@@ -67,7 +67,7 @@ def _with_curves(run: Run, options: EvaluateOptions, group: Group, rows: list[di
 
 def _row_names(options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
     """What the rows of a group, and those of its features, are called, before their scores are known."""
-    names = {"posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
+    names = {"name": group.name, "posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
     splits = list(group.splits(is_ood=False))
     own = [{**names, "split": split} for split in splits]
     return own + [row_name(split) for split in splits if options.needs_features]

@@ -80,7 +80,7 @@ def _single_table(rows: list[dict[str, Any]], exact: Exact, num_logits: int, sam
         ]
         cells.insert(0, ["exact", *(f"{exact.probs[k].item():.6f}" for k in shown), "", ""])
     kind = "standard error" if "Sobol" in exact.method else "error at most about"
-    notes = [f"exact: {exact.method}; {kind} {exact.error:.1g}", _draws_note(samples), _SINGLE_PRECISION]
+    notes = [f"exact: {exact.method}; {kind} {exact.error:.1g}", *_draws_note(rows, samples), _SINGLE_PRECISION]
     if num_logits > _MOST_COLUMNS:
         notes.append(f"the first {_MOST_COLUMNS} of {num_logits} classes; --json has all")
     return Table(columns, cells, notes=notes)
@@ -179,15 +179,24 @@ def _grid_table(rows: list[dict[str, Any]], grid: dict[str, Any], options: Integ
     notes = [
         f"grid: {mean['count']} means in [{mean['low']:g}, {mean['high']:g}] x {sd['count']} standard deviations in "
         f"[{sd['low']:g}, {sd['high']:g}] of one logit (two classes); exact: quadrature",
-        _draws_note(options.samples),
-        "mc draws anew in every cell, so that its largest error grows with the grid; logit-mc shares the draws of a row",
+        *_draws_note(rows, options.samples),
         _SINGLE_PRECISION,
     ]
+    if {"mc", "logit-mc"} & {row["integrator"] for row in rows}:
+        notes.insert(
+            2,
+            "mc draws anew in every cell, so that its largest error grows with the grid; logit-mc shares the draws of a row",
+        )
     return Table(["integrator", "largest error", "at mean", "at sd", "mean error"], cells, notes=notes)
 
 
-def _draws_note(samples: int) -> str:
-    return f"sampling integrators: {samples} draws; Monte Carlo's standard deviation is at most {0.5 / math.sqrt(samples):.2g}"
+def _draws_note(rows: list[dict[str, Any]], samples: int) -> list[str]:
+    """How many draws the integrators that draw made, where there are any."""
+    if all(row["samples"] is None for row in rows):
+        return []
+    return [
+        f"sampling integrators: {samples} draws; Monte Carlo's standard deviation is at most {0.5 / math.sqrt(samples):.2g}"
+    ]
 
 
 def _plot(

@@ -9,12 +9,12 @@ from typing import Any
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, posterior_source
-from bnncli.stages._predict_plan import ALL, Choice, Plan
+from bnncli.stages._predict_plan import ALL, Choice, Plan, num_stored
 from bnncli.stages._predict_table import check_table_path, make_table, parse_merges
 from bnncli.stages._predict_work import Predictor, TrainData, warn
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
-from bnncli.storage.headers import Header
+from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source
 
 ALGO_REV = 1
@@ -47,6 +47,7 @@ def run(run: Run, options: PredictOptions) -> Result:
             if options.posterior:
                 raise refusal
             run.console.warn(f"skipping {candidate.path.stem}: {refusal.message}")
+        _warn_of_few_draws(run, options, candidate)
         predictor = Predictor(run, candidate.path, candidate.header, train)
         for choice in choices:
             try:
@@ -61,12 +62,25 @@ def run(run: Run, options: PredictOptions) -> Result:
             code="stale_input",
             hint=run.suggest("status"),
         )
-    counts = f"{len(total.outputs)} files, {len(splits)} splits"
+    counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
     total.summary = [f"{counts}: {total.action.replace('_', ' ')}"] if not run.write.dry_run else []
     if options.table is not None:
         files = [Path(output["path"]) for output in total.outputs]
         total.add(make_table(run, Path(options.table), files, merges=merges, classes=classes))
     return total
+
+
+def _warn_of_few_draws(run: Run, options: PredictOptions, candidate: Candidate) -> None:
+    """Say so when --samples asks for more draws than a posterior that is draws has."""
+    there = num_stored(candidate.header) if candidate.header.kind == "samples" else 0
+    if options.samples is not None and 0 < there < options.samples:
+        run.console.warn(
+            f"{candidate.path.stem} has {there} draws, fewer than --samples {options.samples}: all are used"
+        )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def _may_skip(options: PredictOptions, choice: Choice, error: BnnError) -> bool:
@@ -171,16 +185,10 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
         ALGO_REV,
         [split.source, *(one for one in sources if one.role != split.source.role)],
         split.checkpoint,
-        _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=_num_stored(sources[0])),
+        _estimated_bytes(
+            split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(read_header(sources[0].path))
+        ),
     )
-
-
-def _num_stored(source: Source) -> int:
-    """How many draws a posterior that is draws has."""
-    from bnncli.storage.headers import read_header
-
-    metrics = read_header(source.path).meta.get("metrics", {})
-    return int(metrics.get("chains", 0) * metrics.get("draws", 0))
 
 
 def _estimated_bytes(split: Split, choice: Choice, *, keep_samples: bool, num_stored: int) -> int:

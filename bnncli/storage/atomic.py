@@ -116,8 +116,11 @@ def check_free_space(folder: Path, size: int) -> None:
         )
 
 
-def check_writable(folder: Path) -> None:
-    """Raise OutputExists (73) before any work when the folder, or the nearest that exists, cannot be written."""
+_ELSEWHERE = "choose another place with --run-dir DIR: a copy of the run folder, where there is one already"
+
+
+def check_writable(folder: Path, *, hint: str = _ELSEWHERE) -> None:
+    """Raise OutputExists (73), with the hint, before any work when the folder, or the nearest that exists, cannot be written."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -125,7 +128,7 @@ def check_writable(folder: Path) -> None:
         reason = "is not a folder" if not place.is_dir() else "is not writable"
         raise OutputExists(
             f"{place} {reason}",
-            hint="choose another place with --run-dir DIR",
+            hint=hint,
             code="not_writable",
             path=place,
         )

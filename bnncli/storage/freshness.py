@@ -17,7 +17,7 @@ from bnncli.errors import BnnError, DataError, OutputExists, UsageError
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source, params_hash
 
-_KEEP_BOTH = {"features": "--run-dir DIR", "metrics": "--run-dir DIR"}  # they have no --name
+_KEEP_BOTH = {"features": ", or --run-dir DIR to keep both", "metrics": ""}  # they have no --name
 _MARKS = ((0, b"\x89HDF\r\n\x1a\n", b"bnncli_"), (8, b"{", b'"bnncli"'), (0, b"{", b'"bnncli.'))
 _MARK_WINDOW = 1 << 20
 
@@ -60,7 +60,7 @@ def decide(
         raise OutputExists(
             f"{target} exists and was made with other options ({differences})",
             path=target,
-            hint=f"add --force to replace it, or {_KEEP_BOTH.get(kind, '--name NAME')} to keep both",
+            hint="add --force to replace it" + _KEEP_BOTH.get(kind, ", or --name NAME to keep both"),
         )
     changes = _changes(header, algo_rev, sources, weights_digest)
     return Decision("replace", "; ".join(changes), header) if changes else Decision("skip", "up to date", header)

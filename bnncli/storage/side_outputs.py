@@ -28,7 +28,7 @@ def check_side_output(
     """
     if any(is_same_file(target, other) or target.absolute() == other.absolute() for other in others):
         raise UsageError(f"{flag}: {target} is an input or another output of this command; choose another name")
-    check_writable(target.parent)
+    check_writable(target.parent, hint=f"choose another place with {flag}")
     if target.is_dir() or (target.exists() and not force and not (target.is_file() and is_ours(target))):
         what = "is a folder" if target.is_dir() else f"exists and is no {kind} of bnncli"
         hint = f"give {flag} another name" + ("" if target.is_dir() else ", or add --force to replace it")
