@@ -195,3 +195,11 @@ def test_the_scores_to_make_always_have_that_of_the_table() -> None:
     assert (options.shown_scores, options.prediction_scores) == (["energy", "knn"], ["max_prob", "energy"])
     assert EvaluateOptions(score=["all"]).shown_scores == [*PREDICTION_SCORES, *FEATURE_SCORES]
     assert EvaluateOptions(score=["energy"]).needs_features is False
+
+
+def test_no_more_neighbours_are_told_than_there_are(cli: Cli, small_run: Path) -> None:
+    done = cli("evaluate", small_run, "--score", "knn", "--neighbors", 10**6, "--json", "--split", "test")
+    (row,) = [row for row in done.json["rows"] if row["posterior"] == "features"]
+    num_train = len(np.load(small_run.with_name("features.npz"))["labels_train"])
+    assert {metric["neighbors"] for metric in row["metrics"] if metric["score"] == "knn"} == {num_train}
+    assert f"there are {num_train} training examples" in done.stderr

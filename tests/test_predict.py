@@ -123,6 +123,14 @@ def test_samples_hold_for_those_that_draw_when_others_do_not(cli: Cli, small_run
     assert [meta(read(small_run, f"laplace.{name}"))["samples"] for name in ("mc", "plug-in")] == [7, None]
 
 
+def test_all_integrators_leave_out_those_whose_draws_cannot_be_kept(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--keep-samples", "--force")
+    done = cli("predict", small_run, "--integrator", "all", *words)
+    assert (done.code, "skipping laplace with importance: --keep-samples" in done.stderr) == (0, True)
+    assert read(small_run, "laplace.logit-mc").probs_samples is not None
+    assert cli("predict", small_run, "--integrator", "importance", *words).code == 2
+
+
 def test_more_draws_than_there_are_is_all_of_them_and_is_told(cli: Cli, small_run: Path) -> None:
     done = cli("predict", small_run, "--posterior", "hmc", "--split", "test", "--samples", 1000)
     assert (done.code, "1 file, 1 split: up to date" in done.stderr) == (0, True)

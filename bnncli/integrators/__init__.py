@@ -169,7 +169,11 @@ def probs_of_draws(integrator: Integrator, posterior: Any, features: Tensor) -> 
         UsageError: the draws are weighted, so that their mean is not the prediction.
     """
     if not hasattr(integrator, "probs_of_draws"):
-        raise UsageError("--keep-samples needs draws of equal weight", hint="leave it out, or use --integrator mc")
+        raise UsageError(
+            "--keep-samples needs draws of equal weight",
+            hint="leave it out, or use --integrator mc",
+            code="unsupported_integrator",
+        )
     probs: Tensor = integrator.probs_of_draws(posterior, features)
     return probs
 

@@ -54,8 +54,12 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
     )
 
     def compute() -> Computed:
-        scores = _scores(run, options, train, splits)
+        scores, num_neighbors = _scores(run, options, train, splits)
+        if num_neighbors < options.neighbors:
+            run.console.warn(f"--neighbors {options.neighbors}: there are {num_neighbors} training examples; k is that")
         rows = [_row(run, options, scores, name, outside) for name in sorted(inside, key=lambda n: (n != "test", n))]
+        for metric in (metric for row in rows for metric in row["metrics"] if metric["score"] == "knn"):
+            metric["neighbors"] = num_neighbors
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_metrics(target, rows=rows, predictions=[], provenance=provenance, may_replace=may_replace)
@@ -82,13 +86,15 @@ def _row(
     metrics = []
     for other in outside:
         rows = detection_rows(scores[name], scores[other], split=name, ood=other, bootstrap=bootstrap_of(run, options))
-        metrics += [{**row, "neighbors": options.neighbors} if row["score"] == "knn" else row for row in rows]
+        metrics += rows
         run.console.poll()
     return {**row_name(name), "settings": {}, "samples": None, "metrics": metrics}
 
 
-def _scores(run: Run, options: EvaluateOptions, train: Split, splits: dict[str, Split]) -> dict[str, Scores]:
-    """Every score of the examples of each split, (N,), or the reason why there is none."""
+def _scores(
+    run: Run, options: EvaluateOptions, train: Split, splits: dict[str, Split]
+) -> tuple[dict[str, Scores], int]:
+    """Every score of the examples of each split, (N,), or the reason why there is none; and the k of knn."""
     features = torch.from_numpy(train.content.features)
     neighbors = Neighbors.fit(
         features, device=run.device, generator=run.stream("evaluate/neighbors"), num_neighbors=options.neighbors
@@ -103,7 +109,7 @@ def _scores(run: Run, options: EvaluateOptions, train: Split, splits: dict[str, 
             own |= {score: values.numpy() for score, values in gaussians.scores(rows).items()}
         found[name] = own | {"knn": neighbors.scores(rows).numpy()}
         task.advance()
-    return found
+    return found, neighbors.num_neighbors
 
 
 def _gaussians(run: Run, train: Split) -> Mahalanobis | str:
