@@ -49,7 +49,8 @@ def test_a_csv_table_has_every_prediction_of_the_command(cli: Cli, small_run: Pa
         assert [row["predicted"] for row in own] == [content.classes[k] for k in predicted]
         assert [row["label"] for row in own] == [content.classes[k] for k in content.labels]
         assert [int(row["sample_id"]) for row in own] == content.sample_id.tolist()
-        for name, values in (("probability", content.probs.max(axis=1)), ("entropy", content.entropy)):
+        scores = {"entropy": content.entropy, "energy": content.energy, "max_logit": content.max_logit}
+        for name, values in {"probability": content.probs.max(axis=1), **scores}.items():
             assert np.array_equal(np.array([row[name] for row in own], dtype=np.float32), values)
         union = content.probs[:, :2].sum(axis=1, dtype=np.float64)
         np.testing.assert_allclose([float(row["ab"]) for row in own], union, rtol=1e-8)

@@ -117,6 +117,8 @@ def _block(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has
         "probability": np.take_along_axis(probs, predicted[:, None], axis=1)[:, 0],
         "entropy": content.entropy[rows],
         "mutual_info": optional(content.mutual_info),
+        "energy": optional(content.energy),
+        "max_logit": optional(content.max_logit),
         "low": optional(None if low_high is None else low_high[:, 0]),
         "high": optional(None if low_high is None else low_high[:, 1]),
         "label": np.full(len(probs), -1, dtype=np.int64) if content.labels is None else content.labels[rows],
