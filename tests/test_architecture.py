@@ -17,7 +17,7 @@ LAYERS = (
     ("storage", "networks", "inference", "integrators", "evaluation", "extraction", "memory", "figures"),
     ("head",),
     ("posteriors",),
-    ("covariances", "flows"),
+    ("covariances", "flows", "latent"),
     ("targets",),
     ("data", "user_code"),
     ("options",),

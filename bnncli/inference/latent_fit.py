@@ -1,0 +1,343 @@
+"""The fit of a latent binary network: Adam on the bound, a batch at a time, all repeats at once.
+
+Skaaret-Lund (2022), section 5.1. The hyper-parameters of the prior, where they are learnt (concrete), are those that maximise the
+bound with a Beta and an inverse gamma hyper-prior, in closed form after each of the first epochs, and are then frozen.
+On a GPU a step is one captured graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import Interrupted, NumericError
+from bnncli.inference.latent_steps import Batch, Settings, differentiate
+from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
+from bnncli.latent.model import LatentModel
+from bnncli.latent.prior import SpikeAndSlab
+from bnncli.progress import SILENT, Progress, Task
+
+State = Mapping[str, Tensor]
+Save = Callable[[State, bool], None]
+
+SCHEDULES = ("constant", "cosine")
+_WARM_UP_STEPS = 3  # that torch wants to see before a capture; they are ordinary steps
+_PARTS = ("log_likelihood", "weight_divergence", "bias_divergence", "flow_divergence", "density")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to fit.
+
+    Args:
+        epochs: passes over the data. batch_size: examples a step.
+        learning_rate: of Adam. schedule: constant, or falling to 0 along a cosine.
+        inclusion_rate: learning rate of the inclusion logits, for the first `early_epochs`; learning_rate after them.
+        early_epochs: epochs after which the prior's hyper-parameters are frozen as well.
+        hyper_prior: whether those are learnt.
+        settings: of the estimator.
+        shuffles: whether batches are drawn anew each epoch; else they are blocks of consecutive examples.
+    """
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    schedule: str = "constant"
+    inclusion_rate: float | None = None
+    early_epochs: int = 0
+    hyper_prior: bool = False
+    settings: Settings = field(default_factory=Settings)
+    shuffles: bool = True
+
+
+@dataclass
+class History:
+    """What each epoch gave, CPU float64: the expected log likelihood (R,), divergences and density by layer (R, L)."""
+
+    parts: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in _PARTS})
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs done."""
+        return len(self.parts["density"])
+
+    def add(self, **parts: Tensor) -> None:
+        """One more epoch."""
+        for name, value in parts.items():
+            self.parts[name].append(value.double().cpu())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """(E, R) and (E, R, L), for a file."""
+        return {f"history.{name}": torch.stack(values) for name, values in self.parts.items() if values}
+
+    @classmethod
+    def from_tensors(cls, tensors: State) -> History:
+        """The inverse of tensors()."""
+        found = {name: tensors.get(f"history.{name}") for name in _PARTS}
+        return cls({name: [] if value is None else list(value.cpu().unbind(0)) for name, value in found.items()})
+
+    def bound(self) -> Tensor:
+        """The evidence lower bound of each epoch and repeat, (E, R), nats; the likelihood's part is the epoch's average."""
+        parts = {name: torch.stack(values) for name, values in self.parts.items()}
+        return parts["log_likelihood"] - sum(parts[f"{name}_divergence"].sum(-1) for name in ("weight", "bias", "flow"))
+
+
+def fit_latent(
+    model: LatentModel,
+    features: Tensor,
+    labels: Tensor,
+    plan: Plan,
+    *,
+    generator: torch.Generator,
+    state: State | None = None,
+    save: Save | None = None,
+    progress: Progress = SILENT,
+) -> tuple[LatentModel, History]:
+    """Fit a model in place; returns it, with its prior as learnt, and what each epoch gave.
+
+    Args:
+        model: where to start.
+        features: (N, D) float32, on the model's device or the CPU. labels: (N,) int64.
+        plan: how.
+        generator: of shuffles and noise, on the device.
+        state: of an interrupted fit; the result is that of an uninterrupted one, bit for bit.
+        save: called with the state after each epoch, and with True when the fit is interrupted.
+        progress: advanced once a step.
+
+    Raises:
+        NumericError: when the bound of an epoch is not finite.
+    """
+    fit = _Fit(model, features, labels, plan, generator)
+    if state is not None:
+        fit.load(state)
+    task = progress.task("fit-lbbnn", plan.epochs * fit.num_batches)
+    task.advance(fit.history.num_epochs * fit.num_batches)
+    kept = fit.state()
+    try:
+        while fit.history.num_epochs < plan.epochs:
+            fit.run_epoch(task)
+            kept = fit.state()
+            if save is not None:
+                save(kept, False)
+    except Interrupted:
+        if save is not None:
+            save(kept, True)
+        raise
+    return fit.model, fit.history
+
+
+class _Fit:
+    """Model, optimizer, random state and history: all that a state holds."""
+
+    def __init__(
+        self, model: LatentModel, features: Tensor, labels: Tensor, plan: Plan, generator: torch.Generator
+    ) -> None:
+        self.model, self.plan, self.generator = model, plan, generator
+        self.features, self.labels = features, labels.to(model.device)
+        self.num_examples = len(features)
+        self.num_batches = -(-self.num_examples // plan.batch_size)
+        factors = model.factors
+        others = [factors.bias_mean, factors.bias_rho, *model.multiplier_parameters()]
+        for tensor in others:
+            tensor.requires_grad_()
+        self.parameters = [factors.logit, factors.mean, factors.rho, *others]
+        self.rates = [torch.tensor(plan.learning_rate, device=model.device) for _ in range(2)]
+        groups: list[dict[str, Any]] = [
+            {"params": self.parameters[:1], "lr": self.rates[0]},
+            {"params": self.parameters[1:], "lr": self.rates[1]},
+        ]
+        is_cuda = model.device.type == "cuda"
+        self.optimizer = torch.optim.Adam(groups, fused=True, capturable=is_cuda)
+        self.history = History()
+        self.steps = _Steps(self) if is_cuda else None
+
+    def run_epoch(self, task: Task) -> None:
+        """One pass over the data."""
+        model, plan = self.model, self.plan
+        done = self.history.num_epochs
+        fit = torch.zeros(model.num_repeats, dtype=torch.float64, device=model.device)
+        flow = torch.zeros(model.num_repeats, model.layout.num_layers, dtype=torch.float64, device=model.device)
+        order = None
+        if plan.shuffles:
+            order = torch.randperm(self.num_examples, generator=self.generator, device=self.generator.device)
+        for index in range(self.num_batches):
+            self._set_rates(done * self.num_batches + index)
+            rows = slice(index * plan.batch_size, min((index + 1) * plan.batch_size, self.num_examples))
+            batch = self._batch(rows, order)
+            step = self._step(batch) if self.steps is None else self.steps(batch)
+            fit += step.log_likelihood
+            if step.flow.shape[1]:
+                flow += step.flow * batch.share
+            task.advance()
+        self._close_epoch(fit, flow)
+
+    def _step(self, batch: Batch) -> Any:
+        step = differentiate(self.model, batch, self.plan.settings, self.generator)
+        self.optimizer.step()
+        return step
+
+    def _batch(self, rows: slice, order: Tensor | None) -> Batch:
+        share = (rows.stop - rows.start) / self.num_examples
+        device = self.model.device
+        if order is None:
+            return Batch(self.features[rows].to(device), self.labels[rows], share)
+        index = order[rows]
+        features = self.features.index_select(0, index.to(self.features.device)).to(device)
+        return Batch(features, self.labels.index_select(0, index.to(device)), share)
+
+    def _set_rates(self, step: int) -> None:
+        plan = self.plan
+        is_early = step < plan.early_epochs * self.num_batches
+        first = plan.learning_rate if plan.inclusion_rate is None or not is_early else plan.inclusion_rate
+        factor = 1.0
+        if plan.schedule == "cosine":
+            factor = 0.5 * (1 + math.cos(math.pi * step / (plan.epochs * self.num_batches)))
+        for tensor, rate in zip(self.rates, (first, plan.learning_rate), strict=True):
+            tensor.fill_(rate * factor)
+
+    @torch.no_grad()
+    def _close_epoch(self, fit: Tensor, flow: Tensor) -> None:
+        model, plan = self.model, self.plan
+        if plan.hyper_prior and self.history.num_epochs < plan.early_epochs:
+            self.model = model = model.with_prior(learnt_prior(model))
+        factors, layout = model.factors, model.layout
+        density = [part.flatten(1).mean(dim=1) for part in layout.weights(factors.inclusion)]
+        self.history.add(
+            log_likelihood=fit,
+            weight_divergence=self._divergence(),
+            bias_divergence=bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, layout),
+            flow_divergence=flow,
+            density=torch.stack(density, dim=1),
+        )
+        if not torch.isfinite(self.history.bound()[-1]).all():
+            raise NumericError(
+                f"the bound is not finite in epoch {self.history.num_epochs}",
+                hint=f"use a --learning-rate below {plan.learning_rate:g}",
+            )
+
+    def _divergence(self) -> Tensor:
+        """The weights' KL (R, L); with multipliers, averaged over draws of them."""
+        return averaged_divergence(self.model, self.generator)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of everything."""
+        tensors = {"generator": self.generator.get_state(), **self.history.tensors()}
+        tensors |= {f"prior.{name}": part.clone() for name, part in self.model.prior.tensors().items()}
+        for index, parameter in enumerate(self.parameters):
+            tensors[f"parameter.{index}"] = parameter.detach().clone()
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"adam.{index}.{name}"] = value.clone()
+        return tensors
+
+    def load(self, state: State) -> None:
+        """Take up a state."""
+        self.generator.set_state(state["generator"].cpu())
+        self.history = History.from_tensors(state)
+        prior = self.model.prior
+        parts = {name: state[f"prior.{name}"].to(self.model.device) for name in prior.tensors()}
+        self.model = self.model.with_prior(SpikeAndSlab.from_tensors(parts, prior.bias_sd))
+        for index, parameter in enumerate(self.parameters):
+            parameter.data.copy_(state[f"parameter.{index}"])
+            prefix = f"adam.{index}."
+            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            # The step counter lies on the CPU unless the optimizer is captured in a graph.
+            places = dict.fromkeys(own, parameter.device)
+            if parameter.device.type != "cuda":
+                places["step"] = torch.device("cpu")
+            if own:
+                self.optimizer.state[parameter] = {name: own[name].clone().to(places[name]) for name in own}
+
+
+@torch.no_grad()
+def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draws: int = 256) -> Tensor:
+    """The weights' KL (R, L) float64, averaged over draws of the multipliers where there are any."""
+    multipliers = []
+    for part in model.multipliers:
+        noise = torch.randn(
+            model.num_repeats, num_draws, part.start_mean.shape[1], generator=generator, device=generator.device
+        )
+        z = part.draw(noise.to(model.device))[0]
+        multipliers.append(Multiplier(z.mean(dim=1), z.square().mean(dim=1)))
+    return weight_divergence(model.factors, model.prior, model.layout, multipliers or None)
+
+
+# Beta(1, 1) on the inclusion probability and an inverse gamma on the slab's variance, both weak.
+HYPER_BETA = (1.0, 1.0)
+HYPER_INVERSE_GAMMA = (1.0, 1.0)
+
+
+def learnt_prior(model: LatentModel) -> SpikeAndSlab:
+    """The prior that maximises the bound and its hyper-prior's density: each layer's inclusion and slab variance.
+
+    Hubin and Storvik (2019), section 3.3 (empirical Bayes), in closed form: with alpha of n weights, the inclusion is
+    (sum alpha + p - 1) / (n + p + q - 2) for Beta(p, q); the variance (b + sum alpha (sigma^2 + mu^2) / 2) / (a + 1 + sum alpha / 2)
+    for an inverse gamma(a, b).
+    """
+    (p, q), (a, b) = HYPER_BETA, HYPER_INVERSE_GAMMA
+    factors, prior = model.factors, model.prior
+    inclusion, variance = [], []
+    views = (model.layout.weights(part) for part in (factors.inclusion, factors.mean, factors.sd))
+    for index, (alpha, mean, sd) in enumerate(zip(*views, strict=True)):
+        offset = mean - prior.slab_mean[:, index, None, None].to(mean)
+        total = alpha.flatten(1).sum(dim=1, dtype=torch.float64)
+        spread = (alpha * (sd.square() + offset.square())).flatten(1).sum(dim=1, dtype=torch.float64)
+        count = alpha[0].numel()
+        inclusion.append((total + p - 1) / (count + p + q - 2))
+        variance.append((b + spread / 2) / (a + 1 + total / 2))
+    stacked = torch.stack(inclusion, dim=1).clamp(1e-6, 1 - 1e-6)
+    means = prior.slab_mean.expand_as(stacked).clone()
+    return SpikeAndSlab(stacked, means, torch.stack(variance, dim=1).sqrt(), bias_sd=prior.bias_sd)
+
+
+class _Steps:
+    """Steps on a GPU: batches of full size replay one graph, once it has been captured."""
+
+    def __init__(self, fit: _Fit) -> None:
+        self.fit = fit
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.prior: SpikeAndSlab | None = None
+        self.warm = 0
+        self.can_capture = True
+
+    def __call__(self, batch: Batch) -> Any:
+        """The step on a batch: what it saw is overwritten by the next."""
+        fit = self.fit
+        if not self.can_capture or len(batch.features) != fit.plan.batch_size:
+            return fit._step(batch)
+        if self.prior is not fit.model.prior:
+            self.graph, self.warm, self.prior = None, 0, fit.model.prior
+        if self.graph is None and self.warm < _WARM_UP_STEPS:
+            self.warm += 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step = fit._step(batch)
+            torch.cuda.current_stream().wait_stream(side)
+            return step
+        if self.graph is None and not self._capture(batch):
+            return fit._step(batch)
+        assert self.graph is not None
+        self.batch.features.copy_(batch.features)
+        self.batch.labels.copy_(batch.labels)
+        self.graph.replay()
+        return self.step
+
+    def _capture(self, batch: Batch) -> bool:
+        """Make the graph; False, and no more tries, where some kernel cannot be captured."""
+        self.batch = Batch(batch.features.clone(), batch.labels.clone(), batch.share)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.fit.generator)
+        try:
+            with torch.cuda.graph(graph):
+                self.step = self.fit._step(self.batch)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            self.can_capture = False
+            return False
+        self.graph = graph
+        return True

@@ -1,0 +1,130 @@
+"""How the weights and biases of a fully connected network lie in theta, and its logits under many theta.
+
+theta is what torch.nn.utils.parameters_to_vector gives for a chain of linear layers: each layer's weight (out, in)
+row-major, then its bias. Without hidden layers that is the head's own layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from bnncli.layout import HeadLayout
+
+_BLOCK = 2**16  # weights of a block
+
+
+@dataclass(frozen=True)
+class NetworkLayout:
+    """Sizes of a network of linear layers with ReLU between them.
+
+    Args:
+        sizes: (D, hidden ..., K): inputs of the first layer, then outputs of each.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2 or min(self.sizes) < 1:
+            raise ValueError(f"a network needs at least one layer, and sizes from 1; got {self.sizes}")
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(out, in) of each layer's weight."""
+        return tuple((outputs, inputs) for inputs, outputs in pairwise(self.sizes))
+
+    @property
+    def num_layers(self) -> int:
+        """Linear layers."""
+        return len(self.sizes) - 1
+
+    @property
+    def num_features(self) -> int:
+        """D."""
+        return self.sizes[0]
+
+    @property
+    def num_outputs(self) -> int:
+        """K."""
+        return self.sizes[-1]
+
+    @property
+    def num_classes(self) -> int:
+        """Classes: K, or 2 for a single logit."""
+        return max(self.num_outputs, 2)
+
+    @property
+    def num_weights(self) -> int:
+        """Of all layers, without biases."""
+        return sum(outputs * inputs for outputs, inputs in self.shapes)
+
+    @property
+    def num_biases(self) -> int:
+        """Of all layers."""
+        return sum(self.sizes[1:])
+
+    @property
+    def num_params(self) -> int:
+        """P: weights and biases."""
+        return self.num_weights + self.num_biases
+
+    @property
+    def head(self) -> HeadLayout | None:
+        """The same as a head, where there is one layer alone."""
+        return HeadLayout(self.num_outputs, self.num_features) if self.num_layers == 1 else None
+
+    def weights(self, flat: Tensor) -> list[Tensor]:
+        """Each layer's weight (..., out, in), a view of the weights of all layers (..., W)."""
+        parts = flat.split([outputs * inputs for outputs, inputs in self.shapes], dim=-1)
+        return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def blocks(self, *flats: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """Index of a layer and the same rows (R, rows, in) of its weight in each of (R, W): blocks that stay in a CPU's cache."""
+        layers = [self.weights(flat) for flat in flats]
+        num_repeats, device = flats[0].shape[0], flats[0].device.type
+        for index, (outputs, inputs) in enumerate(self.shapes):
+            rows = outputs if device != "cpu" else max(1, _BLOCK // (inputs * num_repeats))
+            for first in range(0, outputs, rows):
+                yield index, [views[index][:, first : first + rows] for views in layers]
+
+    def biases(self, flat: Tensor) -> list[Tensor]:
+        """Each layer's bias (..., out), a view of the biases of all layers (..., B)."""
+        return list(flat.split(list(self.sizes[1:]), dim=-1))
+
+    def join(self, weights: Tensor, biases: Tensor) -> Tensor:
+        """theta (..., P) of weights (..., W) and biases (..., B)."""
+        parts: list[Tensor] = []
+        for weight, bias in zip(self.weights(weights), self.biases(biases), strict=True):
+            parts += [weight.flatten(-2), bias]
+        return torch.cat(parts, dim=-1)
+
+    def split(self, theta: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's weight (..., out, in) and bias (..., out), views of theta (..., P)."""
+        sizes: list[int] = []
+        for outputs, inputs in self.shapes:
+            sizes += [outputs * inputs, outputs]
+        parts = theta.split(sizes, dim=-1)
+        pairs = zip(parts[::2], parts[1::2], self.shapes, strict=True)
+        return [(weight.unflatten(-1, shape), bias) for weight, bias, shape in pairs]
+
+    def logits(self, features: Tensor, theta: Tensor) -> Tensor:
+        """Logits (S, N, K) of features (N, D) under theta (S, P)."""
+        return apply_layers(features, self.split(theta))
+
+
+def apply_layers(features: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Logits (S, N, K) of features (N, D) under weights (S, out, in) and biases (S, out), ReLU between the layers."""
+    hidden: Tensor | None = None
+    for weight, bias in layers:
+        if hidden is None:
+            # All draws share the features: one product.
+            flat = features @ weight.reshape(-1, weight.shape[-1]).T
+            hidden = flat.unflatten(1, weight.shape[:2]).transpose(0, 1) + bias.unsqueeze(1)
+        else:
+            hidden = torch.baddbmm(bias.unsqueeze(1), hidden.relu(), weight.transpose(1, 2))
+    assert hidden is not None
+    return hidden

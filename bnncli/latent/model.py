@@ -1,0 +1,91 @@
+"""Everything that a latent binary fit learns, and what it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bnncli.latent.factors import Factors
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.multiplier import MultiplierModel
+from bnncli.latent.prior import SpikeAndSlab
+
+ESTIMATORS = ("concrete", "lrt", "mnf")
+
+
+@dataclass(frozen=True)
+class LatentModel:
+    """Factors of q, prior, and where the estimator is mnf a multiplier of each layer's inputs.
+
+    Args:
+        multipliers: one a layer, or none at all.
+    """
+
+    layout: NetworkLayout
+    factors: Factors
+    prior: SpikeAndSlab
+    multipliers: tuple[MultiplierModel, ...] = ()
+
+    @property
+    def num_repeats(self) -> int:
+        """R."""
+        return self.factors.mean.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.factors.mean.device
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is learnt, masks included, by name."""
+        yield from self.factors.tensors().items()
+        for index, model in enumerate(self.multipliers):
+            for name, tensor in model.tensors():
+                yield f"multiplier.{index}.{name}", tensor
+
+    def multiplier_parameters(self) -> list[Tensor]:
+        """What is learnt of the multipliers."""
+        return [tensor for model in self.multipliers for tensor in model.parameters()]
+
+    @torch.no_grad()
+    def draw_weights(self, repeats: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Exact draws of weights (S, W) and biases (S, B) from q, one of each repeat named in (S,).
+
+        Inclusions are drawn as zeros and ones, so that weights which are out are exactly 0.
+        """
+        factors, count = self.factors, len(repeats)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=generator.device).to(self.device)
+
+        uniform = torch.rand(count, self.layout.num_weights, generator=generator, device=generator.device)
+        is_in = uniform.to(self.device) < factors.inclusion[repeats]
+        mean = factors.mean[repeats]
+        if self.multipliers:
+            mean = mean.clone()
+            for view, model in zip(self.layout.weights(mean), self.multipliers, strict=True):
+                noise = normal(self.num_repeats, count, model.start_mean.shape[1])
+                z = model.draw(noise)[0]
+                view *= z[repeats, torch.arange(count, device=self.device)].unsqueeze(1)
+        weights = torch.addcmul(mean, factors.sd[repeats], normal(count, self.layout.num_weights)).mul_(is_in)
+        biases = torch.addcmul(
+            factors.bias_mean[repeats], factors.bias_sd[repeats], normal(count, self.layout.num_biases)
+        )
+        return weights, biases
+
+    @torch.no_grad()
+    def multiplier_means(self, generator: torch.Generator, num_draws: int = 4096) -> list[Tensor]:
+        """E[z] of each layer's inputs, (R, in), by draws; nothing without multipliers."""
+        means = []
+        for model in self.multipliers:
+            shape = (self.num_repeats, num_draws, model.start_mean.shape[1])
+            noise = torch.randn(*shape, generator=generator, device=generator.device).to(self.device)
+            means.append(model.draw(noise)[0].mean(dim=1))
+        return means
+
+    def with_prior(self, prior: SpikeAndSlab) -> LatentModel:
+        """The same under another prior."""
+        return replace(self, prior=prior)

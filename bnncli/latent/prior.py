@@ -1,0 +1,73 @@
+"""The prior of a latent binary network: spike and slab for weights, Gaussian for biases, the same in a layer.
+
+Skaaret-Lund (2022), section 4; Hubin and Storvik (2019), arXiv 1903.07594, section 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SpikeAndSlab:
+    """Prior of every weight of a network; slabs may differ by layer and repeat.
+
+    Args:
+        inclusion: (R or 1, L) float64, prior probability that a weight of the layer is there, between 0 and 1.
+        slab_mean: (R or 1, L), mean of a weight that is there.
+        slab_sd: (R or 1, L), its standard deviation.
+        bias_sd: standard deviation of the biases, whose mean is zero.
+    """
+
+    inclusion: Tensor
+    slab_mean: Tensor
+    slab_sd: Tensor
+    bias_sd: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not bool(((self.inclusion > 0) & (self.inclusion < 1)).all()):
+            raise ValueError("a prior inclusion probability must lie between 0 and 1")
+        if not bool((self.slab_sd > 0).all()) or not self.bias_sd > 0:
+            raise ValueError("standard deviations of a prior must be positive")
+
+    @classmethod
+    def constant(
+        cls,
+        num_layers: int,
+        *,
+        inclusion: float = 0.05,
+        slab_mean: float = 0.0,
+        slab_sd: float = 1.0,
+        bias_sd: float = 1.0,
+    ) -> SpikeAndSlab:
+        """The same prior for all layers; the defaults are the thesis's."""
+        parts = [torch.full((1, num_layers), value, dtype=torch.float64) for value in (inclusion, slab_mean, slab_sd)]
+        return cls(parts[0], parts[1], parts[2], bias_sd)
+
+    @property
+    def logit(self) -> Tensor:
+        """Log odds of inclusion, (R or 1, L)."""
+        return torch.logit(self.inclusion)
+
+    @property
+    def bias_log_sd(self) -> float:
+        """Logarithm of the biases' standard deviation."""
+        return math.log(self.bias_sd)
+
+    def to(self, device: torch.device | str) -> SpikeAndSlab:
+        """A copy on another device."""
+        return self.from_tensors({name: part.to(device) for name, part in self.tensors().items()}, self.bias_sd)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Inclusion, mean and standard deviation of the slab, by name."""
+        return {"inclusion": self.inclusion, "slab_mean": self.slab_mean, "slab_sd": self.slab_sd}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], bias_sd: float) -> SpikeAndSlab:
+        """The inverse of tensors()."""
+        return cls(tensors["inclusion"], tensors["slab_mean"], tensors["slab_sd"], bias_sd)

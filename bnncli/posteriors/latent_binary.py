@@ -1,0 +1,150 @@
+"""A network whose weights are each in or out: what fit-lbbnn returns.
+
+Skaaret-Lund (2022), chapter 4. theta is the weights and biases of all layers, those that are out being exactly zero; without
+hidden layers it is the head's theta, in the place of any other posterior's. Repeats of the fit are an ensemble: draws
+take them in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli.latent.factors import Factors
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.multiplier import MultiplierModel
+from bnncli.latent.prior import SpikeAndSlab
+from bnncli.layout import HeadLayout
+
+DEFAULT_SAMPLES = 10  # networks of a prediction, as in the thesis
+
+
+@dataclass(frozen=True)
+class LatentBinary:
+    """Factors of q, with the means of their multipliers where there are any.
+
+    Args:
+        model: all that was learnt.
+        multiplier_means: E[z] of each layer's inputs, (R, in); empty without multipliers.
+        best: the repeat that stands for all where one network is wanted.
+        shift, scale: (D,), of inputs that were standardised, (x - shift) / scale; theta is for inputs as they are.
+    """
+
+    type: ClassVar[str] = "latent-binary"
+    model: LatentModel
+    multiplier_means: tuple[Tensor, ...] = ()
+    best: int = 0
+    shift: Tensor | None = None
+    scale: Tensor | None = None
+
+    @property
+    def layout(self) -> HeadLayout | NetworkLayout:
+        """How theta is laid out: as a head where there is no hidden layer."""
+        return self.model.layout.head or self.model.layout
+
+    @property
+    def slab_means(self) -> Tensor:
+        """Mean of every weight that is in, multipliers included, (R, W)."""
+        mean = self.model.factors.mean.detach()
+        if not self.multiplier_means:
+            return mean
+        mean = mean.clone()
+        for view, z in zip(self.model.layout.weights(mean), self.multiplier_means, strict=True):
+            view *= z.unsqueeze(1)
+        return mean
+
+    @property
+    def center(self) -> Tensor:
+        """The median probability model, theta (P,): the mean of each weight that is in with probability above 1/2.
+
+        Barbieri and Berger (2004), arXiv math/0406464.
+        """
+        return self.with_weights(self.model.factors.logit[self.best] > 0)
+
+    @property
+    def mean_theta(self) -> Tensor:
+        """E[theta], (P,)."""
+        return self.with_weights(self.model.factors.inclusion[self.best].detach())
+
+    def pruned(self, threshold: float) -> Tensor:
+        """theta (P,) with the weights whose inclusion probability is above the threshold."""
+        return self.with_weights(self.model.factors.inclusion[self.best] > threshold)
+
+    def with_weights(self, share: Tensor) -> Tensor:
+        """theta (P,) of weights at `share` (W,) of their slab's mean, and the mean biases of the best repeat."""
+        return self._theta(self.slab_means[self.best] * share, self.model.factors.bias_mean[self.best].detach())
+
+    def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
+        """Draws of theta (S, P) float32, exact: inclusions are zeros and ones."""
+        repeats = torch.arange(num_samples or 1, device=self.model.device) % self.model.num_repeats
+        return self._theta(*self.model.draw_weights(repeats, generator)).float()
+
+    def to(self, device: torch.device | str) -> LatentBinary:
+        """A copy on another device."""
+        model = self.model
+        moved = LatentModel(
+            model.layout,
+            model.factors.to(device),
+            model.prior.to(device),
+            tuple(
+                MultiplierModel.from_tensors({name: part.detach().to(device) for name, part in one.tensors()})
+                for one in model.multipliers
+            ),
+        )
+        return replace(
+            self,
+            model=moved,
+            multiplier_means=tuple(part.to(device) for part in self.multiplier_means),
+            shift=None if self.shift is None else self.shift.to(device),
+            scale=None if self.scale is None else self.scale.to(device),
+        )
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Factors, prior and multipliers by name; sizes as JSON."""
+        model = self.model
+        tensors = {name: tensor.detach() for name, tensor in model.tensors()}
+        tensors |= {f"multiplier.{i}.mean": part for i, part in enumerate(self.multiplier_means)}
+        tensors |= {f"slab.{name}": part for name, part in model.prior.tensors().items()}
+        if self.shift is not None and self.scale is not None:
+            tensors |= {"input.shift": self.shift, "input.scale": self.scale}
+        meta = {
+            "type": self.type,
+            "sizes": list(model.layout.sizes),
+            "repeats": model.num_repeats,
+            "best": self.best,
+            "bias_sd": model.prior.bias_sd,
+        }
+        return tensors, meta
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> LatentBinary:
+        """The inverse of to_tensors."""
+        layout = NetworkLayout(tuple(int(size) for size in meta["sizes"]))
+        factors = Factors(**{name: tensors[name] for name in ("mean", "rho", "logit", "bias_mean", "bias_rho")})
+        slab = {name.removeprefix("slab."): part for name, part in tensors.items() if name.startswith("slab.")}
+        prior = SpikeAndSlab.from_tensors(slab, float(meta["bias_sd"]))
+        multipliers: list[MultiplierModel] = []
+        means: list[Tensor] = []
+        while f"multiplier.{len(multipliers)}.start_mean" in tensors:
+            prefix = f"multiplier.{len(multipliers)}."
+            own = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
+            means.append(own.pop("mean"))
+            multipliers.append(MultiplierModel.from_tensors(own))
+        model = LatentModel(layout, factors, prior, tuple(multipliers))
+        inputs = tensors.get("input.shift"), tensors.get("input.scale")
+        return cls(model, tuple(means), int(meta["best"]), *inputs)
+
+    def _theta(self, weights: Tensor, biases: Tensor) -> Tensor:
+        """theta (..., P) of weights (..., W) and biases (..., B), for inputs as they are."""
+        layout = self.model.layout
+        if self.shift is None or self.scale is None:
+            return layout.join(weights, biases)
+        weights, biases = weights.clone(), biases.clone()
+        first = layout.weights(weights)[0]
+        first /= self.scale
+        layout.biases(biases)[0].sub_(first @ self.shift)
+        return layout.join(weights, biases)

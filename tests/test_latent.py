@@ -1,0 +1,466 @@
+"""Latent binary layers: moments, divergences and gradients against closed forms, sampling, quadrature and autograd."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from bnncli.inference.latent_fit import HYPER_BETA, HYPER_INVERSE_GAMMA, Plan, fit_latent, learnt_prior
+from bnncli.inference.latent_steps import Batch, Settings, differentiate, draw_logits, leaves, log_likelihood
+from bnncli.latent.activations import draw_activations
+from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, weight_divergence
+from bnncli.latent.factors import Factors, Moments, initial_factors, layer_moments, moments
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
+from bnncli.latent.prior import SpikeAndSlab
+from bnncli.posteriors.latent_binary import LatentBinary
+
+SMALL = NetworkLayout((4, 3, 2))
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def factors_of(layout: NetworkLayout, num_repeats: int = 2, *, needs_grad: bool = False) -> Factors:
+    found = initial_factors(layout, num_repeats, generator(1), logit_range=(-2, 2), mean_range=1.0)
+    tensors = {name: part.double() for name, part in found.tensors().items()}
+    tensors["rho"] += 4
+    tensors["bias_rho"] += 4
+    return Factors(**{name: part.requires_grad_(needs_grad) for name, part in tensors.items()})
+
+
+def prior_of(num_layers: int) -> SpikeAndSlab:
+    parts = ([0.1, 0.3], [0.2, -0.1], [0.7, 1.3])
+    return SpikeAndSlab(*(torch.tensor([part[:num_layers]], dtype=torch.float64) for part in parts), bias_sd=0.8)
+
+
+def one_weight(mean: float, sd: float, logit: float, dtype: torch.dtype = torch.float64) -> Factors:
+    rho = math.log(math.expm1(sd))
+    values = [torch.full((1, 1), value, dtype=dtype) for value in (mean, rho, logit)]
+    return Factors(*values, torch.zeros(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype))
+
+
+ONE = NetworkLayout((1, 1))
+
+
+def test_divergence_is_zero_when_the_factors_are_the_prior() -> None:
+    prior = SpikeAndSlab.constant(1, inclusion=0.3, slab_mean=0.5, slab_sd=0.7)
+    factors = one_weight(0.5, 0.7, math.log(0.3 / 0.7))
+    assert weight_divergence(factors, prior, ONE).item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("mean", "sd", "logit"), [(0.3, 0.2, 1.0), (-1.0, 0.9, -2.0), (0.0, 0.05, 4.0)])
+def test_divergence_is_the_integral_over_both_parts(mean: float, sd: float, logit: float) -> None:
+    prior = SpikeAndSlab.constant(1, inclusion=0.2, slab_mean=0.1, slab_sd=1.5)
+    alpha = 1 / (1 + math.exp(-logit))
+    q, p = stats.norm(mean, sd), stats.norm(0.1, 1.5)
+    slab = integrate.quad(lambda w: q.pdf(w) * (q.logpdf(w) - p.logpdf(w)), mean - 12 * sd, mean + 12 * sd)[0]
+    expected = alpha * (slab + math.log(alpha / 0.2)) + (1 - alpha) * math.log((1 - alpha) / 0.8)
+    found = weight_divergence(one_weight(mean, sd, logit), prior, ONE).item()
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_divergence_of_weights_that_are_all_in_is_that_of_gaussians() -> None:
+    factors = factors_of(SMALL)
+    prior = replace(prior_of(2), inclusion=torch.full((1, 2), 1 - 1e-12, dtype=torch.float64))
+    factors = replace(factors, logit=torch.full_like(factors.logit, 60.0))
+    found = weight_divergence(factors, prior, SMALL)
+    for index, (mean, sd) in enumerate(zip(SMALL.weights(factors.mean), SMALL.weights(factors.sd), strict=True)):
+        slab = torch.distributions.Normal(prior.slab_mean[0, index], prior.slab_sd[0, index])
+        expected = torch.distributions.kl_divergence(torch.distributions.Normal(mean, sd), slab).sum(dim=(1, 2))
+        torch.testing.assert_close(found[:, index], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("logit", [-200.0, -89.0, 17.0, 200.0])
+def test_divergence_and_gradients_are_finite_in_float32_for_any_inclusion(logit: float) -> None:
+    factors = one_weight(0.3, 0.2, logit, dtype=torch.float32)
+    prior = SpikeAndSlab.constant(1)
+    value = weight_divergence(factors, prior, ONE).item()
+    kl = stats.norm(0.3, 0.2)
+    slab = integrate.quad(lambda w: kl.pdf(w) * (kl.logpdf(w) - stats.norm.logpdf(w)), -3, 3)[0]
+    expected = slab + math.log(1 / 0.05) if logit > 0 else math.log(1 / 0.95)
+    assert value == pytest.approx(expected, rel=1e-5)
+    nothing = torch.zeros(1, 1)
+    for part in factor_gradients(factors, Moments(nothing, nothing, nothing), prior, ONE, scale=1.0):
+        assert torch.isfinite(part).all()
+
+
+def test_divergence_of_biases_is_that_of_gaussians() -> None:
+    factors, prior = factors_of(SMALL), prior_of(2)
+    normal = torch.distributions.Normal
+    each = torch.distributions.kl_divergence(
+        normal(factors.bias_mean, factors.bias_sd), normal(torch.zeros(()).double(), 0.8)
+    )
+    expected = torch.stack([part.sum(dim=1) for part in SMALL.biases(each)], dim=1)
+    torch.testing.assert_close(bias_divergence(factors.bias_mean, factors.bias_rho, prior, SMALL), expected)
+
+
+@pytest.mark.parametrize("variance", ["exact", "published"])
+@pytest.mark.parametrize("has_multipliers", [False, True])
+def test_gradients_of_the_factors_are_those_of_autograd(variance: str, has_multipliers: bool) -> None:
+    factors, prior = factors_of(SMALL, needs_grad=True), prior_of(2)
+    multipliers = None
+    if has_multipliers:
+        drawn = [torch.rand(2, 5, size, generator=generator(size), dtype=torch.float64) for size in (4, 3)]
+        multipliers = [Multiplier(z.mean(dim=1), z.square().mean(dim=1)) for z in drawn]
+    weights = [torch.randn(2, SMALL.num_weights, generator=generator(i), dtype=torch.float64) for i in range(3)]
+
+    def loss(parts: Moments) -> Tensor:
+        total = (parts.mean.sin() * weights[0]).sum() + (parts.noise.exp() * weights[1]).sum()
+        return total if parts.switching is None else total + (parts.switching.square() * weights[2]).sum()
+
+    alpha, sd = torch.sigmoid(factors.logit), softplus(factors.rho)
+    by_hand = (
+        Moments(alpha * factors.mean, (alpha * sd).square(), None)
+        if variance == "published"
+        else Moments(alpha * factors.mean, alpha * sd.square(), alpha * (1 - alpha) * factors.mean.square())
+    )
+    made = moments(factors, SMALL, variance=variance)
+    for one, other in zip(made, by_hand, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other)
+    leaf = Moments(*(None if part is None else part.detach().requires_grad_() for part in by_hand))  # type: ignore[arg-type]
+    given = [part for part in leaf if part is not None]
+    gradient = Moments(*torch.autograd.grad(loss(leaf), given), *[None] * (3 - len(given)))  # type: ignore[arg-type]
+    total = loss(by_hand) + 0.37 * weight_divergence(factors, prior, SMALL, multipliers).sum()
+    expected = torch.autograd.grad(total, [factors.mean, factors.rho, factors.logit])
+    found = factor_gradients(factors, gradient, prior, SMALL, scale=0.37, variance=variance, multipliers=multipliers)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def model_of(layout: NetworkLayout, *, has_multipliers: bool = False, needs_grad: bool = False) -> LatentModel:
+    multipliers = []
+    if has_multipliers:
+        for _, inputs in layout.shapes:
+            start = initial_model(inputs, 2, generator(inputs), hidden=(5, 5))
+            tensors = {name: part.double() for name, part in start.tensors()}
+            tensors["start_log_var"] += 8
+            tensors |= {name: part * 20 for name, part in tensors.items() if name.endswith("weight.2")}
+            if needs_grad:
+                tensors = {n: part if n.endswith("mask") else part.requires_grad_() for n, part in tensors.items()}
+            multipliers.append(MultiplierModel.from_tensors(tensors))
+    factors = factors_of(layout, needs_grad=needs_grad)
+    return LatentModel(layout, factors, prior_of(layout.num_layers), tuple(multipliers))
+
+
+@pytest.mark.parametrize("has_multipliers", [False, True])
+def test_drawn_weights_have_the_moments_that_activations_are_drawn_with(has_multipliers: bool) -> None:
+    layout = NetworkLayout((4, 3))
+    model = model_of(layout, has_multipliers=has_multipliers)
+    count = 40_000
+    weights, biases = model.draw_weights(torch.ones(count, dtype=torch.int64), generator(5))
+    theta = layout.join(weights, biases)
+    features = torch.tensor([[0.5, -1.0, 2.0, 0.1]], dtype=torch.float64)
+    by_weights = layout.logits(features, theta)[:, 0]
+    repeated = features.expand(count, -1)
+    by_activations = draw_logits(model, repeated, leaves(model, "exact"), generator(6), multiplier_draws=count)[1]
+    error = by_weights.std(dim=0) / math.sqrt(count)
+    assert ((by_weights.mean(dim=0) - by_activations.mean(dim=0)).abs() < 6 * error).all()
+    # A variance's standard error is var sqrt((kurtosis - 1) / S); six of them for a kurtosis of 6.
+    ratio = by_weights.var(dim=0) / by_activations.var(dim=0)
+    assert ((ratio - 1).abs() < 6 * math.sqrt(2 * 5 / count)).all()
+    if not has_multipliers:
+        own = layer_moments(moments(model.factors, layout), layout)[0]
+        assert own.switching is not None
+        exact = (features.square() @ (own.noise + own.switching)[1].T)[0] + model.factors.bias_sd[1].square()
+        assert ((by_weights.var(dim=0) / exact - 1).abs() < 6 * math.sqrt(5 / count)).all()
+        is_out = (weights == 0).double().mean(dim=0)
+        assert ((is_out - (1 - model.factors.inclusion[1])).abs() < 6 * 0.5 / math.sqrt(count)).all()
+
+
+def test_activations_are_mean_plus_standard_deviation_times_noise() -> None:
+    rng = generator(3)
+    inputs, z = torch.randn(2, 5, 4, generator=rng), torch.rand(2, 5, 4, generator=rng)
+    weight = Moments(*(torch.rand(2, 3, 4, generator=rng) for _ in range(3)))
+    mean, sd, noise = (torch.rand(*shape, generator=rng) for shape in ((2, 3), (2, 3), (2, 5, 3)))
+    found = draw_activations(inputs, weight, mean, sd, noise, z)
+    assert weight.switching is not None
+    for r, n, j in itertools.product(range(2), range(5), range(3)):
+        x, own = inputs[r, n], z[r, n]
+        center = (x * own * weight.mean[r, j]).sum() + mean[r, j]
+        variance = (x**2 * (weight.noise[r, j] + own**2 * weight.switching[r, j])).sum() + sd[r, j] ** 2
+        assert found[r, n, j].item() == pytest.approx(float(center + variance.sqrt() * noise[r, n, j]), rel=1e-4)
+
+
+def test_with_every_weight_in_the_activations_are_those_of_ordinary_mean_field() -> None:
+    layout = NetworkLayout((4, 3))
+    factors = replace(factors_of(layout), logit=torch.full((2, 12), 60.0, dtype=torch.float64))
+    own = layer_moments(moments(factors, layout), layout)[0]
+    torch.testing.assert_close(own.mean, layout.weights(factors.mean)[0])
+    assert own.switching is not None
+    torch.testing.assert_close(own.noise + own.switching, layout.weights(factors.sd)[0].square())
+
+
+def test_logits_are_those_of_the_network_with_these_parameters() -> None:
+    layout = NetworkLayout((4, 5, 3, 2))
+    network = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
+    theta = torch.randn(6, layout.num_params, generator=generator(2))
+    features = torch.randn(7, 4, generator=generator(3))
+    found = layout.logits(features, theta)
+    for one, logits in zip(theta, found, strict=True):
+        nn.utils.vector_to_parameters(one, network.parameters())
+        torch.testing.assert_close(logits, network(features), rtol=1e-5, atol=1e-5)
+    weights = torch.cat([part.flatten(1) for part, _ in layout.split(theta)], dim=1)
+    biases = torch.cat([part for _, part in layout.split(theta)], dim=1)
+    torch.testing.assert_close(layout.join(weights, biases), theta)
+
+
+def test_a_coupling_layer_is_invertible_and_knows_its_determinant() -> None:
+    model = model_of(NetworkLayout((5, 2)), has_multipliers=True).multipliers[0]
+    for layer in model.flow:
+        z = torch.randn(2, 3, 5, generator=generator(4), dtype=torch.float64)
+        moved, log_det = layer(z)
+        torch.testing.assert_close(layer.inverse(moved), z, rtol=1e-9, atol=1e-9)
+        for r, m in itertools.product(range(2), range(3)):
+
+            def alone(point: Tensor, points: Tensor = z, layer: Coupling = layer, r: int = r, m: int = m) -> Tensor:
+                changed = points.clone()
+                changed[r, m] = point
+                return layer(changed)[0][r, m]
+
+            jacobian = torch.autograd.functional.jacobian(alone, z[r, m])
+            assert log_det[r, m].item() == pytest.approx(float(torch.linalg.slogdet(jacobian)[1]), abs=1e-10)
+
+
+def test_the_density_of_multipliers_integrates_to_one_and_is_that_of_the_draws() -> None:
+    model = model_of(NetworkLayout((2, 1)), has_multipliers=True).multipliers[0]
+    z, log_density = model.draw(torch.randn(2, 4, 2, generator=generator(1), dtype=torch.float64))
+    torch.testing.assert_close(model.log_density(z), log_density, rtol=1e-8, atol=1e-8)
+    axis = torch.linspace(-6, 8, 700, dtype=torch.float64)
+    grid = torch.cartesian_prod(axis, axis).expand(2, -1, -1)
+    total = model.log_density(grid).exp().sum(dim=1) * (axis[1] - axis[0]) ** 2
+    torch.testing.assert_close(total, torch.ones(2, dtype=torch.float64), rtol=2e-3, atol=0)
+
+
+def test_the_auxiliary_density_is_a_gaussian_pulled_through_its_flow() -> None:
+    model = model_of(NetworkLayout((3, 4)), has_multipliers=True).multipliers[0]
+    rng = generator(9)
+    weight = Moments(*(torch.rand(2, 4, 3, generator=rng, dtype=torch.float64) for _ in range(3)))
+    z = torch.randn(2, 5, 3, generator=rng, dtype=torch.float64)
+    noise = torch.randn(2, 5, 4, generator=rng, dtype=torch.float64)
+    found = model.log_auxiliary(z, weight, noise)
+    assert weight.switching is not None
+    for r, m in itertools.product(range(2), range(5)):
+        e, own = model.readout[r], z[r, m]
+        mean = weight.mean[r] @ (e * own)
+        variance = weight.noise[r] @ e**2 + weight.switching[r] @ (e * own) ** 2
+        level = torch.tanh(mean + variance.sqrt() * noise[r, m])
+        location = torch.outer(model.location[r], level).mean(dim=1)
+        sd = (0.5 * torch.outer(model.log_scale[r], level).mean(dim=1)).exp()
+        moved, log_det = z, torch.zeros(2, 5, dtype=torch.float64)
+        for layer in model.inverse_flow:
+            moved, step = layer(moved)
+            log_det = log_det + step
+        expected = torch.distributions.Normal(location, sd).log_prob(moved[r, m]).sum() + log_det[r, m]
+        assert found[r, m].item() == pytest.approx(float(expected), rel=1e-9)
+
+
+def copy_with_grad(model: LatentModel) -> LatentModel:
+    def fresh(part: Tensor) -> Tensor:
+        return part.detach().clone().requires_grad_()
+
+    factors = Factors(**{name: fresh(part) for name, part in model.factors.tensors().items()})
+    multipliers = tuple(
+        MultiplierModel.from_tensors({n: p if n.endswith("mask") else fresh(p) for n, p in one.tensors()})
+        for one in model.multipliers
+    )
+    return LatentModel(model.layout, factors, model.prior, multipliers)
+
+
+def batch_of(layout: NetworkLayout, count: int = 7) -> Batch:
+    features = torch.randn(count, layout.num_features, generator=generator(11), dtype=torch.float64)
+    labels = torch.randint(0, layout.num_classes, (count,), generator=generator(12))
+    return Batch(features, labels, 0.2)
+
+
+@pytest.mark.parametrize("has_multipliers", [False, True])
+@pytest.mark.parametrize("variance", ["exact", "published"])
+def test_a_step_has_the_gradient_of_the_whole_bound(has_multipliers: bool, variance: str) -> None:
+    model = model_of(SMALL, has_multipliers=has_multipliers, needs_grad=True)
+    batch, settings = batch_of(SMALL), Settings("mnf" if has_multipliers else "lrt", variance, multiplier_draws=3)
+    differentiate(model, batch, settings, generator(7))
+
+    other = copy_with_grad(model)
+    factors, rng = other.factors, generator(7)
+    alpha, sd = torch.sigmoid(factors.logit), softplus(factors.rho)
+    noise = (alpha * sd).square() if variance == "published" else alpha * sd.square()
+    switching = None if variance == "published" else alpha * (1 - alpha) * factors.mean.square()
+    layers = layer_moments(Moments(alpha * factors.mean, noise, switching), SMALL)
+    hidden, loss, found = batch.features.expand(2, -1, -1), torch.zeros((), dtype=torch.float64), []
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, generator=rng).double()
+
+    biases = zip(SMALL.biases(factors.bias_mean), SMALL.biases(factors.bias_sd), strict=True)
+    for index, (own, bias) in enumerate(zip(layers, biases, strict=True)):
+        outputs, inputs = SMALL.shapes[index]
+        z = None
+        if has_multipliers:
+            drawn, log_q = other.multipliers[index].draw(normal(3, inputs))
+            loss = (
+                loss
+                + 0.2 * (log_q - other.multipliers[index].log_auxiliary(drawn, own, normal(3, outputs))).mean(1).sum()
+            )
+            found.append(Multiplier(drawn.mean(dim=1), drawn.square().mean(dim=1)))
+            z = drawn[:, torch.arange(7) % 3]
+        hidden = draw_activations(hidden.relu() if index else hidden, own, *bias, normal(7, outputs), z)
+    divergence = weight_divergence(factors, other.prior, SMALL, found or None).sum()
+    divergence = divergence + bias_divergence(factors.bias_mean, factors.bias_rho, other.prior, SMALL).sum()
+    (loss + 0.2 * divergence - log_likelihood(hidden, batch.labels).sum()).backward()
+    for (name, one), (_, two) in zip(model.tensors(), other.tensors(), strict=True):
+        if not name.endswith("mask"):
+            torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_step_with_relaxed_inclusions_has_the_gradient_of_its_bound() -> None:
+    model = model_of(SMALL, needs_grad=True)
+    batch = batch_of(SMALL)
+    differentiate(model, batch, Settings("concrete", temperature=0.5), generator(7))
+    other, rng = copy_with_grad(model), generator(7)
+    factors = other.factors
+    uniform = torch.rand(factors.mean.shape, generator=rng).double()
+    relaxed = torch.sigmoid((factors.logit - torch.logit(uniform)) / 0.5)
+    weight = relaxed * (factors.mean + factors.sd * torch.randn(factors.mean.shape, generator=rng).double())
+    bias = factors.bias_mean + factors.bias_sd * torch.randn(factors.bias_mean.shape, generator=rng).double()
+    logits = SMALL.logits(batch.features, SMALL.join(weight, bias))
+    divergence = weight_divergence(factors, other.prior, SMALL).sum()
+    divergence = divergence + bias_divergence(factors.bias_mean, factors.bias_rho, other.prior, SMALL).sum()
+    (0.2 * divergence - log_likelihood(logits, batch.labels).sum()).backward()
+    for name, one in model.factors.tensors().items():
+        torch.testing.assert_close(one.grad, getattr(factors, name).grad, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("num_outputs", [1, 3])
+def test_log_likelihood_sums_over_examples(num_outputs: int) -> None:
+    logits = torch.randn(2, 5, num_outputs, generator=generator(1), dtype=torch.float64)
+    labels = torch.tensor([0, 1, 1, 0, 1])
+    both = torch.cat([torch.zeros_like(logits), logits], dim=2) if num_outputs == 1 else logits
+    expected = both.log_softmax(dim=2).gather(2, labels.expand(2, -1).unsqueeze(2)).sum(dim=(1, 2))
+    torch.testing.assert_close(log_likelihood(logits, labels), expected)
+
+
+def test_the_learnt_prior_maximises_the_bound_and_its_hyper_prior() -> None:
+    model = model_of(NetworkLayout((4, 3)))
+    best = learnt_prior(model)
+    (p, q), (a, b) = HYPER_BETA, HYPER_INVERSE_GAMMA
+
+    def value(inclusion: Tensor, sd: Tensor) -> Tensor:
+        prior = SpikeAndSlab(inclusion, best.slab_mean, sd)
+        hyper = torch.from_numpy(stats.beta.logpdf(inclusion.numpy(), p, q))
+        hyper = hyper + torch.from_numpy(stats.invgamma.logpdf(sd.numpy() ** 2, a, scale=b))
+        return hyper - weight_divergence(model.factors, prior, model.layout)
+
+    top = value(best.inclusion, best.slab_sd)
+    for factor in (0.97, 1.03):
+        assert (value(best.inclusion * factor, best.slab_sd) < top).all()
+        assert (value(best.inclusion, best.slab_sd * factor) < top).all()
+
+
+def test_the_bound_lies_below_the_log_evidence_and_close_to_it_where_the_factors_can_be_right() -> None:
+    # Two weights, a single logit; the bias is pinned to zero by prior and factor alike.
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(12, 2))
+    labels = (features[:, 0] + 0.3 * rng.normal(size=12) > 0).astype(int)
+    layout, inclusion, slab_sd = NetworkLayout((2, 1)), 0.3, 1.5
+    signs = 2 * labels - 1
+
+    def likelihood(*weights: float) -> float:
+        return float(np.exp(-np.logaddexp(0, -signs * (features @ np.array(weights))).sum()))
+
+    pdf = stats.norm(0, slab_sd).pdf
+    models = [
+        (1 - inclusion) ** 2 * likelihood(0, 0),
+        inclusion * (1 - inclusion) * integrate.quad(lambda w: pdf(w) * likelihood(w, 0), -15, 15)[0],
+        inclusion * (1 - inclusion) * integrate.quad(lambda w: pdf(w) * likelihood(0, w), -15, 15)[0],
+        inclusion**2
+        * integrate.dblquad(lambda v, w: pdf(v) * pdf(w) * likelihood(v, w), -12, 12, -12, 12, epsabs=1e-12)[0],
+    ]
+    evidence = math.log(sum(models))
+    prior = SpikeAndSlab.constant(1, inclusion=inclusion, slab_sd=slab_sd, bias_sd=1e-4)
+    start = initial_factors(layout, 1, generator(0))
+    start.bias_rho.fill_(math.log(math.expm1(1e-4)))
+    start.bias_mean.zero_()
+    model = LatentModel(layout, start, prior)
+    data = torch.from_numpy(features).float(), torch.from_numpy(labels)
+    plan = Plan(epochs=700, batch_size=12, learning_rate=0.03, schedule="cosine")
+    fitted, _ = fit_latent(model, *data, plan, generator=generator(1))
+    weights, biases = fitted.draw_weights(torch.zeros(20_000, dtype=torch.int64), generator(2))
+    logits = layout.logits(data[0], layout.join(weights, biases))
+    drawn = log_likelihood(logits, data[1]).double()
+    divergence = (
+        weight_divergence(fitted.factors, prior, layout).sum()
+        + bias_divergence(fitted.factors.bias_mean, fitted.factors.bias_rho, prior, layout).sum()
+    )
+    bound = float(drawn.mean() - divergence.detach())
+    error = float(drawn.std()) / math.sqrt(len(drawn))
+    assert bound < evidence + 5 * error
+    assert bound > evidence - 1.0
+    assert fitted.factors.inclusion[0, 0] > 0.9 > 0.5 > fitted.factors.inclusion[0, 1]
+
+
+def test_an_interrupted_fit_continues_to_the_same_bits() -> None:
+    def fit(epochs_first: int | None) -> dict[str, Tensor]:
+        features, labels, _ = batch_of(SMALL, 30)
+        plan = Plan(epochs=4, batch_size=8, learning_rate=0.01, settings=Settings("mnf", multiplier_draws=2))
+        states: list[dict[str, Tensor]] = []
+
+        def start() -> LatentModel:
+            multipliers = tuple(initial_model(i, 2, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
+            return LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2), multipliers)
+
+        data = features.float(), labels
+        model, history = fit_latent(
+            start(), *data, plan, generator=generator(3), save=lambda state, is_last: states.append(dict(state))
+        )
+        if epochs_first is not None:
+            model, history = fit_latent(start(), *data, plan, generator=generator(99), state=states[epochs_first - 1])
+        return {**dict(model.tensors()), **history.tensors()}
+
+    whole, resumed = fit(None), fit(2)
+    assert whole.keys() == resumed.keys()
+    for name, part in whole.items():
+        assert torch.equal(part, resumed[name]), name
+
+
+def test_batches_make_up_the_bound_whatever_their_size() -> None:
+    features, labels, _ = batch_of(SMALL, 30)
+    model = LatentModel(SMALL, initial_factors(SMALL, 1, generator(1)), prior_of(2))
+    bounds = []
+    for size in (30, 7):
+        start = LatentModel(SMALL, model.factors.to("cpu"), model.prior)
+        start = replace(start, factors=Factors(**{n: p.clone() for n, p in model.factors.tensors().items()}))
+        plan = Plan(epochs=200, batch_size=size, learning_rate=1e-9)
+        _, history = fit_latent(start, features.float(), labels, plan, generator=generator(2))
+        bounds.append(history.bound()[:, 0])
+    means, errors = [b.mean() for b in bounds], [b.std() / math.sqrt(len(b)) for b in bounds]
+    assert abs(float(means[0] - means[1])) < 5 * float(errors[0] + errors[1])
+
+
+def test_the_posterior_keeps_everything_and_its_networks_are_what_they_say() -> None:
+    model = model_of(SMALL, has_multipliers=True)
+    posterior = LatentBinary(model, tuple(model.multiplier_means(generator(0))), best=1)
+    again = LatentBinary.from_tensors(*posterior.to_tensors())
+    assert torch.equal(again.sample(3, generator(4)), posterior.sample(3, generator(4)))
+    assert torch.equal(again.center, posterior.center)
+    factors = model.factors
+    mean, z = SMALL.weights(factors.mean)[0][1], posterior.multiplier_means[0][1]
+    alpha = SMALL.weights(factors.inclusion)[0][1]
+    first = SMALL.split(posterior.mean_theta)[0][0]
+    torch.testing.assert_close(first, alpha * mean * z)
+    torch.testing.assert_close(SMALL.split(posterior.center)[0][0], mean * z * (alpha > 0.5))
+    torch.testing.assert_close(SMALL.split(posterior.pruned(0.8))[1][1], SMALL.biases(factors.bias_mean)[1][1])
+    drawn = posterior.sample(20_000, generator(8))[1::2]
+    error = drawn.std(dim=0) / math.sqrt(len(drawn))
+    assert ((drawn.mean(dim=0) - posterior.mean_theta).abs() < 6 * error + 1e-3).all()
