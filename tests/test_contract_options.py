@@ -21,7 +21,18 @@ SPECIAL = {
     "metric": "nll", "score": "knn", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",
+    "fit-lbbnn hidden": "7,5", "fit-lbbnn estimator": "mnf", "schedule": "cosine", "variance": "published", "prior-inclusion": "0.5", "start-inclusion": "1,2", "flow-hidden": "7", "prune rule": "density", "density": "0.1",
 }  # fmt: skip
+# What an option needs beside it.
+BESIDE = {
+    "prune rule": ["--density", "0.1"],
+    "prune density": ["--rule", "density"],
+    "fit-lbbnn flow-length": ["--estimator", "mnf"],
+    "fit-lbbnn flow-hidden": ["--estimator", "mnf"],
+    "fit-lbbnn multiplier-draws": ["--estimator", "mnf"],
+    "fit-lbbnn temperature": ["--estimator", "concrete"],
+    "fit-lbbnn early-epochs": ["--inclusion-rate", "0.1"],
+}
 
 
 def words_of(command: Command) -> list[str]:
@@ -57,7 +68,7 @@ def test_every_option_works_after_its_command(command: Command, name: str) -> No
         or SPECIAL.get(flag)
         or VALUES[getattr(hint, "__origin__", None) or getattr(hint, "__args__", [hint])[0]]
     )
-    extra = ["--from-npz", "f"] if command.name == "extract-features" else []
+    extra = ["--from-npz", "f"] if command.name == "extract-features" else BESIDE.get(f"{command.name} {flag}", [])
     words = [*words_of(command), *extra, f"--{flag}", *([value] if value and name != "verbose" else [])]
     parsed = parse(words)[1][name]
     assert parsed not in (None, [], False, getattr(spec, "default", None))

@@ -45,6 +45,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "convert": [name, run.with_name("net.pt"), run.with_name("out.safetensors")],
         "config-show": ["config", "show", "refine"],
         "integrals": [name, "--mean", "1.7", "--variance", "4"],
+        "fit-lbbnn": [name, run, "--epochs", 1],
     }.get(name, [name, run])
 
 
@@ -65,8 +66,10 @@ NAMES = [command.name for command in COMMANDS]
 
 
 @pytest.fixture
-def run(small_run: Path) -> Path:
+def run(small_run: Path, request: pytest.FixtureRequest, cli: Cli) -> Path:
     torch.save({"w": torch.zeros(2)}, small_run.with_name("net.pt"))
+    if "name" in request.fixturenames and request.getfixturevalue("name") == "prune":
+        assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
     return small_run
 
 

@@ -72,6 +72,10 @@ class Full:
     def center(self) -> Tensor:
         return self.draws.mean
 
+    @property
+    def mean_theta(self) -> Tensor:
+        return self.draws.mean
+
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
         return self.draws.sample(num_samples, generator)
 

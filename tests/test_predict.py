@@ -262,7 +262,10 @@ def test_every_integrator_predicts_in_blocks_as_it_does_at_once(
     if getattr(load_integrator(name), "max_classes", 3) < 3:
         pytest.skip("for two classes")
     whole, blocks = (small_run.with_name(part) for part in ("whole.h5", "blocks.h5"))
-    common = ("predict", small_run, "--posterior", "laplace", "--split", "test", "--integrator", name)
+    posterior = "lbbnn" if name == "mean" else "laplace"
+    if posterior == "lbbnn":
+        assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
+    common = ("predict", small_run, "--posterior", posterior, "--split", "test", "--integrator", name)
     assert cli(*common, "--out", whole).code == 0
     monkeypatch.setattr(_inputs, "PREDICTION_BYTES", 7 * 5 * 4)
     assert cli(*common, "--out", blocks).code == 0

@@ -108,6 +108,32 @@ COMMANDS = (
         ),
     ),
     Command(
+        "fit-lbbnn",
+        "Fit a latent binary network: every weight is in or out with a probability of its own.",
+        "Maximises a bound on the evidence of a spike-and-slab network on the features: the last layer alone, or with "
+        "--hidden a network of its own, on raw inputs after extract-features --model flatten. Reports the parts of the bound "
+        "and the density. Writes posteriors/lbbnn.safetensors.",
+        (o.FitLbbnnOptions, o.NameOptions, o.InputOptions, *COMPUTE),
+        (
+            "bnncli fit-lbbnn ckpt.pt",
+            "bnncli fit-lbbnn mnist --hidden 400,600 --estimator lrt --epochs 250",
+            "bnncli fit-lbbnn ckpt.pt --estimator mnf --name sparse --resume",
+        ),
+    ),
+    Command(
+        "prune",
+        "Write the network that a latent binary network's inclusion probabilities leave over.",
+        "Keeps the weights that are in with probability above 1/2 (the median probability model), or the most probable ones "
+        "down to a target density, at their mean. Says what accuracy is kept. Writes posteriors/<posterior>-sparse.safetensors, "
+        "compressed by rows, which predict takes as a single network; with --dense also an ordinary state dict.",
+        (o.PruneOptions, o.NameOptions, o.InputOptions, *COMPUTE),
+        (
+            "bnncli prune ckpt.pt",
+            "bnncli prune mnist --rule density --density 0.01 --out sparse.safetensors",
+            "bnncli prune mnist --dense pruned.safetensors",
+        ),
+    ),
+    Command(
         "predict",
         "Turn posteriors into class probabilities.",
         "Predicts every split but train with every posterior of the run, or those named. Several integrators may be asked "

@@ -26,6 +26,8 @@ USUAL: dict[str, Any] = {
     "positive": "in",
     "estimator": "unbiased",
     "over": "mean",
+    "kind": "expected",
+    "layer": "all",
 }
 _NO_CHOICES = {
     "name",
@@ -43,6 +45,8 @@ _NO_CHOICES = {
     "unit",
     "num_clamped",
     "num_used",
+    "draws",
+    "sd",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, with_reference_class
+from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest, with_reference_class
 from bnncli.integrators._intervals import central_interval
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
@@ -112,7 +112,7 @@ def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
 
 def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice]]:
     """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
-    budget = chunk_budget(features) // draws.layout.num_classes
+    budget = chunk_budget(features) // widest(draws.layout)
     num_examples = features.shape[0]
     examples = min(max(1, num_examples), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
     examples = min(examples, max(1, _KEPT.get(features.device.type, _KEPT["cuda"]) // draws.num_draws))

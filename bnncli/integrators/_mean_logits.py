@@ -19,8 +19,8 @@ _DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once
 
 
 def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
-    """theta (P,) that stands for the posterior: its center, or the mean of MEAN_DRAWS draws where it has none."""
-    center: Tensor | None = getattr(posterior, "center", None)
+    """theta (P,) that stands for the posterior: its mean or center, or the mean of MEAN_DRAWS draws where it has none."""
+    center: Tensor | None = getattr(posterior, "mean_theta", getattr(posterior, "center", None))
     if center is not None:
         return center
     size = max(1, _DRAWN_ELEMENTS // posterior.layout.num_params)

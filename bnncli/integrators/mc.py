@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bnncli.errors import UsageError
 from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
-from bnncli.integrators._averages import BlockDraws, average
+from bnncli.integrators._averages import average
+from bnncli.integrators._theta_draws import NetworkDraws, ThetaDraws, draws_of
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
 from bnncli.sobol import balance_warning
@@ -132,36 +133,9 @@ class DrawnMc:
         """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
         return _averages.probs_of_draws(self._draws(features), features)
 
-    def _draws(self, features: Tensor) -> _ThetaDraws:
+    def _draws(self, features: Tensor) -> ThetaDraws | NetworkDraws:
         check_features(self.layout, features)
-        augmented = self.layout.augment(self.theta.to(features))
-        if self.weights is None:
-            return _ThetaDraws(self.layout, augmented, augmented.mean(dim=0))
-        return _ThetaDraws(self.layout, augmented, torch.tensordot(self.weights.to(features), augmented, dims=1))
-
-
-@dataclass(frozen=True)
-class _ThetaDraws:
-    """Draws of the logits by draws of theta: weights and bias of each, (S, K, D + 1), and their mean (K, D + 1)."""
-
-    layout: HeadLayout
-    augmented: Tensor
-    center: Tensor
-
-    @property
-    def num_draws(self) -> int:
-        """S."""
-        return self.augmented.shape[0]
-
-    def at(self, features: Tensor) -> BlockDraws:
-        """The draws at features (n, D)."""
-        columns = self.layout.augment_features(features).T
-
-        def logits(some: slice) -> Tensor:
-            chunk = self.augmented[some]
-            return (chunk.flatten(0, 1) @ columns).unflatten(0, chunk.shape[:2])
-
-        return BlockDraws(self.center @ columns, logits)
+        return draws_of(self.layout, self.theta.to(features), self.weights)
 
 
 def check_num_samples(num_samples: int | None) -> None:

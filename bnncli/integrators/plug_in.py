@@ -15,8 +15,10 @@ from bnncli.integrators import (
     chunk_budget,
     require_support,
     slices,
+    widest,
     with_reference_class,
 )
+from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
 
 
@@ -57,14 +59,19 @@ class PlugIn:
             UsageError: the posterior has no center.
         """
         require_support("plug-in", posterior)
-        layout, center = posterior.layout, posterior.center
+        center = posterior.center
         assert center is not None
-        check_features(layout, features)
-        theta = center.to(features).unsqueeze(0)
-        probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
-        task = progress.task("predict", features.shape[0])
-        for rows in slices(features.shape[0], max(1, chunk_budget(features) // layout.num_classes)):
-            logits = layout.logits(features[rows], theta)[0]
-            probs[rows] = torch.softmax(with_reference_class(logits, dim=1), dim=1)
-            task.advance(rows.stop - rows.start)
-        return Prediction.from_probs(probs)
+        return predict_at(posterior.layout, center, features, progress)
+
+
+def predict_at(layout: HeadLayout, theta: Tensor, features: Tensor, progress: Progress) -> Prediction:
+    """Class probabilities of features (N, D) under one theta (P,)."""
+    check_features(layout, features)
+    stacked = theta.to(features).unsqueeze(0)
+    probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
+    task = progress.task("predict", features.shape[0])
+    for rows in slices(features.shape[0], max(1, chunk_budget(features) // widest(layout))):
+        logits = layout.logits(features[rows], stacked)[0]
+        probs[rows] = torch.softmax(with_reference_class(logits, dim=1), dim=1)
+        task.advance(rows.stop - rows.start)
+    return Prediction.from_probs(probs)

@@ -33,6 +33,7 @@ from bnncli.options.diagnose import DiagnoseOptions as DiagnoseOptions
 from bnncli.options.evaluate import EvaluateOptions as EvaluateOptions
 from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFeaturesOptions
 from bnncli.options.fit_laplace import FitLaplaceOptions as FitLaplaceOptions
+from bnncli.options.fit_lbbnn import FitLbbnnOptions as FitLbbnnOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions as FitTemperatureOptions
 from bnncli.options.hmc import HmcOptions as HmcOptions
 from bnncli.options.house import (
@@ -46,4 +47,5 @@ from bnncli.options.house import (
 )
 from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
 from bnncli.options.predict import PredictOptions as PredictOptions
+from bnncli.options.prune import PruneOptions as PruneOptions
 from bnncli.options.refine import RefineOptions as RefineOptions

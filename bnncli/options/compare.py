@@ -10,7 +10,7 @@ from bnncli.option import Checked, option
 from bnncli.options.evaluate import METRICS
 
 COMPARED = tuple(
-    name for name in METRICS if name not in ("mmd2", "wasserstein", "mean_error", "covariance_error", "mmc")
+    name for name in METRICS if name not in ("mmd2", "wasserstein", "mean_error", "covariance_error", "mmc", "density")
 )
 DEFAULT_METRICS = ("accuracy", "nll", "brier", "ece", "auroc", "fpr95")
 

@@ -36,6 +36,7 @@ METRICS = (
     "wasserstein",
     "mean_error",
     "covariance_error",
+    "density",
 )
 PREDICTION_SCORES = ("max_prob", "entropy", "mutual_info", "dirichlet_variance", "energy", "max_logit")
 FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone

@@ -12,6 +12,7 @@ from bnncli.errors import WriteError
 from bnncli.evaluation.checks import find_metric
 from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
 from bnncli.names import posterior_title
+from bnncli.stages._evaluate_density import density_curve, is_latent
 from bnncli.stages._evaluate_rows import SplitPredictions
 from bnncli.stages._prediction_groups import Group
 from bnncli.stages._run import Result, Run
@@ -42,6 +43,7 @@ def curves_of(run: Run, group: Group, splits: Sequence[str], *, num_bins: int) -
     without examples has none of them.
     """
     outside = [SplitPredictions(header) for header in group.splits(is_ood=True).values()]
+    latent = group.posterior_path if is_latent(group.posterior_path) else None
     found = {}
     for name, header in group.splits(is_ood=False).items():
         if splits and name not in splits:
@@ -56,6 +58,8 @@ def curves_of(run: Run, group: Group, splits: Sequence[str], *, num_bins: int) -
         for other in outside:
             if len(examples) and len(other.examples):
                 curves["roc"][other.name] = roc_curve(examples.confidence, other.examples.confidence)
+        if latent is not None:
+            curves["density"] = density_curve(run, latent, name, num_bins=num_bins)
         found[name] = curves
     return found
 
@@ -79,6 +83,8 @@ def planned_plots(run: Run, groups: Sequence[Group], splits: Sequence[str], fold
             if header.meta.get("is_labeled") and header.meta["num_examples"]:
                 add("reliability", name)
                 add("risk-coverage", name)
+                if is_latent(group.posterior_path):
+                    add("density", name)
             for other, outside in group.splits(is_ood=True).items():
                 if header.meta["num_examples"] and outside.meta["num_examples"]:
                     add("roc", name, other)
@@ -129,6 +135,16 @@ def _draw(plot: Plot, rows: Iterable[Row]) -> Figure:
         }
         areas = {name: _value(shown[name], Quantity("auroc", (plot.ood,))) for name in curves}
         return roc.draw(curves, split=plot.split, ood=plot.ood, areas=areas)
+    if plot.kind == "density":
+        from bnncli.figures import density
+
+        # One curve a posterior, whatever the integrator.
+        own = {row["posterior"]: row for row in shown.values() if row.get("curves", {}).get("density")}
+        return density.draw(
+            {name: row["curves"]["density"] for name, row in own.items()},
+            {name: row["inclusion"] for name, row in own.items()},
+            split=plot.split,
+        )
     key = plot.kind.replace("-", "_")
     curves = {name: row["curves"][key] for name, row in shown.items() if row["curves"][key] is not None}
     if plot.kind == "reliability":

@@ -16,6 +16,7 @@ from bnncli import registry
 from bnncli.devices import available_memory
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
+from bnncli.latent.layout import NetworkLayout
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.samples import Samples
 from bnncli.prior import Prior
@@ -70,10 +71,10 @@ class Split:
             raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
         return self
 
-    def check_fits(self, layout: HeadLayout) -> None:
+    def check_fits(self, layout: HeadLayout | NetworkLayout) -> None:
         """Pass when a posterior with this layout is one for the split's features and classes. Raises DataError otherwise."""
         name, num_classes = self.content.name, len(self.content.classes)
-        if layout != self.layout and self.content.head_weight is not None:
+        if isinstance(layout, HeadLayout) and layout != self.layout and self.content.head_weight is not None:
             raise DataError(f"the posterior is for {layout}, split {name!r} has {self.layout}", code="wrong_layout")
         if layout.num_classes != num_classes:
             message = f"split {name!r} has {num_classes} classes, the posterior {layout.num_classes}"

@@ -19,7 +19,7 @@ from bnncli.storage.headers import Header
 from bnncli.top_k import ranked_lengths
 
 ALL = "all"
-PLUG_IN_METHODS = ("map", "temperature")
+PLUG_IN_METHODS = ("map", "temperature", "prune")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ class Plan:
             return None
         if header.kind == "samples":  # no more than there are
             return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
-        return self.samples or cast(SamplingIntegrator, integrator).default_samples
+        return (
+            self.samples or header.meta.get("default_samples") or cast(SamplingIntegrator, integrator).default_samples
+        )
 
     def _check(self, chosen: set[str]) -> None:
         """Raise UsageError for what none of the chosen integrators has, or one refuses."""

@@ -36,6 +36,7 @@ _SCORES = {
     "wasserstein": ("Wasserstein", 3),
     "mean_error": ("mean error", 3),
     "covariance_error": ("covariance error", 3),
+    "density": ("density", 4),
 }
 # The forms of scores that are shown when none was asked for.
 _USUAL: dict[str, dict[str, str]] = {
@@ -46,9 +47,10 @@ _USUAL: dict[str, dict[str, str]] = {
     "auroc": {},
     "fpr95": {"positive": "in"},
     "mmd2": {"estimator": "unbiased"},
+    "density": {"kind": "expected", "layer": "all"},
 }
 # Choices that tell the forms of a score apart, in the order in which a title names them.
-_TELLING = ("of", "strategy", "norm", "estimator", "rule", "over", "score", "positive")
+_TELLING = ("of", "strategy", "norm", "estimator", "rule", "over", "score", "positive", "kind", "layer")
 _FIRST = ["split", "posterior", "integrator", "draws"]
 
 Form = tuple[str, str | None, tuple[str | None, ...]]

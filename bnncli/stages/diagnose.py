@@ -71,7 +71,9 @@ def _open(run: Run, options: DiagnoseOptions) -> dict[str, tuple[Path, Header, S
     for path in paths:
         is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
         try:
-            found[path.stem if is_own else str(path)] = (path, *posterior_source(run, path, "posterior"))
+            header, source = posterior_source(run, path, "posterior")
+            _check_is_of_head(path, header)
+            found[path.stem if is_own else str(path)] = (path, header, source)
         except DataError as error:
             if options.posterior:
                 raise
@@ -79,6 +81,12 @@ def _open(run: Run, options: DiagnoseOptions) -> dict[str, tuple[Path, Header, S
     if not found:
         raise DataError("every posterior of the run is stale", code="stale_input", hint=run.suggest("status"))
     return found
+
+
+def _check_is_of_head(path: Path, header: Header) -> None:
+    """Raise DataError for a network with hidden layers of its own: its theta is not the last layer's."""
+    if len(header.meta.get("sizes", ())) > 2:
+        raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")
 
 
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:

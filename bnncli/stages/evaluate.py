@@ -9,6 +9,7 @@ from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.checks import check_names, failure_text, hold_against
 from bnncli.options import EvaluateOptions
 from bnncli.stages._evaluate_curves import curves_of, draw_plots, planned_plots
+from bnncli.stages._evaluate_density import density_metrics, is_latent
 from bnncli.stages._evaluate_distances import Reference, distance_rows, open_reference
 from bnncli.stages._evaluate_features import evaluate_features, row_name
 from bnncli.stages._evaluate_rows import group_rows
@@ -122,8 +123,10 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
     ]
     posterior = group.posterior_path
+    has_density = is_latent(posterior)
     if reference.path is not None and posterior is not None:
         sources.append(Source("reference", reference.path, reference.header.content_digest))
+    if posterior is not None and (reference.path is not None or has_density):
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
     del params["neighbors"]  # of the features alone
@@ -134,6 +137,9 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
     def compute() -> Computed:
         distance = distance_rows(run, reference, posterior)
         rows = [{**row, "metrics": row["metrics"] + distance} for row in group_rows(run, options, group)]
+        if has_density and posterior is not None:
+            density, histograms = density_metrics(run, posterior)
+            rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
         predictions = [
             {
                 "path": source.to_json(target.parent)["path"],

@@ -1,0 +1,56 @@
+"""Accuracy, NLL and ECE against the share of weights that is left, and how sure the inclusions are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bnncli.figures._lines import line_style, plain_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SCORES = {"accuracy": "accuracy", "nll": "NLL, nats", "ece": "ECE"}
+
+
+def draw(
+    curves: Mapping[str, Mapping[str, Sequence[float]]],
+    histograms: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    split: str,
+) -> Figure:
+    """Four panels: three scores against density, and the shares of weights by inclusion probability.
+
+    Args:
+        curves: posterior to density, accuracy, nll and ece, fractions but for NLL.
+        histograms: posterior to a histogram for each layer, edges and counts.
+        split: the split's name.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 6.2), layout="constrained")
+    panels = figure.subplots(2, 2).flatten()
+    for axes, (key, title) in zip(panels, _SCORES.items(), strict=False):
+        for place, (name, curve) in enumerate(curves.items()):
+            axes.plot(curve["density"], curve[key], label=name, marker="o", markersize=2.5, **line_style(place))
+        axes.set_xscale("log")
+        axes.set_xlabel("density: share of weights that is left")
+        axes.set_ylabel(title)
+        plain_axes(axes)
+    panels[0].legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize="small")
+    place = 0
+    for name, layers in histograms.items():
+        for layer in layers:
+            total = sum(layer["counts"]) or 1
+            shares = [count / total for count in layer["counts"]]
+            label = name if len(layers) == 1 else f"{name}, layer {layer['layer']}"
+            panels[3].stairs(shares, layer["edges"], label=label, **line_style(place))
+            place += 1
+    panels[3].set_xlim(0, 1)
+    panels[3].set_yscale("log")
+    panels[3].set_xlabel("inclusion probability")
+    panels[3].set_ylabel("share of the layer's weights")
+    panels[3].legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize="small")
+    plain_axes(panels[3])
+    figure.suptitle(f"Pruning by inclusion probability, scores on {split}", fontsize="large")
+    return figure

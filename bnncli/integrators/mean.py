@@ -1,0 +1,55 @@
+"""The network at the mean of its weights: every weight at alpha mu, no draws.
+
+Skaaret-Lund (2022), section 5.3, 'posterior mean'; with multipliers at their mean, which the thesis draws instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from bnncli.integrators import HasLayout, Prediction, require_support
+from bnncli.integrators.plug_in import predict_at
+from bnncli.progress import SILENT, Progress
+
+
+class HasMean(HasLayout, Protocol):
+    """A posterior that knows the mean of theta."""
+
+    @property
+    def mean_theta(self) -> Tensor:
+        """E[theta], (P,)."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Softmax of the logits at E[theta]; with a single logit, the sigmoid."""
+
+    needs: ClassVar[str] = "mean_theta"
+    is_sampling: ClassVar[bool] = False
+
+    def predict(
+        self,
+        posterior: HasMean,
+        features: Tensor,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities at the posterior's mean.
+
+        Args:
+            posterior: latent-binary.
+            features: (N, D).
+            num_samples, generator: not used.
+            progress: advances once per example.
+
+        Raises:
+            UsageError: the posterior has no mean of its own.
+        """
+        require_support("mean", posterior)
+        return predict_at(posterior.layout, posterior.mean_theta, features, progress)

@@ -1,0 +1,145 @@
+"""Options of fit-lbbnn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, flag_of, option
+
+# Learning rates of the thesis, by estimator, and of the inclusion logits in the first epochs.
+LEARNING_RATES = {"lrt": 1e-3, "mnf": 1e-4, "concrete": 1e-4}
+MEAN_RANGES = {"lrt": 0.2, "mnf": 0.01, "concrete": 0.2}
+_ONLY = {
+    "variance": ("lrt", "mnf"),
+    "flow_length": ("mnf",),
+    "flow_hidden": ("mnf",),
+    "multiplier_draws": ("mnf",),
+    "temperature": ("concrete",),
+}
+_DEFAULTS: dict[str, Any] = {
+    "variance": "exact",
+    "flow_length": 2,
+    "flow_hidden": "75,75,75,75",
+    "multiplier_draws": 10,
+    "temperature": 0.001,
+}
+
+
+@dataclass(frozen=True)
+class FitLbbnnOptions(Checked):
+    """Options of fit-lbbnn."""
+
+    hidden: str | None = option(
+        None, "Sizes of hidden layers, as 400,600; none by default: the last layer alone.", metavar="N,..."
+    )
+    estimator: str = option(
+        "lrt",
+        "How the bound is estimated: activations drawn from their mean and variance (lrt), the same with a multiplicative "
+        "flow (mnf), or weights with relaxed inclusions and a learnt prior (concrete).",
+        choices=("lrt", "mnf", "concrete"),
+    )
+    epochs: int = option(250, "Passes over the training split.", minimum=1)
+    batch_size: int = option(100, "Examples a step, all where it is larger than the split.", minimum=1)
+    learning_rate: float | None = option(
+        None,
+        "Learning rate of Adam; the estimator's own by default (lrt 0.001, mnf and concrete 0.0001).",
+        minimum=1e-12,
+    )
+    schedule: str = option("constant", "Course of the learning rate.", choices=("constant", "cosine"))
+    inclusion_rate: float | None = option(
+        None,
+        "Learning rate of the inclusion logits during --early-epochs; the learning rate by default.",
+        minimum=1e-12,
+    )
+    early_epochs: int | None = option(
+        None, "Epochs with --inclusion-rate, and in which concrete learns its prior; 20 by default.", minimum=0
+    )
+    variance: str | None = option(
+        None,
+        "Variance of a weight: exact by default, or published, alpha^2 sigma^2 (lrt, mnf).",
+        choices=("exact", "published"),
+    )
+    prior_inclusion: float = option(0.05, "Prior probability that a weight is in.", minimum=1e-9, maximum=1 - 1e-9)
+    slab_mean: float = option(0.0, "Prior mean of a weight that is in.")
+    slab_sd: float = option(1.0, "Prior standard deviation of a weight that is in.", minimum=1e-9)
+    bias_sd: float = option(1.0, "Prior standard deviation of the biases.", minimum=1e-9)
+    start_inclusion: str = option("0,1", "Inclusion logits start uniformly between these.", metavar="LOW,HIGH")
+    flow_length: int | None = option(None, "Coupling layers of each flow (mnf); 2 by default.", minimum=1)
+    flow_hidden: str | None = option(
+        None, "Hidden units of a coupling layer's network (mnf); 75,75,75,75 by default.", metavar="N,..."
+    )
+    multiplier_draws: int | None = option(
+        None, "Draws of the multipliers a step (mnf), each for as many examples; 10 by default.", minimum=1
+    )
+    temperature: float | None = option(
+        None, "Temperature of the relaxed inclusions (concrete); 0.001 by default.", minimum=1e-6
+    )
+    repeats: int = option(
+        1, "Networks fitted at once, from other starts and with other noise; predict averages them.", minimum=1
+    )
+    standardize: bool = option(
+        False, "Standardise the inputs by the training split; the posterior is for inputs as they are all the same."
+    )
+    no_shuffle: bool = option(False, "Take batches in the order of the data, without shuffling.")
+    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    save_every: float = option(
+        60.0,
+        "Seconds between the states that --resume continues from; 0 saves after every epoch.",
+        minimum=0,
+        numeric=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.hidden_sizes, self.start_logits  # wrong ones are told before any work
+        _sizes("--flow-hidden", self.flow_hidden)
+        for name, estimators in _ONLY.items():
+            if getattr(self, name) is not None and self.estimator not in estimators:
+                whose = " and ".join(estimators)
+                raise UsageError(f"{flag_of(name)} is for --estimator {whose}; the estimator is {self.estimator}")
+        if self.early_epochs is not None and self.inclusion_rate is None and self.estimator != "concrete":
+            raise UsageError("--early-epochs: nothing differs in them without --inclusion-rate or --estimator concrete")
+
+    def resolved(self) -> FitLbbnnOptions:
+        """The options with the estimator's own choices in place of those that were left open."""
+        chosen = {
+            name: value
+            for name, value in _DEFAULTS.items()
+            if getattr(self, name) is None and self.estimator in _ONLY.get(name, (self.estimator,))
+        }
+        chosen["learning_rate"] = self.learning_rate or LEARNING_RATES[self.estimator]
+        if self.inclusion_rate is not None or self.estimator == "concrete":
+            chosen["early_epochs"] = 20 if self.early_epochs is None else self.early_epochs
+        return replace(self, **chosen)
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        """Outputs of each hidden layer."""
+        return _sizes("--hidden", self.hidden)
+
+    @property
+    def flow_sizes(self) -> tuple[int, ...]:
+        """Hidden units of the coupling layers' networks."""
+        return _sizes("--flow-hidden", self.flow_hidden)
+
+    @property
+    def start_logits(self) -> tuple[float, float]:
+        """Between which inclusion logits start."""
+        try:
+            low, high = (float(part) for part in self.start_inclusion.split(","))
+        except ValueError:
+            low, high = 1.0, 0.0
+        if not -80 <= low <= high <= 80:
+            raise UsageError(f"--start-inclusion: expected LOW,HIGH, as 0,1; got {self.start_inclusion!r}")
+        return low, high
+
+
+def _sizes(flag: str, text: str | None) -> tuple[int, ...]:
+    if not text:
+        return ()
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"{flag}: expected sizes joined by commas, as 400,600; got {text!r}")
+    return tuple(int(part) for part in parts)

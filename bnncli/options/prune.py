@@ -1,0 +1,38 @@
+"""Options of prune."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.option import Checked, option
+
+
+@dataclass(frozen=True)
+class PruneOptions(Checked):
+    """Options of prune."""
+
+    posterior: str = option("lbbnn", "Latent binary network to prune, by name or file.", metavar="NAME|FILE")
+    rule: str = option(
+        "median",
+        "Which weights stay: those that are in with probability above 1/2 (median), or the most probable ones, as many "
+        "as --density says (density).",
+        choices=("median", "density"),
+    )
+    density: float | None = option(
+        None, "Share of the weights that stays, with --rule density.", minimum=0.0, maximum=1.0
+    )
+    split: str | None = option(
+        None, "Labelled split that accuracy is measured on; test by default, else val.", metavar="SPLIT"
+    )
+    dense: str | None = option(
+        None,
+        "Write a dense state dict as well (safetensors; 0.weight, 0.bias, 2.weight, ... of torch.nn.Sequential).",
+        metavar="FILE",
+        numeric=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.rule == "density") != (self.density is not None):
+            raise UsageError("--rule density and --density go together: give both or neither")

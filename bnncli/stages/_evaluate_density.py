@@ -1,0 +1,64 @@
+"""What evaluate says of a latent binary network besides its predictions: density, inclusions, and the curve of pruning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bnncli.evaluation.calibration import calibration_scores
+from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram
+from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.rows import score_rows
+from bnncli.evaluation.scores import label_scores
+from bnncli.integrators.plug_in import PlugIn
+from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
+from bnncli.posteriors.sparse import Sparse
+from bnncli.stages._inputs import load_split, open_posterior
+from bnncli.stages._predict_plan import kind_of
+from bnncli.stages._run import Run
+from bnncli.storage.headers import read_header
+
+
+def is_latent(path: Path | None) -> bool:
+    """Whether the posterior in a file is a latent binary network."""
+    return path is not None and path.is_file() and kind_of(read_header(path)) == LatentBinary.type
+
+
+def density_metrics(run: Run, path: Path) -> tuple[list[Row], list[Row]]:
+    """Metric rows of the density, and a histogram of the inclusion probabilities of each layer."""
+    posterior = open_posterior(path)[0]
+    layout, best = posterior.model.layout, posterior.best
+    inclusion = layout.weights(posterior.model.factors.inclusion[best])
+    drawn = posterior.model.draw_weights(torch.full((DEFAULT_SAMPLES,), best), run.stream("evaluate/density"))[0]
+    shares = [(part != 0).flatten(1).double().mean(dim=1) for part in layout.weights(drawn)]
+    histograms = [{"layer": str(index), **inclusion_histogram(part)} for index, part in enumerate(inclusion)]
+    return density_rows(inclusion, shares), histograms
+
+
+def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Row | None:
+    """Accuracy, NLL and ECE of the networks that are left over above rising inclusion thresholds; None without labels."""
+    split = load_split(run, split_name)
+    if split.content.labels is None or len(split.content.labels) == 0:
+        return None
+    posterior: LatentBinary = open_posterior(path)[0].to(run.device)
+    network = posterior.model.layout
+    inclusion = posterior.model.factors.inclusion[posterior.best]
+    curve: dict[str, list[float]] = {name: [] for name in ("threshold", "density", "accuracy", "nll", "ece")}
+    for threshold in density_thresholds(inclusion):
+        single: Any = Sparse(posterior.pruned(threshold), network)
+        parts = [
+            PlugIn().predict(single, features, num_samples=None, generator=run.stream("evaluate/density")).probs.cpu()
+            for features in split.feature_blocks(run.device)
+        ]
+        examples = examples_of(torch.cat(parts).numpy(), split.content.labels)
+        size = (split_name, len(examples))
+        rows = score_rows([*label_scores(examples, top_k=1), *calibration_scores(examples, num_bins=num_bins)], size)
+        found = {row["name"]: row["value"] for row in reversed(rows)}  # the usual form stands first
+        curve["threshold"].append(max(threshold, 0.0))
+        curve["density"].append(float((inclusion > threshold).double().mean()))
+        for name in ("accuracy", "nll", "ece"):
+            curve[name].append(found[name])
+        run.console.poll()
+    return curve

@@ -1,0 +1,155 @@
+"""What a latent binary fit achieved: the parts of its bound on all data, densities, and lines for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import NumericError
+from bnncli.inference.latent_fit import averaged_divergence
+from bnncli.inference.latent_steps import draw_logits, leaves, log_likelihood
+from bnncli.latent.divergence import bias_divergence
+from bnncli.latent.factors import layer_moments
+from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.stages._run import Run
+
+NUM_PASSES = 8  # over the data, for the expected log likelihood
+_ROWS = {"cpu": 1000, "cuda": 20_000}
+FLOW_DRAWS = 256
+
+
+@torch.no_grad()
+def measure(
+    run: Run, posterior: LatentBinary, features: Tensor, labels: Tensor, *, variance: str, estimator: str
+) -> dict[str, Any]:
+    """The bound of the best repeat on all data, part by part, nats, and the density of its layers.
+
+    The expected log likelihood is that under exact draws of the weights; beside it, where activations were drawn in
+    training, that under such draws: their difference is what the Gaussian approximation of activations is off.
+    """
+    model, best = posterior.model, posterior.best
+    generator = run.stream("fit-lbbnn/bound")
+    exact = _by_weights(run, posterior, features, labels, generator)
+    metrics: dict[str, Any] = {"estimator": estimator, "expected_log_likelihood": _estimate(exact)}
+    if estimator != "concrete":
+        drawn = _by_activations(run, posterior, features, labels, variance, generator)
+        metrics["expected_log_likelihood_of_activations"] = _estimate(drawn)
+    weight = averaged_divergence(model, generator)[best]
+    factors = model.factors
+    bias = bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, model.layout)[best].double()
+    flow = _flow_divergence(posterior, variance, generator)
+    parts = zip(weight.tolist(), bias.tolist(), flow.tolist(), strict=True)
+    metrics["divergence"] = [{"weights": w, "biases": b, "flow": f} for w, b, f in parts]
+    total = float(weight.sum() + bias.sum() + flow.sum())
+    value = metrics["expected_log_likelihood"]["value"] - total
+    if not math.isfinite(value):
+        raise NumericError("the bound is not finite", hint="use a smaller --learning-rate")
+    metrics["bound"] = {**metrics["expected_log_likelihood"], "value": value}
+    metrics |= densities(posterior)
+    metrics["prior_inclusion"] = model.prior.inclusion[min(best, len(model.prior.inclusion) - 1)].tolist()
+    metrics["slab_sd"] = model.prior.slab_sd[min(best, len(model.prior.slab_sd) - 1)].tolist()
+    return metrics
+
+
+def densities(posterior: LatentBinary) -> dict[str, Any]:
+    """Share of the weights that are in, of each layer and of all: expected, and of the median probability model."""
+    layout, logit = posterior.model.layout, posterior.model.factors.logit[posterior.best].detach()
+    views = layout.weights(logit)
+    expected = [float(torch.sigmoid(view).double().mean()) for view in views]
+    median = [float((view > 0).double().mean()) for view in views]
+    counts = [view.numel() for view in views]
+    pooled = [sum(d * n for d, n in zip(part, counts, strict=True)) / sum(counts) for part in (expected, median)]
+    return {
+        "density": pooled[0],
+        "density_by_layer": expected,
+        "median_density": pooled[1],
+        "median_density_by_layer": median,
+        "num_weights": counts,
+    }
+
+
+def _by_weights(
+    run: Run, posterior: LatentBinary, features: Tensor, labels: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Log likelihood of all data (S,) under exact draws of the weights."""
+    model = posterior.model
+    repeats = torch.full((NUM_PASSES,), posterior.best, device=model.device)
+    theta = model.layout.join(*model.draw_weights(repeats, generator))
+    total = torch.zeros(NUM_PASSES, dtype=torch.float64, device=features.device)
+    for rows in _blocks(features):
+        logits = model.layout.logits(features[rows], theta)
+        total += log_likelihood(logits, labels[rows])
+        run.console.poll()
+    return total
+
+
+def _by_activations(
+    run: Run,
+    posterior: LatentBinary,
+    features: Tensor,
+    labels: Tensor,
+    variance: str,
+    generator: torch.Generator,
+) -> Tensor:
+    """The same under drawn activations."""
+    model = posterior.model
+    weight = leaves(model, variance)
+    total = []
+    for _ in range(NUM_PASSES):
+        one = torch.zeros((), dtype=torch.float64, device=features.device)
+        for rows in _blocks(features):
+            logits = draw_logits(model, features[rows], weight, generator)
+            one += log_likelihood(logits[posterior.best : posterior.best + 1], labels[rows])[0]
+            run.console.poll()
+        total.append(one)
+    return torch.stack(total)
+
+
+def _flow_divergence(posterior: LatentBinary, variance: str, generator: torch.Generator) -> Tensor:
+    """E[log q(z) - log r(z | w)] of each layer, (L,) float64; zero without multipliers."""
+    model = posterior.model
+    result = torch.zeros(model.layout.num_layers, dtype=torch.float64)
+    if not model.multipliers:
+        return result
+    layers = layer_moments(leaves(model, variance), model.layout)
+    for index, multiplier in enumerate(model.multipliers):
+        own = layers[index]
+        outputs, inputs = model.layout.shapes[index]
+        noise = [
+            torch.randn(model.num_repeats, FLOW_DRAWS, size, generator=generator, device=generator.device)
+            for size in (inputs, outputs)
+        ]
+        z, log_q = multiplier.draw(noise[0].to(model.device))
+        log_r = multiplier.log_auxiliary(z, own, noise[1].to(model.device))
+        result[index] = float((log_q - log_r)[posterior.best].double().mean())
+    return result
+
+
+def _blocks(features: Tensor) -> list[slice]:
+    size = _ROWS.get(features.device.type, _ROWS["cuda"])
+    return [slice(first, first + size) for first in range(0, len(features), size)]
+
+
+def _estimate(values: Tensor) -> dict[str, float]:
+    return {"value": float(values.mean()), "standard_error": float(values.std()) / math.sqrt(len(values))}
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """Lines for people."""
+    if not metrics:
+        return []
+    bound, fit = metrics["bound"], metrics["expected_log_likelihood"]
+    lines = [
+        f"bound {bound['value']:.1f} +- {bound['standard_error']:.1f} nats: expected log likelihood {fit['value']:.1f}, "
+        f"divergence {fit['value'] - bound['value']:.1f}"
+    ]
+    layers = ", ".join(f"{100 * share:.1f} %" for share in metrics["density_by_layer"])
+    lines.append(
+        f"density {100 * metrics['density']:.1f} % (by layer {layers}); of the median probability model "
+        f"{100 * metrics['median_density']:.1f} %"
+    )
+    lines.append(f"{metrics['seconds_per_epoch']:.2f} s an epoch")
+    return lines

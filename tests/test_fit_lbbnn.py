@@ -1,0 +1,125 @@
+"""fit-lbbnn from the command line: artifacts that predict, evaluate and diagnose take; refusals; resumption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Cli
+
+from bnncli.stages._inputs import open_posterior
+from bnncli.storage.predictions import read_predictions
+
+QUICK = ("--epochs", "4", "--learning-rate", "0.02")
+
+
+def fitted(cli: Cli, run: Path, *words: object) -> dict[str, Any]:
+    done = cli("fit-lbbnn", run, *QUICK, *words, "--json")
+    assert done.code == 0, done.stderr
+    return done.json
+
+
+@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+@pytest.mark.parametrize("hidden", [(), ("--hidden", "6,4")])
+def test_every_estimator_gives_a_posterior_that_every_later_command_takes(
+    cli: Cli, small_run: Path, estimator: str, hidden: tuple[str, ...]
+) -> None:
+    fitted(cli, small_run, "--estimator", estimator, *hidden)
+    path = small_run.with_name("small.bnn") / "posteriors/lbbnn.safetensors"
+    metrics = open_posterior(path)[1].meta["metrics"]
+    parts = sum(sum(layer.values()) for layer in metrics["divergence"])
+    assert metrics["bound"]["value"] == pytest.approx(metrics["expected_log_likelihood"]["value"] - parts)
+    assert 0 < metrics["density"] < 1
+    assert len(metrics["density_by_layer"]) == 1 + 2 * bool(hidden)
+    assert cli("predict", small_run, "--posterior", "lbbnn", "--integrator", "all").code == 0
+    folder = small_run.with_name("small.bnn") / "predictions"
+    assert {entry.name for entry in folder.glob("lbbnn.*")} == {"lbbnn.mc", "lbbnn.mean", "lbbnn.plug-in"}
+    done = cli("evaluate", small_run, "--posterior", "lbbnn", "--json")
+    assert done.code == 0
+    rows = [row for row in done.json["rows"] if row["split"] == "test"]
+    assert {row["integrator"]: row["samples"] for row in rows} == {"mc": 10, "mean": None, "plug-in": None}
+    discrepancy = next(metric for metric in rows[0]["metrics"] if metric["name"] == "mmd2")
+    assert (discrepancy["value"] is None) == bool(hidden)  # another theta than that of hmc
+    judged = cli("diagnose", small_run, "--json")
+    assert judged.code == 0, judged.stderr
+    assert "lbbnn" in judged.json["posteriors"] or "lbbnn" in judged.stderr
+
+
+def test_repeats_are_one_ensemble(cli: Cli, small_run: Path) -> None:
+    fitted(cli, small_run, "--repeats", "3")
+    assert (
+        cli("predict", small_run, "--posterior", "lbbnn", "--split", "test", "--keep-samples", "--samples", 6).code == 0
+    )
+    file = read_predictions(small_run.with_name("small.bnn") / "predictions/lbbnn.mc/test.h5")
+    assert file.probs_samples is not None
+    assert file.probs_samples.shape[0] == 6
+    np.testing.assert_allclose(np.asarray(file.probs_samples, dtype=float).mean(axis=0), file.probs, atol=2e-3)
+
+
+def test_two_classes_without_a_head_are_one_logit(cli: Cli, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in (("train", 300), ("test", 100)):
+        features = rng.normal(size=(count, 6)).astype(np.float32)
+        arrays |= {f"features_{split}": features, f"labels_{split}": (features[:, 0] > 0).astype(np.int64)}
+    np.savez(tmp_path / "two.npz", **arrays)
+    run = tmp_path / "two"
+    assert cli("extract-features", run, "--from-npz", tmp_path / "two.npz").code == 0
+    done = cli("fit-lbbnn", run, "--epochs", 150, "--learning-rate", "0.05", "--repeats", 4)
+    assert done.code == 0, done.stderr
+    posterior = open_posterior(tmp_path / "two.bnn/posteriors/lbbnn.safetensors")[0]
+    assert posterior.layout.num_outputs == 1
+    inclusion = posterior.model.factors.inclusion
+    assert inclusion.shape == (4, 6)
+    assert bool((inclusion[:, 0] > 0.9).all())
+    assert float(inclusion[:, 1:].mean()) < 0.5
+    assert cli("predict", run, "--posterior", "lbbnn").code == 0
+    accuracy = next(
+        metric["value"]
+        for metric in cli("evaluate", run, "--json").json["rows"][0]["metrics"]
+        if metric["name"] == "accuracy"
+    )
+    assert accuracy > 0.9
+
+
+def test_the_same_request_is_up_to_date_and_its_numbers_are_those_of_the_seed(cli: Cli, small_run: Path) -> None:
+    first = cli("fit-lbbnn", small_run, *QUICK, "--json").json
+    again = cli("fit-lbbnn", small_run, *QUICK, "--json").json
+    assert again["action"] == "up_to_date"
+    other = cli("fit-lbbnn", small_run, *QUICK, "--name", "again", "--json").json
+    assert {result["action"] for result in (first, other)} == {"computed"}
+    assert cli("fit-lbbnn", small_run, *QUICK, "--seed", 1, "--name", "seeded").code == 0
+    posteriors = [
+        open_posterior(small_run.with_name("small.bnn") / f"posteriors/{name}.safetensors")[0]
+        for name in ("lbbnn", "again", "seeded")
+    ]
+    assert bool((posteriors[0].center == posteriors[1].center).all())
+    assert not bool((posteriors[0].center == posteriors[2].center).all())
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--hidden", "4,x"), "expected sizes joined by commas"),
+        (("--flow-length", "3"), "--flow-length is for --estimator mnf"),
+        (("--temperature", "0.1"), "--temperature is for --estimator concrete"),
+        (("--estimator", "concrete", "--variance", "published"), "--variance is for --estimator lrt and mnf"),
+        (("--start-inclusion", "2,1"), "expected LOW,HIGH"),
+        (("--early-epochs", "3"), "nothing differs in them"),
+        (("--prior-inclusion", "1"), "--prior-inclusion"),
+    ],
+)
+def test_wrong_options_are_told_before_any_work(cli: Cli, small_run: Path, words: tuple[str, ...], text: str) -> None:
+    done = cli("fit-lbbnn", small_run, *words)
+    assert done.code == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") <= 2
+
+
+def test_a_diverging_fit_says_so(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-lbbnn", small_run, "--epochs", 3, "--learning-rate", "1e30")
+    assert done.code == 70
+    assert "--learning-rate" in done.stderr
+    assert not (small_run.with_name("small.bnn") / "posteriors/lbbnn.safetensors").exists()

@@ -1,0 +1,169 @@
+"""prune, sparse networks, and what evaluate says of density: against counts, dense products and scikit-learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli
+from safetensors.torch import load_file
+from scipy import sparse as sparse_arrays
+from sklearn.metrics import accuracy_score, log_loss
+from torch import nn
+
+from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram
+from bnncli.latent.layout import NetworkLayout
+from bnncli.posteriors.sparse import Sparse
+from bnncli.stages._inputs import open_posterior
+from bnncli.storage.features import read_features
+from bnncli.storage.predictions import read_predictions
+
+FIT = ("--epochs", "20", "--learning-rate", "0.03", "--hidden", "6")
+
+
+@pytest.fixture
+def latent_run(cli: Cli, small_run: Path) -> Path:
+    assert cli("fit-lbbnn", small_run, *FIT).code == 0
+    return small_run
+
+
+def posterior_file(run: Path, name: str) -> Path:
+    return run.with_name("small.bnn") / f"posteriors/{name}.safetensors"
+
+
+def test_a_sparse_network_comes_back_whole_and_stores_no_zeros() -> None:
+    layout = NetworkLayout((5, 4, 3))
+    theta = torch.randn(layout.num_params, generator=torch.Generator().manual_seed(0))
+    is_out = torch.rand(layout.num_params, generator=torch.Generator().manual_seed(1)) < 0.7
+    theta[is_out] = 0
+    for weight, _ in layout.split(theta)[:1]:
+        weight[2] = 0  # a row without any weight
+    sparse = Sparse(theta, layout)
+    tensors, meta = sparse.to_tensors()
+    assert torch.equal(Sparse.from_tensors(tensors, meta).theta, theta)
+    weights = sum(int((weight != 0).sum()) for weight, _ in layout.split(theta))
+    assert sum(len(part) for name, part in tensors.items() if name.endswith("values")) == weights
+    parts = [tensors[f"layers.0.weight.{part}"].numpy() for part in ("values", "col_indices", "crow_indices")]
+    first = sparse_arrays.csr_array(tuple(parts), shape=(4, 5))
+    assert np.array_equal(first.toarray(), layout.split(theta)[0][0].numpy())
+
+
+@pytest.mark.parametrize("rule", [(), ("--rule", "density", "--density", "0.25")])
+def test_prune_keeps_the_most_probable_weights_at_their_mean(cli: Cli, latent_run: Path, rule: tuple[str, ...]) -> None:
+    done = cli("prune", latent_run, *rule, "--dense", latent_run.with_name("dense.safetensors"), "--json")
+    assert done.code == 0, done.stderr
+    model = open_posterior(posterior_file(latent_run, "lbbnn"))[0].model
+    inclusion, mean = model.factors.inclusion[0], model.factors.mean[0]
+    if rule:
+        kept = set(sorted(range(len(inclusion)), key=lambda i: -float(inclusion[i]))[: round(0.25 * len(inclusion))])
+    else:
+        kept = {i for i, value in enumerate(inclusion.tolist()) if value > 0.5}
+    expected = torch.tensor([float(mean[i]) if i in kept else 0.0 for i in range(len(mean))])
+    sparse = open_posterior(posterior_file(latent_run, "lbbnn-sparse"))[0]
+    found = torch.cat([weight.flatten() for weight, _ in sparse.network.split(sparse.theta)])
+    assert torch.equal(found, expected)
+    metrics = done.json["metrics"]
+    assert (metrics["weights_kept"], metrics["num_weights"]) == (len(kept), len(inclusion))
+
+    split = read_features(latent_run.with_name("small.bnn") / "features/test.h5")
+    network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    network.load_state_dict(load_file(latent_run.with_name("dense.safetensors")))
+    with torch.no_grad():
+        probs = network(torch.from_numpy(split.features)).softmax(dim=1).double().numpy()
+    assert split.labels is not None
+    assert metrics["after"]["accuracy"] == pytest.approx(accuracy_score(split.labels, probs.argmax(axis=1)))
+    probs /= probs.sum(axis=1, keepdims=True)
+    assert metrics["after"]["nll"] == pytest.approx(log_loss(split.labels, probs), rel=1e-5)
+    assert cli("predict", latent_run, "--posterior", "lbbnn-sparse", "--split", "test").code == 0
+    predicted = read_predictions(latent_run.with_name("small.bnn") / "predictions/lbbnn-sparse.plug-in/test.h5")
+    np.testing.assert_allclose(predicted.probs, probs, atol=1e-6)
+
+
+def test_prune_keeps_everything_or_nothing_when_told(cli: Cli, latent_run: Path) -> None:
+    for density, kept in (("1", 48), ("0", 0)):
+        done = cli("prune", latent_run, "--rule", "density", "--density", density, "--name", f"d{density}", "--json")
+        assert done.json["metrics"]["weights_kept"] == kept
+    assert cli("predict", latent_run, "--posterior", "d0", "--split", "test").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("--rule", "density"), 2, "--rule density and --density go together"),
+        (("--density", "0.1"), 2, "--rule density and --density go together"),
+        (("--posterior", "laplace"), 2, "expected a latent-binary posterior"),
+        (("--posterior", "nothing"), 66, "nothing"),
+        (("--split", "far"), 65, "no labels"),
+    ],
+)
+def test_prune_refuses(cli: Cli, latent_run: Path, words: tuple[str, ...], code: int, text: str) -> None:
+    done = cli("prune", latent_run, *words)
+    assert (done.code, text in done.stderr) == (code, True), done.stderr
+    assert not posterior_file(latent_run, "lbbnn-sparse").exists()
+
+
+def test_prune_writes_over_nothing_that_is_not_its_own(cli: Cli, latent_run: Path) -> None:
+    foreign = latent_run.with_name("notes.txt")
+    foreign.write_text("mine")
+    assert cli("prune", latent_run, "--dense", foreign, "--force").code == 73
+    assert foreign.read_text() == "mine"
+    dense = latent_run.with_name("dense.safetensors")
+    assert cli("prune", latent_run, "--dense", dense).code == 0
+    assert cli("prune", latent_run, "--dense", dense).code == 73
+    assert cli("prune", latent_run, "--dense", dense, "--force").code == 0
+
+
+def test_densities_are_counts() -> None:
+    inclusion = [torch.tensor([[0.1, 0.6], [0.9, 0.5]]), torch.tensor([[1.0, 0.0]])]
+    drawn = [torch.tensor([0.25, 0.75]), torch.tensor([0.5, 1.0])]
+    rows = {(row["layer"], row["kind"]): row for row in density_rows(inclusion, drawn)}
+    assert rows["all", "expected"]["value"] == pytest.approx((0.1 + 0.6 + 0.9 + 0.5 + 1) / 6)
+    assert rows["0", "expected"]["value"] == pytest.approx(2.1 / 4)
+    assert rows["all", "median"]["value"] == pytest.approx(3 / 6)
+    assert rows["1", "sampled"]["value"] == pytest.approx(0.75)
+    assert rows["all", "sampled"]["value"] == pytest.approx(np.mean([(1 + 1) / 6, (3 + 2) / 6]))
+    assert (rows["0", "sampled"]["n"], rows["all", "sampled"]["n"]) == (4, 6)
+
+
+def test_a_histogram_counts_every_probability() -> None:
+    found = inclusion_histogram(torch.tensor([0.0, 0.04, 0.5, 0.99, 1.0]))
+    assert sum(found["counts"]) == 5
+    assert (found["counts"][0], found["counts"][10], found["counts"][-1]) == (2, 1, 2)
+
+
+def test_thresholds_go_from_every_weight_to_few() -> None:
+    inclusion = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    thresholds = density_thresholds(inclusion)
+    shares = [float((inclusion > threshold).double().mean()) for threshold in thresholds]
+    assert shares[0] == 1
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == pytest.approx(1e-3, rel=0.1)
+    assert density_thresholds(torch.full((5,), 0.3)) == [-1.0, pytest.approx(0.3)]
+
+
+def test_evaluate_has_densities_and_the_curve_of_pruning(cli: Cli, latent_run: Path, tmp_path: Path) -> None:
+    assert cli("predict", latent_run, "--posterior", "lbbnn").code == 0
+    done = cli("evaluate", latent_run, "--posterior", "lbbnn", "--curves", "--plot", tmp_path / "figures", "--json")
+    assert done.code == 0, done.stderr
+    row = next(row for row in done.json["rows"] if row["split"] == "test")
+    densities = {(m["layer"], m["kind"]): m["value"] for m in row["metrics"] if m["name"] == "density"}
+    inclusion = open_posterior(posterior_file(latent_run, "lbbnn"))[0].model.factors.inclusion[0]
+    assert densities["all", "expected"] == pytest.approx(float(inclusion.double().mean()))
+    assert {layer for layer, _ in densities} == {"all", "0", "1"}
+    assert [sum(part["counts"]) for part in row["inclusion"]] == [30, 18]
+    curve = row["curves"]["density"]
+    assert curve["density"][0] == 1
+    assert all(0 <= value <= 1 for value in curve["accuracy"])
+    # The network with every weight, each at its slab's mean.
+    factors = open_posterior(posterior_file(latent_run, "lbbnn"))[0].model.factors
+    split = read_features(latent_run.with_name("small.bnn") / "features/test.h5")
+    layout = NetworkLayout((5, 6, 3))
+    theta = layout.join(factors.mean, factors.bias_mean)
+    predicted = layout.logits(torch.from_numpy(split.features), theta)[0].argmax(dim=1).numpy()
+    assert split.labels is not None
+    assert curve["accuracy"][0] == pytest.approx(accuracy_score(split.labels, predicted))
+    assert (tmp_path / "figures/density-test.png").stat().st_size > 10_000
+    asserted = cli("evaluate", latent_run, "--posterior", "lbbnn", "--assert", "density<=0.000001")
+    assert asserted.code == 3
