@@ -123,3 +123,79 @@ def test_a_diverging_fit_says_so(cli: Cli, small_run: Path) -> None:
     assert done.code == 70
     assert "--learning-rate" in done.stderr
     assert not (small_run.with_name("small.bnn") / "posteriors/lbbnn.safetensors").exists()
+
+
+@pytest.fixture
+def two_class_run(cli: Cli, tmp_path: Path) -> Path:
+    rng = np.random.default_rng(3)
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in (("train", 300), ("test", 100)):
+        features = rng.normal(size=(count, 5)).astype(np.float32)
+        labels = features[:, 1] + 0.3 * features[:, 3] + 0.3 * rng.normal(size=count) > 0
+        arrays |= {f"features_{split}": features, f"labels_{split}": labels.astype(np.int64)}
+    np.savez(tmp_path / "two.npz", **arrays)
+    assert cli("extract-features", tmp_path / "two", "--from-npz", tmp_path / "two.npz").code == 0
+    return tmp_path / "two"
+
+
+SELECT = ("--epochs", 40, "--learning-rate", "0.03", "--repeats", 7, "--prior-inclusion", "0.3")
+
+
+def test_the_inputs_that_are_in_are_told(cli: Cli, two_class_run: Path) -> None:
+    done = cli("fit-lbbnn", two_class_run, *SELECT, "--json")
+    assert done.code == 0, done.stderr
+    posterior, header = open_posterior(two_class_run.with_name("two.bnn") / "posteriors/lbbnn.safetensors")
+    inputs = done.json["metrics"]["inputs"]
+    assert inputs == header.meta["metrics"]["inputs"]
+    inclusion = posterior.model.factors.inclusion.double().numpy()
+    assert [part["input"] for part in inputs] == [1, 2, 3, 4, 5]
+    for column, part in zip(inclusion.T, inputs, strict=True):
+        assert part["mean"] == pytest.approx(np.mean(column))
+        assert part["sd"] == pytest.approx(np.std(column, ddof=1))
+        assert part["share_in"] == pytest.approx(sum(value > 0.5 for value in column) / 7)
+    told = cli("fit-lbbnn", two_class_run, *SELECT)
+    line = next(line for line in told.stderr.splitlines() if "inputs that are in" in line)
+    named = {part["input"] for part in inputs if f" {part['input']} ({part['mean']:.2f})" in line}
+    assert named == {i + 1 for i, column in enumerate(inclusion.T) if np.mean(column) > 0.5}
+    assert 2 in named
+
+
+def test_only_a_single_logit_of_the_inputs_selects_inputs(cli: Cli, two_class_run: Path) -> None:
+    assert "inputs" not in fitted(cli, two_class_run, "--hidden", "3")["metrics"]
+
+
+def test_evaluate_has_the_rates_of_true_and_false_positives(cli: Cli, two_class_run: Path) -> None:
+    assert cli("fit-lbbnn", two_class_run, *SELECT, "--epochs", 12).code == 0
+    assert cli("predict", two_class_run, "--posterior", "lbbnn", "--split", "test").code == 0
+    done = cli("evaluate", two_class_run, "--true-inputs", "2,4", "--json")
+    assert done.code == 0, done.stderr
+    found = {metric["name"]: metric for metric in done.json["rows"][0]["metrics"]}
+    path = two_class_run.with_name("two.bnn") / "posteriors/lbbnn.safetensors"
+    inclusion = open_posterior(path)[0].model.factors.inclusion.tolist()
+    for name, columns in (("true_positive_rate", (1, 3)), ("false_positive_rate", (0, 2, 4))):
+        rates = [sum(row[i] > 0.5 for i in columns) / len(columns) for row in inclusion]
+        assert found[name]["value"] == pytest.approx(np.mean(rates))
+        assert found[name]["standard_error"] == pytest.approx(np.std(rates, ddof=1) / 7**0.5)
+        assert found[name]["n"] == len(columns)
+    table = cli("evaluate", two_class_run, "--true-inputs", "2,4").stdout
+    assert "TPR" in table
+    assert "FPR" in table
+    everything = cli("evaluate", two_class_run, "--true-inputs", "1,2,3,4,5", "--force", "--json").json["rows"][0][
+        "metrics"
+    ]
+    assert next(m for m in everything if m["name"] == "false_positive_rate")["value"] is None
+    assert cli("evaluate", two_class_run, "--true-inputs", "2,6").code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--true-inputs", "1,x"), "expected different numbers from 1"),
+        (("--true-inputs", "0,1"), "expected different numbers from 1"),
+        (("--true-inputs", "1,1"), "expected different numbers from 1"),
+        (("--true-inputs", "1,2"), "one layer and a single logit"),
+    ],
+)
+def test_true_inputs_are_for_single_logits(cli: Cli, small_run: Path, words: tuple[str, ...], text: str) -> None:
+    done = cli("evaluate", small_run, *words)
+    assert (done.code, text in done.stderr) == (2, True), done.stderr

@@ -9,9 +9,17 @@ from bnncli.errors import UsageError
 from bnncli.option import Checked, option
 from bnncli.options.evaluate import METRICS
 
-COMPARED = tuple(
-    name for name in METRICS if name not in ("mmd2", "wasserstein", "mean_error", "covariance_error", "mmc", "density")
+_OF_POSTERIORS = (  # not a mean over examples that two posteriors could be paired in
+    "mmd2",
+    "wasserstein",
+    "mean_error",
+    "covariance_error",
+    "mmc",
+    "density",
+    "true_positive_rate",
+    "false_positive_rate",
 )
+COMPARED = tuple(name for name in METRICS if name not in _OF_POSTERIORS)
 DEFAULT_METRICS = ("accuracy", "nll", "brier", "ece", "auroc", "fpr95")
 
 

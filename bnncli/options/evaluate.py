@@ -37,6 +37,8 @@ METRICS = (
     "mean_error",
     "covariance_error",
     "density",
+    "true_positive_rate",
+    "false_positive_rate",
 )
 PREDICTION_SCORES = ("max_prob", "entropy", "mutual_info", "dirichlet_variance", "energy", "max_logit")
 FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
@@ -83,6 +85,12 @@ class EvaluateOptions(Checked):
     )
     neighbors: int = option(50, "k of --score knn: the distance to the k-th nearest training features.", minimum=1)
     reference: str = option("hmc", "Sample posterior that MMD^2 and other distances are measured to.", metavar="NAME")
+    true_inputs: str | None = option(
+        None,
+        "Inputs of the truth, numbered from 1, as 1,3,7: adds the share of them, and of the others, whose inclusion "
+        "probability is above 1/2. For posteriors of fit-lbbnn with one layer and a single logit.",
+        metavar="N,...",
+    )
     bins: int = option(15, "Bins of ECE and MCE.", minimum=1)
     top_k: int = option(5, "k of the top-k accuracy, undefined for k classes or fewer.", minimum=1)
     bootstrap: int = option(
@@ -92,7 +100,7 @@ class EvaluateOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.assertions  # wrong ones are told before any work
+        _ = self.assertions, self.true_input_numbers  # wrong ones are told before any work
         if self.level in (0, 1):
             raise UsageError(f"--level: expected a number between 0 and 1; got {self.level}")
         if self.intervals and self.bootstrap == 0:
@@ -118,6 +126,19 @@ class EvaluateOptions(Checked):
     def needs_features(self) -> bool:
         """Whether a score of the features is to be shown."""
         return not set(FEATURE_SCORES).isdisjoint(self.shown_scores)
+
+    @property
+    def true_input_numbers(self) -> tuple[int, ...]:
+        """The inputs of the truth, numbers from 1; none without --true-inputs."""
+        if self.true_inputs is None:
+            return ()
+        parts = [part.strip() for part in self.true_inputs.split(",")]
+        numbers = tuple(int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 10)
+        if len(numbers) < len(parts) or min(numbers) < 1 or len(set(numbers)) < len(numbers):
+            raise UsageError(
+                f"--true-inputs: expected different numbers from 1, joined by commas, as 1,3,7; got {self.true_inputs!r}"
+            )
+        return numbers
 
     @property
     def assertions(self) -> list[Assertion]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bnncli.errors import UsageError
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram
 from bnncli.evaluation.examples import examples_of
 from bnncli.evaluation.rows import score_rows
 from bnncli.evaluation.scores import label_scores
+from bnncli.evaluation.selection import selection_rows
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.stages._inputs import load_split, open_posterior
 from bnncli.stages._predict_plan import kind_of
+from bnncli.stages._prediction_groups import Group
 from bnncli.stages._run import Run
 from bnncli.storage.headers import read_header
 
@@ -35,6 +39,28 @@ def density_metrics(run: Run, path: Path) -> tuple[list[Row], list[Row]]:
     shares = [(part != 0).flatten(1).double().mean(dim=1) for part in layout.weights(drawn)]
     histograms = [{"layer": str(index), **inclusion_histogram(part)} for index, part in enumerate(inclusion)]
     return density_rows(inclusion, shares), histograms
+
+
+def check_true_inputs(groups: Sequence[Group], numbers: Sequence[int]) -> None:
+    """Raise UsageError unless every group is of a latent binary network of one layer and a single logit with such inputs."""
+    for group in groups if numbers else ():
+        path = group.posterior_path
+        sizes: list[int] = read_header(path).meta["sizes"] if path is not None and is_latent(path) else []
+        if len(sizes) != 2 or sizes[1] != 1:
+            raise UsageError(
+                f"--true-inputs: expected posteriors of fit-lbbnn with one layer and a single logit; {group.posterior} is not",
+                hint="name one with --posterior",
+                code="wrong_type",
+            )
+        if max(numbers) > sizes[0]:
+            raise UsageError(
+                f"--true-inputs: {group.posterior} has {sizes[0]} inputs, numbered from 1; got {max(numbers)}"
+            )
+
+
+def selection_metrics(path: Path, true_inputs: Sequence[int]) -> list[Row]:
+    """Metric rows of the inputs that are in, all repeats; none without true inputs."""
+    return selection_rows(open_posterior(path)[0].model.factors.inclusion, true_inputs) if true_inputs else []
 
 
 def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Row | None:

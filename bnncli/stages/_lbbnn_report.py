@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError
+from bnncli.evaluation.selection import MAX_INPUTS, THRESHOLD, input_inclusions
 from bnncli.inference.latent_fit import averaged_divergence
 from bnncli.inference.latent_steps import draw_logits, leaves, log_likelihood
 from bnncli.latent.divergence import bias_divergence
@@ -19,6 +20,7 @@ from bnncli.stages._run import Run
 NUM_PASSES = 8  # over the data, for the expected log likelihood
 _ROWS = {"cpu": 1000, "cuda": 20_000}
 FLOW_DRAWS = 256
+_NAMED = 20  # inputs in a line for people
 
 
 @torch.no_grad()
@@ -49,6 +51,8 @@ def measure(
         raise NumericError("the bound is not finite", hint="use a smaller --learning-rate")
     metrics["bound"] = {**metrics["expected_log_likelihood"], "value": value}
     metrics |= densities(posterior)
+    if model.layout.sizes[1:] == (1,) and model.layout.num_features <= MAX_INPUTS:
+        metrics["inputs"] = input_inclusions(factors.inclusion.detach())
     metrics["prior_inclusion"] = model.prior.inclusion[min(best, len(model.prior.inclusion) - 1)].tolist()
     metrics["slab_sd"] = model.prior.slab_sd[min(best, len(model.prior.slab_sd) - 1)].tolist()
     return metrics
@@ -151,5 +155,16 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"density {100 * metrics['density']:.1f} % (by layer {layers}); of the median probability model "
         f"{100 * metrics['median_density']:.1f} %"
     )
+    if "inputs" in metrics:
+        lines.append(_inputs_line(metrics["inputs"]))
     lines.append(f"{metrics['seconds_per_epoch']:.2f} s an epoch")
     return lines
+
+
+def _inputs_line(inputs: list[dict[str, Any]]) -> str:
+    """Which inputs are in by their mean inclusion, numbered from 1, the most probable first."""
+    found = sorted((part for part in inputs if part["mean"] > THRESHOLD), key=lambda part: -part["mean"])
+    named = [f"{part['input']} ({part['mean']:.2f})" for part in found[:_NAMED]]
+    if len(found) > _NAMED:
+        named.append(f"{len(found) - _NAMED} more")
+    return f"inputs that are in, of {len(inputs)} (mean inclusion probability): {', '.join(named) or 'none'}"

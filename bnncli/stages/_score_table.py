@@ -37,6 +37,8 @@ _SCORES = {
     "mean_error": ("mean error", 3),
     "covariance_error": ("covariance error", 3),
     "density": ("density", 4),
+    "true_positive_rate": ("TPR", 3),
+    "false_positive_rate": ("FPR", 3),
 }
 # The forms of scores that are shown when none was asked for.
 _USUAL: dict[str, dict[str, str]] = {
@@ -48,6 +50,8 @@ _USUAL: dict[str, dict[str, str]] = {
     "fpr95": {"positive": "in"},
     "mmd2": {"estimator": "unbiased"},
     "density": {"kind": "expected", "layer": "all"},
+    "true_positive_rate": {},
+    "false_positive_rate": {},
 }
 # Choices that tell the forms of a score apart, in the order in which a title names them.
 _TELLING = ("of", "strategy", "norm", "estimator", "rule", "over", "score", "positive", "kind", "layer")

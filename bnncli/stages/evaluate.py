@@ -9,7 +9,7 @@ from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.checks import check_names, failure_text, hold_against
 from bnncli.options import EvaluateOptions
 from bnncli.stages._evaluate_curves import curves_of, draw_plots, planned_plots
-from bnncli.stages._evaluate_density import density_metrics, is_latent
+from bnncli.stages._evaluate_density import check_true_inputs, density_metrics, is_latent, selection_metrics
 from bnncli.stages._evaluate_distances import Reference, distance_rows, open_reference
 from bnncli.stages._evaluate_features import evaluate_features, row_name
 from bnncli.stages._evaluate_rows import group_rows
@@ -27,6 +27,7 @@ ALGO_REV = 1
 def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
     groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator)
+    check_true_inputs(groups, options.true_input_numbers)
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)])
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
     reference = open_reference(run, options.reference)
@@ -139,6 +140,7 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
         rows = [{**row, "metrics": row["metrics"] + distance} for row in group_rows(run, options, group)]
         if has_density and posterior is not None:
             density, histograms = density_metrics(run, posterior)
+            density += selection_metrics(posterior, options.true_input_numbers)
             rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
         predictions = [
             {
