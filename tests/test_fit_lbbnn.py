@@ -7,10 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Cli
+from sklearn.metrics import log_loss
+from sklearn.preprocessing import StandardScaler
 
+from bnncli.inference.latent_search import nll_of_repeats
+from bnncli.latent.factors import initial_factors
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.prior import SpikeAndSlab
 from bnncli.stages._inputs import open_posterior
+from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
+
+
+def generator_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
 
 QUICK = ("--epochs", "4", "--learning-rate", "0.02")
 
@@ -199,3 +213,50 @@ def test_evaluate_has_the_rates_of_true_and_false_positives(cli: Cli, two_class_
 def test_true_inputs_are_for_single_logits(cli: Cli, small_run: Path, words: tuple[str, ...], text: str) -> None:
     done = cli("evaluate", small_run, *words)
     assert (done.code, text in done.stderr) == (2, True), done.stderr
+
+
+def test_without_hidden_layers_the_val_split_chooses_the_slab(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-lbbnn", small_run, "--epochs", 8, "--json")
+    assert done.code == 0, done.stderr
+    search = done.json["metrics"]["slab_sd_search"]
+    best = min(search, key=lambda one: one["val_nll"])["slab_sd"]
+    assert len(search) == 10
+    assert done.json["metrics"]["slab_sd"] == [pytest.approx(best)]
+    assert "features.val" in {entry["role"] for entry in done.json["inputs"]}
+    given = cli("fit-lbbnn", small_run, "--epochs", 8, "--slab-sd", best, "--name", "given", "--json").json
+    assert given["metrics"]["slab_sd_search"] is None
+    # The search leaves no trace in the fit.
+    files = [
+        open_posterior(small_run.with_name("small.bnn") / f"posteriors/{n}.safetensors")[0] for n in ("lbbnn", "given")
+    ]
+    np.testing.assert_allclose(files[0].center, files[1].center, rtol=1e-4, atol=1e-5)
+    hidden = cli("fit-lbbnn", small_run, "--epochs", 1, "--hidden", 4, "--name", "hidden", "--json").json
+    assert hidden["metrics"]["slab_sd"] == [1.0, 1.0]
+
+
+def test_the_nll_of_repeats_is_that_of_the_mean_probability() -> None:
+    layout = NetworkLayout((4, 3))
+    model = LatentModel(layout, initial_factors(layout, 2, generator_of(0)), SpikeAndSlab.constant(1))
+    features = torch.randn(6, 4, generator=generator_of(1))
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    found = nll_of_repeats(model, features, labels, generator_of(2))
+    rng = generator_of(2)
+    for repeat, value in enumerate(found.tolist()):
+        theta = layout.join(*model.draw_weights(torch.full((10,), repeat), rng))
+        probs = layout.logits(features, theta).double().softmax(dim=2).mean(dim=0)
+        assert value == pytest.approx(log_loss(labels, probs, labels=[0, 1, 2]), rel=1e-5)
+
+
+def test_standardised_inputs_give_a_posterior_for_inputs_as_they_are(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-lbbnn", small_run, *QUICK, "--standardize", "--slab-sd", "1")
+    assert done.code == 0, done.stderr
+    folder = small_run.with_name("small.bnn")
+    posterior = open_posterior(folder / "posteriors/lbbnn.safetensors")[0]
+    features = read_features(folder / "features/train.h5").features
+    scaled = StandardScaler().fit_transform(features.astype(np.float64))
+    factors = posterior.model.factors
+    plain = posterior.model.layout.join(factors.mean[0] * factors.inclusion[0], factors.bias_mean[0])
+    expected = posterior.layout.logits(torch.from_numpy(scaled).float(), plain.unsqueeze(0))
+    found = posterior.layout.logits(torch.from_numpy(features), posterior.mean_theta.unsqueeze(0))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(features, scaled, atol=0.1)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, flag_of, option
+from bnncli.option import Checked, flag_of, option, parse_positive
 
 # Learning rates of the thesis, by estimator, and of the inclusion logits in the first epochs.
 LEARNING_RATES = {"lrt": 1e-3, "mnf": 1e-4, "concrete": 1e-4}
+HEAD_RATE = 1e-2  # of a last layer alone, which the thesis does not have; falls along a cosine
 MEAN_RANGES = {"lrt": 0.2, "mnf": 0.01, "concrete": 0.2}
 _ONLY = {
     "variance": ("lrt", "mnf"),
@@ -40,14 +41,20 @@ class FitLbbnnOptions(Checked):
         "flow (mnf), or weights with relaxed inclusions and a learnt prior (concrete).",
         choices=("lrt", "mnf", "concrete"),
     )
-    epochs: int = option(250, "Passes over the training split.", minimum=1)
+    epochs: int | None = option(
+        None, "Passes over the training split; 250 by default with --hidden, 60 without.", minimum=1
+    )
     batch_size: int = option(100, "Examples a step, all where it is larger than the split.", minimum=1)
     learning_rate: float | None = option(
         None,
-        "Learning rate of Adam; the estimator's own by default (lrt 0.001, mnf and concrete 0.0001).",
+        "Learning rate of Adam; by default 0.01 without --hidden, and with it the estimator's own (lrt 0.001, mnf and concrete 0.0001).",
         minimum=1e-12,
     )
-    schedule: str = option("constant", "Course of the learning rate.", choices=("constant", "cosine"))
+    schedule: str | None = option(
+        None,
+        "Course of the learning rate; constant by default with --hidden, falling along a cosine without.",
+        choices=("constant", "cosine"),
+    )
     inclusion_rate: float | None = option(
         None,
         "Learning rate of the inclusion logits during --early-epochs; the learning rate by default.",
@@ -63,7 +70,12 @@ class FitLbbnnOptions(Checked):
     )
     prior_inclusion: float = option(0.05, "Prior probability that a weight is in.", minimum=1e-9, maximum=1 - 1e-9)
     slab_mean: float = option(0.0, "Prior mean of a weight that is in.")
-    slab_sd: float = option(1.0, "Prior standard deviation of a weight that is in.", minimum=1e-9)
+    slab_sd: str = option(
+        "auto",
+        "Prior standard deviation of a weight that is in: a number; auto is 1 with --hidden or without a labelled val split, "
+        "and else what the val split prefers, found by a short fit of ten candidates at once.",
+        metavar="NUMBER|auto",
+    )
     bias_sd: float = option(1.0, "Prior standard deviation of the biases.", minimum=1e-9)
     start_inclusion: str = option("0,1", "Inclusion logits start uniformly between these.", metavar="LOW,HIGH")
     flow_length: int | None = option(None, "Coupling layers of each flow (mnf); 2 by default.", minimum=1)
@@ -95,6 +107,8 @@ class FitLbbnnOptions(Checked):
         super().__post_init__()
         _ = self.hidden_sizes, self.start_logits  # wrong ones are told before any work
         _sizes("--flow-hidden", self.flow_hidden)
+        if self.slab_sd != "auto":
+            parse_positive(self.slab_sd, "--slab-sd", "auto or a positive number")
         for name, estimators in _ONLY.items():
             if getattr(self, name) is not None and self.estimator not in estimators:
                 whose = " and ".join(estimators)
@@ -109,7 +123,10 @@ class FitLbbnnOptions(Checked):
             for name, value in _DEFAULTS.items()
             if getattr(self, name) is None and self.estimator in _ONLY.get(name, (self.estimator,))
         }
-        chosen["learning_rate"] = self.learning_rate or LEARNING_RATES[self.estimator]
+        own_rate = LEARNING_RATES[self.estimator] if self.hidden_sizes else HEAD_RATE
+        chosen["learning_rate"] = self.learning_rate or own_rate
+        chosen["epochs"] = self.epochs or (250 if self.hidden_sizes else 60)
+        chosen["schedule"] = self.schedule or ("constant" if self.hidden_sizes else "cosine")
         if self.inclusion_rate is not None or self.estimator == "concrete":
             chosen["early_epochs"] = 20 if self.early_epochs is None else self.early_epochs
         return replace(self, **chosen)

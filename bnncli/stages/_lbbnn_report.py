@@ -157,6 +157,11 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     )
     if "inputs" in metrics:
         lines.append(_inputs_line(metrics["inputs"]))
+    if metrics.get("slab_sd_search"):
+        best = min(metrics["slab_sd_search"], key=lambda one: one["val_nll"])
+        lines.append(
+            f"slab standard deviation {best['slab_sd']:.3g}, lowest NLL on val ({best['val_nll']:.4f} in the search)"
+        )
     lines.append(f"{metrics['seconds_per_epoch']:.2f} s an epoch")
     return lines
 

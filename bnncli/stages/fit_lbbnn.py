@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bnncli.inference.latent_fit import History, Plan, fit_latent
+from bnncli.inference.latent_search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.inference.latent_steps import Settings
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
@@ -18,7 +20,7 @@ from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.options import FitLbbnnOptions
-from bnncli.options.fit_lbbnn import LEARNING_RATES, MEAN_RANGES
+from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._lbbnn_report import measure, summary
@@ -36,12 +38,28 @@ def run(run: Run, options: FitLbbnnOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     layout = _layout(options, train)
     options = options.resolved()
+    val = _val(run, options, layout)
+    if val is None and options.slab_sd == "auto":
+        options = replace(options, slab_sd="1")
     params = {**options.params(), "sizes": list(layout.sizes), "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "lbbnn")
     run.folder.check_name_is_free(target)
     size = 4 * options.repeats * (3 * layout.num_weights + 2 * layout.num_biases)
-    request = Request(target, "posterior", target.stem, params, ALGO_REV, [train.source], train.checkpoint, size)
-    return produce(run, request, lambda: _compute(run, options, train, layout, request=request), when_fresh=_when_fresh)
+    sources = [train.source] + ([val.source] if val is not None else [])
+    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
+    return produce(
+        run, request, lambda: _compute(run, options, train, val, layout=layout, request=request), when_fresh=_when_fresh
+    )
+
+
+def _val(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> Split | None:
+    """The split that the slab's standard deviation is chosen on; None where it is given, learnt, or 1."""
+    if options.slab_sd != "auto" or options.estimator == "concrete" or layout.num_layers > 1:
+        return None
+    if not run.folder.features("val").is_file():
+        return None
+    val = load_split(run, "val")
+    return val if val.content.labels is not None and len(val.content.labels) else None
 
 
 def _layout(options: FitLbbnnOptions, train: Split) -> NetworkLayout:
@@ -51,12 +69,14 @@ def _layout(options: FitLbbnnOptions, train: Split) -> NetworkLayout:
     return NetworkLayout((head.num_features, *options.hidden_sizes, outputs))
 
 
-def _start(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> LatentModel:
-    """What the fit starts from, on the device."""
+def _start(
+    run: Run, options: FitLbbnnOptions, layout: NetworkLayout, slab_sds: Sequence[float], *, num_repeats: int
+) -> LatentModel:
+    """What a fit starts from, on the device; one standard deviation for all repeats, or one for each."""
     generator = run.stream("fit-lbbnn/start")
     factors = initial_factors(
         layout,
-        options.repeats,
+        num_repeats,
         generator,
         mean_range=MEAN_RANGES[options.estimator],
         logit_range=options.start_logits,
@@ -66,15 +86,16 @@ def _start(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> LatentM
         layout.num_layers,
         inclusion=options.prior_inclusion,
         slab_mean=options.slab_mean,
-        slab_sd=options.slab_sd,
         bias_sd=options.bias_sd,
     ).to(run.device)
+    sds = torch.tensor(slab_sds, dtype=torch.float64, device=run.device).unsqueeze(1)
+    prior = replace(prior, slab_sd=sds.expand(-1, layout.num_layers).clone())
     multipliers = []
     if options.estimator == "mnf":
         multipliers = [
             initial_model(
                 inputs,
-                options.repeats,
+                num_repeats,
                 generator,
                 length=options.flow_length or 2,
                 hidden=options.flow_sizes,
@@ -85,12 +106,17 @@ def _start(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> LatentM
     return LatentModel(layout, factors, prior, tuple(multipliers))
 
 
+def _epochs(options: FitLbbnnOptions) -> int:
+    assert options.epochs is not None  # resolved
+    return options.epochs
+
+
 def _plan(options: FitLbbnnOptions, num_examples: int) -> Plan:
     return Plan(
-        epochs=options.epochs,
+        epochs=_epochs(options),
         batch_size=min(options.batch_size, num_examples),
-        learning_rate=options.learning_rate or LEARNING_RATES[options.estimator],
-        schedule=options.schedule,
+        learning_rate=options.learning_rate or HEAD_RATE,
+        schedule=options.schedule or "constant",
         inclusion_rate=options.inclusion_rate,
         early_epochs=options.early_epochs or 0,
         hyper_prior=options.estimator == "concrete",
@@ -104,7 +130,9 @@ def _plan(options: FitLbbnnOptions, num_examples: int) -> Plan:
     )
 
 
-def _compute(run: Run, options: FitLbbnnOptions, train: Split, layout: NetworkLayout, *, request: Request) -> Computed:
+def _compute(
+    run: Run, options: FitLbbnnOptions, train: Split, val: Split | None, *, layout: NetworkLayout, request: Request
+) -> Computed:
     features, labels = train.features(run.device), train.labels(run.device)
     moments = _input_moments(features) if options.standardize else (None, None)
     if moments[0] is not None and moments[1] is not None:
@@ -112,9 +140,10 @@ def _compute(run: Run, options: FitLbbnnOptions, train: Split, layout: NetworkLa
     resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every)
     with resumable.hint():
         state = resumable.restore()
+        slab_sd, search = _slab_sd(run, options, (features, labels), val, layout, moments)
         start, done = time.monotonic(), 0 if state is None else len(state.get("history.density", ()))
         model, history = fit_latent(
-            _start(run, options, layout),
+            _start(run, options, layout, [slab_sd], num_repeats=options.repeats),
             features,
             labels,
             _plan(options, len(features)),
@@ -123,12 +152,13 @@ def _compute(run: Run, options: FitLbbnnOptions, train: Split, layout: NetworkLa
             save=resumable.save,
             progress=run.console,
         )
-        seconds = (time.monotonic() - start) / max(1, options.epochs - done)
+        seconds = (time.monotonic() - start) / max(1, _epochs(options) - done)
     posterior = replace(_posterior(run, model, history), shift=moments[0], scale=moments[1])
     metrics = measure(
         run, posterior, features, labels, variance=options.variance or "exact", estimator=options.estimator
     )
     metrics["seconds_per_epoch"] = seconds
+    metrics["slab_sd_search"] = search
     tensors, meta = posterior.to_tensors()
     tensors |= head_tensors(train) | history.tensors()
     meta |= {
@@ -148,6 +178,28 @@ def _compute(run: Run, options: FitLbbnnOptions, train: Split, layout: NetworkLa
         return digest
 
     return Computed(publish, metrics, summary(metrics))
+
+
+def _slab_sd(
+    run: Run,
+    options: FitLbbnnOptions,
+    data: tuple[Tensor, Tensor],
+    val: Split | None,
+    layout: NetworkLayout,
+    moments: tuple[Tensor, Tensor] | tuple[None, None],
+) -> tuple[float, list[dict[str, float]] | None]:
+    """The slab's standard deviation, and where it was searched for the val NLL of each candidate."""
+    if val is None:
+        return float(options.slab_sd), None
+    model = _start(run, options, layout, CANDIDATES, num_repeats=len(CANDIDATES))
+    plan = replace(_plan(options, len(data[0])), epochs=search_epochs(_epochs(options)), schedule="cosine")
+    model, _ = fit_latent(model, *data, plan, generator=run.stream("fit-lbbnn/search"), progress=run.console)
+    features = val.features(run.device)
+    if moments[0] is not None and moments[1] is not None:
+        features = (features - moments[0]) / moments[1]
+    nll = nll_of_repeats(model, features, val.labels(run.device), run.stream("fit-lbbnn/val"))
+    found = [{"slab_sd": sd, "val_nll": value} for sd, value in zip(CANDIDATES, nll.tolist(), strict=True)]
+    return min(found, key=lambda one: one["val_nll"])["slab_sd"], found
 
 
 def _input_moments(features: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,47 @@
+"""The slab's standard deviation that the val split prefers: every candidate is a repeat of one short batched fit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bnncli.latent.model import LatentModel
+
+# Geometric: neighbours differ by 1.9, which a posterior hardly notices.
+CANDIDATES = tuple(0.01 * 300 ** (i / 9) for i in range(10))
+NUM_NETWORKS = 10  # of a prediction
+EPOCHS_SHARE = 0.1  # of the fit's epochs that each candidate gets, and at least MIN_EPOCHS
+MIN_EPOCHS = 5
+
+
+def search_epochs(epochs: int) -> int:
+    """How many epochs the search takes, for a fit of so many."""
+    return min(epochs, max(MIN_EPOCHS, round(EPOCHS_SHARE * epochs)))
+
+
+@torch.no_grad()
+def nll_of_repeats(model: LatentModel, features: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Mean NLL (R,) float64 of labels (N,) under the mean probability of NUM_NETWORKS networks of each repeat.
+
+    Args:
+        model: with inputs as the features are.
+        features: (N, D).
+    """
+    layout, found = model.layout, []
+    for repeat in range(model.num_repeats):
+        repeats = torch.full((NUM_NETWORKS,), repeat, device=model.device)
+        theta = layout.join(*model.draw_weights(repeats, generator))
+        logits = layout.logits(features, theta)
+        single = torch.stack([_by_example(one, labels) for one in logits])
+        found.append(-(torch.logsumexp(single.double(), dim=0) - math.log(NUM_NETWORKS)).mean())
+    return torch.stack(found)
+
+
+def _by_example(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log likelihood of each example (N,) under logits (N, K); K = 1 is the logit of label 1."""
+    if logits.shape[1] == 1:
+        signs = (2 * labels - 1).to(logits)
+        return torch.nn.functional.logsigmoid(logits[:, 0] * signs)
+    return logits.log_softmax(dim=1).gather(1, labels.unsqueeze(1)).squeeze(1)
