@@ -260,3 +260,16 @@ def test_standardised_inputs_give_a_posterior_for_inputs_as_they_are(cli: Cli, s
     found = posterior.layout.logits(torch.from_numpy(features), posterior.mean_theta.unsqueeze(0))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not np.allclose(features, scaled, atol=0.1)
+
+
+def test_diagnose_says_that_networks_of_their_own_are_left_out(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-lbbnn", small_run, "--epochs", 1, "--hidden", 4).code == 0
+    named = cli("diagnose", small_run, "--posterior", "lbbnn")
+    assert named.code == 65
+    assert "has hidden layers of its own" in named.stderr
+    for path in (small_run.with_name("small.bnn") / "posteriors").iterdir():
+        if path.stem != "lbbnn":
+            path.unlink()
+    alone = cli("diagnose", small_run)
+    assert alone.code == 65
+    assert "can be diagnosed" in alone.stderr

@@ -79,7 +79,11 @@ def _open(run: Run, options: DiagnoseOptions) -> dict[str, tuple[Path, Header, S
                 raise
             run.console.warn(f"skipping {path.stem}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
     if not found:
-        raise DataError("every posterior of the run is stale", code="stale_input", hint=run.suggest("status"))
+        raise DataError(
+            "no posterior of the run can be diagnosed: each is stale, or has hidden layers of its own",
+            code="stale_input",
+            hint=run.suggest("status"),
+        )
     return found
 
 
