@@ -162,7 +162,8 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         lines.append(
             f"slab standard deviation {best['slab_sd']:.3g}, lowest NLL on val ({best['val_nll']:.4f} in the search)"
         )
-    lines.append(f"{metrics['seconds_per_epoch']:.2f} s an epoch")
+    if "seconds_per_epoch" in metrics:
+        lines.append(f"{metrics['seconds_per_epoch']:.2f} s an epoch")
     return lines
 
 
