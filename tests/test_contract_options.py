@@ -31,6 +31,8 @@ BESIDE = {
     "fit-lbbnn flow-hidden": ["--estimator", "mnf"],
     "fit-lbbnn multiplier-draws": ["--estimator", "mnf"],
     "fit-lbbnn temperature": ["--estimator", "concrete"],
+    "fit-lbbnn prior-weight": ["--estimator", "concrete"],
+    "fit-lbbnn flow-rate": ["--estimator", "mnf"],
     "fit-lbbnn early-epochs": ["--inclusion-rate", "0.1"],
 }
 

@@ -119,6 +119,7 @@ def test_the_same_request_is_up_to_date_and_its_numbers_are_those_of_the_seed(cl
         (("--hidden", "4,x"), "expected sizes joined by commas"),
         (("--flow-length", "3"), "--flow-length is for --estimator mnf"),
         (("--temperature", "0.1"), "--temperature is for --estimator concrete"),
+        (("--flow-rate", "0.1"), "--flow-rate is for --estimator mnf"),
         (("--estimator", "concrete", "--variance", "published"), "--variance is for --estimator lrt and mnf"),
         (("--start-inclusion", "2,1"), "expected LOW,HIGH"),
         (("--early-epochs", "3"), "nothing differs in them"),
@@ -172,6 +173,30 @@ def test_the_inputs_that_are_in_are_told(cli: Cli, two_class_run: Path) -> None:
     named = {part["input"] for part in inputs if f" {part['input']} ({part['mean']:.2f})" in line}
     assert named == {i + 1 for i, column in enumerate(inclusion.T) if np.mean(column) > 0.5}
     assert 2 in named
+
+
+@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+def test_every_estimator_selects_the_inputs_that_matter(cli: Cli, two_class_run: Path, estimator: str) -> None:
+    words = ("--repeats", 6, "--prior-inclusion", "0.3", "--learning-rate", "0.05", "--epochs", 120)
+    done = cli("fit-lbbnn", two_class_run, *words, "--estimator", estimator, "--json")
+    assert done.code == 0, done.stderr
+    shares = [part["share_in"] for part in done.json["metrics"]["inputs"]]
+    assert shares[1] == shares[3] == 1
+    assert max(shares[0], shares[2], shares[4]) <= 1 / 6
+
+
+def test_a_prior_that_starts_give_away_keeps_everything_in(cli: Cli, two_class_run: Path) -> None:
+    learnt = {}
+    for weight in ("0", "10"):
+        done = cli(
+            "fit-lbbnn", two_class_run, "--estimator", "concrete", "--epochs", 5, "--prior-weight", weight,
+            "--name", f"w{weight}", "--json",
+        )  # fmt: skip
+        learnt[weight] = done.json["metrics"]["prior_inclusion"][0]
+    path = two_class_run.with_name("two.bnn") / "posteriors/w0.safetensors"
+    inclusion = float(open_posterior(path)[0].model.factors.inclusion.double().mean())
+    assert learnt["0"] == pytest.approx(inclusion, rel=1e-5)
+    assert learnt["10"] == pytest.approx((inclusion + 10 * 0.05) / 11, rel=1e-2)
 
 
 def test_only_a_single_logit_of_the_inputs_selects_inputs(cli: Cli, two_class_run: Path) -> None:

@@ -13,12 +13,13 @@ from scipy import integrate, stats
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.inference.latent_fit import HYPER_BETA, HYPER_INVERSE_GAMMA, Plan, fit_latent, learnt_prior
+from bnncli.inference.latent_fit import Plan, fit_latent
 from bnncli.inference.latent_steps import Batch, Settings, differentiate, draw_logits, leaves, log_likelihood
 from bnncli.latent.activations import draw_activations
 from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, weight_divergence
 from bnncli.latent.factors import Factors, Moments, initial_factors, layer_moments, moments
 from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
 from bnncli.latent.prior import SpikeAndSlab
@@ -267,6 +268,35 @@ def test_the_auxiliary_density_is_a_gaussian_pulled_through_its_flow() -> None:
         assert found[r, m].item() == pytest.approx(float(expected), rel=1e-9)
 
 
+def test_no_networks_of_a_flow_make_it_run_away() -> None:
+    tame = initial_model(6, 3, generator(0), hidden=(8, 8))
+    wild = MultiplierModel.from_tensors({n: p if "mask" in n or "start" in n else 1e4 * p for n, p in tame.tensors()})
+    noise = torch.randn(3, 200, 6, generator=generator(1))
+    z = wild.start_mean.unsqueeze(1) + (0.5 * wild.start_log_var).exp().unsqueeze(1) * noise
+    assert not torch.allclose(wild.draw(noise)[0], z)
+    for layer in wild.flow + wild.inverse_flow:
+        z = layer(z)[0]
+        assert bool((z.abs() <= 10 * (1 + 1e-6)).all())
+    weight = Moments(*(torch.rand(3, 4, 6, generator=generator(2)) for _ in range(3)))
+    drawn, log_density = wild.draw(noise)
+    assert bool(torch.isfinite(log_density).all())
+    assert bool(torch.isfinite(wild.log_auxiliary(drawn, weight, torch.randn(3, 200, 4, generator=generator(3)))).all())
+
+
+def test_flows_learn_at_their_own_rate() -> None:
+    features, labels, _ = batch_of(SMALL, 8)
+    multipliers = tuple(initial_model(i, 2, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
+    model = LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2), multipliers)
+    before = {name: part.detach().clone() for name, part in model.tensors()}
+    plan = Plan(epochs=1, batch_size=8, learning_rate=0.01, flow_rate=0.002, settings=Settings("mnf"))
+    after = dict(fit_latent(model, features.float(), labels, plan, generator=generator(3))[0].tensors())
+    for name, part in after.items():
+        # The first step of Adam is the rate, with the gradient's sign.
+        moved = float((part.detach() - before[name]).abs().max())
+        expected = 0 if name.endswith("mask") else 0.002 if name.startswith("multiplier") else 0.01
+        assert moved == pytest.approx(expected, rel=0.02), name
+
+
 def copy_with_grad(model: LatentModel) -> LatentModel:
     def fresh(part: Tensor) -> Tensor:
         return part.detach().clone().requires_grad_()
@@ -351,10 +381,13 @@ def test_log_likelihood_sums_over_examples(num_outputs: int) -> None:
     torch.testing.assert_close(log_likelihood(logits, labels), expected)
 
 
-def test_the_learnt_prior_maximises_the_bound_and_its_hyper_prior() -> None:
+@pytest.mark.parametrize("weight", [0.0, 2.5])
+def test_the_learnt_prior_maximises_the_bound_and_its_hyper_prior(weight: float) -> None:
     model = model_of(NetworkLayout((4, 3)))
-    best = learnt_prior(model)
-    (p, q), (a, b) = HYPER_BETA, HYPER_INVERSE_GAMMA
+    expected = SpikeAndSlab.constant(1, inclusion=0.2, slab_mean=0.2, slab_sd=1.4)
+    best = learnt_prior(model, expected, weight)
+    seen = 12 * weight
+    p, q, a, b = 1 + 0.2 * seen, 1 + 0.8 * seen, 1 + seen / 2, 1 + 1.4**2 * seen / 2
 
     def value(inclusion: Tensor, sd: Tensor) -> Tensor:
         prior = SpikeAndSlab(inclusion, best.slab_mean, sd)

@@ -18,6 +18,7 @@ from torch import Tensor
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.latent_steps import Batch, Settings, differentiate
 from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
+from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.progress import SILENT, Progress, Task
@@ -38,8 +39,9 @@ class Plan:
         epochs: passes over the data. batch_size: examples a step.
         learning_rate: of Adam. schedule: constant, or falling to 0 along a cosine.
         inclusion_rate: learning rate of the inclusion logits, for the first `early_epochs`; learning_rate after them.
+        flow_rate: learning rate of the multipliers; learning_rate where there is none.
         early_epochs: epochs after which the prior's hyper-parameters are frozen as well.
-        hyper_prior: whether those are learnt.
+        hyper_prior: whether those are learnt. prior_weight: of the model's own prior against the weights', see learnt_prior.
         settings: of the estimator.
         shuffles: whether batches are drawn anew each epoch; else they are blocks of consecutive examples.
     """
@@ -49,8 +51,10 @@ class Plan:
     learning_rate: float
     schedule: str = "constant"
     inclusion_rate: float | None = None
+    flow_rate: float | None = None
     early_epochs: int = 0
     hyper_prior: bool = False
+    prior_weight: float = 10.0
     settings: Settings = field(default_factory=Settings)
     shuffles: bool = True
 
@@ -138,19 +142,23 @@ class _Fit:
         self, model: LatentModel, features: Tensor, labels: Tensor, plan: Plan, generator: torch.Generator
     ) -> None:
         self.model, self.plan, self.generator = model, plan, generator
+        self.expected = model.prior  # before anything of it is learnt
         self.features, self.labels = features, labels.to(model.device)
         self.num_examples = len(features)
         self.num_batches = -(-self.num_examples // plan.batch_size)
         factors = model.factors
-        others = [factors.bias_mean, factors.bias_rho, *model.multiplier_parameters()]
-        for tensor in others:
+        others = [factors.mean, factors.rho, factors.bias_mean, factors.bias_rho]
+        flows = model.multiplier_parameters()
+        for tensor in (*others[2:], *flows):
             tensor.requires_grad_()
-        self.parameters = [factors.logit, factors.mean, factors.rho, *others]
-        self.rates = [torch.tensor(plan.learning_rate, device=model.device) for _ in range(2)]
+        self.parameters = [factors.logit, *others, *flows]
+        self.rates = [torch.tensor(plan.learning_rate, device=model.device) for _ in range(3)]
         groups: list[dict[str, Any]] = [
             {"params": self.parameters[:1], "lr": self.rates[0]},
-            {"params": self.parameters[1:], "lr": self.rates[1]},
+            {"params": others, "lr": self.rates[1]},
         ]
+        if flows:
+            groups.append({"params": flows, "lr": self.rates[2]})
         is_cuda = model.device.type == "cuda"
         self.optimizer = torch.optim.Adam(groups, fused=True, capturable=is_cuda)
         self.history = History()
@@ -197,14 +205,15 @@ class _Fit:
         factor = 1.0
         if plan.schedule == "cosine":
             factor = 0.5 * (1 + math.cos(math.pi * step / (plan.epochs * self.num_batches)))
-        for tensor, rate in zip(self.rates, (first, plan.learning_rate), strict=True):
+        rates = first, plan.learning_rate, plan.flow_rate or plan.learning_rate
+        for tensor, rate in zip(self.rates, rates, strict=True):
             tensor.fill_(rate * factor)
 
     @torch.no_grad()
     def _close_epoch(self, fit: Tensor, flow: Tensor) -> None:
         model, plan = self.model, self.plan
         if plan.hyper_prior and self.history.num_epochs < plan.early_epochs:
-            self.model = model = model.with_prior(learnt_prior(model))
+            self.model = model = model.with_prior(learnt_prior(model, self.expected, plan.prior_weight))
         factors, layout = model.factors, model.layout
         density = [part.flatten(1).mean(dim=1) for part in layout.weights(factors.inclusion)]
         self.history.add(
@@ -217,7 +226,8 @@ class _Fit:
         if not torch.isfinite(self.history.bound()[-1]).all():
             raise NumericError(
                 f"the bound is not finite in epoch {self.history.num_epochs}",
-                hint=f"use a --learning-rate below {plan.learning_rate:g}",
+                hint=f"use a --learning-rate below {plan.learning_rate:g}"
+                + (f", a --flow-rate below {plan.flow_rate:g}" if plan.flow_rate is not None else ""),
             )
 
     def _divergence(self) -> Tensor:
@@ -264,34 +274,6 @@ def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draw
         z = part.draw(noise.to(model.device))[0]
         multipliers.append(Multiplier(z.mean(dim=1), z.square().mean(dim=1)))
     return weight_divergence(model.factors, model.prior, model.layout, multipliers or None)
-
-
-# Beta(1, 1) on the inclusion probability and an inverse gamma on the slab's variance, both weak.
-HYPER_BETA = (1.0, 1.0)
-HYPER_INVERSE_GAMMA = (1.0, 1.0)
-
-
-def learnt_prior(model: LatentModel) -> SpikeAndSlab:
-    """The prior that maximises the bound and its hyper-prior's density: each layer's inclusion and slab variance.
-
-    Hubin and Storvik (2019), section 3.3 (empirical Bayes), in closed form: with alpha of n weights, the inclusion is
-    (sum alpha + p - 1) / (n + p + q - 2) for Beta(p, q); the variance (b + sum alpha (sigma^2 + mu^2) / 2) / (a + 1 + sum alpha / 2)
-    for an inverse gamma(a, b).
-    """
-    (p, q), (a, b) = HYPER_BETA, HYPER_INVERSE_GAMMA
-    factors, prior = model.factors, model.prior
-    inclusion, variance = [], []
-    views = (model.layout.weights(part) for part in (factors.inclusion, factors.mean, factors.sd))
-    for index, (alpha, mean, sd) in enumerate(zip(*views, strict=True)):
-        offset = mean - prior.slab_mean[:, index, None, None].to(mean)
-        total = alpha.flatten(1).sum(dim=1, dtype=torch.float64)
-        spread = (alpha * (sd.square() + offset.square())).flatten(1).sum(dim=1, dtype=torch.float64)
-        count = alpha[0].numel()
-        inclusion.append((total + p - 1) / (count + p + q - 2))
-        variance.append((b + spread / 2) / (a + 1 + total / 2))
-    stacked = torch.stack(inclusion, dim=1).clamp(1e-6, 1 - 1e-6)
-    means = prior.slab_mean.expand_as(stacked).clone()
-    return SpikeAndSlab(stacked, means, torch.stack(variance, dim=1).sqrt(), bias_sd=prior.bias_sd)
 
 
 class _Steps:

@@ -44,13 +44,14 @@ class Settings(NamedTuple):
 
     Args:
         estimator: lrt, mnf or concrete. variance: exact or published, of lrt and mnf.
-        temperature: of the relaxed inclusions (concrete).
+        temperature: of the relaxed inclusions (concrete). Low ones are nearer to zeros and ones, but their gradient is zero in
+            nearly all draws: at 0.001, the thesis's, in all but about one of a thousand.
         multiplier_draws: z drawn a step, each for as many examples (mnf).
     """
 
     estimator: str = "lrt"
     variance: str = "exact"
-    temperature: float = 0.001
+    temperature: float = 0.5
     multiplier_draws: int = 10
 
 

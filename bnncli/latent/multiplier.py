@@ -7,6 +7,10 @@ log q(z) - log r(z | w), r the auxiliary model of equations (4.8), (4.12) and (4
 The coupling layers are those of equation (3.6) with its error mended: the shift is added to the coordinates that move and to
 no others, so that log |det| = sum over them of log sigma, and the layer is invertible. Masks are drawn once and alternate, so that
 q(z) is one density and not a mixture over masks.
+
+Shifts are bounded, 10 tanh(mu / 10). A coordinate that moves goes to a point between itself and its shift, so that no z is
+ever beyond the largest of z_0 and 10, whatever the networks have become; with log variances of r that are clipped to +-10, nothing
+overflows. Unbounded, z and the shifts of the inverse flow drive each other up by orders of magnitude at learning rates of 0.01.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from bnncli.latent.factors import Moments
 
 _LOG_TURN = math.log(2 * math.pi)
 _SLOPE = 0.1
+_LARGEST_SHIFT = 10.0
+_LARGEST_LOG_VAR = 10.0
 _GATE_START = 2.0  # a new layer keeps nine tenths of what it gets
 
 
@@ -61,7 +67,7 @@ class Coupling(NamedTuple):
             inputs = hidden if index == 0 else leaky_relu(hidden, _SLOPE)
             hidden = torch.baddbmm(bias.unsqueeze(1), inputs, weight.transpose(1, 2))
         shift, gate = hidden.chunk(2, dim=2)
-        return shift, gate + _GATE_START
+        return _LARGEST_SHIFT * torch.tanh(shift / _LARGEST_SHIFT), gate + _GATE_START
 
 
 class MultiplierModel(NamedTuple):
@@ -113,7 +119,8 @@ class MultiplierModel(NamedTuple):
             variance = variance + scaled.square() @ weight.switching.transpose(1, 2)
         # (d (x) tanh(b)) averaged over the outputs is d times the mean of tanh(b).
         level = torch.tanh(torch.addcmul(mean, (variance + 1e-20).sqrt(), noise)).mean(dim=2, keepdim=True)
-        location, log_var = self.location.unsqueeze(1) * level, self.log_scale.unsqueeze(1) * level
+        location = self.location.unsqueeze(1) * level
+        log_var = (self.log_scale.unsqueeze(1) * level).clamp(-_LARGEST_LOG_VAR, _LARGEST_LOG_VAR)
         total = z.new_zeros(z.shape[:2])
         for layer in self.inverse_flow:
             z, log_det = layer(z)

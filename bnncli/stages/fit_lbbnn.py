@@ -118,8 +118,10 @@ def _plan(options: FitLbbnnOptions, num_examples: int) -> Plan:
         learning_rate=options.learning_rate or HEAD_RATE,
         schedule=options.schedule or "constant",
         inclusion_rate=options.inclusion_rate,
+        flow_rate=options.flow_rate,
         early_epochs=options.early_epochs or 0,
         hyper_prior=options.estimator == "concrete",
+        prior_weight=Plan.prior_weight if options.prior_weight is None else options.prior_weight,
         settings=Settings(
             options.estimator,
             options.variance or "exact",
