@@ -20,3 +20,11 @@ def stream_seed(seed: int, name: str) -> int:
 def stream(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
     """A generator for the stream `name`; on the CPU unless told, so that draws agree between devices."""
     return torch.Generator(device=device).manual_seed(stream_seed(seed, name))
+
+
+def on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """A generator where the draws are needed: on a GPU one seeded from the given one, since draws must not travel."""
+    if device.type != "cuda" or generator.device.type == "cuda":
+        return generator
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    return torch.Generator(device).manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from dataclasses import replace
@@ -14,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_steps import Batch, Settings, differentiate, draw_logits, leaves, log_likelihood
+from bnncli.inference.latent_steps import (
+    Batch,
+    Settings,
+    differentiate,
+    draw_logits,
+    leaves,
+    log_likelihood,
+    workspace_of,
+)
 from bnncli.latent.activations import draw_activations
 from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, weight_divergence
 from bnncli.latent.factors import Factors, Moments, initial_factors, layer_moments, moments
@@ -352,6 +361,41 @@ def test_a_step_has_the_gradient_of_the_whole_bound(has_multipliers: bool, varia
     for (name, one), (_, two) in zip(model.tensors(), other.tensors(), strict=True):
         if not name.endswith("mask"):
             torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+def test_a_step_in_memory_of_the_step_before_has_the_same_gradient(estimator: str) -> None:
+    model = model_of(SMALL, has_multipliers=estimator == "mnf", needs_grad=True)
+    space, gradients = workspace_of(model), []
+    for seed in (1, 2, 1):
+        differentiate(model, batch_of(SMALL), Settings(estimator, temperature=0.5), generator(seed), space)
+        gradients.append([t.grad.clone() for name, t in model.tensors() if t.grad is not None])
+    assert all(torch.equal(first, last) for first, last in zip(gradients[0], gradients[2], strict=True))
+    assert not any(torch.equal(first, other) for first, other in zip(gradients[0], gradients[1], strict=True))
+
+
+@pytest.mark.parametrize("variance", ["exact", "published"])
+@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+def test_a_step_never_waits_for_the_device(estimator: str, variance: str) -> None:
+    # A meta tensor has no values: whatever asks for one, as a wait for a GPU does, raises.
+    model = model_of(SMALL, has_multipliers=estimator == "mnf")
+    factors = model.factors.to("meta")
+    parts = [{n: p.to("meta") for n, p in one.tensors()} for one in model.multipliers]
+    prior = copy.copy(model.prior)
+    for name, part in model.prior.tensors().items():
+        object.__setattr__(prior, name, part.to("meta"))
+    moved = LatentModel(SMALL, factors, prior, tuple(map(MultiplierModel.from_tensors, parts)))
+    learnt = [factors.bias_mean, factors.bias_rho, *moved.multiplier_parameters()]
+    for tensor in learnt:
+        tensor.requires_grad_()
+    batch = Batch(*(part.to("meta") for part in batch_of(SMALL)[:2]), 0.2)
+    space = workspace_of(moved)
+    for _ in range(2):
+        step = differentiate(moved, batch, Settings(estimator, variance), generator(1), space)
+    assert {step.log_likelihood.device.type, step.flow.device.type} == {"meta"}
+    for tensor in (factors.mean, factors.rho, factors.logit, *learnt):
+        assert tensor.grad is not None
+        assert tensor.grad.shape == tensor.shape
 
 
 def test_a_step_with_relaxed_inclusions_has_the_gradient_of_its_bound() -> None:

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import Interrupted, NumericError
-from bnncli.inference.latent_steps import Batch, Settings, differentiate
+from bnncli.inference.latent_graph import GraphSteps
+from bnncli.inference.latent_steps import Batch, Settings, Step, differentiate, workspace_of
 from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
 from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.progress import SILENT, Progress, Task
+from bnncli.seeds import on_device
 
 State = Mapping[str, Tensor]
 Save = Callable[[State, bool], None]
 
 SCHEDULES = ("constant", "cosine")
-_WARM_UP_STEPS = 3  # that torch wants to see before a capture; they are ordinary steps
 _PARTS = ("log_likelihood", "weight_divergence", "bias_divergence", "flow_divergence", "density")
 
 
@@ -108,7 +109,7 @@ def fit_latent(
         model: where to start.
         features: (N, D) float32, on the model's device or the CPU. labels: (N,) int64.
         plan: how.
-        generator: of shuffles and noise, on the device.
+        generator: of shuffles and noise; on a GPU one on the CPU seeds another there.
         state: of an interrupted fit; the result is that of an uninterrupted one, bit for bit.
         save: called with the state after each epoch, and with True when the fit is interrupted.
         progress: advanced once a step.
@@ -116,7 +117,7 @@ def fit_latent(
     Raises:
         NumericError: when the bound of an epoch is not finite.
     """
-    fit = _Fit(model, features, labels, plan, generator)
+    fit = _Fit(model, features, labels, plan, on_device(generator, model.device))
     if state is not None:
         fit.load(state)
     task = progress.task("fit-lbbnn", plan.epochs * fit.num_batches)
@@ -132,6 +133,8 @@ def fit_latent(
         if save is not None:
             save(kept, True)
         raise
+    for parameter in fit.parameters:
+        parameter.grad = None
     return fit.model, fit.history
 
 
@@ -153,6 +156,7 @@ class _Fit:
             tensor.requires_grad_()
         self.parameters = [factors.logit, *others, *flows]
         self.rates = [torch.tensor(plan.learning_rate, device=model.device) for _ in range(3)]
+        self.rates_now: tuple[float, ...] = (plan.learning_rate,) * 3
         groups: list[dict[str, Any]] = [
             {"params": self.parameters[:1], "lr": self.rates[0]},
             {"params": others, "lr": self.rates[1]},
@@ -162,7 +166,8 @@ class _Fit:
         is_cuda = model.device.type == "cuda"
         self.optimizer = torch.optim.Adam(groups, fused=True, capturable=is_cuda)
         self.history = History()
-        self.steps = _Steps(self) if is_cuda else None
+        self.workspace = workspace_of(model)
+        self.steps = GraphSteps(self, plan.batch_size) if is_cuda else None
 
     def run_epoch(self, task: Task) -> None:
         """One pass over the data."""
@@ -177,15 +182,16 @@ class _Fit:
             self._set_rates(done * self.num_batches + index)
             rows = slice(index * plan.batch_size, min((index + 1) * plan.batch_size, self.num_examples))
             batch = self._batch(rows, order)
-            step = self._step(batch) if self.steps is None else self.steps(batch)
+            step = self.step(batch) if self.steps is None else self.steps(batch)
             fit += step.log_likelihood
             if step.flow.shape[1]:
                 flow += step.flow * batch.share
             task.advance()
         self._close_epoch(fit, flow)
 
-    def _step(self, batch: Batch) -> Any:
-        step = differentiate(self.model, batch, self.plan.settings, self.generator)
+    def step(self, batch: Batch) -> Step:
+        """Gradients, and Adam's update."""
+        step = differentiate(self.model, batch, self.plan.settings, self.generator, self.workspace)
         self.optimizer.step()
         return step
 
@@ -205,9 +211,11 @@ class _Fit:
         factor = 1.0
         if plan.schedule == "cosine":
             factor = 0.5 * (1 + math.cos(math.pi * step / (plan.epochs * self.num_batches)))
-        rates = first, plan.learning_rate, plan.flow_rate or plan.learning_rate
-        for tensor, rate in zip(self.rates, rates, strict=True):
-            tensor.fill_(rate * factor)
+        rates = tuple(rate * factor for rate in (first, plan.learning_rate, plan.flow_rate or plan.learning_rate))
+        if rates != self.rates_now:
+            self.rates_now = rates
+            for tensor, rate in zip(self.rates, rates, strict=True):
+                tensor.fill_(rate)
 
     @torch.no_grad()
     def _close_epoch(self, fit: Tensor, flow: Tensor) -> None:
@@ -274,52 +282,3 @@ def averaged_divergence(model: LatentModel, generator: torch.Generator, num_draw
         z = part.draw(noise.to(model.device))[0]
         multipliers.append(Multiplier(z.mean(dim=1), z.square().mean(dim=1)))
     return weight_divergence(model.factors, model.prior, model.layout, multipliers or None)
-
-
-class _Steps:
-    """Steps on a GPU: batches of full size replay one graph, once it has been captured."""
-
-    def __init__(self, fit: _Fit) -> None:
-        self.fit = fit
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.prior: SpikeAndSlab | None = None
-        self.warm = 0
-        self.can_capture = True
-
-    def __call__(self, batch: Batch) -> Any:
-        """The step on a batch: what it saw is overwritten by the next."""
-        fit = self.fit
-        if not self.can_capture or len(batch.features) != fit.plan.batch_size:
-            return fit._step(batch)
-        if self.prior is not fit.model.prior:
-            self.graph, self.warm, self.prior = None, 0, fit.model.prior
-        if self.graph is None and self.warm < _WARM_UP_STEPS:
-            self.warm += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                step = fit._step(batch)
-            torch.cuda.current_stream().wait_stream(side)
-            return step
-        if self.graph is None and not self._capture(batch):
-            return fit._step(batch)
-        assert self.graph is not None
-        self.batch.features.copy_(batch.features)
-        self.batch.labels.copy_(batch.labels)
-        self.graph.replay()
-        return self.step
-
-    def _capture(self, batch: Batch) -> bool:
-        """Make the graph; False, and no more tries, where some kernel cannot be captured."""
-        self.batch = Batch(batch.features.clone(), batch.labels.clone(), batch.share)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.fit.generator)
-        try:
-            with torch.cuda.graph(graph):
-                self.step = self.fit._step(self.batch)
-        except RuntimeError:
-            torch.cuda.synchronize()
-            self.can_capture = False
-            return False
-        self.graph = graph
-        return True

@@ -6,6 +6,7 @@ down to the moments of the weights (or to drawn weights), the rest of the way is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch.nn.functional import cross_entropy, softplus
 
 from bnncli.latent.activations import draw_activations
 from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, multiplier_pull
-from bnncli.latent.factors import Moments, layer_moments, moments
-from bnncli.latent.layout import apply_layers
+from bnncli.latent.factors import Moments, Workspace, layer_moments, moments
 from bnncli.latent.model import LatentModel
+from bnncli.latent.products import product
 
 
 class Batch(NamedTuple):
@@ -66,11 +67,27 @@ def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     return -losses.view(num_repeats, -1).sum(dim=1)
 
 
-def differentiate(model: LatentModel, batch: Batch, settings: Settings, generator: torch.Generator) -> Step:
-    """Set the gradient of minus the bound's share on everything that the model learns."""
+def differentiate(
+    model: LatentModel,
+    batch: Batch,
+    settings: Settings,
+    generator: torch.Generator,
+    workspace: Workspace | None = None,
+) -> Step:
+    """Set the gradient of minus the bound's share on everything that the model learns.
+
+    Args:
+        workspace: `workspace_of` this model; with one the gradients of the weights' factors lie in it.
+    """
+    space = workspace or workspace_of(model)
     if settings.estimator == "concrete":
-        return _differentiate_weights(model, batch, settings, generator)
-    return _differentiate_moments(model, batch, settings, generator)
+        return _differentiate_weights(model, batch, settings, generator, space)
+    return _differentiate_moments(model, batch, settings, generator, space)
+
+
+def workspace_of(model: LatentModel) -> Workspace:
+    """What the steps on a model write to."""
+    return Workspace.of(model.factors, model.layout, has_switching=bool(model.multipliers))
 
 
 class _Forward(NamedTuple):
@@ -89,7 +106,12 @@ def draw_logits(
 
 
 def _forward(
-    model: LatentModel, features: Tensor, weight: Moments, generator: torch.Generator, num_draws: int
+    model: LatentModel,
+    features: Tensor,
+    weight: Moments,
+    generator: torch.Generator,
+    num_draws: int,
+    gradient: Moments | None = None,
 ) -> _Forward:
     layout, factors, num_examples = model.layout, model.factors, len(features)
 
@@ -97,6 +119,7 @@ def _forward(
         return torch.randn(model.num_repeats, *shape, generator=generator, device=generator.device).to(features)
 
     layers = layer_moments(weight, layout)
+    to_layers = [None] * layout.num_layers if gradient is None else layer_moments(gradient, layout)
     biases = zip(layout.biases(factors.bias_mean), layout.biases(factors.bias_sd), strict=True)
     hidden = features.expand(model.num_repeats, -1, -1)
     draws, flows = [], []
@@ -107,31 +130,32 @@ def _forward(
             multiplier = model.multipliers[index]
             count = min(num_draws, num_examples)
             drawn, log_density = multiplier.draw(normal(count, inputs))
-            flows.append(log_density - multiplier.log_auxiliary(drawn, own, normal(count, outputs)))
+            flows.append(log_density - multiplier.log_auxiliary(drawn, own, normal(count, outputs), to_layers[index]))
             draws.append(drawn)
-            z = drawn if count == num_examples else drawn[:, torch.arange(num_examples, device=features.device) % count]
+            # Example i has draw i modulo their number. Indexing would be the same; its gradient is slow, and on a GPU a sort.
+            z = drawn if count == num_examples else drawn.repeat(1, -(-num_examples // count), 1)[:, :num_examples]
         hidden = draw_activations(
-            hidden if index == 0 else hidden.relu(), own, bias_mean, bias_sd, normal(num_examples, outputs), z
-        )
+            hidden if index == 0 else hidden.relu(),
+            own, bias_mean, bias_sd, normal(num_examples, outputs), z, gradient=to_layers[index],
+        )  # fmt: skip
     return _Forward(hidden, draws, flows)
 
 
-def leaves(model: LatentModel, variance: str) -> Moments:
+def leaves(model: LatentModel, variance: str, workspace: Workspace | None = None) -> Moments:
     """The moments of the weights, apart from the graph; without multipliers both variances as one."""
-    found = moments(model.factors, model.layout, variance=variance)
-    if found.switching is None or model.multipliers:
-        return found
-    return Moments(found.mean, found.noise.add_(found.switching), None)
+    return moments(model.factors, model.layout, variance=variance, is_merged=not model.multipliers, workspace=workspace)
 
 
-def _differentiate_moments(model: LatentModel, batch: Batch, settings: Settings, generator: torch.Generator) -> Step:
+def _differentiate_moments(
+    model: LatentModel, batch: Batch, settings: Settings, generator: torch.Generator, space: Workspace
+) -> Step:
     factors = model.factors
-    found = leaves(model, settings.variance)
-    for part in found:
+    weight = leaves(model, settings.variance, space)
+    own = space.gradient if weight.switching is not None else space.gradient._replace(switching=None)
+    for part in own:
         if part is not None:
-            part.requires_grad_()
-    weight = found
-    forward = _forward(model, batch.features, weight, generator, settings.multiplier_draws)
+            part.zero_()
+    forward = _forward(model, batch.features, weight, generator, settings.multiplier_draws, own)
     fit = log_likelihood(forward.logits, batch.labels)
     divergence = bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, model.layout).sum()
     multipliers = None
@@ -142,54 +166,94 @@ def _differentiate_moments(model: LatentModel, batch: Batch, settings: Settings,
             # The weights' divergence as far as z goes: linear in its two moments.
             divergence = divergence + (z.mean(dim=1) * first + z.square().mean(dim=1) * second).sum()
         multipliers = [Multiplier(z.detach().mean(dim=1), z.detach().square().mean(dim=1)) for z in forward.draws]
-    leaf = [part for part in weight if part is not None]
     rest = [factors.bias_mean, factors.bias_rho, *model.multiplier_parameters()]
-    loss = divergence * batch.share - fit.sum()
-    gradients = torch.autograd.grad(loss, [*leaf, *rest])
-    own = Moments(*gradients[: len(leaf)], *[None] * (3 - len(leaf)))
+    gradients = torch.autograd.grad(divergence * batch.share - fit.sum(), rest, allow_unused=True)
     if weight.switching is None and settings.variance == "exact":
         own = own._replace(switching=own.noise)  # one sum of two variances: the same derivative
     factors.mean.grad, factors.rho.grad, factors.logit.grad = factor_gradients(
         factors, own, model.prior, model.layout,
-        scale=batch.share, variance=settings.variance, multipliers=multipliers,
+        scale=batch.share, variance=settings.variance, multipliers=multipliers, workspace=space,
     )  # fmt: skip
-    for tensor, gradient in zip(rest, gradients[len(leaf) :], strict=True):
-        tensor.grad = gradient
+    for tensor, gradient in zip(rest, gradients, strict=True):
+        if gradient is not None:  # else it has been written already, by small_network
+            tensor.grad = gradient
     flows = [flow.detach().mean(dim=1) for flow in forward.flows]
     return Step(fit.detach(), torch.stack(flows, dim=1) if flows else fit.new_zeros(model.num_repeats, 0))
 
 
-def _differentiate_weights(model: LatentModel, batch: Batch, settings: Settings, generator: torch.Generator) -> Step:
+def _differentiate_weights(
+    model: LatentModel, batch: Batch, settings: Settings, generator: torch.Generator, space: Workspace
+) -> Step:
     """Weights drawn with relaxed inclusions, the same for all examples; Maddison et al. (2017), arXiv 1611.00712."""
     factors, layout = model.factors, model.layout
-
-    def normal(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, device=generator.device).to(like)
-
-    with torch.no_grad():
-        uniform = torch.rand(factors.mean.shape, generator=generator, device=generator.device).to(factors.mean)
-        logistic = torch.logit(uniform.clamp_(min=1e-7, max=1 - 1e-7))
-        relaxed = torch.sigmoid((factors.logit - logistic) / settings.temperature)
-        noise, sd = normal(factors.mean), factors.sd
-        slab = torch.addcmul(factors.mean, sd, noise)
-        weight = relaxed * slab
-    weight.requires_grad_()
-    bias = torch.addcmul(factors.bias_mean, factors.bias_sd, normal(factors.bias_mean))
-    logits = apply_layers(batch.features, list(zip(layout.weights(weight), layout.biases(bias), strict=True)))
-    fit = log_likelihood(logits, batch.labels)
+    draw = _draw_relaxed(model, settings.temperature, generator, space)
+    bias = torch.addcmul(factors.bias_mean, factors.bias_sd, _normal_like(factors.bias_mean, generator))
+    d_weight = space.gradient.mean.zero_()
+    hidden = batch.features.expand(model.num_repeats, -1, -1)
+    parts = (layout.weights(draw.weight), layout.weights(d_weight), layout.biases(bias))
+    for index, (weight, to_weight, own) in enumerate(zip(*parts, strict=True)):
+        hidden = product(hidden.relu() if index else hidden, weight, own.unsqueeze(1), to_weight)
+    fit = log_likelihood(hidden, batch.labels)
     divergence = bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, layout).sum()
-    loss = divergence * batch.share - fit.sum()
-    d_weight, factors.bias_mean.grad, factors.bias_rho.grad = torch.autograd.grad(
-        loss, [weight, factors.bias_mean, factors.bias_rho]
+    factors.bias_mean.grad, factors.bias_rho.grad = torch.autograd.grad(
+        divergence * batch.share - fit.sum(), [factors.bias_mean, factors.bias_rho]
     )
-    with torch.no_grad():
-        nothing = torch.zeros_like(d_weight)
-        d_mean, d_rho, d_logit = factor_gradients(
-            factors, Moments(nothing, nothing, None), model.prior, layout, scale=batch.share
-        )
-        through = d_weight * relaxed
-        factors.mean.grad = d_mean.add_(through)
-        factors.rho.grad = d_rho.add_(through * noise * torch.sigmoid(factors.rho))
-        slope = relaxed * (1 - relaxed) / settings.temperature
-        factors.logit.grad = d_logit.add_(d_weight * slab * slope)
+    factors.mean.grad, factors.rho.grad, factors.logit.grad = factor_gradients(
+        factors, None, model.prior, layout, scale=batch.share, workspace=space
+    )
+    _relaxed_gradient(model, draw, d_weight, settings.temperature, space)
     return Step(fit.detach(), fit.new_zeros(model.num_repeats, 0))
+
+
+class _Relaxed(NamedTuple):
+    """Weights drawn as relaxed inclusion times slab, slab = mean + sd noise; (R, W) each."""
+
+    weight: Tensor
+    relaxed: Tensor
+    noise: Tensor
+
+
+@torch.no_grad()
+def _draw_relaxed(model: LatentModel, temperature: float, generator: torch.Generator, space: Workspace) -> _Relaxed:
+    factors, layout = model.factors, model.layout
+    weight, relaxed, noise = space.moments.mean, space.moments.noise, space.gradient.noise
+    _fill(torch.rand, relaxed, generator)
+    _fill(torch.randn, noise, generator)
+    moments_of = (factors.mean, factors.rho, factors.logit, space.inclusion, space.exclusion, space.sd)
+    for _, (mean, rho, logit, alpha, beta, sd, own, z, e) in layout.blocks(*moments_of, weight, relaxed, noise):
+        torch.sigmoid(logit, out=alpha)
+        torch.neg(logit, out=beta).sigmoid_()
+        sd.copy_(softplus(rho))
+        logistic = torch.logit(z.clamp_(min=1e-7, max=1 - 1e-7), out=space.blocks_like(mean)[0])
+        torch.sub(logit, logistic, out=z).div_(temperature).sigmoid_()
+        torch.addcmul(mean, sd, e, out=own).mul_(z)
+    return _Relaxed(weight, relaxed, noise)
+
+
+@torch.no_grad()
+def _relaxed_gradient(
+    model: LatentModel, draw: _Relaxed, d_weight: Tensor, temperature: float, space: Workspace
+) -> None:
+    """Adds what comes through the drawn weights to the factors' gradients."""
+    factors = model.factors
+    flats = (factors.rho, *draw, d_weight, space.to_mean, space.to_rho, space.to_logit)
+    for _, (rho, weight, z, noise, d_own, to_mean, to_rho, to_logit) in model.layout.blocks(*flats):
+        one, other = space.blocks_like(rho)[:2]
+        torch.mul(d_own, z, out=one)
+        to_mean.add_(one)
+        to_rho.addcmul_(one.mul_(noise), torch.sigmoid(rho, out=other))
+        # slab z (1 - z) / temperature, where slab z is the weight
+        torch.sub(1, z, out=one).mul_(weight)
+        to_logit.addcmul_(one, d_own, value=1 / temperature)
+
+
+def _fill(draw: Callable[..., Tensor], to: Tensor, generator: torch.Generator) -> None:
+    """Draws into memory that is there, float32 whatever the precision: the numbers do not depend on it."""
+    if to.dtype == torch.float32 and to.device.type == generator.device.type:
+        draw(to.shape, generator=generator, out=to)
+    else:
+        to.copy_(draw(to.shape, generator=generator, device=generator.device))
+
+
+def _normal_like(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, device=generator.device).to(like)

@@ -21,6 +21,7 @@ from bnncli.inference.training import Plan, Save, State, train
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
+from bnncli.seeds import on_device
 from bnncli.targets.last_layer import LastLayerTarget
 
 # Multiplications a step, below which one thread was as fast as two, and far faster beside other programs.
@@ -106,7 +107,7 @@ def fit_flow(
             Objective.of(target, base, space),
             layers,
             plan,
-            generator=_device_generator(generator, target.device),
+            generator=on_device(generator, target.device),
             state=state,
             save=save,
             progress=progress,
@@ -118,11 +119,3 @@ def fit_flow(
         time.perf_counter() - started,
         history.is_early,
     )
-
-
-def _device_generator(generator: torch.Generator, device: torch.device) -> torch.Generator:
-    """A generator where the draws are needed: on a GPU one seeded from the given one, since draws must not travel."""
-    if device.type != "cuda" or generator.device.type == "cuda":
-        return generator
-    seed = int(torch.randint(2**62, (1,), generator=generator))
-    return torch.Generator(device).manual_seed(seed)

@@ -11,12 +11,20 @@ import torch
 from torch import Tensor
 
 from bnncli.latent.factors import Moments
+from bnncli.latent.products import product
 
 _LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where nothing varies
 
 
 def draw_activations(
-    inputs: Tensor, weight: Moments, bias_mean: Tensor, bias_sd: Tensor, noise: Tensor, multiplier: Tensor | None = None
+    inputs: Tensor,
+    weight: Moments,
+    bias_mean: Tensor,
+    bias_sd: Tensor,
+    noise: Tensor,
+    multiplier: Tensor | None = None,
+    *,
+    gradient: Moments | None = None,
 ) -> Tensor:
     """Gaussian draws (R, n, out) of x w^T + b with their exact mean and variance.
 
@@ -26,16 +34,15 @@ def draw_activations(
         bias_mean, bias_sd: (R, out).
         noise: standard normal, (R, n, out).
         multiplier: z of each input, (R, n, in) or (R, 1, in).
+        gradient: as in `product`, of each moment.
     """
+    to_mean, to_noise, to_switching = gradient or (None, None, None)
     scaled = inputs if multiplier is None else inputs * multiplier
-    mean = torch.baddbmm(bias_mean.unsqueeze(1), scaled, weight.mean.transpose(1, 2))
-    floor = bias_sd.square().unsqueeze(1) + _LEAST_VARIANCE
+    mean = product(scaled, weight.mean, bias_mean.unsqueeze(1), to_mean)
+    variance = bias_sd.square().unsqueeze(1) + _LEAST_VARIANCE
     squared = inputs.square()
-    if weight.switching is None:
-        variance = torch.baddbmm(floor, squared, weight.noise.transpose(1, 2))
-    elif multiplier is None:
-        variance = torch.baddbmm(floor, squared, (weight.noise + weight.switching).transpose(1, 2))
-    else:
-        variance = torch.baddbmm(floor, squared, weight.noise.transpose(1, 2))
-        variance = torch.baddbmm(variance, scaled.square(), weight.switching.transpose(1, 2))
+    variance = product(squared, weight.noise, variance, to_noise)
+    if weight.switching is not None:
+        other = squared if multiplier is None else scaled.square()
+        variance = product(other, weight.switching, variance, to_switching)
     return torch.addcmul(mean, variance.sqrt(), noise)

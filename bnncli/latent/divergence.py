@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from bnncli.latent.factors import LEAST_SD, Factors, Moments, log_sd
+from bnncli.latent.factors import LEAST_SD, Factors, Moments, Workspace, log_sd, moments
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.prior import SpikeAndSlab
 
@@ -60,50 +60,90 @@ def bias_divergence(mean: Tensor, rho: Tensor, prior: SpikeAndSlab, layout: Netw
 @torch.no_grad()
 def factor_gradients(
     factors: Factors,
-    gradient: Moments,
+    gradient: Moments | None,
     prior: SpikeAndSlab,
     layout: NetworkLayout,
     *,
     scale: float | Tensor,
     variance: str = "exact",
     multipliers: Multipliers | None = None,
+    workspace: Workspace | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a loss plus `scale` times the weights' KL with respect to mean, rho and logit, each (R, W).
 
     Args:
-        gradient: of the loss with respect to the moments of the weights, (R, W) each.
+        gradient: of the loss with respect to the moments of the weights, (R, W) each; None for the divergence alone.
         scale: of the divergence, such as 1 / batches.
         variance: as in `moments`, which made them.
         multipliers: as in weight_divergence.
+        workspace: that `moments` has just filled for these factors; the result lies in it.
     """
-    result = tuple(torch.empty_like(factors.mean) for _ in range(3))
-    flats = [factors.mean, factors.rho, factors.logit, gradient.mean, gradient.noise, *result]
-    if gradient.switching is not None:
-        flats.append(gradient.switching)
+    space = workspace
+    if space is None:
+        space = Workspace.of(factors, layout)
+        moments(factors, layout, variance=variance, workspace=space)
+    result = space.to_mean, space.to_rho, space.to_logit
+    given = [part for part in gradient or () if part is not None]
+    flats = [factors.mean, factors.rho, factors.logit, space.inclusion, space.exclusion, space.sd, *result]
     own = [_layer(prior, index, factors.mean) for index in range(layout.num_layers)]
-    for index, (mean, rho, logit, d_mean, d_noise, to_mean, to_rho, to_logit, *rest) in layout.blocks(*flats):
+    for index, blocks in layout.blocks(*flats, *given):
+        _, _, _, alpha, beta, *_ = blocks
         multiplier = None if multipliers is None else multipliers[index]
-        alpha, beta, sd = torch.sigmoid(logit), torch.sigmoid(-logit), softplus(rho)
-        # With respect to the inclusion probability, then its log odds.
-        d_alpha = _slab_divergence(mean, sd, own[index], multiplier).add_(logit).sub_(own[index].log_odds).mul_(scale)
-        d_alpha.addcmul_(mean, d_mean)
-        if variance == "published":
-            d_alpha.addcmul_((sd * sd).mul_(alpha), d_noise, value=2)
-            d_sd = (alpha * d_noise).mul_(2)
-        else:
-            d_alpha.addcmul_(sd * sd, d_noise)
-            d_sd = 2 * d_noise
-        inner = _pull(mean, own[index], multiplier).mul_(scale).add_(d_mean)
-        if rest:
-            product = mean * rest[0]
-            inner.addcmul_(beta, product, value=2)
-            d_alpha.addcmul_((beta - alpha).mul_(mean), product)
-        torch.mul(d_alpha.mul_(alpha), beta, out=to_logit)
-        torch.mul(inner, alpha, out=to_mean)
+        to_mean, to_rho, to_logit = blocks[6:9]
+        d_alpha, scratch = to_logit, space.blocks_like(alpha)
+        _divergence_gradient(blocks[:9], own[index], multiplier, scale, scratch)
+        if given:
+            _moment_gradient(blocks, variance, scratch)
+        d_alpha.mul_(alpha).mul_(beta)
+        to_mean.mul_(alpha)
         # With respect to rho: the derivative of sd is sigmoid(rho).
-        d_sd.add_(own[index].precision * scale).mul_(sd).sub_(sd.clamp_(min=LEAST_SD).reciprocal_().mul_(scale))
-        torch.mul(d_sd.mul_(torch.sigmoid(rho)), alpha, out=to_rho)
-    return result  # type: ignore[return-value]
+        to_rho.mul_(torch.sigmoid(blocks[1], out=scratch[0])).mul_(alpha)
+    return result
+
+
+def _divergence_gradient(
+    blocks: Sequence[Tensor],
+    prior: _LayerPrior,
+    multiplier: Multiplier | None,
+    scale: float | Tensor,
+    scratch: Sequence[Tensor],
+) -> None:
+    """Sets the derivatives of a block's divergence by alpha mean, sd (both over alpha) and alpha."""
+    mean, _, logit, _, _, sd, to_mean, to_sd, to_alpha = blocks
+    distance, log = scratch[:2]
+    precision = prior.precision * scale
+    if multiplier is None:
+        torch.sub(mean, prior.mean, out=to_mean)
+        torch.mul(to_mean, to_mean, out=distance)
+    else:
+        first, second = multiplier.first.unsqueeze(1), multiplier.second.unsqueeze(1)
+        pull = prior.mean * first
+        torch.mul(mean, second, out=to_mean).sub_(pull)
+        torch.sub(to_mean, pull, out=distance).mul_(mean).add_(prior.mean.square())
+    to_mean.mul_(precision)
+    distance.addcmul_(sd, sd).mul_(precision / 2)
+    torch.clamp(sd, min=LEAST_SD, out=log)
+    torch.reciprocal(log, out=to_sd).mul_(-scale).addcmul_(sd, precision)
+    torch.sub(logit, log.log_(), out=to_alpha).add_(prior.log_sd - 0.5 - prior.log_odds)
+    to_alpha.mul_(scale).add_(distance)
+
+
+def _moment_gradient(blocks: Sequence[Tensor], variance: str, scratch: Sequence[Tensor]) -> None:
+    """Adds what comes through the moments of the weights."""
+    mean, _, _, alpha, beta, sd, to_mean, to_sd, to_alpha, d_mean, d_noise, *switching = blocks
+    one, other = scratch[:2]
+    to_mean.add_(d_mean)
+    to_alpha.addcmul_(mean, d_mean)
+    torch.mul(sd, d_noise, out=one)
+    if variance == "published":
+        one.mul_(alpha)
+    to_sd.add_(one, alpha=2)
+    to_alpha.addcmul_(sd, one, value=2 if variance == "published" else 1)
+    if switching:
+        torch.mul(mean, switching[0], out=one)
+        to_mean.addcmul_(beta, one, value=2)
+        torch.sub(beta, alpha, out=other).mul_(mean)
+        to_alpha.addcmul_(other, one)
 
 
 @torch.no_grad()
@@ -147,11 +187,3 @@ def _slab_divergence(mean: Tensor, sd: Tensor, prior: _LayerPrior, multiplier: M
         distance = (mean * second).sub_(2 * prior.mean * first).mul_(mean).add_(prior.mean.square())
     distance.addcmul_(sd, sd).mul_(prior.precision / 2)
     return distance.sub_(log_sd(sd)).add_(prior.log_sd - 0.5)
-
-
-def _pull(mean: Tensor, prior: _LayerPrior, multiplier: Multiplier | None) -> Tensor:
-    """Derivative of the slabs' KL by the mean, (R, out, in)."""
-    if multiplier is None:
-        return (mean - prior.mean).mul_(prior.precision)
-    first, second = multiplier.first.unsqueeze(1), multiplier.second.unsqueeze(1)
-    return (mean * second).sub_(prior.mean * first).mul_(prior.precision)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bnncli.layout import HeadLayout
 
-_BLOCK = 2**16  # weights of a block
+_BLOCK = 2**18  # weights of a block
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,20 @@ class NetworkLayout:
     def blocks(self, *flats: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """Index of a layer and the same rows (R, rows, in) of its weight in each of (R, W): blocks that stay in a CPU's cache."""
         layers = [self.weights(flat) for flat in flats]
-        num_repeats, device = flats[0].shape[0], flats[0].device.type
-        for index, (outputs, inputs) in enumerate(self.shapes):
-            rows = outputs if device != "cpu" else max(1, _BLOCK // (inputs * num_repeats))
+        for index, ((outputs, _), rows) in enumerate(zip(self.shapes, self._block_rows(flats[0]), strict=True)):
             for first in range(0, outputs, rows):
                 yield index, [views[index][:, first : first + rows] for views in layers]
+
+    def _block_rows(self, flat: Tensor) -> list[int]:
+        """Rows of each layer's blocks."""
+        if flat.device.type != "cpu":
+            return [outputs for outputs, _ in self.shapes]
+        return [min(outputs, max(1, _BLOCK // (inputs * flat.shape[0]))) for outputs, inputs in self.shapes]
+
+    def block_size(self, flat: Tensor) -> int:
+        """Numbers in the largest block of (R, W)."""
+        rows = self._block_rows(flat)
+        return max(flat.shape[0] * count * inputs for count, (_, inputs) in zip(rows, self.shapes, strict=True))
 
     def biases(self, flat: Tensor) -> list[Tensor]:
         """Each layer's bias (..., out), a view of the biases of all layers (..., B)."""

@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import leaky_relu, logsigmoid
+from torch.nn.functional import logsigmoid
 
 from bnncli.latent.factors import Moments
+from bnncli.latent.products import product, small_network
 
 _LOG_TURN = math.log(2 * math.pi)
 _SLOPE = 0.1
@@ -63,9 +64,7 @@ class Coupling(NamedTuple):
 
     def _network(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Shift and gate (R, M, in)."""
-        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            inputs = hidden if index == 0 else leaky_relu(hidden, _SLOPE)
-            hidden = torch.baddbmm(bias.unsqueeze(1), inputs, weight.transpose(1, 2))
+        hidden = small_network(hidden, self.weights, self.biases, _SLOPE)
         shift, gate = hidden.chunk(2, dim=2)
         return _LARGEST_SHIFT * torch.tanh(shift / _LARGEST_SHIFT), gate + _GATE_START
 
@@ -104,19 +103,22 @@ class MultiplierModel(NamedTuple):
         noise = (z - self.start_mean.unsqueeze(1)) * (-0.5 * self.start_log_var).exp().unsqueeze(1)
         return self.draw(noise)[1]
 
-    def log_auxiliary(self, z: Tensor, weight: Moments, noise: Tensor) -> Tensor:
+    def log_auxiliary(self, z: Tensor, weight: Moments, noise: Tensor, gradient: Moments | None = None) -> Tensor:
         """log r(z | w) (R, M), w drawn through the activations e^T w; equations (4.8), (4.12) and (4.13).
 
         Args:
             z: (R, M, in).
             weight: moments of the layer's weights, (R, out, in) each.
             noise: standard normal, (R, M, out).
+            gradient: as in `product`, of each moment.
         """
+        to_mean, to_noise, to_switching = gradient or (None, None, None)
         scaled = self.readout.unsqueeze(1) * z
-        mean = scaled @ weight.mean.transpose(1, 2)
-        variance = (self.readout.square().unsqueeze(1)) @ weight.noise.transpose(1, 2)
+        nothing = z.new_zeros(len(z), 1, noise.shape[2])
+        mean = product(scaled, weight.mean, nothing, to_mean)
+        variance = product(self.readout.square().unsqueeze(1), weight.noise, nothing, to_noise)
         if weight.switching is not None:
-            variance = variance + scaled.square() @ weight.switching.transpose(1, 2)
+            variance = product(scaled.square(), weight.switching, variance, to_switching)
         # (d (x) tanh(b)) averaged over the outputs is d times the mean of tanh(b).
         level = torch.tanh(torch.addcmul(mean, (variance + 1e-20).sqrt(), noise)).mean(dim=2, keepdim=True)
         location = self.location.unsqueeze(1) * level
