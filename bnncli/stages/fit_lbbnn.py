@@ -139,7 +139,9 @@ def _compute(
     moments = _input_moments(features) if options.standardize else (None, None)
     if moments[0] is not None and moments[1] is not None:
         features = (features - moments[0]) / moments[1]
-    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every)
+    # Random states of a CPU and of a GPU are not of one kind.
+    also = {"device": run.device.type}
+    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
         state = resumable.restore()
         slab_sd, search = _slab_sd(run, options, (features, labels), val, layout, moments)

@@ -133,7 +133,9 @@ def _compute(
     run: Run, options: RefineOptions, train: Split, base: Gaussian, *, prior: Prior, request: Request
 ) -> Computed:
     target = train.target(prior, run.device)
-    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every)
+    # Random states of a CPU and of a GPU are not of one kind.
+    also = {"device": run.device.type}
+    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
         fit = fit_flow(
             target,
