@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -102,6 +103,26 @@ def test_predict_times_every_integrator_and_says_how_far_it_is_off(tmp_path: Pat
             # 4.5 standard deviations at most of a mean of 1,000 probabilities, each half at most.
             assert found[reference]["largest_off"] < 4.5 * 0.5 / math.sqrt(1000)
             assert row_of_loop(found)["largest_off"] < 4.5 * 0.5 / math.sqrt(1000)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_lbbnn_times_every_estimator_beside_a_dense_network(tmp_path: Path, is_given: bool) -> None:
+    words: tuple[object, ...] = ("--sizes", "6,5,3", "--batch-size", 4, "--examples", 42)
+    if is_given:
+        rng = np.random.default_rng(0)
+        np.savez(tmp_path / "d.npz", features_train=rng.normal(size=(9, 6)), labels_train=rng.integers(0, 3, 9))
+        words += ("--data", tmp_path / "d.npz")
+    report = report_of("lbbnn.py", tmp_path, *words)
+    assert report["data"] == ("given" if is_given else "synthetic")
+    rows = {row["network"]: row for row in report["rows"]}
+    assert list(rows) == ["dense", "lrt", "mnf", "concrete"]
+    for row in rows.values():
+        assert row["steps_timed"] == report["steps"] == 15
+        assert 0 < row["quartiles"][0] <= row["seconds_per_step"] <= row["quartiles"][1]
+        assert row["steps_per_epoch"] == 11
+        assert row["seconds_per_epoch"] == pytest.approx(11 * row["seconds_per_step"])
+        assert row["ratio_to_dense"] == pytest.approx(row["seconds_per_step"] / rows["dense"]["seconds_per_step"])
+        assert row["published_seconds_per_epoch"] is None  # another case than the published one
 
 
 def row_of_loop(found: dict[str, Any]) -> dict[str, Any]:
