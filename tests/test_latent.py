@@ -244,6 +244,23 @@ def test_a_coupling_layer_is_invertible_and_knows_its_determinant() -> None:
             assert log_det[r, m].item() == pytest.approx(float(torch.linalg.slogdet(jacobian)[1]), abs=1e-10)
 
 
+def test_the_published_coupling_layer_has_another_determinant_than_it_says() -> None:
+    """Equation (3.6) adds the shift to the coordinates that condition as well; (3.7) is then wrong."""
+    layer = model_of(NetworkLayout((5, 2)), has_multipliers=True).multipliers[0].flow[0]
+    z = torch.randn(5, generator=generator(4), dtype=torch.float64)
+
+    def published(point: Tensor) -> Tensor:
+        batch = point.expand(2, 1, 5)
+        shift, gate = layer._network(batch * layer.mask)
+        sigma = torch.sigmoid(gate)
+        moved = batch * layer.mask + (1 - layer.mask) * batch * sigma + (1 - sigma) * shift
+        return moved[0, 0]
+
+    claimed = float(layer(z.expand(2, 1, 5))[1][0, 0])
+    true = float(torch.linalg.slogdet(torch.autograd.functional.jacobian(published, z))[1])
+    assert abs(claimed - true) > 1e-3
+
+
 def test_the_density_of_multipliers_integrates_to_one_and_is_that_of_the_draws() -> None:
     model = model_of(NetworkLayout((2, 1)), has_multipliers=True).multipliers[0]
     z, log_density = model.draw(torch.randn(2, 4, 2, generator=generator(1), dtype=torch.float64))
