@@ -15,6 +15,7 @@ from bnncli.inference.latent_steps import draw_logits, leaves, log_likelihood
 from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.factors import layer_moments
 from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.seeds import on_device
 from bnncli.stages._run import Run
 
 NUM_PASSES = 8  # over the data, for the expected log likelihood
@@ -33,7 +34,7 @@ def measure(
     training, that under such draws: their difference is what the Gaussian approximation of activations is off.
     """
     model, best = posterior.model, posterior.best
-    generator = run.stream("fit-lbbnn/bound")
+    generator = on_device(run.stream("fit-lbbnn/bound"), run.device)
     exact = _by_weights(run, posterior, features, labels, generator)
     metrics: dict[str, Any] = {"estimator": estimator, "expected_log_likelihood": _estimate(exact)}
     if estimator != "concrete":
