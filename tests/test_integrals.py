@@ -236,7 +236,9 @@ def test_the_map_shows_the_errors_where_they_are() -> None:
 
 
 def test_the_document_is_plain_json(cli: Cli) -> None:
-    json.dumps(cli("integrals", "--grid-size", 3, "--json").json, allow_nan=False)
+    document = cli("integrals", "--grid-size", 3, "--json").json
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert (document["command"], document["ok"]) == ("integrals", True)
 
 
 def test_notes_are_about_the_integrators_that_are_shown(cli: Cli) -> None:

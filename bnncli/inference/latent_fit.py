@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import Interrupted, NumericError
+from bnncli.inference._adam_state import adam_tensors, load_adam
 from bnncli.inference.latent_graph import GraphSteps
 from bnncli.inference.latent_steps import Batch, Settings, Step, differentiate, workspace_of
 from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
@@ -28,7 +29,6 @@ from bnncli.seeds import on_device
 State = Mapping[str, Tensor]
 Save = Callable[[State, bool], None]
 
-SCHEDULES = ("constant", "cosine")
 _PARTS = ("log_likelihood", "weight_divergence", "bias_divergence", "flow_divergence", "density")
 
 
@@ -246,11 +246,7 @@ class _Fit:
         """Copies of everything."""
         tensors = {"generator": self.generator.get_state(), **self.history.tensors()}
         tensors |= {f"prior.{name}": part.clone() for name, part in self.model.prior.tensors().items()}
-        for index, parameter in enumerate(self.parameters):
-            tensors[f"parameter.{index}"] = parameter.detach().clone()
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"adam.{index}.{name}"] = value.clone()
-        return tensors
+        return tensors | adam_tensors(self.parameters, self.optimizer)
 
     def load(self, state: State) -> None:
         """Take up a state."""
@@ -259,16 +255,7 @@ class _Fit:
         prior = self.model.prior
         parts = {name: state[f"prior.{name}"].to(self.model.device) for name in prior.tensors()}
         self.model = self.model.with_prior(SpikeAndSlab.from_tensors(parts, prior.bias_sd))
-        for index, parameter in enumerate(self.parameters):
-            parameter.data.copy_(state[f"parameter.{index}"])
-            prefix = f"adam.{index}."
-            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            # The step counter lies on the CPU unless the optimizer is captured in a graph.
-            places = dict.fromkeys(own, parameter.device)
-            if parameter.device.type != "cuda":
-                places["step"] = torch.device("cpu")
-            if own:
-                self.optimizer.state[parameter] = {name: own[name].clone().to(places[name]) for name in own}
+        load_adam(self.parameters, self.optimizer, state)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import Interrupted, NumericError
+from bnncli.inference._adam_state import adam_tensors, load_adam
 from bnncli.inference._steps import StepRunner
 from bnncli.inference.objective import Objective
 from bnncli.progress import SILENT, Progress, Task
@@ -192,27 +193,14 @@ class _Trainer:
             "history.elbo": torch.tensor(history.elbo, dtype=torch.float64),
             "history.ends": torch.tensor([history.num_epochs, start]),
         }
-        for i, parameter in enumerate(self.parameters):
-            tensors[f"parameter.{i}"] = parameter.detach().clone()
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"adam.{i}.{name}"] = value.clone()
-        return tensors
+        return tensors | adam_tensors(self.parameters, self.optimizer)
 
     def load(self, state: State) -> None:
         """Take up a state."""
         self.generator.set_state(state["generator"].cpu())
         num_epochs, start = (int(value) for value in state["history.ends"])
         self.history = History(num_epochs, state["history.elbo"].tolist(), None if start < 0 else start)
-        for i, parameter in enumerate(self.parameters):
-            parameter.data.copy_(state[f"parameter.{i}"])
-            prefix = f"adam.{i}."
-            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            # The step counter lies on the CPU unless the optimizer is captured in a graph.
-            place = dict.fromkeys(own, parameter.device)
-            if parameter.device.type != "cuda":
-                place["step"] = torch.device("cpu")
-            if own:
-                self.optimizer.state[parameter] = {name: own[name].clone().to(place[name]) for name in own}
+        load_adam(self.parameters, self.optimizer, state)
 
 
 def _cosine(share: float) -> float:

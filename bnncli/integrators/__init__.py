@@ -183,11 +183,6 @@ def can_use(name: str, kind: str) -> bool:
     return hasattr(load_class("posteriors", kind), load_integrator(name).needs)
 
 
-def usable(kind: str) -> list[str]:
-    """The integrators that work for posteriors of this kind."""
-    return [name for name in names("integrators") if can_use(name, kind)]
-
-
 def supports(name: str, posterior: HasLayout) -> bool:
     """Whether the posterior has what the integrator called `name` needs, and not too many classes for it."""
     integrator = load_integrator(name)

@@ -16,7 +16,6 @@ from torch.nn.functional import softplus
 
 from bnncli.latent.layout import NetworkLayout
 
-VARIANCES = ("exact", "published")
 LEAST_SD = 1e-30
 
 

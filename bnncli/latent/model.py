@@ -13,8 +13,6 @@ from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
 
-ESTIMATORS = ("concrete", "lrt", "mnf")
-
 
 @dataclass(frozen=True)
 class LatentModel:
