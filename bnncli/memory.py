@@ -13,6 +13,7 @@ import torch
 from bnncli import registry
 from bnncli.devices import available_memory
 from bnncli.errors import DeviceError
+from bnncli.latent.layout import NetworkLayout
 from bnncli.layout import HeadLayout
 
 STRUCTURES = ("full", "block", "kron", "diag")  # from the one that says most of the posterior to the least
@@ -22,6 +23,12 @@ MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs le
 _COPIES = 6  # of a structure's matrices that a fit holds at its peak
 _MODE_VECTORS = 10  # of P numbers that the search for the mode holds
 _BYTES_A_DRAW = 32  # of each parameter: noise, theta in two precisions, and one product on the way
+_WEIGHT_VECTORS = (
+    40  # of a latent binary network's weights: factors, gradients, Adam's, moments, and states to resume from
+)
+_FLOW_VECTORS = 10  # of its flows' parameters
+_ACTIVATION_VECTORS = 10  # of a batch's activations
+_SCALED_VECTORS = 3  # of a batch's inputs of each layer, once they are scaled by multipliers
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
 
 
@@ -42,6 +49,15 @@ def sampling_bytes(structure: str, layout: HeadLayout, *, num_chains: int) -> in
 def refinement_bytes(structure: str, layout: HeadLayout, *, num_draws: int) -> int:
     """Bytes that a stored Gaussian takes to refine: as read, in two precisions, and draws of it."""
     return 20 * _elements(structure, layout) + _BYTES_A_DRAW * num_draws * layout.num_params
+
+
+def latent_bytes(layout: NetworkLayout, *, num_repeats: int, batch_size: int, num_flow_params: int = 0) -> int:
+    """Bytes that a latent binary fit takes: so many networks at once, each with so many parameters of flows."""
+    vectors = _WEIGHT_VECTORS * layout.num_params + _FLOW_VECTORS * num_flow_params
+    activations = _ACTIVATION_VECTORS * sum(layout.sizes[1:]) + _SCALED_VECTORS * sum(layout.sizes[:-1]) * (
+        num_flow_params > 0
+    )
+    return 4 * num_repeats * (vectors + batch_size * activations) + 8 * batch_size * layout.num_features
 
 
 def stored_bytes(structure: str, layout: HeadLayout) -> int:
@@ -109,6 +125,19 @@ def require_refinement(structure: str, layout: HeadLayout, device: torch.device,
     hint = " ".join([better, *fitting[:1]])
     needed = refinement_bytes(structure, layout, num_draws=num_draws)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
+
+
+def require_latent(layout: NetworkLayout, device: torch.device, *, num_repeats: int, hint: str, **sizes: int) -> None:
+    """Pass when a latent binary fit has room; sizes as for latent_bytes. Raises DeviceError with the hint otherwise."""
+    there = budget(device)
+    one, more = (latent_bytes(layout, num_repeats=count, **sizes) for count in (1, 2))
+    most = 1 + (there - one) // (more - one)
+    what = f"fit-lbbnn of {num_repeats} networks of {layout.num_params} parameters"
+    if num_repeats == 1:
+        what = f"fit-lbbnn of {layout.num_params} parameters"
+    elif most > 0:
+        hint = f"{hint}, at most {most} fit at once"
+    require(latent_bytes(layout, num_repeats=num_repeats, **sizes), device, what=what, hint=hint)
 
 
 def _elements(structure: str, layout: HeadLayout) -> int:

@@ -148,6 +148,9 @@ def test_69_is_memory_that_does_not_suffice(
     [
         (("hmc", "--chains", "900"), "use at most --chains"),
         (("refine", "--elbo-draws", "9999"), "use fewer --elbo-draws"),
+        (("fit-lbbnn", "--repeats", "900"), "use fewer --repeats, at most"),
+        (("fit-lbbnn", "--hidden", "90,90", "--epochs", "1"), "use smaller --hidden layers"),
+        (("fit-lbbnn", "--estimator", "mnf", "--flow-hidden", "24"), "give the --slab-sd as a number"),
     ],
 )
 def test_69_is_memory_for_draws_that_does_not_suffice(

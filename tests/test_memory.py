@@ -9,6 +9,8 @@ import torch
 
 from bnncli import memory, registry
 from bnncli.errors import DeviceError
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.multiplier import num_params
 from bnncli.layout import HeadLayout
 
 # Sizes at which the matrices outweigh the rest.
@@ -70,6 +72,72 @@ def test_estimates_are_within_a_factor_of_two_of_measured_peaks() -> None:
     expected["hmc"] = memory.sampling_bytes("full", HeadLayout(10, 99), num_chains=CHAINS)
     ratios = {name: expected[name] / measured[name] for name in expected}
     assert all(0.5 < ratio < 2 for ratio in ratios.values()), (ratios, measured)
+
+
+LATENT_PROBE = """
+import re, sys, torch
+from pathlib import Path
+from bnncli.inference.latent_fit import Plan, fit_latent
+from bnncli.inference.latent_steps import Settings
+from bnncli.latent.factors import initial_factors
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.multiplier import initial_model
+from bnncli.latent.prior import SpikeAndSlab
+
+def now(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def fit(sizes, repeats, batch_size, estimator):
+    layout, generator = NetworkLayout(sizes), torch.Generator().manual_seed(0)
+    factors = initial_factors(layout, repeats, generator)
+    flows = [initial_model(n, repeats, generator) for _, n in layout.shapes] if estimator == "mnf" else []
+    model = LatentModel(layout, factors, SpikeAndSlab.constant(layout.num_layers), tuple(flows))
+    features, labels = torch.randn(2 * batch_size, sizes[0]), torch.randint(0, sizes[-1], (2 * batch_size,))
+    plan = Plan(epochs=2, batch_size=batch_size, learning_rate=1e-3, settings=Settings(estimator))
+    fit_latent(model, features, labels, plan, generator=generator)
+
+fit((5, 4), 1, 10, "lrt")  # libraries are loaded
+start = now("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+fit(*eval(sys.argv[1]))
+print(now("VmHWM") - start)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "repeats", "batch_size", "estimator"),
+    [
+        ((784, 400, 600, 10), 1, 100, "lrt"),
+        ((784, 400, 600, 10), 1, 100, "concrete"),
+        ((300, 500, 10), 1, 10_000, "lrt"),
+        ((84, 10), 100, 1000, "mnf"),
+    ],
+    ids=str,
+)
+def test_the_estimate_of_a_latent_fit_is_within_a_factor_of_two_of_its_peak(
+    sizes: tuple[int, ...], repeats: int, batch_size: int, estimator: str
+) -> None:
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LATENT_PROBE, repr((sizes, repeats, batch_size, estimator))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stderr == ""
+    flows = sum(num_params(inputs) for inputs in sizes[:-1]) if estimator == "mnf" else 0
+    layout = NetworkLayout(sizes)
+    expected = memory.latent_bytes(layout, num_repeats=repeats, batch_size=batch_size, num_flow_params=flows)
+    assert 0.5 < expected / int(done.stdout) < 2, (expected, done.stdout)
+
+
+def test_repeats_that_do_not_fit_are_refused_with_the_number_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1 << 30)
+    layout, device = NetworkLayout((784, 400, 600, 10)), torch.device("cpu")
+    with pytest.raises(DeviceError, match=r"fit-lbbnn of 50 networks of 560610 parameters") as caught:
+        memory.require_latent(layout, device, num_repeats=50, hint="use fewer --repeats", batch_size=100)
+    assert str(caught.value.hint).startswith("use fewer --repeats, at most ")
+    most = int(str(caught.value.hint).split()[-4])
+    memory.require_latent(layout, device, num_repeats=most, hint="", batch_size=100)
+    with pytest.raises(DeviceError):
+        memory.require_latent(layout, device, num_repeats=most + 1, hint="", batch_size=100)
 
 
 def test_every_structure_has_its_rank() -> None:

@@ -23,6 +23,7 @@ from bnncli.latent.divergence import Multiplier, bias_divergence, weight_diverge
 from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.scaling import Scaling, take
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.seeds import on_device
 
@@ -101,23 +102,25 @@ def fit_latent(
     generator: torch.Generator,
     state: State | None = None,
     save: Save | None = None,
+    scaling: Scaling | None = None,
     progress: Progress = SILENT,
 ) -> tuple[LatentModel, History]:
     """Fit a model in place; returns it, with its prior as learnt, and what each epoch gave.
 
     Args:
         model: where to start.
-        features: (N, D) float32, on the model's device or the CPU. labels: (N,) int64.
+        features: (N, D), on the model's device, or on the CPU and sent there batch by batch. labels: (N,) int64.
         plan: how.
         generator: of shuffles and noise; on a GPU one on the CPU seeds another there.
         state: of an interrupted fit; the result is that of an uninterrupted one, bit for bit.
         save: called with the state after each epoch, and with True when the fit is interrupted.
+        scaling: of the features, none by default.
         progress: advanced once a step.
 
     Raises:
         NumericError: when the bound of an epoch is not finite.
     """
-    fit = _Fit(model, features, labels, plan, on_device(generator, model.device))
+    fit = _Fit(model, (features, labels), plan, on_device(generator, model.device), scaling)
     if state is not None:
         fit.load(state)
     task = progress.task("fit-lbbnn", plan.epochs * fit.num_batches)
@@ -142,12 +145,17 @@ class _Fit:
     """Model, optimizer, random state and history: all that a state holds."""
 
     def __init__(
-        self, model: LatentModel, features: Tensor, labels: Tensor, plan: Plan, generator: torch.Generator
+        self,
+        model: LatentModel,
+        data: tuple[Tensor, Tensor],
+        plan: Plan,
+        generator: torch.Generator,
+        scaling: Scaling | None,
     ) -> None:
-        self.model, self.plan, self.generator = model, plan, generator
+        self.model, self.plan, self.generator, self.scaling = model, plan, generator, scaling
         self.expected = model.prior  # before anything of it is learnt
-        self.features, self.labels = features, labels.to(model.device)
-        self.num_examples = len(features)
+        self.features, self.labels = data[0], data[1].to(model.device)
+        self.num_examples = len(self.features)
         self.num_batches = -(-self.num_examples // plan.batch_size)
         factors = model.factors
         others = [factors.mean, factors.rho, factors.bias_mean, factors.bias_rho]
@@ -197,12 +205,9 @@ class _Fit:
 
     def _batch(self, rows: slice, order: Tensor | None) -> Batch:
         share = (rows.stop - rows.start) / self.num_examples
-        device = self.model.device
-        if order is None:
-            return Batch(self.features[rows].to(device), self.labels[rows], share)
-        index = order[rows]
-        features = self.features.index_select(0, index.to(self.features.device)).to(device)
-        return Batch(features, self.labels.index_select(0, index.to(device)), share)
+        index = rows if order is None else order[rows].to(self.model.device)
+        features = take(self.features, index, self.model.device, self.scaling)
+        return Batch(features, self.labels[index], share)
 
     def _set_rates(self, step: int) -> None:
         plan = self.plan

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bnncli.latent.model import LatentModel
+from bnncli.latent.scaling import Scaling, row_blocks, take
 
 # Geometric: neighbours differ by 1.9, which a posterior hardly notices.
 CANDIDATES = tuple(0.01 * 300 ** (i / 9) for i in range(10))
@@ -22,20 +23,30 @@ def search_epochs(epochs: int) -> int:
 
 
 @torch.no_grad()
-def nll_of_repeats(model: LatentModel, features: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+def nll_of_repeats(
+    model: LatentModel,
+    features: Tensor,
+    labels: Tensor,
+    generator: torch.Generator,
+    *,
+    scaling: Scaling | None = None,
+) -> Tensor:
     """Mean NLL (R,) float64 of labels (N,) under the mean probability of NUM_NETWORKS networks of each repeat.
 
     Args:
-        model: with inputs as the features are.
-        features: (N, D).
+        features: (N, D), on the model's device or the CPU. labels: on the model's device.
+        scaling: of the features, none by default.
     """
     layout, found = model.layout, []
     for repeat in range(model.num_repeats):
         repeats = torch.full((NUM_NETWORKS,), repeat, device=model.device)
         theta = layout.join(*model.draw_weights(repeats, generator))
-        logits = layout.logits(features, theta)
-        single = torch.stack([_by_example(one, labels) for one in logits])
-        found.append(-(torch.logsumexp(single.double(), dim=0) - math.log(NUM_NETWORKS)).mean())
+        total = torch.zeros((), dtype=torch.float64, device=model.device)
+        for rows in row_blocks(features, model.device):
+            logits = layout.logits(take(features, rows, model.device, scaling), theta)
+            single = torch.stack([_by_example(one, labels[rows]) for one in logits])
+            total += (math.log(NUM_NETWORKS) - torch.logsumexp(single.double(), dim=0)).sum()
+        found.append(total / len(features))
     return torch.stack(found)
 
 

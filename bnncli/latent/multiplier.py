@@ -161,6 +161,13 @@ class MultiplierModel(NamedTuple):
         return cls(flow=couplings("flow"), inverse_flow=couplings("inverse_flow"), **plain)
 
 
+def num_params(num_inputs: int, *, length: int = 2, hidden: tuple[int, ...] = (75, 75, 75, 75)) -> int:
+    """Numbers that the model of one layer learns."""
+    sizes = (num_inputs, *hidden, 2 * num_inputs)
+    coupling = sum(after * (before + 1) for before, after in pairwise(sizes))
+    return 5 * num_inputs + 2 * length * coupling
+
+
 def initial_model(
     num_inputs: int,
     num_repeats: int,

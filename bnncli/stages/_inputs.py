@@ -53,6 +53,11 @@ class Split:
         """(N, D) float32 on the device; on the CPU the file's own pages, where they are float32."""
         return torch.from_numpy(self.content.features).to(device=device, dtype=torch.float32)
 
+    def resident(self, device: torch.device) -> Tensor:
+        """(N, D) as the file has them: on the device where they leave room there, else in the file's pages."""
+        features = torch.from_numpy(self.content.features)
+        return features.to(device) if features.nbytes <= RESIDENT_SHARE * available_memory(device) else features
+
     def feature_blocks(self, device: torch.device) -> Iterator[Tensor]:
         """The features (n, D) float32 on the device, block by block; most splits are one block."""
         rows = max(1, PREDICTION_BYTES // (4 * self.content.features.shape[1]))
@@ -86,14 +91,8 @@ class Split:
             raise DataError(message, code="wrong_layout")
 
     def target(self, prior: Prior, device: torch.device) -> LastLayerTarget:
-        """The log posterior of the head given this split.
-
-        Features move to a GPU whole where they leave room there; else they stay in the file, and blocks travel.
-        """
-        features = torch.from_numpy(self.content.features)
-        if features.nbytes <= RESIDENT_SHARE * available_memory(device):
-            features = features.to(device)
-        return LastLayerTarget(features, self.labels(device), self.layout, prior)
+        """The log posterior of the head given this split."""
+        return LastLayerTarget(self.resident(device), self.labels(device), self.layout, prior)
 
     def head(self) -> Tensor | None:
         """theta (P,) float64 of the network as trained; None without a head."""

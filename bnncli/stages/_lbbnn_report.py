@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +15,31 @@ from bnncli.inference.latent_fit import averaged_divergence
 from bnncli.inference.latent_steps import draw_logits, leaves, log_likelihood
 from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.factors import layer_moments
+from bnncli.latent.scaling import Scaling, row_blocks, take
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.seeds import on_device
 from bnncli.stages._run import Run
 
 NUM_PASSES = 8  # over the data, for the expected log likelihood
-_ROWS = {"cpu": 1000, "cuda": 20_000}
 FLOW_DRAWS = 256
 _NAMED = 20  # inputs in a line for people
 
 
+class Data(NamedTuple):
+    """What a fit is measured on: features (N, D) wherever they lie, labels (N,) on the device, and how inputs are scaled."""
+
+    features: Tensor
+    labels: Tensor
+    scaling: Scaling | None
+
+    def blocks(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs of the network (n, D) and their labels (n,), block by block."""
+        for rows in row_blocks(self.features, device):
+            yield take(self.features, rows, device, self.scaling), self.labels[rows]
+
+
 @torch.no_grad()
-def measure(
-    run: Run, posterior: LatentBinary, features: Tensor, labels: Tensor, *, variance: str, estimator: str
-) -> dict[str, Any]:
+def measure(run: Run, posterior: LatentBinary, data: Data, *, variance: str, estimator: str) -> dict[str, Any]:
     """The bound of the best repeat on all data, part by part, nats, and the density of its layers.
 
     The expected log likelihood is that under exact draws of the weights; beside it, where activations were drawn in
@@ -35,10 +47,10 @@ def measure(
     """
     model, best = posterior.model, posterior.best
     generator = on_device(run.stream("fit-lbbnn/bound"), run.device)
-    exact = _by_weights(run, posterior, features, labels, generator)
+    exact = _by_weights(run, posterior, data, generator)
     metrics: dict[str, Any] = {"estimator": estimator, "expected_log_likelihood": _estimate(exact)}
     if estimator != "concrete":
-        drawn = _by_activations(run, posterior, features, labels, variance, generator)
+        drawn = _by_activations(run, posterior, data, variance, generator)
         metrics["expected_log_likelihood_of_activations"] = _estimate(drawn)
     weight = averaged_divergence(model, generator)[best]
     factors = model.factors
@@ -76,38 +88,28 @@ def densities(posterior: LatentBinary) -> dict[str, Any]:
     }
 
 
-def _by_weights(
-    run: Run, posterior: LatentBinary, features: Tensor, labels: Tensor, generator: torch.Generator
-) -> Tensor:
+def _by_weights(run: Run, posterior: LatentBinary, data: Data, generator: torch.Generator) -> Tensor:
     """Log likelihood of all data (S,) under exact draws of the weights."""
     model = posterior.model
     repeats = torch.full((NUM_PASSES,), posterior.best, device=model.device)
     theta = model.layout.join(*model.draw_weights(repeats, generator))
-    total = torch.zeros(NUM_PASSES, dtype=torch.float64, device=features.device)
-    for rows in _blocks(features):
-        logits = model.layout.logits(features[rows], theta)
-        total += log_likelihood(logits, labels[rows])
+    total = torch.zeros(NUM_PASSES, dtype=torch.float64, device=model.device)
+    for features, labels in data.blocks(model.device):
+        total += log_likelihood(model.layout.logits(features, theta), labels)
         run.console.poll()
     return total
 
 
-def _by_activations(
-    run: Run,
-    posterior: LatentBinary,
-    features: Tensor,
-    labels: Tensor,
-    variance: str,
-    generator: torch.Generator,
-) -> Tensor:
+def _by_activations(run: Run, posterior: LatentBinary, data: Data, variance: str, generator: torch.Generator) -> Tensor:
     """The same under drawn activations."""
     model = posterior.model
     weight = leaves(model, variance)
     total = []
     for _ in range(NUM_PASSES):
-        one = torch.zeros((), dtype=torch.float64, device=features.device)
-        for rows in _blocks(features):
-            logits = draw_logits(model, features[rows], weight, generator)
-            one += log_likelihood(logits[posterior.best : posterior.best + 1], labels[rows])[0]
+        one = torch.zeros((), dtype=torch.float64, device=model.device)
+        for features, labels in data.blocks(model.device):
+            logits = draw_logits(model, features, weight, generator)
+            one += log_likelihood(logits[posterior.best : posterior.best + 1], labels)[0]
             run.console.poll()
         total.append(one)
     return torch.stack(total)
@@ -131,11 +133,6 @@ def _flow_divergence(posterior: LatentBinary, variance: str, generator: torch.Ge
         log_r = multiplier.log_auxiliary(z, own, noise[1].to(model.device))
         result[index] = float((log_q - log_r)[posterior.best].double().mean())
     return result
-
-
-def _blocks(features: Tensor) -> list[slice]:
-    size = _ROWS.get(features.device.type, _ROWS["cuda"])
-    return [slice(first, first + size) for first in range(0, len(features), size)]
 
 
 def _estimate(values: Tensor) -> dict[str, float]:

@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from bnncli import memory
 from bnncli.inference.latent_fit import History, Plan, fit_latent
 from bnncli.inference.latent_search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.inference.latent_steps import Settings
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model
+from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.scaling import Scaling
 from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
 from bnncli.stages._inputs import Split, head_tensors, load_split
-from bnncli.stages._lbbnn_report import measure, summary
+from bnncli.stages._lbbnn_report import Data, measure, summary
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._resumable import Resumable
 from bnncli.stages._run import Result, Run
@@ -106,6 +107,23 @@ def _start(
     return LatentModel(layout, factors, prior, tuple(multipliers))
 
 
+def _check_memory(
+    run: Run, options: FitLbbnnOptions, layout: NetworkLayout, *, num_examples: int, is_searched: bool
+) -> None:
+    """Pass when the fit, and the search before it, have room. Raises DeviceError otherwise."""
+    sizes = {"batch_size": min(options.batch_size, num_examples), "num_flow_params": 0}
+    if options.estimator == "mnf":
+        length, hidden = options.flow_length or 2, options.flow_sizes
+        sizes["num_flow_params"] = sum(num_params(n, length=length, hidden=hidden) for _, n in layout.shapes)
+    smaller = ["--hidden layers"] * bool(options.hidden) + ["--flow-hidden"] * (options.estimator == "mnf")
+    hint = f"use smaller {', '.join([*smaller, '--batch-size'])}"
+    fits = [(options.repeats, "use fewer --repeats" if options.repeats > 1 else hint)]
+    if is_searched:
+        fits.append((len(CANDIDATES), "give the --slab-sd as a number; its search fits ten networks"))
+    for repeats, advice in fits:
+        memory.require_latent(layout, run.device, num_repeats=repeats, hint=advice, **sizes)
+
+
 def _epochs(options: FitLbbnnOptions) -> int:
     assert options.epochs is not None  # resolved
     return options.epochs
@@ -135,32 +153,32 @@ def _plan(options: FitLbbnnOptions, num_examples: int) -> Plan:
 def _compute(
     run: Run, options: FitLbbnnOptions, train: Split, val: Split | None, *, layout: NetworkLayout, request: Request
 ) -> Computed:
-    features, labels = train.features(run.device), train.labels(run.device)
-    moments = _input_moments(features) if options.standardize else (None, None)
-    if moments[0] is not None and moments[1] is not None:
-        features = (features - moments[0]) / moments[1]
+    _check_memory(run, options, layout, num_examples=len(train.content.features), is_searched=val is not None)
+    features = train.resident(run.device)
+    data = Data(features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None)
     # Random states of a CPU and of a GPU are not of one kind.
     also = {"device": run.device.type}
     resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
         state = resumable.restore()
-        slab_sd, search = _slab_sd(run, options, (features, labels), val, layout, moments)
+        slab_sd, search = _slab_sd(run, options, data, val, layout)
         start, done = time.monotonic(), 0 if state is None else len(state.get("history.density", ()))
         model, history = fit_latent(
             _start(run, options, layout, [slab_sd], num_repeats=options.repeats),
-            features,
-            labels,
+            data.features,
+            data.labels,
             _plan(options, len(features)),
             generator=run.stream("fit-lbbnn/train"),
             state=state,
             save=resumable.save,
+            scaling=data.scaling,
             progress=run.console,
         )
         seconds = (time.monotonic() - start) / max(1, _epochs(options) - done)
-    posterior = replace(_posterior(run, model, history), shift=moments[0], scale=moments[1])
-    metrics = measure(
-        run, posterior, features, labels, variance=options.variance or "exact", estimator=options.estimator
-    )
+    posterior = _posterior(run, model, history)
+    if data.scaling is not None:
+        posterior = replace(posterior, shift=data.scaling.shift, scale=data.scaling.scale)
+    metrics = measure(run, posterior, data, variance=options.variance or "exact", estimator=options.estimator)
     metrics["slab_sd_search"] = search
     tensors, meta = posterior.to_tensors()
     tensors |= head_tensors(train) | history.tensors()
@@ -185,32 +203,31 @@ def _compute(
 
 
 def _slab_sd(
-    run: Run,
-    options: FitLbbnnOptions,
-    data: tuple[Tensor, Tensor],
-    val: Split | None,
-    layout: NetworkLayout,
-    moments: tuple[Tensor, Tensor] | tuple[None, None],
+    run: Run, options: FitLbbnnOptions, data: Data, val: Split | None, layout: NetworkLayout
 ) -> tuple[float, list[dict[str, float]] | None]:
     """The slab's standard deviation, and where it was searched for the val NLL of each candidate."""
     if val is None:
         return float(options.slab_sd), None
     model = _start(run, options, layout, CANDIDATES, num_repeats=len(CANDIDATES))
-    plan = replace(_plan(options, len(data[0])), epochs=search_epochs(_epochs(options)), schedule="cosine")
-    model, _ = fit_latent(model, *data, plan, generator=run.stream("fit-lbbnn/search"), progress=run.console)
-    features = val.features(run.device)
-    if moments[0] is not None and moments[1] is not None:
-        features = (features - moments[0]) / moments[1]
-    nll = nll_of_repeats(model, features, val.labels(run.device), run.stream("fit-lbbnn/val"))
+    plan = replace(_plan(options, len(data.labels)), epochs=search_epochs(_epochs(options)), schedule="cosine")
+    model, _ = fit_latent(
+        model,
+        data.features,
+        data.labels,
+        plan,
+        generator=run.stream("fit-lbbnn/search"),
+        scaling=data.scaling,
+        progress=run.console,
+    )
+    nll = nll_of_repeats(
+        model,
+        val.resident(run.device),
+        val.labels(run.device),
+        run.stream("fit-lbbnn/val"),
+        scaling=data.scaling,
+    )
     found = [{"slab_sd": sd, "val_nll": value} for sd, value in zip(CANDIDATES, nll.tolist(), strict=True)]
     return min(found, key=lambda one: one["val_nll"])["slab_sd"], found
-
-
-def _input_moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each input, (D,) float32; 1 for one that never varies."""
-    doubled = features.double()
-    sd = doubled.std(dim=0, correction=0)
-    return doubled.mean(dim=0).float(), torch.where(sd > 0, sd, 1.0).float()
 
 
 def _posterior(run: Run, model: LatentModel, history: History) -> LatentBinary:
