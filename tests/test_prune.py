@@ -14,7 +14,11 @@ from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
 
 from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram
+from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.prior import SpikeAndSlab
+from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.stages._inputs import open_posterior
 from bnncli.storage.features import read_features
@@ -139,8 +143,20 @@ def test_thresholds_go_from_every_weight_to_few() -> None:
     shares = [float((inclusion > threshold).double().mean()) for threshold in thresholds]
     assert shares[0] == 1
     assert shares == sorted(shares, reverse=True)
-    assert shares[-1] == pytest.approx(1e-3, rel=0.1)
-    assert density_thresholds(torch.full((5,), 0.3)) == [-1.0, pytest.approx(0.3)]
+    assert [shares[i] * 20_000 for i in (10, -1)] == [pytest.approx(20_000 * 10 ** (-3 * 10 / 19), abs=0.5), 20]
+    few = torch.arange(1, 21) / 20
+    assert [int((few.double() > threshold).sum()) for threshold in density_thresholds(few)][-2:] == [2, 1]
+    assert density_thresholds(torch.full((5,), 0.3)) == [-1.0]
+
+
+def test_weights_that_are_nearly_surely_in_are_told_apart() -> None:
+    layout = NetworkLayout((8, 1))
+    factors = initial_factors(layout, 1, torch.Generator().manual_seed(0))
+    factors.logit.copy_(torch.linspace(17, 24, 8).unsqueeze(0))  # all of them 1 in float32
+    posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)))
+    kept = [int((posterior.pruned(threshold)[:8] != 0).sum()) for threshold in density_thresholds(posterior.inclusion)]
+    assert kept == [8, 6, 4, 3, 2, 1]
+    assert torch.equal(posterior.pruned(-1.0)[:8], factors.mean[0])
 
 
 def test_evaluate_has_densities_and_the_curve_of_pruning(cli: Cli, latent_run: Path, tmp_path: Path) -> None:
@@ -154,7 +170,7 @@ def test_evaluate_has_densities_and_the_curve_of_pruning(cli: Cli, latent_run: P
     assert {layer for layer, _ in densities} == {"all", "0", "1"}
     assert [sum(part["counts"]) for part in row["inclusion"]] == [30, 18]
     curve = row["curves"]["density"]
-    assert curve["density"][0] == 1
+    assert (curve["density"][0], min(curve["density"]) > 0) == (1, True)
     assert all(0 <= value <= 1 for value in curve["accuracy"])
     # The network with every weight, each at its slab's mean.
     factors = open_posterior(posterior_file(latent_run, "lbbnn"))[0].model.factors

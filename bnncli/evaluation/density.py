@@ -54,10 +54,11 @@ def inclusion_histogram(inclusion: Tensor, num_bins: int = NUM_BINS) -> Row:
 def density_thresholds(inclusion: Tensor, count: int = NUM_THRESHOLDS) -> list[float]:
     """Inclusion thresholds whose densities fall from all weights to one in a thousand, by equal steps of log density.
 
-    Strictly rising; the first is below every probability.
+    Strictly rising; the first is below every probability, and some weight is above the last: a density of 0 has no logarithm.
+    Weights of one probability go together.
     """
     ordered = inclusion.flatten().cpu().double().sort().values
     shares = torch.logspace(0, -3, count, dtype=torch.float64)
-    places = ((1 - shares) * len(ordered)).long().clamp(max=len(ordered) - 1)
-    thresholds = [-1.0, *ordered[places[1:]].tolist()]
-    return sorted(set(thresholds))
+    places = len(ordered) - 1 - (shares[1:] * len(ordered)).round().long().clamp(min=1)
+    found = set(ordered[places.clamp(min=0)].tolist())
+    return [-1.0, *sorted(threshold for threshold in found if threshold < ordered[-1])]

@@ -58,6 +58,11 @@ class LatentBinary:
         return mean
 
     @property
+    def inclusion(self) -> Tensor:
+        """Inclusion probabilities of the best repeat, (W,) float64: those near 1 still differ."""
+        return torch.sigmoid(self.model.factors.logit[self.best].detach().double())
+
+    @property
     def center(self) -> Tensor:
         """The median probability model, theta (P,): the mean of each weight that is in with probability above 1/2.
 
@@ -72,7 +77,7 @@ class LatentBinary:
 
     def pruned(self, threshold: float) -> Tensor:
         """theta (P,) with the weights whose inclusion probability is above the threshold."""
-        return self.with_weights(self.model.factors.inclusion[self.best] > threshold)
+        return self.with_weights(self.inclusion > threshold)
 
     def with_weights(self, share: Tensor) -> Tensor:
         """theta (P,) of weights at `share` (W,) of their slab's mean, and the mean biases of the best repeat."""

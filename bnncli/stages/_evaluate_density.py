@@ -34,7 +34,7 @@ def density_metrics(run: Run, path: Path) -> tuple[list[Row], list[Row]]:
     """Metric rows of the density, and a histogram of the inclusion probabilities of each layer."""
     posterior = open_posterior(path)[0]
     layout, best = posterior.model.layout, posterior.best
-    inclusion = layout.weights(posterior.model.factors.inclusion[best])
+    inclusion = layout.weights(posterior.inclusion)
     drawn = posterior.model.draw_weights(torch.full((DEFAULT_SAMPLES,), best), run.stream("evaluate/density"))[0]
     shares = [(part != 0).flatten(1).double().mean(dim=1) for part in layout.weights(drawn)]
     histograms = [{"layer": str(index), **inclusion_histogram(part)} for index, part in enumerate(inclusion)]
@@ -70,7 +70,7 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
         return None
     posterior: LatentBinary = open_posterior(path)[0].to(run.device)
     network = posterior.model.layout
-    inclusion = posterior.model.factors.inclusion[posterior.best]
+    inclusion = posterior.inclusion
     curve: dict[str, list[float]] = {name: [] for name in ("threshold", "density", "accuracy", "nll", "ece")}
     for threshold in density_thresholds(inclusion):
         single: Any = Sparse(posterior.pruned(threshold), network)

@@ -109,7 +109,7 @@ def chosen_weights(posterior: LatentBinary, density: float | None) -> Tensor:
 
 def _metrics(run: Run, sparse: Sparse, posterior: LatentBinary, split: Split | None, is_in: Tensor) -> dict[str, Any]:
     """What stays, and the accuracy and NLL before (at the mean of all weights) and after."""
-    probabilities = posterior.model.factors.inclusion[posterior.best][is_in]
+    probabilities = posterior.inclusion[is_in]
     metrics: dict[str, Any] = {
         "weights_kept": int(is_in.sum()),
         "num_weights": len(is_in),
