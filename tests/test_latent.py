@@ -6,6 +6,8 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +35,7 @@ from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.stages import _lbbnn_report
 
 SMALL = NetworkLayout((4, 3, 2))
 
@@ -292,6 +295,38 @@ def test_the_auxiliary_density_is_a_gaussian_pulled_through_its_flow() -> None:
             log_det = log_det + step
         expected = torch.distributions.Normal(location, sd).log_prob(moved[r, m]).sum() + log_det[r, m]
         assert found[r, m].item() == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_the_flow_part_of_the_reported_bound_is_of_weights_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, count = NetworkLayout((4, 2)), 8000
+    model = model_of(layout, has_multipliers=True)
+    for part in (model.multipliers[0].readout, model.multipliers[0].location, model.multipliers[0].log_scale):
+        part *= 10
+    monkeypatch.setattr(_lbbnn_report, "FLOW_DRAWS", count)
+    run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
+    found = _lbbnn_report._flow_divergences(run, LatentBinary(model, best=1), generator(2))
+    assert found.shape == (count, 1)
+
+    part, factors, rng = model.multipliers[0], model.factors, generator(3)
+    z, log_q = part.draw(torch.randn(2, count, 4, generator=rng, dtype=torch.float64))
+    z, shape = z[1], (count, 2, 4)
+    mean, sd, alpha = (layout.weights(each)[0][1] for each in (factors.mean, factors.sd, factors.inclusion))
+    weight = (torch.rand(shape, generator=rng) < alpha) * (
+        z.unsqueeze(1) * mean + sd * torch.randn(shape, generator=rng)
+    )
+    level = torch.tanh(torch.einsum("moi,i->mo", weight, part.readout[1])).mean(dim=1, keepdim=True)
+    moved, log_det = z.expand(2, -1, -1), torch.zeros(2, count, dtype=torch.float64)
+    for layer in part.inverse_flow:
+        moved, step = layer(moved)
+        log_det = log_det + step
+    base = torch.distributions.Normal(part.location[1] * level, (0.5 * part.log_scale[1] * level).exp())
+    expected = log_q[1] - base.log_prob(moved[1]).sum(dim=1) - log_det[1]
+    error = math.hypot(float(expected.std()), float(found.std())) / math.sqrt(count)
+    assert float(found.mean()) == pytest.approx(float(expected.mean()), abs=4 * error)
+    # Activations that are taken to be Gaussian give another value.
+    own = layer_moments(moments(factors, layout), layout)[0]
+    rough = log_q - part.log_auxiliary(z.expand(2, -1, -1), own, torch.randn(2, count, 2, generator=rng).double())
+    assert abs(float(rough[1].mean() - found.mean())) > 4 * error
 
 
 def test_no_networks_of_a_flow_make_it_run_away() -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bnncli.latent.factors import Moments
+from bnncli.latent.factors import LEAST_VARIANCE, Moments
 from bnncli.latent.products import product
-
-_LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where nothing varies
 
 
 def draw_activations(
@@ -39,7 +37,7 @@ def draw_activations(
     to_mean, to_noise, to_switching = gradient or (None, None, None)
     scaled = inputs if multiplier is None else inputs * multiplier
     mean = product(scaled, weight.mean, bias_mean.unsqueeze(1), to_mean)
-    variance = bias_sd.square().unsqueeze(1) + _LEAST_VARIANCE
+    variance = bias_sd.square().unsqueeze(1) + LEAST_VARIANCE
     squared = inputs.square()
     variance = product(squared, weight.noise, variance, to_noise)
     if weight.switching is not None:

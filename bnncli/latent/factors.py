@@ -17,6 +17,7 @@ from torch.nn.functional import softplus
 from bnncli.latent.layout import NetworkLayout
 
 LEAST_SD = 1e-30
+LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where nothing varies
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,10 +49,15 @@ class LatentModel:
         return [tensor for model in self.multipliers for tensor in model.parameters()]
 
     @torch.no_grad()
-    def draw_weights(self, repeats: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def draw_weights(
+        self, repeats: Tensor, generator: torch.Generator, multipliers: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Exact draws of weights (S, W) and biases (S, B) from q, one of each repeat named in (S,).
 
         Inclusions are drawn as zeros and ones, so that weights which are out are exactly 0.
+
+        Args:
+            multipliers: z of each layer's inputs, (S, in), where they are given; else they are drawn as well.
         """
         factors, count = self.factors, len(repeats)
 
@@ -64,10 +69,14 @@ class LatentModel:
         mean = factors.mean[repeats]
         if self.multipliers:
             mean = mean.clone()
-            for view, model in zip(self.layout.weights(mean), self.multipliers, strict=True):
-                noise = normal(self.num_repeats, count, model.start_mean.shape[1])
-                z = model.draw(noise)[0]
-                view *= z[repeats, torch.arange(count, device=self.device)].unsqueeze(1)
+            if multipliers is None:
+                rows = torch.arange(count, device=self.device)
+                noises = [normal(self.num_repeats, count, part.start_mean.shape[1]) for part in self.multipliers]
+                multipliers = [
+                    part.draw(noise)[0][repeats, rows] for part, noise in zip(self.multipliers, noises, strict=True)
+                ]
+            for view, z in zip(self.layout.weights(mean), multipliers, strict=True):
+                view *= z.unsqueeze(1)
         weights = torch.addcmul(mean, factors.sd[repeats], normal(count, self.layout.num_weights)).mul_(is_in)
         biases = torch.addcmul(
             factors.bias_mean[repeats], factors.bias_sd[repeats], normal(count, self.layout.num_biases)

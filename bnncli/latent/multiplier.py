@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from bnncli.latent.factors import Moments
+from bnncli.latent.factors import LEAST_VARIANCE, Moments
 from bnncli.latent.products import product, small_network
 
 _LOG_TURN = math.log(2 * math.pi)
@@ -104,7 +104,7 @@ class MultiplierModel(NamedTuple):
         return self.draw(noise)[1]
 
     def log_auxiliary(self, z: Tensor, weight: Moments, noise: Tensor, gradient: Moments | None = None) -> Tensor:
-        """log r(z | w) (R, M), w drawn through the activations e^T w; equations (4.8), (4.12) and (4.13).
+        """log r(z | w) (R, M), w drawn through the activations e^T w, taken to be Gaussian.
 
         Args:
             z: (R, M, in).
@@ -119,8 +119,12 @@ class MultiplierModel(NamedTuple):
         variance = product(self.readout.square().unsqueeze(1), weight.noise, nothing, to_noise)
         if weight.switching is not None:
             variance = product(scaled.square(), weight.switching, variance, to_switching)
+        return self.log_auxiliary_at(z, torch.addcmul(mean, (variance + LEAST_VARIANCE).sqrt(), noise))
+
+    def log_auxiliary_at(self, z: Tensor, activations: Tensor) -> Tensor:
+        """log r(z | w) (R, M) of z (R, M, in), activations e^T w (R, M, out); equations (4.8), (4.12) and (4.13)."""
         # (d (x) tanh(b)) averaged over the outputs is d times the mean of tanh(b).
-        level = torch.tanh(torch.addcmul(mean, (variance + 1e-20).sqrt(), noise)).mean(dim=2, keepdim=True)
+        level = torch.tanh(activations).mean(dim=2, keepdim=True)
         location = self.location.unsqueeze(1) * level
         log_var = (self.log_scale.unsqueeze(1) * level).clamp(-_LARGEST_LOG_VAR, _LARGEST_LOG_VAR)
         total = z.new_zeros(z.shape[:2])
@@ -128,6 +132,11 @@ class MultiplierModel(NamedTuple):
             z, log_det = layer(z)
             total = total + log_det
         return total - 0.5 * ((z - location).square() * (-log_var).exp() + log_var + _LOG_TURN).sum(dim=2)
+
+    def at(self, repeat: int) -> MultiplierModel:
+        """That of one repeat, R = 1; views."""
+        parts = {name: part if name.endswith("mask") else part[repeat : repeat + 1] for name, part in self.tensors()}
+        return self.from_tensors(parts)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, masks included."""
