@@ -247,6 +247,17 @@ def test_a_coupling_layer_is_invertible_and_knows_its_determinant() -> None:
             assert log_det[r, m].item() == pytest.approx(float(torch.linalg.slogdet(jacobian)[1]), abs=1e-10)
 
 
+def test_the_layers_of_a_flow_move_every_input_in_turn() -> None:
+    for size, length in ((6, 2), (5, 3), (1, 2)):
+        start = initial_model(size, 2, generator(size), length=length, hidden=(3,))
+        for layers in (start.flow, start.inverse_flow):
+            masks = [layer.mask for layer in layers]
+            assert len(masks) == length
+            assert int(masks[0].sum()) == size // 2
+            assert all(torch.equal(one + other, torch.ones(size)) for one, other in itertools.pairwise(masks))
+    assert abs(float(start.start_mean.mean()) - 1) < 0.5  # near the network without multipliers
+
+
 def test_the_published_coupling_layer_has_another_determinant_than_it_says() -> None:
     """Equation (3.6) adds the shift to the coordinates that condition as well; (3.7) is then wrong."""
     layer = model_of(NetworkLayout((5, 2)), has_multipliers=True).multipliers[0].flow[0]
@@ -479,11 +490,11 @@ def test_log_likelihood_sums_over_examples(num_outputs: int) -> None:
 
 @pytest.mark.parametrize("weight", [0.0, 2.5])
 def test_the_learnt_prior_maximises_the_bound_and_its_hyper_prior(weight: float) -> None:
-    model = model_of(NetworkLayout((4, 3)))
-    expected = SpikeAndSlab.constant(1, inclusion=0.2, slab_mean=0.2, slab_sd=1.4)
+    model, expected = model_of(SMALL), prior_of(2)
     best = learnt_prior(model, expected, weight)
-    seen = 12 * weight
-    p, q, a, b = 1 + 0.2 * seen, 1 + 0.8 * seen, 1 + seen / 2, 1 + 1.4**2 * seen / 2
+    seen = np.array([12, 6]) * weight
+    inclusions, sds = expected.inclusion.numpy(), expected.slab_sd.numpy()
+    p, q, a, b = 1 + inclusions * seen, 1 + (1 - inclusions) * seen, 1 + seen / 2, 1 + sds**2 * seen / 2
 
     def value(inclusion: Tensor, sd: Tensor) -> Tensor:
         prior = SpikeAndSlab(inclusion, best.slab_mean, sd)
