@@ -259,17 +259,21 @@ def test_without_hidden_layers_the_val_split_chooses_the_slab(cli: Cli, small_ru
     assert hidden["metrics"]["slab_sd"] == [1.0, 1.0]
 
 
-def test_the_nll_of_repeats_is_that_of_the_mean_probability() -> None:
-    layout = NetworkLayout((4, 3))
-    model = LatentModel(layout, initial_factors(layout, 2, generator_of(0)), SpikeAndSlab.constant(1))
-    features = torch.randn(6, 4, generator=generator_of(1))
-    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+@pytest.mark.parametrize("num_outputs", [1, 3])
+def test_the_nll_of_repeats_is_that_of_the_mean_probability(num_outputs: int) -> None:
+    layout = NetworkLayout((4, num_outputs))
+    start = initial_factors(layout, 2, generator_of(0), mean_range=2)
+    model = LatentModel(layout, start, SpikeAndSlab.constant(1))
+    features = torch.randn(7, 4, generator=generator_of(1))
+    labels = torch.arange(7) % layout.num_classes
     found = nll_of_repeats(model, features, labels, generator_of(2))
     rng = generator_of(2)
     for repeat, value in enumerate(found.tolist()):
         theta = layout.join(*model.draw_weights(torch.full((10,), repeat), rng))
-        probs = layout.logits(features, theta).double().softmax(dim=2).mean(dim=0)
-        assert value == pytest.approx(log_loss(labels, probs, labels=[0, 1, 2]), rel=1e-5)
+        logits = layout.logits(features, theta).double()
+        logits = torch.cat([torch.zeros_like(logits), logits], dim=2) if num_outputs == 1 else logits
+        probs = logits.softmax(dim=2).mean(dim=0)
+        assert value == pytest.approx(log_loss(labels, probs, labels=range(layout.num_classes)), rel=1e-5)
 
 
 def test_standardised_inputs_give_a_posterior_for_inputs_as_they_are(cli: Cli, small_run: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from bnncli.inference.latent_steps import log_likelihoods
 from bnncli.latent.model import LatentModel
 from bnncli.latent.scaling import Scaling, row_blocks, take
 
@@ -44,15 +45,7 @@ def nll_of_repeats(
         total = torch.zeros((), dtype=torch.float64, device=model.device)
         for rows in row_blocks(features, model.device):
             logits = layout.logits(take(features, rows, model.device, scaling), theta)
-            single = torch.stack([_by_example(one, labels[rows]) for one in logits])
-            total += (math.log(NUM_NETWORKS) - torch.logsumexp(single.double(), dim=0)).sum()
+            single = log_likelihoods(logits, labels[rows]).double()
+            total += (math.log(NUM_NETWORKS) - torch.logsumexp(single, dim=0)).sum()
         found.append(total / len(features))
     return torch.stack(found)
-
-
-def _by_example(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log likelihood of each example (N,) under logits (N, K); K = 1 is the logit of label 1."""
-    if logits.shape[1] == 1:
-        signs = (2 * labels - 1).to(logits)
-        return torch.nn.functional.logsigmoid(logits[:, 0] * signs)
-    return logits.log_softmax(dim=1).gather(1, labels.unsqueeze(1)).squeeze(1)

@@ -58,13 +58,18 @@ class Settings(NamedTuple):
 
 def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     """Log likelihood (R,) of labels (n,) given logits (R, n, K); K = 1 is the logit of label 1."""
+    return log_likelihoods(logits, labels).sum(dim=1)
+
+
+def log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same of each example, (R, n)."""
     num_repeats, _, num_outputs = logits.shape
     if num_outputs == 1:
         signs = (2 * labels - 1).to(logits.dtype)
-        return -softplus(-logits[..., 0] * signs).sum(dim=1)
+        return -softplus(-logits[..., 0] * signs)
     target = labels.expand(num_repeats, -1)
     losses = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    return -losses.view(num_repeats, -1).sum(dim=1)
+    return -losses.view(num_repeats, -1)
 
 
 def differentiate(
@@ -238,7 +243,7 @@ def _relaxed_gradient(
     factors = model.factors
     flats = (factors.rho, *draw, d_weight, space.to_mean, space.to_rho, space.to_logit)
     for _, (rho, weight, z, noise, d_own, to_mean, to_rho, to_logit) in model.layout.blocks(*flats):
-        one, other = space.blocks_like(rho)[:2]
+        one, other = space.blocks_like(rho)
         torch.mul(d_own, z, out=one)
         to_mean.add_(one)
         to_rho.addcmul_(one.mul_(noise), torch.sigmoid(rho, out=other))

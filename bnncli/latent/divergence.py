@@ -110,7 +110,7 @@ def _divergence_gradient(
 ) -> None:
     """Sets the derivatives of a block's divergence by alpha mean, sd (both over alpha) and alpha."""
     mean, _, logit, _, _, sd, to_mean, to_sd, to_alpha = blocks
-    distance, log = scratch[:2]
+    distance, log = scratch
     precision = prior.precision * scale
     if multiplier is None:
         torch.sub(mean, prior.mean, out=to_mean)
@@ -131,7 +131,7 @@ def _divergence_gradient(
 def _moment_gradient(blocks: Sequence[Tensor], variance: str, scratch: Sequence[Tensor]) -> None:
     """Adds what comes through the moments of the weights."""
     mean, _, _, alpha, beta, sd, to_mean, to_sd, to_alpha, d_mean, d_noise, *switching = blocks
-    one, other = scratch[:2]
+    one, other = scratch
     to_mean.add_(d_mean)
     to_alpha.addcmul_(mean, d_mean)
     torch.mul(sd, d_noise, out=one)

@@ -107,7 +107,7 @@ class Workspace:
         inclusion, exclusion, sd: alpha, 1 - alpha and sigma of the step, (R, W), which moments() leaves for the chain rule.
         moments, gradient: of the weights, and of the loss with respect to them.
         to_mean, to_rho, to_logit: gradients of the factors, (R, W).
-        scratch: five blocks that stay in a CPU's cache.
+        scratch: two blocks that stay in a CPU's cache.
     """
 
     inclusion: Tensor
@@ -134,7 +134,7 @@ class Workspace:
         def new_moments() -> Moments:
             return Moments(new(), new(), new() if has_switching else None)
 
-        scratch = factors.mean.new_empty(5, layout.block_size(factors.mean))
+        scratch = factors.mean.new_empty(2, layout.block_size(factors.mean))
         return cls(new(), new(), new(), new_moments(), new_moments(), new(), new(), new(), scratch)
 
     def blocks_like(self, block: Tensor) -> tuple[Tensor, ...]:
