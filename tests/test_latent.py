@@ -16,10 +16,12 @@ from scipy import integrate, stats
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from bnncli.inference import latent_fit
 from bnncli.inference.latent_fit import Plan, fit_latent
 from bnncli.inference.latent_steps import (
     Batch,
     Settings,
+    Step,
     differentiate,
     draw_logits,
     leaves,
@@ -572,6 +574,31 @@ def test_an_interrupted_fit_continues_to_the_same_bits() -> None:
     assert whole.keys() == resumed.keys()
     for name, part in whole.items():
         assert torch.equal(part, resumed[name]), name
+
+
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_batches_of_an_epoch_are_all_examples_once_each_with_its_share(
+    shuffles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, batches = NetworkLayout((1, 2)), []
+
+    def watched(model: LatentModel, batch: Batch, *rest: Any) -> Step:
+        batches.append(batch)
+        return differentiate(model, batch, *rest)
+
+    monkeypatch.setattr(latent_fit, "differentiate", watched)
+    model = LatentModel(layout, initial_factors(layout, 1, generator(1)), prior_of(1))
+    plan = Plan(epochs=2, batch_size=8, learning_rate=0.01, shuffles=shuffles)
+    labels = torch.arange(30) % 2
+    fit_latent(model, torch.arange(30.0).unsqueeze(1), labels, plan, generator=generator(2))
+    epochs = batches[:4], batches[4:]
+    for epoch in epochs:
+        assert [batch.share for batch in epoch] == [8 / 30, 8 / 30, 8 / 30, 6 / 30]
+        seen = torch.cat([batch.features[:, 0] for batch in epoch]).long()
+        assert torch.equal(seen.sort().values, torch.arange(30))
+        assert torch.equal(torch.cat([batch.labels for batch in epoch]), labels[seen])
+        assert torch.equal(seen, torch.arange(30)) != shuffles
+    assert torch.equal(epochs[0][0].features, epochs[1][0].features) != shuffles
 
 
 def test_batches_make_up_the_bound_whatever_their_size() -> None:

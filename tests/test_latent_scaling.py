@@ -13,6 +13,7 @@ from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling, take
+from bnncli.posteriors.latent_binary import LatentBinary
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,24 @@ def test_a_column_that_never_varies_is_only_shifted() -> None:
     found = Scaling.of(features, CPU)
     assert found.scale[0] == 1
     assert found(features).abs()[:, 0].max() < 1e-6
+
+
+def test_a_column_that_varies_by_less_than_float32_resolves_does_not_blow_up() -> None:
+    features = torch.zeros(700, 2)
+    features[0] = torch.tensor([1e-42, 1e-44])
+    found = Scaling.of(features, CPU)
+    assert found.scale.tolist() == [1, 1]
+    assert bool(found(features).isfinite().all())
+
+
+def test_a_posterior_of_scaled_inputs_is_one_for_inputs_as_they_are() -> None:
+    features = 100 + 3 * torch.randn(50, 6, generator=generator(2))
+    features[:, 4] = 250.5
+    own, model = Scaling.of(features, CPU), _start()
+    posterior = LatentBinary(model, shift=own.shift, scale=own.scale)
+    theta = model.layout.join(*model.draw_weights(torch.arange(4) % 2, generator(7)))
+    found = posterior.layout.logits(features, posterior.sample(4, generator(7)))
+    torch.testing.assert_close(found, model.layout.logits(own(features), theta), rtol=1e-4, atol=1e-4)
 
 
 def _start() -> LatentModel:

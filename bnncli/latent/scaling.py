@@ -31,8 +31,10 @@ class Scaling(NamedTuple):
         rows = max(1, _BLOCK_BYTES // (8 * features.shape[1]))
         mean = torch.stack([block.double().sum(dim=0) for block in features.split(rows)]).sum(dim=0) / len(features)
         squares = [(block.double() - mean).square_().sum(dim=0) for block in features.split(rows)]
-        sd = (torch.stack(squares).sum(dim=0) / len(features)).sqrt()
-        return cls(mean.float().to(device), torch.where(sd > 0, sd, 1.0).float().to(device))
+        sd = (torch.stack(squares).sum(dim=0) / len(features)).sqrt().float()
+        # Less than float32's normal numbers counts as none: its reciprocal may be infinite.
+        sd = torch.where(sd > torch.finfo(sd.dtype).tiny, sd, 1.0)
+        return cls(mean.float().to(device), sd.to(device))
 
 
 def take(features: Tensor, rows: slice | Tensor, device: torch.device, scaling: Scaling | None) -> Tensor:
