@@ -119,6 +119,46 @@ def test_prune_writes_over_nothing_that_is_not_its_own(cli: Cli, latent_run: Pat
     assert cli("prune", latent_run, "--dense", dense, "--force").code == 0
 
 
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [("posteriors/lbbnn.safetensors", 2), ("posteriors/laplace.safetensors", 73), ("features/test.h5", 2)],
+)
+def test_prune_keeps_inputs_and_artifacts_even_with_force(
+    cli: Cli, latent_run: Path, tmp_path: Path, place: str, code: int
+) -> None:
+    path = latent_run.with_name("small.bnn") / place
+    content = path.read_bytes()
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(path)
+    for name in (path, link):
+        done = cli("prune", latent_run, "--dense", name, "--force")
+        assert done.code == code or (name == link and code == 73)  # a link to no input is replaced, not followed
+    assert path.read_bytes() == content
+
+
+def test_convert_keeps_artifacts_even_with_force(cli: Cli, latent_run: Path, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "a.pt")
+    path = posterior_file(latent_run, "lbbnn")
+    content = path.read_bytes()
+    assert cli("convert", tmp_path / "a.pt", path, "--force").code == 73
+    assert path.read_bytes() == content
+
+
+def test_prune_says_what_accuracy_is_lost_and_how_to_keep_it(cli: Cli, latent_run: Path) -> None:
+    done = cli("prune", latent_run, "--rule", "density", "--density", "0", "--json")
+    metrics = done.json["metrics"]
+    lost = f"from {metrics['before']['accuracy']:.4f} to {metrics['after']['accuracy']:.4f}"
+    warning = done.json["warnings"][0]
+    assert lost in warning
+    command = warning.split("bnncli ")[1].split()
+    kept = cli(*command, "--json")
+    assert kept.code == 0, kept.stderr
+    inclusion = open_posterior(posterior_file(latent_run, "lbbnn"))[0].model.factors.inclusion
+    assert metrics["expected_density"] == pytest.approx(float(inclusion.double().mean()))
+    assert kept.json["metrics"]["density"] == pytest.approx(float(inclusion.double().mean()), abs=0.02)
+    assert all("to keep as many" not in text for text in kept.json["warnings"])
+
+
 def test_densities_are_counts() -> None:
     inclusion = [torch.tensor([[0.1, 0.6], [0.9, 0.5]]), torch.tensor([[1.0, 0.0]])]
     drawn = [torch.tensor([0.25, 0.75]), torch.tensor([0.5, 1.0])]

@@ -11,7 +11,7 @@ from bnncli.options import ConvertOptions
 from bnncli.stages._run import Result, Run
 from bnncli.storage.atomic import check_writable, publish_bytes
 from bnncli.storage.checkpoints import convert_checkpoint
-from bnncli.storage.freshness import is_same_file
+from bnncli.storage.freshness import carries_our_mark, is_same_file
 from bnncli.storage.sniff import sniff
 
 
@@ -32,6 +32,8 @@ def run(run: Run, options: ConvertOptions) -> Result:
         with open_regular(target) as stream:
             if sniff(stream) not in ("safetensors", "empty"):
                 raise OutputExists(f"{target} is not a safetensors file", hint="give another name", path=target)
+        if target.stat().st_size and carries_our_mark(target):
+            raise OutputExists(f"{target} is an artifact of bnncli", hint="give another name", path=target)
     check_writable(target.parent, hint="write it to another place")
     state = convert_checkpoint(source, trust_pickle=options.trust_pickle)
     size = sum(tensor.nbytes for tensor in state.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from bnncli.stages._predict_plan import kind_of
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.storage.atomic import check_writable, publish_bytes
-from bnncli.storage.freshness import is_same_file
+from bnncli.storage.freshness import carries_our_mark, is_same_file
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import read_posterior, write_posterior
+from bnncli.storage.provenance import Source
 from bnncli.storage.sniff import sniff
 
 ALGO_REV = 1
+MUCH_LOST = 0.02  # of accuracy, above which there is a warning
+NEARLY = 0.9  # of the weights that are in at any time: keeping as many would not help
 
 
 def run(run: Run, options: PruneOptions) -> Result:
@@ -42,7 +46,7 @@ def run(run: Run, options: PruneOptions) -> Result:
     params = {**options.params(), "posterior": path.stem, "split": split.content.name if split else None}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or f"{path.stem}-sparse")
     run.folder.check_name_is_free(target)
-    dense = None if options.dense is None else _check_dense(run, Path(options.dense), target)
+    dense = None if options.dense is None else _check_dense(run, Path(options.dense), target, sources)
     request = Request(
         target,
         "posterior",
@@ -78,6 +82,9 @@ def _compute(run: Run, options: PruneOptions, path: Path, split: Split | None, t
     sparse = Sparse(posterior.with_weights(is_in), posterior.model.layout)
     tensors, meta = sparse.to_tensors()
     metrics = _metrics(run, sparse, posterior, split, is_in)
+    doubt = _doubt(run, metrics, path)
+    if doubt is not None:
+        run.console.warn(doubt)
     metrics["bytes"] = {
         "sparse": sum(tensor.nbytes for tensor in tensors.values()),
         "dense": 4 * posterior.model.layout.num_params,
@@ -115,6 +122,9 @@ def _metrics(run: Run, sparse: Sparse, posterior: LatentBinary, split: Split | N
         "num_weights": len(is_in),
         "density": float(is_in.double().mean()),
         "density_by_layer": [float(part.double().mean()) for part in sparse.network.weights(is_in)],
+        "expected_density": float(posterior.model.factors.inclusion[posterior.best].double().mean()),
+        "repeat": posterior.best + 1,
+        "repeats": posterior.model.num_repeats,
         "lowest_inclusion": float(probabilities.min()) if len(probabilities) else None,
         "split": split.content.name if split is not None else None,
     }
@@ -147,9 +157,11 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         return []
     kept, size = metrics["weights_kept"], metrics["bytes"]
     lines = [
-        f"{kept} of {metrics['num_weights']} weights stay ({100 * metrics['density']:.2f} %): "
-        f"{size['sparse'] / 1e3:.1f} kB, dense {size['dense'] / 1e3:.1f} kB"
+        f"{kept} of {metrics['num_weights']} weights stay ({100 * metrics['density']:.2f} %): {_bytes(size['sparse'])}, dense "
+        f"{_bytes(size['dense'])}"
     ]
+    if metrics.get("repeats", 1) > 1:
+        lines[0] += f"; of repeat {metrics['repeat']} of {metrics['repeats']}, the one with the highest bound"
     if metrics["split"] is not None:
         before, after = metrics["before"], metrics["after"]
         lines.append(
@@ -159,10 +171,38 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _check_dense(run: Run, path: Path, target: Path) -> Path:
-    """The path of the dense state dict, once it is known that it may be written."""
+def _bytes(count: int) -> str:
+    """2.2 MB, 15.3 kB, 96 bytes."""
+    for unit, name in ((1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def _doubt(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
+    """What to say of a network that lost accuracy, and which density would keep more; None of one that did not."""
+    if metrics["split"] is None:
+        return None
+    before, after = metrics["before"]["accuracy"], metrics["after"]["accuracy"]
+    if before - after < MUCH_LOST:
+        return None
+    said = f"accuracy on {metrics['split']} fell from {before:.4f} to {after:.4f}"
+    density, expected = metrics["density"], metrics["expected_density"]
+    if density >= NEARLY * expected:
+        return f"{said}: keep more weights, with --rule density and a --density above {density:.2g}"
+    words = [] if path.stem == "lbbnn" else ["--posterior", path.stem]
+    words += ["--rule", "density", "--density", f"{expected:.2g}", "--name", f"{path.stem}-dense"]
+    shares = f"{100 * expected:.2g} % of the weights are in at any time and {100 * density:.2g} % were kept"
+    return f"{said}: {shares}; to keep as many: {run.suggest('prune', *words)}"
+
+
+def _check_dense(run: Run, path: Path, target: Path, sources: Sequence[Source]) -> Path:
+    """The path of the dense state dict, once it is known that it may be written: over nothing but a state dict."""
     if is_same_file(path, target) or path.absolute() == target.absolute():
         raise UsageError("--dense: that is the sparse file; give another name")
+    for source in sources:
+        if is_same_file(path, source.path):
+            raise UsageError(f"--dense: {path} is an input of this command; give another name")
     if is_same_file(path, run.checkpoint_path):
         raise UsageError("--dense: that is the checkpoint; give another name")
     if path.exists():
@@ -171,6 +211,8 @@ def _check_dense(run: Run, path: Path, target: Path) -> Path:
         with open_regular(path) as stream:
             if sniff(stream) not in ("safetensors", "empty"):
                 raise OutputExists(f"--dense: {path} is not a safetensors file", hint="give another name", path=path)
+        if path.stat().st_size and carries_our_mark(path):
+            raise OutputExists(f"--dense: {path} is an artifact of bnncli", hint="give another name", path=path)
         if not run.write.force:
             raise OutputExists(f"--dense: {path} exists", hint="add --force to replace it", path=path)
     check_writable(path.parent)

@@ -76,9 +76,9 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
     try:
         header = read_header(target)
     except BnnError as error:
-        if force and _carries_our_mark(target):
+        if force and carries_our_mark(target):
             return None
-        hint = "add --force to replace it" if _carries_our_mark(target) else "move it away, or use --name or --out"
+        hint = "add --force to replace it" if carries_our_mark(target) else "move it away, or use --name or --out"
         raise OutputExists(f"{target} exists and cannot be used: {error.message}", hint=hint, path=target) from None
     if header.kind != kind:
         raise OutputExists(
@@ -89,7 +89,7 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
     return header
 
 
-def _carries_our_mark(target: Path) -> bool:
+def carries_our_mark(target: Path) -> bool:
     """True for a file of ours, damaged or not, and for an empty leftover; a foreign file is never replaced."""
     if not target.is_file() or target.is_symlink():
         return False
