@@ -89,8 +89,16 @@ class History:
 
     def bound(self) -> Tensor:
         """The evidence lower bound of each epoch and repeat, (E, R), nats; the likelihood's part is the epoch's average."""
-        parts = {name: torch.stack(values) for name, values in self.parts.items()}
-        return parts["log_likelihood"] - sum(parts[f"{name}_divergence"].sum(-1) for name in ("weight", "bias", "flow"))
+        return _bound({name: torch.stack(values) for name, values in self.parts.items()})
+
+    def last_bound(self) -> Tensor:
+        """That of the last epoch, (R,), nats."""
+        return _bound({name: values[-1] for name, values in self.parts.items()})
+
+
+def _bound(parts: Mapping[str, Tensor]) -> Tensor:
+    divergences = [parts[f"{name}_divergence"].sum(-1) for name in ("weight", "bias", "flow")]
+    return parts["log_likelihood"] - torch.stack(divergences).sum(dim=0)
 
 
 def fit_latent(
@@ -104,6 +112,7 @@ def fit_latent(
     save: Save | None = None,
     scaling: Scaling | None = None,
     progress: Progress = SILENT,
+    what: str = "fit",
 ) -> tuple[LatentModel, History]:
     """Fit a model in place; returns it, with its prior as learnt, and what each epoch gave.
 
@@ -115,7 +124,7 @@ def fit_latent(
         state: of an interrupted fit; the result is that of an uninterrupted one, bit for bit.
         save: called with the state after each epoch, and with True when the fit is interrupted.
         scaling: of the features, none by default.
-        progress: advanced once a step.
+        progress: advanced once a step, with the epoch and the bound of the one before as a note. what: its name there.
 
     Raises:
         NumericError: when the bound of an epoch is not finite.
@@ -123,7 +132,7 @@ def fit_latent(
     fit = _Fit(model, (features, labels), plan, on_device(generator, model.device), scaling)
     if state is not None:
         fit.load(state)
-    task = progress.task("fit-lbbnn", plan.epochs * fit.num_batches)
+    task = progress.task(what, plan.epochs * fit.num_batches)
     task.advance(fit.history.num_epochs * fit.num_batches)
     kept = fit.state()
     try:
@@ -183,6 +192,9 @@ class _Fit:
         done = self.history.num_epochs
         fit = torch.zeros(model.num_repeats, dtype=torch.float64, device=model.device)
         flow = torch.zeros(model.num_repeats, model.layout.num_layers, dtype=torch.float64, device=model.device)
+        note = f"epoch {done + 1}/{plan.epochs}"
+        if done:  # of all data, nats; the mean of the repeats
+            note += f", bound {float(self.history.last_bound().mean()):.4g}"
         order = None
         if plan.shuffles:
             order = torch.randperm(self.num_examples, generator=self.generator, device=self.generator.device)
@@ -194,7 +206,7 @@ class _Fit:
             fit += step.log_likelihood
             if step.flow.shape[1]:
                 flow += step.flow * batch.share
-            task.advance()
+            task.advance(note=note)
         self._close_epoch(fit, flow)
 
     def step(self, batch: Batch) -> Step:
@@ -236,7 +248,7 @@ class _Fit:
             flow_divergence=flow,
             density=torch.stack(density, dim=1),
         )
-        if not torch.isfinite(self.history.bound()[-1]).all():
+        if not torch.isfinite(self.history.last_bound()).all():
             raise NumericError(
                 f"the bound is not finite in epoch {self.history.num_epochs}",
                 hint=f"use a --learning-rate below {plan.learning_rate:g}"

@@ -41,8 +41,9 @@ class FitLbbnnOptions(Checked):
     )
     estimator: str = option(
         "lrt",
-        "How the bound is estimated: activations drawn from their mean and variance (lrt), the same with a multiplicative "
-        "flow (mnf), or weights with relaxed inclusions and a learnt prior (concrete).",
+        "How the bound is estimated: activations drawn from their mean and variance (lrt, the quickest), the same with "
+        "every input's weights times a flow's draw (mnf), or weights with relaxed inclusions and a learnt "
+        "prior (concrete).",
         choices=("lrt", "mnf", "concrete"),
     )
     epochs: int | None = option(
@@ -77,7 +78,8 @@ class FitLbbnnOptions(Checked):
     )
     variance: str | None = option(
         None,
-        "Variance of a weight: exact by default, or published, alpha^2 sigma^2 (lrt, mnf).",
+        "Variance of a weight: exact by default, or published, alpha^2 sigma^2 (lrt, mnf), which leaves out that weights "
+        "come and go: draws of the network, which predict takes, are then worse than its mean.",
         choices=("exact", "published"),
     )
     prior_inclusion: float = option(0.05, "Prior probability that a weight is in.", minimum=1e-9, maximum=1 - 1e-9)
@@ -110,7 +112,10 @@ class FitLbbnnOptions(Checked):
         minimum=0.0,
     )
     repeats: int = option(
-        1, "Networks fitted at once, from other starts and with other noise; predict averages them.", minimum=1
+        1,
+        "Networks fitted at once, from other starts and with other noise; predict's draws (mc) take them in turn, prune "
+        "and the one-network integrators the one with the highest bound.",
+        minimum=1,
     )
     standardize: bool = option(
         False, "Standardise the inputs by the training split; the posterior is for inputs as they are all the same."

@@ -157,6 +157,10 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"bound {bound['value']:.1f} +- {bound['standard_error']:.1f} nats: expected log likelihood {fit['value']:.1f}, "
         f"divergence {fit['value'] - bound['value']:.1f}"
     ]
+    if metrics.get("log_likelihood_of_shares") is not None:
+        lines[0] += f"; log likelihood of the classes' shares alone {metrics['log_likelihood_of_shares']:.1f}"
+    if metrics.get("rise") is not None:
+        lines.append(f"change of the bound over the last tenth of the epochs: {100 * metrics['rise']:+.1f} %")
     layers = ", ".join(f"{100 * share:.1f} %" for share in metrics["density_by_layer"])
     lines.append(
         f"density {100 * metrics['density']:.1f} % (by layer {layers}); of the median probability model "

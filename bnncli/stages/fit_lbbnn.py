@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
 from bnncli.stages._inputs import Split, head_tensors, load_split
+from bnncli.stages._lbbnn_doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages._lbbnn_report import Data, measure, summary
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._resumable import Resumable
@@ -156,6 +158,8 @@ def _compute(
     _check_memory(run, options, layout, num_examples=len(train.content.features), is_searched=val is not None)
     features = train.resident(run.device)
     data = Data(features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None)
+    plan = _plan(options, len(features))
+    _warn(run, short_plan(options, plan, len(features)))
     # Random states of a CPU and of a GPU are not of one kind.
     also = {"device": run.device.type}
     resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
@@ -167,7 +171,7 @@ def _compute(
             _start(run, options, layout, [slab_sd], num_repeats=options.repeats),
             data.features,
             data.labels,
-            _plan(options, len(features)),
+            plan,
             generator=run.stream("fit-lbbnn/train"),
             state=state,
             save=resumable.save,
@@ -179,7 +183,13 @@ def _compute(
     if data.scaling is not None:
         posterior = replace(posterior, shift=data.scaling.shift, scale=data.scaling.scale)
     metrics = measure(run, posterior, data, variance=options.variance or "exact", estimator=options.estimator)
-    metrics["slab_sd_search"] = search
+    metrics |= {
+        "slab_sd_search": search,
+        "log_likelihood_of_shares": guessing(data.labels, layout.num_classes),
+        "rise": rise(history, posterior.best),
+    }
+    _warn(run, still_rising(metrics["rise"], plan.schedule))
+    _warn(run, poor_fit(metrics, features, is_standardized=options.standardize))
     tensors, meta = posterior.to_tensors()
     tensors |= head_tensors(train) | history.tensors()
     meta |= {
@@ -190,7 +200,8 @@ def _compute(
         "num_examples": len(features),
         "metrics": metrics,
         "classes": train.content.classes,
-        "default_samples": DEFAULT_SAMPLES,
+        # As many draws of each repeat.
+        "default_samples": options.repeats * math.ceil(DEFAULT_SAMPLES / options.repeats),
     }
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
@@ -200,6 +211,11 @@ def _compute(
 
     told = {**metrics, "seconds_per_epoch": seconds}  # not in the file: the same request makes the same content
     return Computed(publish, told, summary(told))
+
+
+def _warn(run: Run, doubt: str | None) -> None:
+    if doubt is not None:
+        run.console.warn(doubt)
 
 
 def _slab_sd(
@@ -218,6 +234,7 @@ def _slab_sd(
         generator=run.stream("fit-lbbnn/search"),
         scaling=data.scaling,
         progress=run.console,
+        what="slab search",
     )
     nll = nll_of_repeats(
         model,
