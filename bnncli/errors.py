@@ -55,6 +55,13 @@ class BnnError(Exception):
         self.code = code or self.default_code
         self.path = None if path is None else str(path)
 
+    @property
+    def advice(self) -> str:
+        """The hint as the end of a line: "; run: bnncli ..." for a command, "; make it again"; empty without one."""
+        if not self.hint:
+            return ""
+        return f"; run: {self.hint}" if self.hint.startswith("bnncli ") else f"; {self.hint}"
+
 
 class UsageError(BnnError):
     """A wrong option, argument or name."""

@@ -22,7 +22,11 @@ class HeadLayout:
 
     def __post_init__(self) -> None:
         if self.num_outputs < 1 or self.num_features < 1:
-            raise ValueError(f"a head needs at least one output and one feature, got {self}")
+            raise ValueError(f"a head needs at least one output and one feature, got {self!r}")
+
+    def __str__(self) -> str:
+        outputs = f"{self.num_outputs} output{'s' * (self.num_outputs > 1)}"
+        return f"{outputs} of {self.num_features} features{'' if self.has_bias else ', without bias'}"
 
     @property
     def num_params(self) -> int:

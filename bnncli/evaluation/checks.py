@@ -26,7 +26,7 @@ USUAL: dict[str, Any] = {
     "positive": "in",
     "estimator": "unbiased",
     "over": "mean",
-    "kind": "expected",
+    "kind": "used",
     "layer": "all",
 }
 _NO_CHOICES = {

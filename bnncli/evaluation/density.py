@@ -45,6 +45,20 @@ def density_rows(inclusion: Sequence[Tensor], drawn: Sequence[Tensor]) -> list[R
     return rows
 
 
+def used_density(used: Sequence[Tensor]) -> list[Row]:
+    """Rows of the share of weights that are in the networks that predict, pooled and by layer.
+
+    Args:
+        used: of each layer's weights, any shape, the probability of being in such a network.
+    """
+    counts = [part.numel() for part in used]
+    sums = [float(part.double().sum()) for part in used]
+    shared = {"name": "density", "kind": "used", "higher_is_better": False}
+    pooled = {**shared, "layer": "all", "n": sum(counts), "value": sum(sums) / sum(counts)}
+    layers = zip(sums, counts, strict=True)
+    return [pooled, *({**shared, "layer": str(i), "n": n, "value": part / n} for i, (part, n) in enumerate(layers))]
+
+
 def inclusion_histogram(inclusion: Tensor, num_bins: int = NUM_BINS) -> Row:
     """Counts of inclusion probabilities in bins of equal width on [0, 1]."""
     counts = torch.histc(inclusion.double().flatten().cpu(), bins=num_bins, min=0.0, max=1.0)

@@ -24,6 +24,7 @@ WORSE_SHARE = 0.01  # of the lowest NLL: less is no worse prediction
 _EXACT_SD = 1e-6  # nats; the weights are equal, and k has no tail to be fitted to
 _SHOWN_P = 0.01  # below it draws show a difference
 DENSITIES = ("gaussian", "flow")
+POINTS = ("point", "sparse")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Judged:
 
     Args:
         name: of the artifact.
-        type: point, gaussian, flow or samples.
+        type: point, gaussian, flow, samples, latent-binary or sparse.
         target: its prior, which defines the log posterior it was fitted to.
         elbo, elbo_error: nats.
         log_weight_sd, pareto_k, k_threshold: of its importance weights.
@@ -104,8 +105,10 @@ def doubts(judged: Judged) -> list[str]:
     """Why a posterior is not good for its target, in words; empty when it is good. The one place that defines good."""
     if judged.type == "samples":
         return _doubts_of_chains(judged)
-    if judged.type not in DENSITIES:
+    if judged.type in POINTS:
         return [f"a {judged.type} is no distribution"]
+    if judged.type not in DENSITIES:
+        return [f"a {judged.type} posterior has a prior of its own, and so another target"]
     if judged.log_weight_sd is None:
         return ["its importance weights are undefined"]
     found = []
@@ -208,7 +211,7 @@ def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Com
 
 def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -> tuple[str, str]:
     if not same_target:
-        return f"no posterior but a point: run {commands.fit}", commands.fit
+        return f"no Gaussian, flow or draws to judge: run {commands.fit}", commands.fit
     chains = [judged for judged in same_target if judged.type == "samples"]
     bad = [f"{judged.name} has not converged ({', '.join(doubts(judged))})" for judged in chains]
     command = commands.sample(same_target[0].target)

@@ -17,13 +17,15 @@ def draw(
     curves: Mapping[str, Mapping[str, Sequence[float]]],
     histograms: Mapping[str, Sequence[Mapping[str, Any]]],
     *,
+    medians: Mapping[str, float],
     split: str,
 ) -> Figure:
     """Four panels: three scores against density, and the shares of weights by inclusion probability.
 
     Args:
-        curves: posterior to density, accuracy, nll and ece, fractions but for NLL.
+        curves: posterior to density, accuracy, nll and ece, fractions but for NLL; a density of 0 has no place on the axis.
         histograms: posterior to a histogram for each layer, edges and counts.
+        medians: posterior to the density of its median probability model, a dotted line.
         split: the split's name.
     """
     from matplotlib.figure import Figure
@@ -32,12 +34,19 @@ def draw(
     panels = figure.subplots(2, 2).flatten()
     for axes, (key, title) in zip(panels, _SCORES.items(), strict=False):
         for place, (name, curve) in enumerate(curves.items()):
-            axes.plot(curve["density"], curve[key], label=name, marker="o", markersize=2.5, **line_style(place))
+            style = line_style(place)
+            shown = [(share, value) for share, value in zip(curve["density"], curve[key], strict=True) if share > 0]
+            axes.plot(*zip(*shown, strict=True), label=name, marker="o", markersize=2.5, **style)
+            if medians[name] > 0:
+                axes.axvline(medians[name], color=style["color"], linestyle=":", linewidth=1)
         axes.set_xscale("log")
         axes.set_xlabel("density: share of weights that is left")
         axes.set_ylabel(title)
         plain_axes(axes)
-    panels[0].legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize="small")
+    panels[0].legend(
+        title="dotted: inclusion above 1/2", title_fontsize="small", alignment="left", frameon=True, framealpha=0.9,
+        edgecolor="none", fontsize="small",
+    )  # fmt: skip
     place = 0
     for name, layers in histograms.items():
         for layer in layers:

@@ -21,7 +21,9 @@ class PredictOptions(Checked):
     )
     integrator: list[str] = option(
         [],
-        "How the posterior becomes probabilities; plug-in for map and temperature, mc for all others by default; all takes every one that fits the posterior. Repeatable.",
+        "How the posterior becomes probabilities; plug-in for map, temperature and what prune writes, mc for all others by default; "
+        "all takes every one that fits the posterior. mc averages over draws; plug-in takes one network (the centre; of fit-lbbnn's, the "
+        "weights with inclusion above 1/2), mean the one at fit-lbbnn's mean weights. Repeatable.",
         family="integrators",
         choices=("all",),
     )

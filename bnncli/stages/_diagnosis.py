@@ -15,7 +15,7 @@ from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.mmd import NUM_DRAWS, thin
 from bnncli.evaluation.scores import nll_per_example
-from bnncli.evaluation.verdict import DENSITIES, Judged, doubts
+from bnncli.evaluation.verdict import DENSITIES, POINTS, Judged, doubts
 from bnncli.inference.importance import diagnose_importance
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
@@ -79,7 +79,7 @@ def diagnose(
     entry["val_nll"] = _mean(losses)
     draws, is_independent = _draws(run, name, posterior, entry)
     judged = _judged(name, entry, recorded_prior(header))
-    if posterior.type != "point":
+    if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]
     return Diagnosis(judged, entry, draws, is_independent, losses)
@@ -167,13 +167,13 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
 
 
 def _losses(run: Run, posterior: Any, val: Split | None) -> NDArray[np.float64] | None:
-    """Negative log probability of each val label: 200 draws, all for samples, plug-in for a point."""
+    """Negative log probability of each val label: 200 draws, but all of samples, and plug-in for a point."""
     if val is None or val.content.labels is None:
         return None
-    prediction = load_integrator("plug-in" if posterior.type == "point" else "mc").predict(
+    prediction = load_integrator("plug-in" if posterior.type in POINTS else "mc").predict(
         posterior.to(run.device),
         val.features(run.device),
-        num_samples=VAL_DRAWS if posterior.type in DENSITIES else None,
+        num_samples=None if posterior.type in (*POINTS, "samples") else VAL_DRAWS,
         generator=run.stream("diagnose/val"),
         progress=run.console,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.stages._run import Table
 
 MAX_PAIRS = 15
@@ -37,6 +38,7 @@ def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str
                     "nats, +- one standard error; log w: log importance weights; k: their Pareto k; an ELBO is on the",
                     "target of its own prior precision: compare it only with ELBOs of the same prior",
                     _draws_note(densities),
+                    *_other_targets(densities),
                 ],
                 narrow=[_turned(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],
             )
@@ -112,8 +114,16 @@ def _turned(columns: list[str], rows: list[list[str]]) -> Table:
 
 def _draws_note(densities: Mapping[str, dict[str, Any]]) -> str:
     counts = [f"{name} {entry['draws']}" for name, entry in densities.items() if entry["draws"]]
-    return (
-        f"draws: {', '.join(counts)}" if counts else "a point has no density: nothing but its predictions can be judged"
+    if counts:
+        return f"draws: {', '.join(counts)}"
+    return "none of them has a density: nothing but their predictions can be judged"
+
+
+def _other_targets(densities: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What to say of latent binary networks."""
+    names = [name for name, entry in densities.items() if entry["type"] == LatentBinary.type]
+    return [f"{', '.join(names)}: spike and slab, another target than any here; its predictions are judged"] * bool(
+        names
     )
 
 

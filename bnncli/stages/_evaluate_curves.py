@@ -143,6 +143,7 @@ def _draw(plot: Plot, rows: Iterable[Row]) -> Figure:
         return density.draw(
             {name: row["curves"]["density"] for name, row in own.items()},
             {name: row["inclusion"] for name, row in own.items()},
+            medians={name: _value(row, Quantity("density", ("median",))) for name, row in own.items()},
             split=plot.split,
         )
     key = plot.kind.replace("-", "_")

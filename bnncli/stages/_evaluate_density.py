@@ -10,11 +10,12 @@ import torch
 
 from bnncli.errors import UsageError
 from bnncli.evaluation.calibration import calibration_scores
-from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram
+from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
 from bnncli.evaluation.examples import examples_of
 from bnncli.evaluation.rows import score_rows
 from bnncli.evaluation.scores import label_scores
 from bnncli.evaluation.selection import selection_rows
+from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
 from bnncli.posteriors.sparse import Sparse
@@ -30,9 +31,34 @@ def is_latent(path: Path | None) -> bool:
     return path is not None and path.is_file() and kind_of(read_header(path)) == LatentBinary.type
 
 
-def density_metrics(run: Run, path: Path) -> tuple[list[Row], list[Row]]:
-    """Metric rows of the density, and a histogram of the inclusion probabilities of each layer."""
+def has_density(path: Path | None) -> bool:
+    """Whether the posterior in a file is a network of which weights are out."""
+    return path is not None and path.is_file() and kind_of(read_header(path)) in (LatentBinary.type, Sparse.type)
+
+
+def density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], list[Row]]:
+    """Metric rows of the density, first that of the networks that the integrator predicts with; histograms of the inclusion
+    probabilities of each layer, none for a sparse network."""
     posterior = open_posterior(path)[0]
+    used = used_density(_used(posterior, integrator))
+    if isinstance(posterior, Sparse):
+        return used, []
+    rows, histograms = _inclusions(run, posterior)
+    return used + rows, histograms
+
+
+def _used(posterior: LatentBinary | Sparse, integrator: str) -> list[torch.Tensor]:
+    """Of each layer's weights, the probability of being in the networks that an integrator predicts with."""
+    if isinstance(posterior, Sparse):
+        return [(weight != 0).double() for weight, _ in posterior.network.split(posterior.theta)]
+    layout, needs = posterior.model.layout, load_integrator(integrator).needs
+    if needs == "sample":  # of all repeats in turn
+        return layout.weights(posterior.model.factors.inclusion.double().mean(dim=0))
+    return [(weight != 0).double() for weight, _ in layout.split(getattr(posterior, needs))]
+
+
+def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]]:
+    """Metric rows of the best repeat's density, and a histogram of the inclusion probabilities of each layer."""
     layout, best = posterior.model.layout, posterior.best
     inclusion = layout.weights(posterior.inclusion)
     drawn = posterior.model.draw_weights(torch.full((DEFAULT_SAMPLES,), best), run.stream("evaluate/density"))[0]

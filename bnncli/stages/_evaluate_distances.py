@@ -68,7 +68,7 @@ def open_reference(run: Run, name: str) -> Reference:
         try:
             run.use(read_header(path))
         except DataError as error:
-            run.console.warn(f"MMD^2 is left out: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+            run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
             return Reference(name, None)
         return Reference(name, path)
     if name != "hmc":
@@ -105,11 +105,14 @@ def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
 
 
 def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
-    """All draws of chains; seeded ones of a density or a point, whose mean is exact where it has a closed form."""
+    """All draws of chains; seeded ones of a density or a point, whose mean is exact where its centre is that.
+
+    The centre of a latent binary network is its median probability model, and its mean that of one repeat.
+    """
     if header.kind == "samples":
         return WeightDraws(posterior.draws, num_independent=_effective_size(header))
     count = num_draws_for(posterior.layout.num_params)
-    mean: Tensor | None = getattr(posterior, "center", None)
+    mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
     with torch.no_grad():
         draws: Tensor = posterior.to(run.device).sample(count, run.stream("evaluate/mmd")).cpu()
     return WeightDraws(draws, mean=mean)

@@ -132,6 +132,6 @@ def _is_usable(run: Run, group: Group, *, is_named: bool) -> bool:
     except DataError as error:
         if is_named:
             raise
-        run.console.warn(f"skipping {group.name}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+        run.console.warn(f"skipping {group.name}: {error.message}{error.advice}")
         return False
     return True

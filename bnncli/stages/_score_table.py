@@ -49,7 +49,7 @@ _USUAL: dict[str, dict[str, str]] = {
     "auroc": {},
     "fpr95": {"positive": "in"},
     "mmd2": {"estimator": "unbiased"},
-    "density": {"kind": "expected", "layer": "all"},
+    "density": {"kind": "used", "layer": "all"},
     "true_positive_rate": {},
     "false_positive_rate": {},
 }

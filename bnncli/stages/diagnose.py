@@ -12,7 +12,8 @@ import torch
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.mmd import NUM_PERMUTATIONS, median_bandwidth, mmd2, permutation_p_value
-from bnncli.evaluation.verdict import Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.evaluation.verdict import POINTS, Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.layout import HeadLayout
 from bnncli.options import DiagnoseOptions
 from bnncli.prior import Prior
 from bnncli.stages._diagnosis import Diagnosis, diagnose
@@ -27,7 +28,7 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     """Judge and print; nothing is written."""
     train = load_split(run, "train").check_labeled()
     val = load_split(run, "val") if run.folder.features("val").is_file() else None
-    found = _open(run, options)
+    found = _open(run, options, train.layout)
     target = train.target(Prior(1.0), run.device)  # the features travel to a GPU once
     diagnoses = []
     for name, (path, _, _) in found.items():
@@ -53,7 +54,7 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     )
 
 
-def _open(run: Run, options: DiagnoseOptions) -> dict[str, tuple[Path, Header, Source]]:
+def _open(run: Run, options: DiagnoseOptions, layout: HeadLayout) -> dict[str, tuple[Path, Header, Source]]:
     """The posteriors to judge, by name, or by path when they lie elsewhere; stale ones are skipped with a warning unless they were named."""
     if options.posterior:
         maker = run.suggest("status")
@@ -72,25 +73,28 @@ def _open(run: Run, options: DiagnoseOptions) -> dict[str, tuple[Path, Header, S
         is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
         try:
             header, source = posterior_source(run, path, "posterior")
-            _check_is_of_head(path, header)
+            _check_is_of_head(path, header, layout)
             found[path.stem if is_own else str(path)] = (path, header, source)
         except DataError as error:
             if options.posterior:
                 raise
-            run.console.warn(f"skipping {path.stem}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+            run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
     if not found:
         raise DataError(
-            "no posterior of the run can be diagnosed: each is stale, or has hidden layers of its own",
+            "no posterior of the run can be diagnosed: each is stale, or a network of its own",
             code="stale_input",
-            hint=run.suggest("status"),
+            hint=f"{run.suggest('status')} tells which; {run.suggest('evaluate')} judges predictions of any",
         )
     return found
 
 
-def _check_is_of_head(path: Path, header: Header) -> None:
-    """Raise DataError for a network with hidden layers of its own: its theta is not the last layer's."""
-    if len(header.meta.get("sizes", ())) > 2:
+def _check_is_of_head(path: Path, header: Header, layout: HeadLayout) -> None:
+    """Raise DataError for a network of its own: with hidden layers, or a single logit where the last layer has two."""
+    sizes = header.meta.get("sizes", ())
+    if len(sizes) > 2:
         raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")
+    if sizes and sizes[1] == 1 and layout.num_outputs == 2:
+        raise DataError(f"{path} has a single logit, other posteriors of this run have two; only those are diagnosed")
 
 
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
@@ -121,7 +125,9 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
 
 def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
     """The posterior whose draws set the kernel's bandwidth, chains before others, and that bandwidth."""
-    distributions = [one for one in diagnoses if one.judged.type != "point" and bool(torch.isfinite(one.draws).all())]
+    distributions = [
+        one for one in diagnoses if one.judged.type not in POINTS and bool(torch.isfinite(one.draws).all())
+    ]
     for one in sorted(distributions, key=lambda one: one.judged.type != "samples"):
         try:
             return one.judged.name, median_bandwidth(one.draws.to(run.device))

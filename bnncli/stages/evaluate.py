@@ -9,7 +9,13 @@ from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.checks import check_names, failure_text, hold_against
 from bnncli.options import EvaluateOptions
 from bnncli.stages._evaluate_curves import curves_of, draw_plots, planned_plots
-from bnncli.stages._evaluate_density import check_true_inputs, density_metrics, is_latent, selection_metrics
+from bnncli.stages._evaluate_density import (
+    check_true_inputs,
+    density_metrics,
+    has_density,
+    is_latent,
+    selection_metrics,
+)
 from bnncli.stages._evaluate_distances import Reference, distance_rows, open_reference
 from bnncli.stages._evaluate_features import evaluate_features, row_name
 from bnncli.stages._evaluate_rows import group_rows
@@ -48,7 +54,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
         rows = _shown(run, options, rows)
-        notes = [*_legend(options), *reference.doubts()]
+        notes = [*_legend(options, rows), *reference.doubts()]
         notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(
             score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
@@ -75,7 +81,7 @@ def _row_names(options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
     return own + [row_name(split) for split in splits if options.needs_features]
 
 
-def _legend(options: EvaluateOptions) -> list[str]:
+def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
     """What the numbers of the table mean."""
     if options.metric:
         lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.bins}"]
@@ -84,6 +90,8 @@ def _legend(options: EvaluateOptions) -> list[str]:
             f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by "
             f"{', '.join(options.shown_scores)}, in-distribution positive; MMD^2: unbiased"
         ]
+    if not options.metric and any(metric["name"] == "density" for row in rows for metric in row["metrics"]):
+        lines.append("density: share of the weights that are in the networks that predict (mc: on average)")
     if options.intervals:
         lines.append(
             f"[low, high]: {100 * options.level:g} % bootstrap intervals over examples ({options.bootstrap} replicates); "
@@ -124,10 +132,10 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
     ]
     posterior = group.posterior_path
-    has_density = is_latent(posterior)
+    is_thinned = has_density(posterior)
     if reference.path is not None and posterior is not None:
         sources.append(Source("reference", reference.path, reference.header.content_digest))
-    if posterior is not None and (reference.path is not None or has_density):
+    if posterior is not None and (reference.path is not None or is_thinned):
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
     del params["neighbors"]  # of the features alone
@@ -138,9 +146,9 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
     def compute() -> Computed:
         distance = distance_rows(run, reference, posterior)
         rows = [{**row, "metrics": row["metrics"] + distance} for row in group_rows(run, options, group)]
-        if has_density and posterior is not None:
-            density, histograms = density_metrics(run, posterior)
-            density += selection_metrics(posterior, options.true_input_numbers)
+        if is_thinned and posterior is not None:
+            density, histograms = density_metrics(run, posterior, group.integrator)
+            density += selection_metrics(posterior, options.true_input_numbers) if is_latent(posterior) else []
             rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
         predictions = [
             {

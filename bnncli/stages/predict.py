@@ -121,7 +121,7 @@ def _candidates(run: Run, options: PredictOptions) -> list[Candidate]:
         except DataError as error:
             if options.posterior:
                 raise
-            run.console.warn(f"skipping {path.stem}: {error.message}" + (f"; run: {error.hint}" if error.hint else ""))
+            run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
     return found
 
 
