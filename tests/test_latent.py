@@ -576,21 +576,81 @@ def test_an_interrupted_fit_continues_to_the_same_bits() -> None:
         assert torch.equal(part, resumed[name]), name
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_learning_rates_follow_the_plan(schedule: str) -> None:
+    features, labels, _ = batch_of(SMALL, 30)
+    plan = Plan(3, 8, 0.01, schedule=schedule, inclusion_rate=0.1, flow_rate=0.002, early_epochs=2)
+    multipliers = tuple(initial_model(i, 1, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
+    model = LatentModel(SMALL, initial_factors(SMALL, 1, generator(1)), prior_of(2), multipliers)
+    fit = latent_fit._Fit(model, (features.float(), labels), plan, generator(2), None)
+    assert [group["lr"] for group in fit.optimizer.param_groups] == fit.rates
+    one = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    course = torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=12)
+    for step in range(12):  # of three epochs of four batches
+        fit._set_rates(step)
+        factor = course.get_last_lr()[0] if schedule == "cosine" else 1.0
+        expected = [(0.1 if step < 8 else 0.01) * factor, 0.01 * factor, 0.002 * factor]
+        assert [float(rate) for rate in fit.rates] == pytest.approx(expected)
+        one.step()
+        course.step()
+
+
+def test_a_learnt_prior_is_frozen_after_the_early_epochs() -> None:
+    features, labels, _ = batch_of(SMALL, 30)
+    model = LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2))
+    states: list[dict[str, Tensor]] = []
+    plan = Plan(4, 8, 0.01, early_epochs=2, hyper_prior=True, prior_weight=2.0, settings=Settings("concrete"))
+    fit_latent(
+        model, features.float(), labels, plan,
+        generator=generator(3), save=lambda state, is_last: states.append(dict(state)),
+    )  # fmt: skip
+    for name in ("inclusion", "slab_sd"):
+        first, second, *frozen = (state[f"prior.{name}"] for state in states)
+        assert not torch.equal(first, second)
+        assert all(torch.equal(second, later) for later in frozen)
+        names = ("logit", "mean", "rho", "bias_mean", "bias_rho")
+        then = Factors(**{part: states[1][f"parameter.{i}"] for i, part in enumerate(names)})
+        # The hyper-prior stays that of the start.
+        expected = learnt_prior(replace(model, factors=then), prior_of(2), 2.0).tensors()[name]
+        torch.testing.assert_close(second, expected)
+
+
+def test_the_divergence_with_multipliers_is_its_mean_over_them() -> None:
+    model, count = model_of(SMALL, has_multipliers=True), 9
+    found = latent_fit.averaged_divergence(model, generator(4), count)
+    rng, total = generator(4), torch.zeros(2, 2, dtype=torch.float64)
+    draws = [part.draw(torch.randn(2, count, part.start_mean.shape[1], generator=rng))[0] for part in model.multipliers]
+    for index in range(count):
+        mean = model.factors.mean.clone()
+        for view, z in zip(SMALL.weights(mean), draws, strict=True):
+            view *= z[:, index].unsqueeze(1)
+        total += weight_divergence(replace(model.factors, mean=mean), model.prior, SMALL) / count
+    torch.testing.assert_close(found, total, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("shuffles", [True, False])
 def test_batches_of_an_epoch_are_all_examples_once_each_with_its_share(
     shuffles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, batches = NetworkLayout((1, 2)), []
+    fits: list[float] = []
 
     def watched(model: LatentModel, batch: Batch, *rest: Any) -> Step:
         batches.append(batch)
-        return differentiate(model, batch, *rest)
+        step = differentiate(model, batch, *rest)
+        fits.append(float(step.log_likelihood))
+        return step._replace(flow=torch.full((1, 1), float(len(batch.features))))
 
     monkeypatch.setattr(latent_fit, "differentiate", watched)
     model = LatentModel(layout, initial_factors(layout, 1, generator(1)), prior_of(1))
     plan = Plan(epochs=2, batch_size=8, learning_rate=0.01, shuffles=shuffles)
     labels = torch.arange(30) % 2
-    fit_latent(model, torch.arange(30.0).unsqueeze(1), labels, plan, generator=generator(2))
+    _, history = fit_latent(model, torch.arange(30.0).unsqueeze(1), labels, plan, generator=generator(2))
+    parts = {name: torch.stack(values) for name, values in history.parts.items()}
+    assert parts["log_likelihood"].tolist() == [[pytest.approx(sum(fits[:4]))], [pytest.approx(sum(fits[4:]))]]
+    assert parts["flow_divergence"].tolist() == 2 * [[[pytest.approx((3 * 8**2 + 6**2) / 30)]]]  # weighted by share
+    divergence = sum(parts[f"{name}_divergence"].sum(dim=2) for name in ("weight", "bias", "flow"))
+    torch.testing.assert_close(history.bound(), parts["log_likelihood"] - divergence)
     epochs = batches[:4], batches[4:]
     for epoch in epochs:
         assert [batch.share for batch in epoch] == [8 / 30, 8 / 30, 8 / 30, 6 / 30]
