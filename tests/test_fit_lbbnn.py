@@ -72,6 +72,18 @@ def test_repeats_are_one_ensemble(cli: Cli, small_run: Path) -> None:
     np.testing.assert_allclose(np.asarray(file.probs_samples, dtype=float).mean(axis=0), file.probs, atol=2e-3)
 
 
+def test_a_prediction_has_a_network_of_each_repeat_at_least(cli: Cli, small_run: Path) -> None:
+    fitted(cli, small_run, "--repeats", "12", "--slab-sd", "1")
+    assert cli("predict", small_run, "--posterior", "lbbnn", "--split", "test").code == 0
+    file = read_predictions(small_run.with_name("small.bnn") / "predictions/lbbnn.mc/test.h5")
+    posterior = open_posterior(small_run.with_name("small.bnn") / "posteriors/lbbnn.safetensors")[0]
+    assert file.header.meta["samples"] == 12
+    drawn = posterior.sample(12, generator_of(0))
+    # Each draw lies nearest to the mean of its own repeat: biases have hardly a spread.
+    biases, means = drawn[:, -3:], posterior.model.factors.bias_mean
+    assert torch.cdist(biases, means).argmin(dim=1).tolist() == list(range(12))
+
+
 def test_two_classes_without_a_head_are_one_logit(cli: Cli, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     arrays: dict[str, np.ndarray] = {}

@@ -14,9 +14,8 @@ from bnncli.latent.prior import SpikeAndSlab
 def learnt_prior(model: LatentModel, expected: SpikeAndSlab, weight: float) -> SpikeAndSlab:
     """The prior that maximises the bound and its hyper-prior's density: each layer's inclusion and slab variance.
 
-    In closed form. The hyper-prior is Beta(1, 1) on the inclusion and an
-    inverse gamma(1, 1) on the variance, as if s = weight n more weights had been seen beside the layer's n that are as `expected`,
-    inclusion a and slab N(m, t^2):
+    In closed form. The hyper-prior is Beta(1, 1) on the inclusion and an inverse gamma(1, 1) on the variance, as if beside the
+    layer's n weights s = weight n more inclusions of probability a, and as many slabs N(m, t^2), had been seen, those `expected`:
 
         inclusion = (sum alpha + s a) / (n + s), variance = (1 + s t^2 / 2 + sum alpha (sigma^2 + (mu - m)^2) / 2) / (2 + s / 2 + sum alpha / 2).
 

@@ -50,11 +50,6 @@ class SpikeAndSlab:
         return cls(parts[0], parts[1], parts[2], bias_sd)
 
     @property
-    def logit(self) -> Tensor:
-        """Log odds of inclusion, (R or 1, L)."""
-        return torch.logit(self.inclusion)
-
-    @property
     def bias_log_sd(self) -> float:
         """Logarithm of the biases' standard deviation."""
         return math.log(self.bias_sd)
