@@ -439,17 +439,34 @@ def test_a_step_in_memory_of_the_step_before_has_the_same_gradient(estimator: st
     assert not any(torch.equal(first, other) for first, other in zip(gradients[0], gradients[1], strict=True))
 
 
-@pytest.mark.parametrize("variance", ["exact", "published"])
-@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
-def test_a_step_never_waits_for_the_device(estimator: str, variance: str) -> None:
-    # A meta tensor has no values: whatever asks for one, as a wait for a GPU does, raises.
-    model = model_of(SMALL, has_multipliers=estimator == "mnf")
-    factors = model.factors.to("meta")
+def without_values(model: LatentModel) -> LatentModel:
+    """A copy on a device of its own whose tensors have no values: whatever asks for one, as a wait for a GPU does, raises."""
     parts = [{n: p.to("meta") for n, p in one.tensors()} for one in model.multipliers]
     prior = copy.copy(model.prior)
     for name, part in model.prior.tensors().items():
         object.__setattr__(prior, name, part.to("meta"))
-    moved = LatentModel(SMALL, factors, prior, tuple(map(MultiplierModel.from_tensors, parts)))
+    return LatentModel(model.layout, model.factors.to("meta"), prior, tuple(map(MultiplierModel.from_tensors, parts)))
+
+
+@pytest.mark.parametrize("has_multipliers", [False, True])
+def test_draws_and_flows_stay_where_the_model_is(has_multipliers: bool) -> None:
+    moved = without_values(model_of(SMALL, has_multipliers=has_multipliers))
+    scaling = [torch.ones(4, dtype=torch.float64, device="meta") for _ in range(2)]
+    posterior = LatentBinary(moved, tuple(moved.multiplier_means(generator(0))), 1, *scaling)
+    run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
+    found = [posterior.sample(3, generator(1)), posterior.center, posterior.mean_theta, posterior.pruned(0.3)]
+    found.append(latent_fit.averaged_divergence(moved, generator(2), 4))
+    found.append(layer_moments(leaves(moved, "exact"), SMALL)[0].mean)
+    if has_multipliers:
+        found.append(_lbbnn_report._flow_divergences(run, posterior, generator(3)))
+    assert {part.device.type for part in found} == {"meta"}
+
+
+@pytest.mark.parametrize("variance", ["exact", "published"])
+@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+def test_a_step_never_waits_for_the_device(estimator: str, variance: str) -> None:
+    moved = without_values(model_of(SMALL, has_multipliers=estimator == "mnf"))
+    factors = moved.factors
     learnt = [factors.bias_mean, factors.bias_rho, *moved.multiplier_parameters()]
     for tensor in learnt:
         tensor.requires_grad_()

@@ -21,6 +21,7 @@ from bnncli.latent.prior import SpikeAndSlab
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.stages._inputs import open_posterior
+from bnncli.stages.prune import chosen_weights
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 
@@ -187,6 +188,23 @@ def test_thresholds_go_from_every_weight_to_few() -> None:
     few = torch.arange(1, 21) / 20
     assert [int((few.double() > threshold).sum()) for threshold in density_thresholds(few)][-2:] == [2, 1]
     assert density_thresholds(torch.full((5,), 0.3)) == [-1.0]
+
+
+def test_ties_are_out_of_the_median_model_and_go_by_their_place_otherwise() -> None:
+    layout = NetworkLayout((40, 1))
+    factors = initial_factors(layout, 1, torch.Generator().manual_seed(0))
+    factors.logit.zero_()
+    factors.logit[0, :2] = torch.tensor([-1e-8, 1e-8])  # float32 cannot tell their probabilities from 1/2
+    posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)))
+    only = torch.arange(40) == 1
+    assert torch.equal(chosen_weights(posterior, None), only)
+    assert torch.equal(posterior.center[:40] != 0, only)
+    assert torch.equal(posterior.pruned(0.5)[:40] != 0, only)
+    rows = {row["kind"]: row["value"] for row in density_rows([posterior.inclusion], [torch.zeros(1)])}
+    assert rows["median"] == 1 / 40
+    assert chosen_weights(posterior, 0.25).nonzero().flatten().tolist() == [*range(1, 11)]
+    assert chosen_weights(posterior, 1).sum() == 40
+    assert chosen_weights(posterior, 0).sum() == 0
 
 
 def test_weights_that_are_nearly_surely_in_are_told_apart() -> None:
