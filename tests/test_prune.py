@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
+from bnncli.stages import _evaluate_density
 from bnncli.stages._inputs import open_posterior
 from bnncli.stages.prune import chosen_weights
 from bnncli.storage.features import read_features
@@ -79,6 +82,11 @@ def test_prune_keeps_the_most_probable_weights_at_their_mean(cli: Cli, latent_ru
         probs = network(torch.from_numpy(split.features)).softmax(dim=1).double().numpy()
     assert split.labels is not None
     assert metrics["after"]["accuracy"] == pytest.approx(accuracy_score(split.labels, probs.argmax(axis=1)))
+    theta = model.layout.join(inclusion * mean, model.factors.bias_mean[0])
+    whole = model.layout.logits(torch.from_numpy(split.features), theta.unsqueeze(0))[0]
+    assert metrics["before"]["accuracy"] == pytest.approx(accuracy_score(split.labels, whole.argmax(dim=1)))
+    loss = log_loss(split.labels, whole.double().softmax(dim=1))
+    assert metrics["before"]["nll"] == pytest.approx(loss, rel=1e-5)
     probs /= probs.sum(axis=1, keepdims=True)
     assert metrics["after"]["nll"] == pytest.approx(log_loss(split.labels, probs), rel=1e-5)
     assert cli("predict", latent_run, "--posterior", "lbbnn-sparse", "--split", "test").code == 0
@@ -158,6 +166,24 @@ def test_prune_says_what_accuracy_is_lost_and_how_to_keep_it(cli: Cli, latent_ru
     assert metrics["expected_density"] == pytest.approx(float(inclusion.double().mean()))
     assert kept.json["metrics"]["density"] == pytest.approx(float(inclusion.double().mean()), abs=0.02)
     assert all("to keep as many" not in text for text in kept.json["warnings"])
+
+
+def test_densities_of_draws_are_those_of_the_best_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = NetworkLayout((50, 40, 3))
+    factors = initial_factors(layout, 3, torch.Generator().manual_seed(0))
+    factors.logit[:2] = 30.0
+    factors.logit[2] -= 2
+    posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(2)), best=2)
+    monkeypatch.setattr(_evaluate_density, "open_posterior", lambda path: (posterior, None))
+    run: Any = SimpleNamespace(stream=lambda name: torch.Generator().manual_seed(1))
+    rows, histograms = _evaluate_density.density_metrics(run, Path())
+    found = {(row["layer"], row["kind"]): row["value"] for row in rows}
+    for layer, part in (("0", layout.weights(factors.inclusion[2])[0]), ("all", factors.inclusion[2])):
+        error = float((part * (1 - part)).sum().sqrt()) / part.numel() / 10**0.5  # of ten draws
+        assert found[layer, "expected"] == pytest.approx(float(part.double().mean()))
+        assert found[layer, "sampled"] == pytest.approx(float(part.mean()), abs=5 * error)
+        assert found[layer, "median"] == 0
+    assert [sum(part["counts"]) for part in histograms] == [2000, 120]
 
 
 def test_densities_are_counts() -> None:
