@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ from conftest import Cli
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
+from bnncli.inference.latent_fit import History
 from bnncli.inference.latent_search import nll_of_repeats
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.stages import fit_lbbnn
 from bnncli.stages._inputs import open_posterior
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
@@ -301,6 +304,38 @@ def test_standardised_inputs_give_a_posterior_for_inputs_as_they_are(cli: Cli, s
     found = posterior.layout.logits(torch.from_numpy(features), posterior.mean_theta.unsqueeze(0))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not np.allclose(features, scaled, atol=0.1)
+
+
+def test_the_slab_of_standardised_inputs_is_chosen_on_a_val_split_scaled_alike(cli: Cli, tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    arrays: dict[str, np.ndarray] = {}
+    for split in ("train", "val", "test"):
+        features = rng.normal(size=(200, 4)).astype(np.float32)
+        labels = (features[:, 0] > 0).astype(np.int64)
+        arrays |= {f"features_{split}": 1000 + 50 * features, f"labels_{split}": labels}
+    np.savez(tmp_path / "far.npz", **arrays)  # type: ignore[arg-type]
+    assert cli("extract-features", tmp_path / "far", "--from-npz", tmp_path / "far.npz").code == 0
+    done = cli("fit-lbbnn", tmp_path / "far", "--epochs", 40, "--batch-size", 20, "--standardize", "--json")
+    assert done.code == 0, done.stderr
+    losses = [one["val_nll"] for one in done.json["metrics"]["slab_sd_search"]]
+    assert max(losses) < 0.8  # log 2 is that of a network that knows nothing
+    assert min(losses) < 0.65
+
+
+def test_the_repeat_of_the_highest_bound_stands_for_all() -> None:
+    layout = NetworkLayout((4, 3))
+    model = LatentModel(layout, initial_factors(layout, 3, generator_of(0)), SpikeAndSlab.constant(1))
+    history, nothing = History(), torch.zeros(3, 1)
+    for fit in ([0.0, 50.0, 0.0], [0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [5.0, 1.0, 3.0]):
+        history.add(
+            log_likelihood=torch.tensor(fit),
+            weight_divergence=torch.tensor([[0.0], [0.0], [1.0]]),
+            bias_divergence=nothing,
+            flow_divergence=nothing,
+            density=nothing,
+        )
+    run: Any = SimpleNamespace(stream=lambda name: generator_of(1))
+    assert fit_lbbnn._posterior(run, model, history).best == 2
 
 
 def test_diagnose_says_that_networks_of_their_own_are_left_out(cli: Cli, small_run: Path) -> None:
