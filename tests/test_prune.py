@@ -176,7 +176,7 @@ def test_densities_of_draws_are_those_of_the_best_repeat(monkeypatch: pytest.Mon
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(2)), best=2)
     monkeypatch.setattr(_evaluate_density, "open_posterior", lambda path: (posterior, None))
     run: Any = SimpleNamespace(stream=lambda name: torch.Generator().manual_seed(1))
-    rows, histograms = _evaluate_density.density_metrics(run, Path())
+    rows, histograms = _evaluate_density.density_metrics(run, Path(), "mc")
     found = {(row["layer"], row["kind"]): row["value"] for row in rows}
     for layer, part in (("0", layout.weights(factors.inclusion[2])[0]), ("all", factors.inclusion[2])):
         error = float((part * (1 - part)).sum().sqrt()) / part.numel() / 10**0.5  # of ten draws
