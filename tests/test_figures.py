@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
 from PIL import Image
 
 from bnncli.errors import WriteError
@@ -146,3 +147,27 @@ def test_a_plot_that_cannot_be_written_says_that_the_fit_is_complete(
     assert (done.code, artifact.exists()) == (74, True)
     assert f"could not be written; {artifact} is complete" in done.stderr
     assert "nothing was changed" not in done.stderr
+
+
+def test_inclusions_of_several_networks_are_pooled_over_layers_in_their_own_colours() -> None:
+    from bnncli.figures import density
+
+    edges = [0.0, 0.5, 1.0]
+    layers = [
+        {"layer": "0", "edges": edges, "counts": [3, 1]},
+        {"layer": "1", "edges": edges, "counts": [1, 5]},
+    ]
+    scores = {"density": [1.0, 0.1, 0.0], "accuracy": [0.9, 0.8, 0.1], "nll": [0.3, 0.4, 2.0], "ece": [0.1, 0.1, 0.0]}
+    one = density.draw({"a": scores}, {"a": layers}, medians={"a": 0.1}, split="test").axes
+    assert [patch.get_label() for patch in one[3].patches] == ["layer 0", "layer 1"]
+    np.testing.assert_allclose(one[3].patches[0].get_data().values, [3 / 4, 1 / 4])
+    several = density.draw(
+        {"a": scores, "b": scores}, {"a": layers, "b": layers}, medians={"a": 0.1, "b": 0}, split="test"
+    ).axes
+    np.testing.assert_allclose(several[3].patches[1].get_data().values, [4 / 10, 6 / 10])
+    curves = [line for line in several[0].lines if line.get_label() in ("a", "b")]
+    edge_colors = [patch.get_edgecolor() for patch in several[3].patches]
+    assert edge_colors == [to_rgba(line.get_color()) for line in curves]
+    assert all(min(line.get_xdata()) > 0 for line in curves)  # no weights at all have no place on a logarithmic axis
+    dotted = [line.get_xdata()[0] for line in several[0].lines if line.get_linestyle() == ":"]
+    assert dotted == [0.1]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.figures._lines import line_style, plain_axes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _SCORES = {"accuracy": "accuracy", "nll": "NLL, nats", "ece": "ECE"}
@@ -47,19 +48,31 @@ def draw(
         title="dotted: inclusion above 1/2", title_fontsize="small", alignment="left", frameon=True, framealpha=0.9,
         edgecolor="none", fontsize="small",
     )  # fmt: skip
-    place = 0
-    for name, layers in histograms.items():
-        for layer in layers:
-            total = sum(layer["counts"]) or 1
-            shares = [count / total for count in layer["counts"]]
-            label = name if len(layers) == 1 else f"{name}, layer {layer['layer']}"
-            panels[3].stairs(shares, layer["edges"], label=label, **line_style(place))
-            place += 1
-    panels[3].set_xlim(0, 1)
-    panels[3].set_yscale("log")
-    panels[3].set_xlabel("inclusion probability")
-    panels[3].set_ylabel("share of the layer's weights")
-    panels[3].legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize="small")
-    plain_axes(panels[3])
+    _draw_histograms(panels[3], histograms)
     figure.suptitle(f"Pruning by inclusion probability, scores on {split}", fontsize="large")
     return figure
+
+
+def _draw_histograms(axes: Axes, histograms: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Layers apart of one posterior; of several, which have the lines of the other panels, all layers together."""
+    if len(histograms) == 1:
+        (layers,) = histograms.values()
+        lines = {f"layer {layer['layer']}": (layer["edges"], layer["counts"]) for layer in layers}
+    else:
+        lines = {
+            name: (
+                layers[0]["edges"],
+                [sum(counts) for counts in zip(*(part["counts"] for part in layers), strict=True)],
+            )
+            for name, layers in histograms.items()
+        }
+    for place, (name, (edges, counts)) in enumerate(lines.items()):
+        shares = [count / (sum(counts) or 1) for count in counts]
+        axes.stairs(shares, edges, label=name, **line_style(place))
+    axes.set_xlim(0, 1)
+    axes.set_yscale("log")
+    axes.set_xlabel("inclusion probability")
+    axes.set_ylabel("share of the layer's weights" if len(histograms) == 1 else "share of weights")
+    if len(histograms) == 1 and len(lines) > 1:
+        axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize="small")
+    plain_axes(axes)
