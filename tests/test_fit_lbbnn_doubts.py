@@ -173,3 +173,22 @@ def test_advice_names_a_command_or_says_what_to_do() -> None:
     assert DataError("x", hint="bnncli status a").advice == "; run: bnncli status a"
     assert DataError("x", hint="make it again").advice == "; make it again"
     assert DataError("x").advice == ""
+
+
+def test_a_head_without_a_val_split_says_which_slab_it_has(cli: Cli, small_run: Path) -> None:
+    assert "no labelled val split" not in cli("fit-lbbnn", small_run, "--epochs", 1).stderr
+    (small_run.with_name("small.bnn") / "features/val.h5").unlink()
+    told = "no labelled val split to choose the slab's standard deviation on: it is 1"
+    done = cli("fit-lbbnn", small_run, "--epochs", 1, "--name", "other")
+    assert (done.code, told in done.stderr) == (0, True), done.stderr
+    for name, *words in (
+        ("given", "--slab-sd", "1"),
+        ("hidden", "--hidden", "3"),
+        ("learnt", "--estimator", "concrete"),
+    ):
+        assert told not in cli("fit-lbbnn", small_run, "--epochs", 1, "--name", name, *words).stderr
+
+
+def test_an_extreme_prior_is_named_where_the_bound_is_not_finite(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-lbbnn", small_run, "--epochs", 2, "--slab-sd", "1e-30")
+    assert (done.code, "--slab-sd" in done.stderr) == (70, True), done.stderr

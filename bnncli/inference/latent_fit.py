@@ -252,7 +252,8 @@ class _Fit:
             raise NumericError(
                 f"the bound is not finite in epoch {self.history.num_epochs}",
                 hint=f"use a --learning-rate below {plan.learning_rate:g}"
-                + (f", a --flow-rate below {plan.flow_rate:g}" if plan.flow_rate is not None else ""),
+                + (f", a --flow-rate below {plan.flow_rate:g}" if plan.flow_rate is not None else "")
+                + (", --standardize, or another --slab-sd or --slab-mean" if self.history.num_epochs == 1 else ""),
             )
 
     def _divergence(self) -> Tensor:

@@ -59,10 +59,11 @@ def _val(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> Split | N
     """The split that the slab's standard deviation is chosen on; None where it is given, learnt, or 1."""
     if options.slab_sd != "auto" or options.estimator == "concrete" or layout.num_layers > 1:
         return None
-    if not run.folder.features("val").is_file():
-        return None
-    val = load_split(run, "val")
-    return val if val.content.labels is not None and len(val.content.labels) else None
+    val = load_split(run, "val") if run.folder.features("val").is_file() else None
+    if val is not None and val.content.labels is not None and len(val.content.labels):
+        return val
+    run.console.info("no labelled val split to choose the slab's standard deviation on: it is 1 (--slab-sd)")
+    return None
 
 
 def _layout(options: FitLbbnnOptions, train: Split) -> NetworkLayout:
