@@ -48,6 +48,8 @@ def test_every_estimator_gives_a_posterior_that_every_later_command_takes(
     metrics = open_posterior(path)[1].meta["metrics"]
     parts = sum(sum(layer.values()) for layer in metrics["divergence"])
     assert metrics["bound"]["value"] == pytest.approx(metrics["expected_log_likelihood"]["value"] - parts)
+    errors = [metrics[name]["standard_error"] for name in ("bound", "expected_log_likelihood")]
+    assert (errors[0] > errors[1], errors[0] == errors[1]) == (estimator == "mnf", estimator != "mnf")
     assert 0 < metrics["density"] < 1
     assert len(metrics["density_by_layer"]) == 1 + 2 * bool(hidden)
     assert cli("predict", small_run, "--posterior", "lbbnn", "--integrator", "all").code == 0
