@@ -19,6 +19,7 @@ from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.options import FitLbbnnOptions
 from bnncli.stages import fit_lbbnn
 from bnncli.stages._inputs import open_posterior
 from bnncli.storage.features import read_features
@@ -351,3 +352,23 @@ def test_diagnose_says_that_networks_of_their_own_are_left_out(cli: Cli, small_r
     alone = cli("diagnose", small_run)
     assert alone.code == 65
     assert "can be diagnosed" in alone.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "batch_size", "hidden", "epochs"),
+    [
+        (60_000, 100, None, 60),
+        (10_000, 100, None, 60),
+        (9_901, 100, None, 60),
+        (9_900, 100, None, 61),  # 99 steps an epoch
+        (200, 100, None, 3000),
+        (200, 400, None, 6000),
+        (200, 100, "5", 250),
+    ],
+)
+def test_a_head_gets_at_least_6000_steps_by_default(
+    num_examples: int, batch_size: int, hidden: str | None, epochs: int
+) -> None:
+    options = FitLbbnnOptions(batch_size=batch_size, hidden=hidden)
+    assert options.resolved(num_examples).epochs == epochs
+    assert FitLbbnnOptions(epochs=7, hidden=hidden).resolved(num_examples).epochs == 7

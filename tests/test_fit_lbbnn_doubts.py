@@ -43,7 +43,7 @@ def test_no_logit_moves_farther_than_the_reach_that_is_told(cli: Cli, small_run:
 
 
 def test_a_plan_that_reaches_the_prior_is_not_warned_of() -> None:
-    options = FitLbbnnOptions(start_inclusion="0,2", prior_inclusion=0.5).resolved()
+    options = FitLbbnnOptions(start_inclusion="0,2", prior_inclusion=0.5).resolved(100)
     plan = Plan(epochs=10, batch_size=10, learning_rate=0.02)
     assert short_plan(options, plan, 100) is None  # 100 steps of 0.02: from 2 to 0
     text = short_plan(options, plan, 90)

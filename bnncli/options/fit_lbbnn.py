@@ -11,6 +11,8 @@ from bnncli.option import Checked, flag_of, option, parse_positive
 # Learning rates of the thesis, by estimator, and of the inclusion logits in the first epochs.
 LEARNING_RATES = {"lrt": 1e-3, "mnf": 1e-4, "concrete": 1e-4}
 HEAD_RATE = 1e-2  # of a last layer alone, which the thesis does not have; falls along a cosine
+HEAD_EPOCHS = 60
+HEAD_STEPS = 6000  # and more epochs where they are fewer: after these the bound of 2,000 examples stood still
 MEAN_RANGES = {"lrt": 0.2, "mnf": 0.01, "concrete": 0.2}
 MAX_FLOW_RATE = 1e-3  # that flows keep to when nothing is said; at ten times as much their bound may run away
 _ONLY = {
@@ -47,7 +49,9 @@ class FitLbbnnOptions(Checked):
         choices=("lrt", "mnf", "concrete"),
     )
     epochs: int | None = option(
-        None, "Passes over the training split; 250 by default with --hidden, 60 without.", minimum=1
+        None,
+        "Passes over the training split; 250 by default with --hidden, without it 60, or as many as make 6,000 steps.",
+        minimum=1,
     )
     batch_size: int = option(100, "Examples a step, all where it is larger than the split.", minimum=1)
     learning_rate: float | None = option(
@@ -142,7 +146,7 @@ class FitLbbnnOptions(Checked):
         if self.early_epochs is not None and self.inclusion_rate is None and self.estimator != "concrete":
             raise UsageError("--early-epochs: nothing differs in them without --inclusion-rate or --estimator concrete")
 
-    def resolved(self) -> FitLbbnnOptions:
+    def resolved(self, num_examples: int) -> FitLbbnnOptions:
         """The options with the estimator's own choices in place of those that were left open."""
         chosen = {
             name: value
@@ -151,7 +155,8 @@ class FitLbbnnOptions(Checked):
         }
         own_rate = LEARNING_RATES[self.estimator] if self.hidden_sizes else HEAD_RATE
         rate = chosen["learning_rate"] = self.learning_rate or own_rate
-        chosen["epochs"] = self.epochs or (250 if self.hidden_sizes else 60)
+        enough = 250 if self.hidden_sizes else max(HEAD_EPOCHS, -(-HEAD_STEPS // -(-num_examples // self.batch_size)))
+        chosen["epochs"] = self.epochs or enough
         chosen["schedule"] = self.schedule or ("constant" if self.hidden_sizes else "cosine")
         if self.estimator == "mnf":
             chosen["flow_rate"] = self.flow_rate or min(rate, MAX_FLOW_RATE)

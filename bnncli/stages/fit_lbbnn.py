@@ -40,7 +40,7 @@ def run(run: Run, options: FitLbbnnOptions) -> Result:
     """Fit and publish; the result's metrics have the bound's parts and the density."""
     train = load_split(run, "train").check_labeled()
     layout = _layout(options, train)
-    options = options.resolved()
+    options = options.resolved(len(train.content.features))
     val = _val(run, options, layout)
     if val is None and options.slab_sd == "auto":
         options = replace(options, slab_sd="1")
