@@ -20,8 +20,10 @@ from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.options import FitLbbnnOptions
+from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.stages import fit_lbbnn
 from bnncli.stages._inputs import open_posterior
+from bnncli.stages._lbbnn_report import Data, measure
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 
@@ -339,6 +341,25 @@ def test_the_repeat_of_the_highest_bound_stands_for_all() -> None:
         )
     run: Any = SimpleNamespace(stream=lambda name: generator_of(1))
     assert fit_lbbnn._posterior(run, model, history).best == 2
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_the_expected_log_likelihood_is_that_of_the_best_repeat(best: int) -> None:
+    layout = NetworkLayout((2, 1))
+    factors = initial_factors(layout, 2, generator_of(0))
+    factors.logit.fill_(50.0)
+    factors.rho.fill_(-50.0)
+    factors.mean[0], factors.mean[1] = torch.tensor([0.0, 0.0]), torch.tensor([3.0, 0.0])
+    factors.bias_mean.zero_()
+    factors.bias_rho.fill_(-50.0)
+    posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)), best=best)
+    data = Data(torch.tensor([[1.0, 0.0], [2.0, 5.0]]), torch.tensor([1, 0]), None)
+    run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None), device=torch.device("cpu"))
+    run.stream = lambda name: generator_of(1)
+    found = measure(run, posterior, data, variance="exact", estimator="lrt")
+    expected = [2 * np.log(0.5), -np.log1p(np.exp(-3.0)) - np.log1p(np.exp(6.0))][best]
+    for name in ("expected_log_likelihood", "expected_log_likelihood_of_activations"):
+        assert found[name]["value"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_diagnose_says_that_networks_of_their_own_are_left_out(cli: Cli, small_run: Path) -> None:
