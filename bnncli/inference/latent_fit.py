@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference._adam_state import adam_tensors, load_adam
+from bnncli.inference._shared_memory import join_memory
 from bnncli.inference.latent_graph import GraphSteps
 from bnncli.inference.latent_steps import Batch, Settings, Step, differentiate, workspace_of
 from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
@@ -145,7 +146,7 @@ def fit_latent(
         if save is not None:
             save(kept, True)
         raise
-    for parameter in fit.parameters:
+    for parameter in (*fit.parameters, *fit.flows):
         parameter.grad = None
     return fit.model, fit.history
 
@@ -168,8 +169,9 @@ class _Fit:
         self.num_batches = -(-self.num_examples // plan.batch_size)
         factors = model.factors
         others = [factors.mean, factors.rho, factors.bias_mean, factors.bias_rho]
-        flows = model.multiplier_parameters()
-        for tensor in (*others[2:], *flows):
+        self.flows = model.multiplier_parameters()
+        flows = [join_memory(self.flows)] if self.flows else []  # Adam would spend more on a hundred small ones
+        for tensor in (*others[2:], *self.flows):
             tensor.requires_grad_()
         self.parameters = [factors.logit, *others, *flows]
         self.rates = [torch.tensor(plan.learning_rate, device=model.device) for _ in range(3)]

@@ -166,7 +166,7 @@ def _differentiate_moments(
     multipliers = None
     if model.multipliers:
         divergence = divergence + sum(flow.mean(dim=1).sum() for flow in forward.flows)
-        pulls = multiplier_pull(factors, model.prior, model.layout)
+        pulls = multiplier_pull(weight, factors, model.prior, model.layout, space)
         for z, (first, second) in zip(forward.draws, pulls, strict=True):
             # The weights' divergence as far as z goes: linear in its two moments.
             divergence = divergence + (z.mean(dim=1) * first + z.square().mean(dim=1) * second).sum()
@@ -180,8 +180,12 @@ def _differentiate_moments(
         scale=batch.share, variance=settings.variance, multipliers=multipliers, workspace=space,
     )  # fmt: skip
     for tensor, gradient in zip(rest, gradients, strict=True):
-        if gradient is not None:  # else it has been written already, by small_network
+        if gradient is None:  # it has been written already, by small_network
+            continue
+        if tensor.grad is None:
             tensor.grad = gradient
+        else:
+            tensor.grad.copy_(gradient)
     flows = [flow.detach().mean(dim=1) for flow in forward.flows]
     return Step(fit.detach(), torch.stack(flows, dim=1) if flows else fit.new_zeros(model.num_repeats, 0))
 

@@ -147,18 +147,25 @@ def _moment_gradient(blocks: Sequence[Tensor], variance: str, scratch: Sequence[
 
 
 @torch.no_grad()
-def multiplier_pull(factors: Factors, prior: SpikeAndSlab, layout: NetworkLayout) -> list[tuple[Tensor, Tensor]]:
-    """Derivatives of each layer's KL by the first and the second moment of its multiplier, (R, in) both."""
-    pulls = []
-    for index, (mean, logit) in enumerate(
-        zip(layout.weights(factors.mean), layout.weights(factors.logit), strict=True)
-    ):
-        own = _layer(prior, index, mean)
-        kept = torch.sigmoid(logit).mul_(mean)
-        first = (kept * (own.mean * -own.precision)).sum(dim=1)
-        second = (kept.mul_(mean) * (own.precision / 2)).sum(dim=1)
-        pulls.append((first, second))
-    return pulls
+def multiplier_pull(
+    weight: Moments, factors: Factors, prior: SpikeAndSlab, layout: NetworkLayout, workspace: Workspace
+) -> list[tuple[Tensor, Tensor]]:
+    """Derivatives of each layer's KL by the first and the second moment of its multiplier, (R, in) both.
+
+    Args:
+        weight: moments of these factors' weights.
+        workspace: whose scratch is used.
+    """
+    own = [_layer(prior, index, factors.mean) for index in range(layout.num_layers)]
+    pulls = [(factors.mean.new_zeros(len(factors.mean), inputs),) * 2 for _, inputs in layout.shapes]
+    for index, (kept, mean) in layout.blocks(weight.mean, factors.mean):
+        first, second = pulls[index]
+        squares = torch.mul(kept, mean, out=workspace.blocks_like(mean)[0])
+        pulls[index] = first + kept.sum(dim=1), second + squares.sum(dim=1)
+    return [
+        (first * -(part.mean * part.precision)[..., 0], second * (part.precision / 2)[..., 0])
+        for (first, second), part in zip(pulls, own, strict=True)
+    ]
 
 
 class _LayerPrior(NamedTuple):
