@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError
+from bnncli.evaluation.density import used_density
 from bnncli.evaluation.selection import MAX_INPUTS, THRESHOLD, input_inclusions
 from bnncli.inference.latent_fit import averaged_divergence
 from bnncli.inference.latent_steps import draw_logits, leaves, log_likelihood
@@ -79,16 +80,14 @@ def densities(posterior: LatentBinary) -> dict[str, Any]:
     """Share of the weights that are in, of each layer and of all: expected, and of the median probability model."""
     layout, logit = posterior.model.layout, posterior.model.factors.logit[posterior.best].detach()
     views = layout.weights(logit)
-    expected = [float(torch.sigmoid(view).double().mean()) for view in views]
-    median = [float((view > 0).double().mean()) for view in views]
-    counts = [view.numel() for view in views]
-    pooled = [sum(d * n for d, n in zip(part, counts, strict=True)) / sum(counts) for part in (expected, median)]
+    expected, *by_layer = [row["value"] for row in used_density([torch.sigmoid(view) for view in views])]
+    median, *median_by_layer = [row["value"] for row in used_density([view > 0 for view in views])]
     return {
-        "density": pooled[0],
-        "density_by_layer": expected,
-        "median_density": pooled[1],
-        "median_density_by_layer": median,
-        "num_weights": counts,
+        "density": expected,
+        "density_by_layer": by_layer,
+        "median_density": median,
+        "median_density_by_layer": median_by_layer,
+        "num_weights": [view.numel() for view in views],
     }
 
 
