@@ -21,6 +21,7 @@ LAYOUTS = {
 # Every flow with the settings that its tests run with; a flow that is not here fails test_every_flow_has_an_example.
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("affine", {"scale": "kron"}),
+    ("affine", {"scale": "block"}),
     ("affine", {"scale": "low-rank"}),
     ("householder", {}),
     ("iaf", {"hidden": 7}),

@@ -38,7 +38,7 @@ def torch_affine(layer: Any) -> Any:
         rest = torch.eye(5, dtype=torch.float64) - frame @ frame.T
         linear = rest + frame @ core @ frame.T
     else:  # HeadLayout(1, 4): vec(B Z A^T) of one row with its bias last
-        linear = unit_lower(layer.feature_factor)
+        linear = unit_lower(layer.feature_factor.view(5, 5))  # of its one output
     dense = layer.log_scale.exp().diag() @ linear
     return Dense(layer.shift, dense)
 

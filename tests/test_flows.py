@@ -174,6 +174,34 @@ def test_first_frames_are_spread_over_all_coordinates() -> None:
     torch.testing.assert_close(frame.T @ frame, torch.eye(16, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("scale", ["kron", "block"])
+def test_affine_scales_each_output_as_its_formula_says(scale: str) -> None:
+    layer, points = make_layer("affine", 30, scale=scale), draw_points(30)
+    with torch.no_grad():
+        unit = [
+            torch.eye(len(raw)).double() + raw.tril(-1) / len(raw) ** 0.5
+            for raw in layer.feature_factor.view(-1, 10, 10)
+        ]
+        factor = torch.eye(3).double() + layer.output_factor.tril(-1) / 3**0.5
+        for point, got in zip(points, layer(points)[0], strict=True):
+            matrix = torch.cat([point[:27].view(3, 9), point[27:].view(3, 1)], dim=1)  # the bias is the last column
+            rows = torch.stack([unit[k % len(unit)] @ matrix[k] for k in range(3)])
+            moved = factor @ rows
+            flat = torch.cat([moved[:, :9].flatten(), moved[:, 9]])
+            torch.testing.assert_close(got, layer.shift + layer.log_scale.exp() * flat)
+
+
+@pytest.mark.parametrize("scale", ["kron", "block", "low-rank"])
+def test_density_of_an_affine_layer_is_that_of_its_gaussian(scale: str) -> None:
+    layer, points = make_layer("affine", 30, 1, scale=scale), draw_points(30)
+    with torch.no_grad():
+        jacobian = (layer(torch.eye(30).double())[0] - layer(torch.zeros(1, 30).double())[0]).T
+        reference = torch.distributions.MultivariateNormal(layer.shift, jacobian @ jacobian.T)
+        z = layer.inverse(points)
+        log_density = -0.5 * z.square().sum(dim=1) - 15 * math.log(2 * math.pi) - layer(z)[1]
+        torch.testing.assert_close(log_density, reference.log_prob(points), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("correlation", [-0.9, 0.9])
 @pytest.mark.parametrize("scale", ["kron", "low-rank"])
 def test_affine_learns_correlations_of_either_sign(scale: str, correlation: float) -> None:

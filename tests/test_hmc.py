@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bnncli import registry
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
-from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory, transition
+from bnncli.evaluation.convergence import convergence
+from bnncli.inference.dynamics import DYNAMICS, JITTER, TURN, WhitenedPotential, trajectory, transition
 from bnncli.inference.hmc import HmcRun, MemoryDraws, Walk, goals, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.nuts import sample_nuts
@@ -138,6 +139,66 @@ def test_energy_errors_fall_with_the_square_of_the_step(dynamics: str) -> None:
         change = total_energy(end.potential, end_momentum) - total_energy(state.potential, momentum)
         errors.append(float(change.norm()))
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+
+
+def transition_by_hand(dynamics: str, step_size: float, seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """A transition of 400 chains, and from the same random numbers what each part of it should be."""
+    potential, _, _ = start_of_a_trajectory()
+    z = 2 * torch.randn(400, 2, generator=seeded(seed), dtype=torch.float64)
+    got = transition(potential, potential.state(z), seeded(seed), step_size, dynamics)
+    generator = seeded(seed)
+    momentum = torch.randn(400, 2, generator=generator, dtype=torch.float64)
+    unit = torch.rand(401, generator=generator, dtype=torch.float64)
+    length = TURN * (JITTER[0] + (JITTER[1] - JITTER[0]) * float(unit[0]))
+    options = {"step_size": length / got.num_steps, "num_steps": got.num_steps, "dynamics": dynamics}
+    end, end_momentum = trajectory(potential, potential.state(z), momentum, **options)
+    log_joint = potential.target.log_joint
+    before = -log_joint(potential.theta(z)) + (momentum[:, 0] ** 2 + momentum[:, 1] ** 2) / 2
+    after = -log_joint(potential.theta(end.z)) + (end_momentum[:, 0] ** 2 + end_momentum[:, 1] ** 2) / 2
+    chance = torch.minimum((before - after).exp(), torch.ones(400, dtype=torch.float64))
+    is_accepted = unit[1:] < chance
+    return got, {"start": z, "end": end.z, "before": before, "after": after, "chance": chance, "accepted": is_accepted}
+
+
+@every_dynamics
+def test_a_transition_accepts_by_the_exact_energy_and_tells_the_energy_of_where_it_is(dynamics: str) -> None:
+    got, hand = transition_by_hand(dynamics, 1.7, 3)
+    accepted = hand["accepted"]
+    assert 20 < int(accepted.sum()) < 380  # both kinds are there
+    torch.testing.assert_close(got.acceptance, hand["chance"])
+    torch.testing.assert_close(got.state.z, torch.where(accepted[:, None], hand["end"], hand["start"]))
+    torch.testing.assert_close(got.energy, torch.where(accepted, hand["after"], hand["before"]))
+
+
+@every_dynamics
+def test_acceptance_tends_to_one_with_the_square_of_the_step(dynamics: str) -> None:
+    refused = []
+    for step_size in (0.1, 0.05):
+        got, _ = transition_by_hand(dynamics, step_size, 4)
+        refused.append(1 - float(got.acceptance.mean()))
+    assert 0 < refused[1] < 2e-3
+    assert refused[0] / refused[1] == pytest.approx(4, rel=0.35)
+
+
+@every_dynamics
+def test_energies_kept_are_a_chi_square_above_the_potential(dynamics: str) -> None:
+    """In equilibrium half the squared momentum of P coordinates has mean P / 2, kept moves or not."""
+    target = make_target(LAYOUTS[0])
+    result = run(target, make_base(target), dynamics, num_chains=64, num_warmup=60, num_draws=100)
+    kinetic = (result.energy + result.log_joint).mean(dim=1)  # of each chain
+    assert abs(float(kinetic.mean()) - 1) < 4 * float(kinetic.std()) / 8
+
+
+@every_dynamics
+def test_chains_on_a_gaussian_agree_and_are_nearly_independent(dynamics: str) -> None:
+    layout = HeadLayout(1, 9)
+    target = make_target(layout, likelihood_scale=0.0)
+    result = run(target, make_base(target), dynamics, num_chains=16, num_warmup=60, num_draws=200)
+    judged = convergence(result.draws.numpy())
+    assert judged.r_hat is not None
+    assert judged.r_hat < 1.01
+    assert judged.ess_bulk is not None
+    assert judged.ess_bulk > 1000
 
 
 def test_gradient_in_z_is_that_of_the_potential() -> None:
