@@ -58,6 +58,26 @@ def test_numbers_are_those_of_the_artifacts(cli: Cli, small_run: Path) -> None:
     assert posteriors["map"]["val_nll"]["value"] == pytest.approx(fit["val_nll_network"], abs=1e-6)
 
 
+def test_the_error_of_an_excess_on_val_is_paired(cli: Cli, small_run: Path) -> None:
+    entries = cli("diagnose", small_run, "--posterior", "map", "--posterior", "laplace", "--json").json["posteriors"]
+    worse = max(("map", "laplace"), key=lambda name: entries[name]["val_nll"]["value"])
+    better = "laplace" if worse == "map" else "map"
+    cli("predict", small_run, "--posterior", "map", "--posterior", "laplace", "--split", "val", "--samples", "200")
+    losses = {}
+    for name, integrator in (("map", "plug-in"), ("laplace", "mc")):
+        with h5py.File(folder_of(small_run) / f"predictions/{name}.{integrator}/val.h5") as file:
+            labels = file["labels"][:]
+            losses[name] = -np.log(file["probs"][:][np.arange(len(labels)), labels])
+    gap = losses[worse] - losses[better]
+    paired = gap.std(ddof=1) / len(gap) ** 0.5
+    unpaired = np.hypot(*(losses[name].std(ddof=1) for name in losses)) / len(gap) ** 0.5
+    found = entries[worse]["val_nll"]
+    assert entries[better]["val_nll"]["excess"] == 0
+    assert found["excess_standard_error"] == pytest.approx(float(paired), rel=0.1)  # laplace with other draws
+    assert abs(unpaired / paired - 1) > 0.3
+    assert found["excess"] == pytest.approx(float(gap.mean()), abs=0.2 * float(paired))
+
+
 def test_pairs_have_distances_with_p_values(cli: Cli, small_run: Path) -> None:
     pairs = {tuple(pair["posteriors"]): pair for pair in cli("diagnose", small_run, "--json").json["pairs"]}
     assert len(pairs) == 6

@@ -90,6 +90,26 @@ def test_a_polished_mode_keeps_to_the_tolerance_with_one_evaluation_less(
         assert counts[-1] < counts[-2]
 
 
+@every_layout
+def test_a_polished_log_joint_is_that_of_where_the_last_step_ends(
+    layout: HeadLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, values = make_target(layout), []
+
+    def kept(*words: object) -> object:
+        values.append(evaluate(*words))
+        return values[-1]
+
+    evaluate = mode_module._evaluate
+    monkeypatch.setattr(mode_module, "_evaluate", kept)
+    for tolerance in (0.1, 1e-3):
+        found = find_mode(target, far_start(layout), tolerance=tolerance, polish=True)
+        before = values[-1][0]
+        reached = target.log_joint(found.theta[None]).item()
+        assert reached - before > 1e-9  # what the last step gained, which no pass has looked at
+        assert found.log_joint - before == pytest.approx(reached - before, rel=0.15)
+
+
 def test_a_hessian_from_another_prior_leads_to_the_same_mode() -> None:
     target = make_target(LAYOUTS[0])
     other = find_mode(target.with_prior(Prior(30.0)), far_start(LAYOUTS[0]))
