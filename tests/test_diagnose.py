@@ -78,6 +78,19 @@ def test_the_error_of_an_excess_on_val_is_paired(cli: Cli, small_run: Path) -> N
     assert found["excess"] == pytest.approx(float(gap.mean()), abs=0.2 * float(paired))
 
 
+def test_what_was_tuned_on_val_is_said_to_be(cli: Cli, small_run: Path) -> None:
+    cli("fit-laplace", small_run, "--prior-precision", "val", "--name", "tuned")
+    cli("fit-temperature", small_run)
+    done = cli("diagnose", small_run, "--json")
+    seen = {name: entry["val_nll"]["tuned_on_val"] for name, entry in done.json["posteriors"].items()}
+    assert {name for name in seen if seen[name]} == {"tuned", "temperature"}
+    text = " ".join(cli("diagnose", small_run).stdout.split())
+    assert "val NLL of temperature, tuned: on the examples they were tuned on" in text
+    assert "tuned on val itself" in done.json["verdict"]["sentence"]
+    plain = cli("diagnose", small_run, "--posterior", "laplace", "--posterior", "hmc")
+    assert "tuned on" not in plain.stdout
+
+
 def test_pairs_have_distances_with_p_values(cli: Cli, small_run: Path) -> None:
     pairs = {tuple(pair["posteriors"]): pair for pair in cli("diagnose", small_run, "--json").json["pairs"]}
     assert len(pairs) == 6

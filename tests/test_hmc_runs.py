@@ -177,6 +177,23 @@ def test_until_draws_until_the_conditions_hold(cli: Cli, small_run: Path) -> Non
     shorter = convergence(draws[:, :-15].reshape(4, -1, draws[0, 0].size))
     assert shorter.r_hat > 1.05 or shorter.ess_bulk < 300 or shorter.ess_tail < 150  # type: ignore[operator]
     assert "30 draws a chain: R-hat" in done.stderr
+    looks = len(range(30, metrics["draws"] + 1, 15))
+    assert (metrics["stopped_by"], metrics["until_looks"]) == ("rhat<=1.05, ess>=300, ess-tail>=150", looks)
+    said = (
+        f"these numbers chose when to stop (--until rhat<=1.05, ess>=300, ess-tail>=150, look {looks}), so they flatter"
+    )
+    assert said in " ".join(done.stderr.split())
+    again = cli("hmc", small_run, *SMALL, "--name", "u", "--until", "rhat<=1.05, ess>=300, ess-tail>=150", "--json")
+    assert again.json["action"] == "up_to_date"
+    assert said in " ".join(again.stderr.split())
+
+
+def test_a_stop_that_the_numbers_did_not_choose_is_not_said_to_flatter(cli: Cli, small_run: Path) -> None:
+    for name, words in (("c", ["--until", "ess>=1e6", "--max-draws", 45]), ("p", [])):
+        done = cli("hmc", small_run, *SMALL, "--name", name, *words, "--json")
+        assert done.json["metrics"]["stopped_by"] is None
+        assert "flatter" not in done.stderr
+        assert done.json["metrics"]["until_looks"] == (2 if words else None)
 
 
 def test_until_gives_up_at_the_cap_and_publishes_all_the_same(cli: Cli, small_run: Path) -> None:
@@ -217,6 +234,7 @@ def test_predictions_on_held_out_rows_are_judged(cli: Cli, small_run: Path, arra
     expected = convergence(np.take_along_axis(every, labels, axis=3)[..., 0])
     assert metrics["heldout_max_rhat"] == pytest.approx(expected.r_hat, abs=1e-4)
     assert metrics["heldout_min_ess_bulk"] == pytest.approx(expected.ess_bulk, rel=1e-2)
+    assert metrics["heldout_min_ess_tail"] == pytest.approx(expected.ess_tail, rel=1e-2)
 
 
 def test_without_a_val_split_no_predictions_are_judged(cli: Cli, small_run: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_simplest_good_posterior_is_used(posteriors: list[Judged], use: str 
         ([replace(GAUSSIAN, reference="hmc", mmd2=1e-4, mmd_p=0.4)], "as close to the posterior as draws of it can show"),
         ([replace(GAUSSIAN, reference="hmc", mmd2=1e-2, mmd_p=0.001)], "is close to the posterior (log-weight sd 0.80"),
         ([FAR, FAR_FLOW, CHAINS], "no Gaussian or flow is close (best: refine, log-weight sd 9.00, Pareto k 1.10): use hmc"),
-        ([CHAINS], "use hmc (R-hat 1.004, ESS 1500"),
+        ([CHAINS], "use hmc (R-hat 1.004, ESS 1500 bulk, 900 tail"),
         ([FAR], "(best: laplace, log-weight sd 14.00, Pareto k 1.20): run <sample 10>"),
         ([BAD_CHAINS], "hmc has not converged (R-hat 1.300 (above 1.05)): run <sample 10>"),
         ([GAUSSIAN], "no labelled val split"),
@@ -109,6 +109,9 @@ def test_a_better_fit_that_predicts_worse_is_warned_of() -> None:
     assert (verdict.use, verdict.predicts_best, verdict.is_worse) == ("hmc", "laplace", True)
     assert "lowest val NLL: laplace 0.3400 +- 0.0300; warning: hmc fits better but predicts worse" in verdict.sentence
     assert "its prior is bad, try <tune>" in verdict.sentence
+    assert "optimistic" not in verdict.sentence
+    seen = judge(POINT, replace(best, has_seen_val=True), chains).sentence
+    assert "laplace 0.3400 +- 0.0300 (tuned on val itself: an optimistic number)" in seen
     tuned = judge(best, replace(chains, is_tuned=True)).sentence
     assert tuned.endswith("and its prior is the best on val already: predict with laplace")
 

@@ -42,6 +42,8 @@ class Judged:
         nll, nll_error: on val, nats an example.
         nll_excess, nll_excess_error: over the lowest of the run, paired by example.
         is_tuned: its prior precision was chosen by val NLL.
+        has_seen_val: that, or something else of it was (a temperature, the slab of a latent network): its own val NLL is
+            lower than that of new examples by the optimism of the choice.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Judged:
     nll_excess: float | None = None
     nll_excess_error: float | None = None
     is_tuned: bool = False
+    has_seen_val: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ def _prediction_clause(
     if best is None:
         return "no labelled val split, so which predicts best is unknown", False
     clause = f"lowest val NLL: {best.name} {best.nll:.4f}" + (f" +- {best.nll_error:.4f}" if best.nll_error else "")
+    if best.has_seen_val:
+        clause += " (tuned on val itself: an optimistic number)"
     # Two good fits to one target differ in their predictions by the noise of their draws, whatever the prior.
     are_same = use is not None and best.target == use.target and not doubts(best)
     if use is None or use is best or are_same or not _is_worse(use, best):
@@ -254,4 +259,8 @@ def _weights(judged: Judged) -> str:
 
 def _chains(judged: Judged) -> str:
     r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.3f}"
-    return f"R-hat {r_hat}" + ("" if judged.ess_bulk is None else f", ESS {judged.ess_bulk:.0f}")
+    return (
+        f"R-hat {r_hat}"
+        + ("" if judged.ess_bulk is None else f", ESS {judged.ess_bulk:.0f} bulk")
+        + ("" if judged.ess_tail is None else f", {judged.ess_tail:.0f} tail")
+    )

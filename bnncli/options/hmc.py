@@ -22,7 +22,7 @@ class HmcOptions(Checked):
     draws: int = option(260, "Draws kept of each chain.", minimum=4)
     until: str | None = option(
         None,
-        "After --draws keep drawing, --draws / 2 at a time, until these hold for every parameter, as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when --max-draws come first.",
+        "After --draws keep drawing, --draws / 2 at a time, until these hold for every parameter, as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when --max-draws come first. The numbers that chose the stop flatter the run, and it says so.",
         metavar="CONDITIONS",
     )
     max_draws: int | None = option(

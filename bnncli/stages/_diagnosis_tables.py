@@ -47,6 +47,11 @@ def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str
         rows = [_chain_row(name, entry) for name, entry in chains.items()]
         notes = ["worst over all parameters or chains; div.: divergences; accepts: lowest acceptance of a chain"]
         tables.append(Table(_CHAIN_COLUMNS, rows, notes=notes, narrow=[_turned(_CHAIN_COLUMNS, rows)]))
+    tuned = [name for name, entry in entries.items() if entry["val_nll"].get("tuned_on_val")]
+    if tuned:
+        tables[-1].notes.append(
+            f"val NLL of {', '.join(tuned)}: on the examples they were tuned on, so somewhat low; evaluate judges by others"
+        )
     if pairs:
         tables.append(_pair_table(pairs))
     return tables

@@ -7,7 +7,7 @@ from typing import Any
 from bnncli.errors import CheckFailed
 from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence
-from bnncli.inference.hmc import HmcRun
+from bnncli.inference.hmc import HmcRun, goals
 from bnncli.options import HmcOptions
 from bnncli.prior import Prior
 from bnncli.until import unmet
@@ -17,18 +17,28 @@ def hmc_metrics(
     drawn: HmcRun, judged: Convergence, *, held_out: Convergence | None, options: HmcOptions, prior: Prior
 ) -> dict[str, Any]:
     """The numbers of a run, as its artifact and `--json` give them."""
+    num_draws = drawn.draws.shape[1]
+    is_met = bool(options.conditions) and not unmet(
+        options.conditions, _values(judged.r_hat, judged.ess_bulk, judged.ess_tail)
+    )
     return {
         "sampler": options.sampler,
         "dynamics": options.dynamics if options.sampler == "hmc" else None,
         "chains": options.chains,
-        "draws": drawn.draws.shape[1],
+        "draws": num_draws,
         **prior.to_meta(),
         "max_rhat": judged.r_hat,
         "min_ess_bulk": judged.ess_bulk,
         "min_ess_tail": judged.ess_tail,
         "undefined": judged.undefined,
+        # What chose the stop is no longer an estimate of what runs of this length have.
+        "stopped_by": options.until if is_met else None,
+        "until_looks": sum(goal <= num_draws for goal in goals(options.draws, options.max_draws))
+        if options.conditions
+        else None,
         "heldout_max_rhat": held_out.r_hat if held_out else None,
         "heldout_min_ess_bulk": held_out.ess_bulk if held_out else None,
+        "heldout_min_ess_tail": held_out.ess_tail if held_out else None,
         "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
         "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
         "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
@@ -48,10 +58,16 @@ def summary(metrics: dict[str, Any]) -> list[str]:
             f"{head}: largest R-hat {metrics['max_rhat']:.3f}, smallest effective sample size {metrics['min_ess_bulk']:.0f} bulk, "
             f"{metrics['min_ess_tail']:.0f} tail"
         ]
+    if metrics.get("stopped_by") is not None:
+        lines.append(
+            f"these numbers chose when to stop (--until {metrics['stopped_by']}, look {metrics['until_looks']}), so they flatter: a "
+            "run of this length that nothing stopped tends to a larger R-hat and fewer effective draws"
+        )
     if metrics["heldout_max_rhat"] is not None:
+        tail = metrics.get("heldout_min_ess_tail")
         lines.append(
             f"log probabilities of held-out labels: largest R-hat {metrics['heldout_max_rhat']:.3f}, smallest effective "
-            f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk"
+            f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk" + ("" if tail is None else f", {tail:.0f} tail")
         )
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
     lines.append(
@@ -83,7 +99,7 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
 
 def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
     """The failure that --until or --max-rhat asks for; an undefined value passes neither."""
-    values = {"rhat": metrics["max_rhat"], "ess": metrics["min_ess_bulk"], "ess-tail": metrics["min_ess_tail"]}
+    values = _values(metrics["max_rhat"], metrics["min_ess_bulk"], metrics["min_ess_tail"])
     missed = unmet(options.conditions, values)
     if missed:
         got = ", ".join(f"{condition.name} is {_shown(values[condition.name])}" for condition in missed)
@@ -99,6 +115,11 @@ def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
         hint=_remedy(metrics),
         code="max_rhat",
     )
+
+
+def _values(r_hat: float | None, ess_bulk: float | None, ess_tail: float | None) -> dict[str, float | None]:
+    """What the conditions of --until are about, by the names they have there."""
+    return {"rhat": r_hat, "ess": ess_bulk, "ess-tail": ess_tail}
 
 
 def _shown(value: float | None) -> str:

@@ -166,7 +166,9 @@ def _with_comparisons(
     tuned = {recorded_prior(header) for header in headers.values() if header.meta.get("criterion") == "val"}
     compared = []
     for one in diagnoses:
-        judged = replace(one.judged, is_tuned=one.judged.target in tuned)
+        is_tuned = one.judged.target in tuned
+        has_seen_val = is_tuned or _was_tuned_on_val(headers[one.judged.name])
+        judged = replace(one.judged, is_tuned=is_tuned, has_seen_val=has_seen_val)
         for pair in pairs:
             other = next((name for name in pair["posteriors"] if name != judged.name), judged.name)
             if (
@@ -180,9 +182,19 @@ def _with_comparisons(
             excess = one.losses - lowest
             error = float(np.std(excess, ddof=1) / len(excess) ** 0.5) if len(excess) > 1 else None
             judged = replace(judged, nll_excess=float(excess.mean()), nll_excess_error=error)
-            one.entry["val_nll"] |= {"excess": judged.nll_excess, "excess_standard_error": error}
+            one.entry["val_nll"] |= {
+                "excess": judged.nll_excess,
+                "excess_standard_error": error,
+                "tuned_on_val": has_seen_val,
+            }
         compared.append(replace(one, judged=judged))
     return compared
+
+
+def _was_tuned_on_val(header: Header) -> bool:
+    """Whether something of a posterior other than its prior precision was chosen by the NLL of the val split."""
+    searched = header.meta.get("metrics", {}).get("slab_sd_search")
+    return header.meta.get("method") == "temperature" or searched is not None
 
 
 def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
