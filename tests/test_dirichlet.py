@@ -137,6 +137,25 @@ def test_there_and_back_again_is_the_same_dirichlet(num_classes: int) -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("num_classes", SIZES)
+def test_gaussians_that_dirichlets_have_come_back_as_those_dirichlets(num_classes: int) -> None:
+    """MacKay's Gaussian in the softmax basis, written out: Hobbhahn (2020), equations 2.5 and 2.6."""
+    log_alpha = log_concentration(num_classes)
+    for one in log_alpha:
+        alpha, each = one.exp(), (-one).exp()
+        mean = one - one.mean()
+        covariance = each.diag() - (each[:, None] + each[None, :] - each.mean()) / num_classes
+        torch.testing.assert_close(mean.sum(), torch.zeros_like(mean.sum()), rtol=0, atol=1e-10)
+        row_sums = covariance.sum(dim=1)
+        torch.testing.assert_close(row_sums, torch.zeros_like(mean), rtol=0, atol=1e-10 * float(each.max()))
+        precision = alpha.diag() - torch.outer(alpha, alpha) / alpha.sum()
+        # The pseudo-inverse, by its definition on the sum-zero space: both annihilate the ones vector.
+        projection = torch.eye(num_classes, dtype=torch.float64) - 1 / num_classes
+        torch.testing.assert_close(covariance @ precision, projection, rtol=0, atol=1e-9 * float(each.max()))
+        got = dirichlet.from_gaussian(mean[None], covariance.diagonal()[None])[0]
+        torch.testing.assert_close(got, one, rtol=1e-11, atol=1e-11)
+
+
 def test_the_thesis_formula_of_its_appendix_fails_the_round_trip() -> None:
     log_alpha = log_concentration(10)
     mean, variance = dirichlet.to_gaussian_marginals(log_alpha)

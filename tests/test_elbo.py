@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from bnncli.covariances.full import Full
 from bnncli.flows.radial import Radial
 from bnncli.inference import elbo as elbo_module
 from bnncli.inference.elbo import elbo, elbo_gain
@@ -39,6 +40,59 @@ def test_a_gaussian_that_is_the_posterior_has_the_evidence_without_noise() -> No
     estimate = elbo(target, fit.gaussian, generator=seeded(), num_samples=50)
     assert estimate.value == pytest.approx(0, abs=1e-6)  # the prior alone: log 1
     assert estimate.log_weight_sd < 1e-6
+
+
+class QuadraticTarget:
+    """log p(D, theta) = constant - (theta - m)^T A (theta - m) / 2: its posterior is Gaussian, its evidence known."""
+
+    def __init__(self, mean: torch.Tensor, precision: torch.Tensor, constant: float) -> None:
+        self.mean, self.precision, self.constant = mean, precision, constant
+
+    @property
+    def log_evidence(self) -> float:
+        log_det = float(torch.linalg.slogdet(self.precision)[1])
+        return self.constant + 0.5 * (len(self.mean) * math.log(2 * math.pi) - log_det)
+
+    def log_joint(self, theta: torch.Tensor) -> torch.Tensor:
+        gap = theta.double() - self.mean
+        return self.constant - 0.5 * ((gap @ self.precision) * gap).sum(dim=1)
+
+
+def quadratic_target() -> tuple[QuadraticTarget, Gaussian]:
+    """A Gaussian posterior over five parameters, as target and as posterior."""
+    factor = torch.randn(5, 5, generator=seeded(), dtype=torch.float64)
+    precision = factor @ factor.T + torch.eye(5, dtype=torch.float64)
+    mean = torch.randn(5, generator=seeded(1), dtype=torch.float64)
+    scale = torch.linalg.cholesky(torch.linalg.inv(precision))
+    return QuadraticTarget(mean, precision, -7.25), Gaussian(mean, Full(scale), HeadLayout(1, 4), Prior(1.0))
+
+
+def test_elbo_of_a_gaussian_posterior_is_its_log_evidence_at_every_draw() -> None:
+    target, posterior = quadratic_target()
+    estimate = elbo(target, posterior, generator=seeded(), num_samples=200)  # type: ignore[arg-type]
+    assert estimate.value == pytest.approx(target.log_evidence, abs=1e-6)
+    assert estimate.log_weight_sd < 1e-6
+
+
+def test_gradient_of_the_elbo_vanishes_where_the_base_is_the_posterior() -> None:
+    """The derivative for beta at the identity, draw by draw: its mean is zero, one draw's is not."""
+    target, posterior = quadratic_target()
+    noise = torch.randn(4000, 5, generator=seeded(2), dtype=torch.float64)
+    layer = Radial(HeadLayout(1, 4), seeded())
+    with torch.no_grad():
+        layer.x0.copy_(0.7 * torch.ones(5))
+        layer.raw_beta.copy_(layer.raw_alpha)  # beta is 0
+
+    def estimates(shift: float) -> torch.Tensor:
+        with torch.no_grad():
+            layer.raw_beta.copy_(layer.raw_alpha + shift)
+            theta, log_density = Flow(posterior, (layer.requires_grad_(False),), "radial", "whitened").from_noise(noise)
+        return target.log_joint(theta) - log_density
+
+    derivative = (estimates(1e-4) - estimates(-1e-4)) / 2e-4
+    error = float(derivative.std()) / len(derivative) ** 0.5
+    assert abs(float(derivative.mean())) < 4 * error
+    assert float(derivative.std()) > 0.05
 
 
 def test_elbo_is_below_the_evidence_by_the_kl_divergence() -> None:

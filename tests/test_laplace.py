@@ -1,6 +1,7 @@
 """The Laplace fit against dense algebra and a two-parameter posterior on a grid."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,58 @@ def test_evidence_is_laplaces_formula(layout: HeadLayout) -> None:
     joint = target.log_joint(fit.gaussian.mean[None]).item()
     expected = joint + 0.5 * layout.num_params * math.log(2 * math.pi) - 0.5 * log_det
     assert fit.log_marginal_likelihood == pytest.approx(expected, rel=1e-10)
+
+
+@every_layout
+@every_structure
+@pytest.mark.parametrize("precision", [0.02, 0.5, 40.0])
+def test_evidence_is_that_of_the_eigenvalues_of_the_data_hessian(
+    structure: str, layout: HeadLayout, precision: float
+) -> None:
+    target = replace(make_target(layout), prior=Prior(precision))
+    fit = fit_gaussian(target, start=start(layout), structure=structure)
+    theta = fit.gaussian.mean
+
+    def loss(theta: torch.Tensor) -> torch.Tensor:
+        logits = layout.logits(target.features, theta[None])[0]
+        if layout.num_outputs == 1:
+            return torch.nn.functional.binary_cross_entropy_with_logits(
+                logits[:, 0], target.labels.double(), reduction="sum"
+            )
+        return torch.nn.functional.cross_entropy(logits, target.labels, reduction="sum")
+
+    eigenvalues = eigenvalues_of(structure, torch.autograd.functional.hessian(loss, theta), target, theta)
+    shrunk = float((eigenvalues / precision).clamp(min=0).log1p().sum())
+    expected = -loss(theta).item() - 0.5 * precision * float(theta @ theta) - 0.5 * shrunk
+    assert fit.log_marginal_likelihood == pytest.approx(expected, rel=1e-9)
+
+
+def eigenvalues_of(structure: str, hessian: torch.Tensor, target: LastLayerTarget, theta: torch.Tensor) -> torch.Tensor:
+    """Eigenvalues of the structure's part of the Hessian (P, P) of the loss."""
+    layout = target.layout
+    if structure == "full":
+        return torch.linalg.eigvalsh(hessian)
+    if structure == "diag":
+        return hessian.diagonal()
+    size, num_weights = layout.num_features + layout.has_bias, layout.num_outputs * layout.num_features
+    if structure == "block":
+        places = [
+            [*range(k * layout.num_features, (k + 1) * layout.num_features), *([num_weights + k] * layout.has_bias)]
+            for k in range(layout.num_outputs)
+        ]
+        return torch.cat([torch.linalg.eigvalsh(hessian[own][:, own]) for own in places])
+    features = target.features
+    if layout.has_bias:
+        features = torch.cat([features, torch.ones(len(features), 1, dtype=features.dtype)], dim=1)
+    logits = layout.logits(target.features, theta[None])[0]
+    if layout.num_outputs == 1:
+        probs = logits.sigmoid()
+        curvature = (probs * (1 - probs)).mean().view(1, 1)
+    else:
+        probs = logits.softmax(dim=1)
+        curvature = probs.mean(dim=0).diag() - probs.T @ probs / len(probs)
+    assert features.shape[1] == size
+    return torch.outer(torch.linalg.eigvalsh(features.T @ features), torch.linalg.eigvalsh(curvature)).flatten()
 
 
 @pytest.mark.parametrize("layout", [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False)], ids=str)

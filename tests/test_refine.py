@@ -128,6 +128,21 @@ def test_a_base_that_is_the_posterior_stays_as_it_is() -> None:
     assert all(abs(layer.summary()["beta"]) < 0.05 for layer in fit.posterior.layers)
 
 
+def test_radial_layers_find_next_to_nothing_to_do_at_the_mode_of_much_data() -> None:
+    features = torch.randn(3000, 2, generator=seeded(), dtype=torch.float64)
+    labels = (
+        (features @ torch.randn(2, 3, generator=seeded(1)).double()).softmax(dim=1).multinomial(1, generator=seeded())
+    )
+    target = LastLayerTarget(features, labels[:, 0], LAYOUTS[0], Prior(0.3))
+    base = make_base(target)
+    fit = fit_flow(
+        target, base, generator=seeded(), length=2, epochs=300, batch_size=3000, learning_rate=0.02, num_draws=8
+    )
+    assert all(abs(layer.summary()["beta"]) < 0.05 for layer in fit.posterior.layers)
+    gain, error = elbo_gain(target, base, fit.posterior, generator=seeded(1), num_samples=2000)
+    assert abs(gain) + 4 * error < 0.1
+
+
 def test_minibatches_with_an_uneven_last_one_train_too() -> None:
     target = make_target(LAYOUTS[1], num_examples=25)
     base = make_base(target, "diag")
