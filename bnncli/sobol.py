@@ -45,9 +45,13 @@ def quasi_normal(num_samples: int, dim: int, generator: torch.Generator) -> Tens
     return torch.special.ndtri((points + inside * 2.0**-_BITS).clamp(tiny, 1 - 2.0**-53))
 
 
-def balance_warning(num_samples: int) -> str | None:
-    """What to say when Sobol points are not as even as they could be; None for a power of two."""
-    if num_samples & (num_samples - 1) == 0:
+def balance_warning(num_samples: int, num_scrambles: int = 1) -> str | None:
+    """What to say when Sobol points are not as even as they could be; None for a power of two in each scramble."""
+    size, rest = divmod(num_samples, num_scrambles)
+    if rest == 0 and size & (size - 1) == 0:
         return None
-    lower = 1 << (num_samples.bit_length() - 1)
-    return f"--qmc spreads {num_samples} draws less evenly than a power of two: take {lower} or {2 * lower} --samples"
+    lower = num_scrambles << (size.bit_length() - 1)
+    return (
+        f"--qmc spreads {num_samples} draws less evenly than {num_scrambles} times a power of two: "
+        f"take {lower} or {2 * lower} --samples"
+    )

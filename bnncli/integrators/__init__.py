@@ -37,6 +37,7 @@ class HasLayout(Protocol):
 
 
 _SHAPES = {"probs": "N C", "entropy": "N", "mutual_info": "N", "interval": "N 2", "log_concentration": "N C"}
+_SHAPES["group_probs"] = "G R C"  # the one whose rows are its second axis
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Prediction:
             the integrator has no such posterior.
         log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; None
             where the integrator has none.
+        group_probs: (G, R, C) float32, mean probabilities of each of G groups of the draws at R of the N examples; None
+            where they were not asked for, or there are no draws to group.
 
     Raises:
         NumericError: the probabilities are not finite.
@@ -62,6 +65,7 @@ class Prediction:
     mutual_info: Tensor | None = None
     interval: Tensor | None = None
     log_concentration: Tensor | None = None
+    group_probs: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = {name: (getattr(self, name), shape) for name, shape in _SHAPES.items()}
@@ -86,7 +90,7 @@ def join(parts: Sequence[Prediction]) -> Prediction:
     for name in _SHAPES:
         tensors = [tensor.cpu() for part in parts if (tensor := getattr(part, name)) is not None]
         if tensors:
-            joined[name] = torch.cat(tensors)
+            joined[name] = torch.cat(tensors, dim=_SHAPES[name].split().index("R") if "R" in _SHAPES[name] else 0)
     return Prediction(**joined)
 
 

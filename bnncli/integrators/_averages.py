@@ -1,5 +1,7 @@
 """Averages over draws of the logits, whatever made the draws: mean softmax, mutual information, central interval.
 
+Sums run by groups of draws, whose means are kept at the rows that were asked for; their sum is the mean of all.
+
 Mutual information as in Houlsby et al. (2011), arXiv 1112.5745, eq. (2): entropy of the mean minus mean entropy.
 """
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest, with_reference_class
+from bnncli.integrators._groups import Groups
 from bnncli.integrators._intervals import central_interval
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
@@ -52,7 +55,13 @@ class LogitDraws(Protocol):
 
 
 def average(
-    draws: LogitDraws, features: Tensor, *, weights: Tensor | None = None, progress: Progress = SILENT
+    draws: LogitDraws,
+    features: Tensor,
+    *,
+    weights: Tensor | None = None,
+    groups: Groups | None = None,
+    group_rows: Tensor | None = None,
+    progress: Progress = SILENT,
 ) -> Prediction:
     """Mean probabilities over the draws with mutual information, and from two draws on the predicted class's interval.
 
@@ -63,9 +72,13 @@ def average(
         draws: S draws of the logits.
         features: (N, D).
         weights: (S,) of the draws, float64, summing to one; None for equal ones.
+        groups: of the draws; their means are kept where there are at least two and rows are asked for.
+        group_rows: (R,) int64 ascending, on the CPU: the examples at which they are.
         progress: advances once per chunk.
     """
     check_features(draws.layout, features)
+    if group_rows is None or groups is None or len(groups) < 2:
+        groups, group_rows = Groups.of([draws.num_draws]), None
     num_examples, num_classes = features.shape[0], draws.layout.num_classes
     example_slices, draw_slices = chunks(features, draws)
     task = progress.task("predict", len(example_slices) * len(draw_slices))
@@ -74,12 +87,14 @@ def average(
     mutual_info = torch.empty_like(entropy_of_mean)
     interval = features.new_empty(num_examples, 2, dtype=torch.float32)
     guess = torch.empty(num_examples, dtype=torch.int64, device=features.device)
+    means = _GroupMeans(groups, group_rows, probs)
     for rows in example_slices:
         block = draws.at(features[rows])
-        sums = _Sums(block.center, num_classes, draws.num_draws)
+        sums = _Sums(block.center, num_classes, draws.num_draws, groups)
         for some in draw_slices:
             sums.add(block.logits(some), some, weights, is_all=len(draw_slices) == 1)
             task.advance()
+        means.keep(rows, sums.by_group)
         mean_probs = sums.probs.T
         total = entropy(mean_probs)
         probs[rows] = mean_probs.float()
@@ -89,12 +104,12 @@ def average(
         if draws.num_draws > 1:
             interval[rows] = central_interval(sums.kept.T.contiguous(), weights)
     if draws.num_draws < 2:
-        return Prediction(probs, entropy_of_mean, mutual_info)
+        return Prediction(probs, entropy_of_mean, mutual_info, group_probs=means.found)
     wrong = (probs.argmax(dim=1) != guess).nonzero().squeeze(1) if num_examples else guess
     for some_rows in wrong.split(max(1, example_slices[0].stop)) if len(wrong) else ():
         kept = _probs_of_class(draws, features[some_rows], probs[some_rows].argmax(dim=1), draw_slices)
         interval[some_rows] = central_interval(kept.T.contiguous(), weights)
-    return Prediction(probs, entropy_of_mean, mutual_info, interval)
+    return Prediction(probs, entropy_of_mean, mutual_info, interval, group_probs=means.found)
 
 
 def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
@@ -123,37 +138,64 @@ class _Sums:
     """Running sums of a block of examples.
 
     Attributes:
-        probs: (C, n) float64, of the draws so far over S, or weighted.
-        entropy: (n,) float64, nats, likewise.
+        by_group: (G, C, n) float64, probabilities of each group's draws so far over S, or weighted.
+        entropy: (n,) float64, nats, of all draws likewise.
         guess: (n,), the class whose probabilities are kept.
         kept: (S, n), of every draw so far.
     """
 
-    def __init__(self, center: Tensor, num_classes: int, num_draws: int) -> None:
-        self.probs = center.new_zeros(num_classes, center.shape[1], dtype=torch.float64)
+    def __init__(self, center: Tensor, num_classes: int, num_draws: int, groups: Groups) -> None:
+        self.groups = groups
+        self.by_group = center.new_zeros(len(groups), num_classes, center.shape[1], dtype=torch.float64)
         self.entropy = center.new_zeros(center.shape[1], dtype=torch.float64)
         self.guess = with_reference_class(center, dim=0).argmax(dim=0)
         self.kept = center.new_empty(num_draws, center.shape[1])
+
+    @property
+    def probs(self) -> Tensor:
+        """(C, n) float64, of all draws so far."""
+        return self.by_group.sum(dim=0)
 
     def add(self, logits: Tensor, some: slice, weights: Tensor | None, *, is_all: bool) -> None:
         """Count the logits (s, K, n) of some draws in; when they are all there are, the guess is no guess."""
         log_probs = torch.log_softmax(with_reference_class(logits, dim=1), dim=1)
         probs = log_probs.exp()
         num_draws = len(self.kept)
-        if weights is None:
-            self.probs += probs.sum(dim=0) / num_draws
-        else:
-            own = weights[some].to(probs)
-            self.probs += (own @ probs.flatten(1)).view_as(self.probs)
+        own = None if weights is None else weights[some].to(probs)
+        for group, part in self.groups.parts(some):
+            if own is None:
+                self.by_group[group] += probs[part].sum(dim=0) / num_draws
+            else:
+                self.by_group[group] += (own[part] @ probs[part].flatten(1)).view_as(self.by_group[group])
         if is_all:
             self.guess = self.probs.float().argmax(dim=0)
         if num_draws > 1:
             torch.gather(probs, 1, self.guess.expand(len(probs), 1, -1), out=self.kept[some].unsqueeze(1))
         weighted = log_probs.mul_(probs)
-        if weights is None:
+        if own is None:
             self.entropy -= weighted.sum(dim=(0, 1)) / num_draws
         else:
             self.entropy -= own @ weighted.sum(dim=1)
+
+
+class _GroupMeans:
+    """Means (G, R, C) float32 of each group at the rows that are kept, filled block by block; None where none are."""
+
+    def __init__(self, groups: Groups, group_rows: Tensor | None, probs: Tensor) -> None:
+        self.rows = group_rows
+        self.found = None if group_rows is None else probs.new_empty(len(groups), len(group_rows), probs.shape[1])
+        # A group that has no weight has no mean; zero in its place adds nothing.
+        shares = groups.weights.clamp_min(torch.finfo(torch.float64).tiny).to(probs.device)
+        self.shares = shares.view(-1, 1, 1)
+
+    def keep(self, block: slice, by_group: Tensor) -> None:
+        """Keep the sums by_group (G, C, n) of a block of examples, as means."""
+        if self.rows is None or self.found is None:
+            return
+        first, last = torch.searchsorted(self.rows, torch.tensor([block.start, block.stop])).tolist()
+        if last - first < block.stop - block.start:
+            by_group = by_group[:, :, (self.rows[first:last] - block.start).to(by_group.device)]
+        self.found[:, first:last] = (by_group / self.shares).transpose(1, 2).float()
 
 
 def _probs_of_class(draws: LogitDraws, features: Tensor, classes: Tensor, draw_slices: list[slice]) -> Tensor:

@@ -18,6 +18,7 @@ from bnncli.errors import NumericError, UsageError
 from bnncli.inference.elbo import log_weights
 from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto_smooth
 from bnncli.integrators import HasLayout, Prediction, require_support
+from bnncli.integrators._groups import Groups, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
 from bnncli.progress import SILENT, Progress
 
@@ -79,7 +80,8 @@ class Importance:
                 hint="the posterior or the features are not finite, bnncli verify says which file; or use --integrator mc",
             )
         weights, pareto_k, warning = importance_weights(found)
-        return WeightedMc(DrawnMc(posterior.layout, posterior.from_noise(noise)[0].float(), weights), pareto_k, warning)
+        theta, groups = posterior.from_noise(noise)[0].float(), Groups.of(group_ends(len(noise)), weights)
+        return WeightedMc(DrawnMc(posterior.layout, theta, groups, weights), pareto_k, warning)
 
     def predict(
         self,
@@ -111,6 +113,11 @@ class WeightedMc:
     pareto_k: float
     warning: str | None
 
+    @property
+    def groups(self) -> Groups:
+        """Of the draws, with their weights."""
+        return self.drawn.groups
+
     def predict(
         self,
         posterior: HasDensity,
@@ -118,10 +125,14 @@ class WeightedMc:
         *,
         num_samples: int | None = None,
         generator: torch.Generator | None = None,
+        group_rows: Tensor | None = None,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D), weighted mutual information and interval; of the rest only progress is used."""
-        return self.drawn.predict(posterior, features, progress=progress)  # type: ignore[arg-type]
+        """Class probabilities of features (N, D), weighted mutual information and interval, groups at the rows asked for.
+
+        num_samples and generator are not used.
+        """
+        return self.drawn.predict(posterior, features, group_rows=group_rows, progress=progress)  # type: ignore[arg-type]
 
 
 def importance_weights(log_weights: Tensor) -> tuple[Tensor | None, float, str | None]:

@@ -12,6 +12,7 @@ classes than features, draws of theta are cheaper.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from bnncli.covariances._logit_root import LogitRoot
 from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
 from bnncli.integrators._averages import BlockDraws, average
+from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators.mc import check_num_samples
 from bnncli.layout import HeadLayout
 from bnncli.posteriors import standard_normal
@@ -72,8 +74,12 @@ class LogitMc:
         check_num_samples(num_samples)
         size, num_outputs = num_samples or self.default_samples, posterior.layout.num_outputs
         if self.qmc:
-            return DrawnLogitMc(quasi_normal(size, num_outputs, generator), warning=balance_warning(size))
-        return DrawnLogitMc(standard_normal(size, num_outputs, generator, torch.device("cpu")))
+            ends = scramble_ends(size)
+            sizes = [end - begin for begin, end in pairwise((0, *ends))]
+            noise = torch.cat([quasi_normal(part, num_outputs, generator) for part in sizes])
+            return DrawnLogitMc(noise, Groups.of(ends), warning=balance_warning(size, len(ends)))
+        noise = standard_normal(size, num_outputs, generator, torch.device("cpu"))
+        return DrawnLogitMc(noise, Groups.of(group_ends(size)))
 
     def predict(
         self,
@@ -101,12 +107,14 @@ class DrawnLogitMc:
 
     Args:
         noise: (S, K), float64.
+        groups: of the draws.
         warning: what the user should know of the draws.
     """
 
     needs: ClassVar[str] = "logit_root"
     is_sampling: ClassVar[bool] = True
     noise: Tensor
+    groups: Groups
     warning: str | None = None
 
     def predict(
@@ -116,10 +124,15 @@ class DrawnLogitMc:
         *,
         num_samples: int | None = None,
         generator: torch.Generator | None = None,
+        group_rows: Tensor | None = None,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D); num_samples and generator are not used."""
-        return average(self._draws(posterior, features), features, progress=progress)
+        """Class probabilities of features (N, D), and means of the groups at the rows (R,) that are asked for.
+
+        num_samples and generator are not used.
+        """
+        draws = self._draws(posterior, features)
+        return average(draws, features, groups=self.groups, group_rows=group_rows, progress=progress)
 
     def probs_of_draws(self, posterior: HasLogitRoot, features: Tensor) -> Tensor:
         """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""

@@ -5,7 +5,9 @@ Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, eq. (1). Quasi-rando
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from bnncli.errors import UsageError
 from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
 from bnncli.integrators._averages import average
+from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._theta_draws import NetworkDraws, ThetaDraws, draws_of
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
@@ -71,10 +74,12 @@ class Mc:
         """
         require_support("mc", posterior)
         check_num_samples(num_samples)
-        if not self.qmc:
-            return DrawnMc(posterior.layout, posterior.sample(num_samples, generator))
-        size = num_samples or self.default_samples
-        return DrawnMc(posterior.layout, quasi_sample(posterior, size, generator), warning=balance_warning(size))
+        if self.qmc:
+            size = num_samples or self.default_samples
+            theta, ends = quasi_sample(posterior, size, generator), scramble_ends(size)
+            return DrawnMc(posterior.layout, theta, Groups.of(ends), warning=balance_warning(size, len(ends)))
+        theta, starts = sample_in_runs(posterior, num_samples, generator)
+        return DrawnMc(posterior.layout, theta, Groups.of(group_ends(len(theta), starts=starts)))
 
     def predict(
         self,
@@ -105,6 +110,7 @@ class DrawnMc:
     Args:
         layout: sizes of the head.
         theta: (S, P).
+        groups: of the draws.
         weights: (S,) float64, summing to one; None for equal ones.
         warning: what the user should know of the draws.
     """
@@ -113,6 +119,7 @@ class DrawnMc:
     is_sampling: ClassVar[bool] = True
     layout: HeadLayout
     theta: Tensor
+    groups: Groups
     weights: Tensor | None = None
     warning: str | None = None
 
@@ -123,11 +130,16 @@ class DrawnMc:
         *,
         num_samples: int | None = None,
         generator: torch.Generator | None = None,
+        group_rows: Tensor | None = None,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities of features (N, D); of the rest only progress is used."""
+        """Class probabilities of features (N, D), and means of the groups at the rows (R,) that are asked for.
+
+        num_samples and generator are not used.
+        """
         weights = None if self.weights is None else self.weights.to(features.device)
-        return average(self._draws(features), features, weights=weights, progress=progress)
+        rows = {"groups": self.groups, "group_rows": group_rows}
+        return average(self._draws(features), features, weights=weights, progress=progress, **rows)  # type: ignore[arg-type]
 
     def probs_of_draws(self, posterior: CanSample, features: Tensor) -> Tensor:
         """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
@@ -144,8 +156,20 @@ def check_num_samples(num_samples: int | None) -> None:
         raise UsageError(f"Monte Carlo prediction needs at least one draw, got {num_samples}")
 
 
+def sample_in_runs(posterior: Any, num_samples: int | None, generator: torch.Generator) -> tuple[Tensor, Sequence[int]]:
+    """Draws of theta (S, P), and where among them runs begin that are independent of those before; none where all are."""
+    if hasattr(posterior, "sample_in_runs"):
+        found: tuple[Tensor, Sequence[int]] = posterior.sample_in_runs(num_samples, generator)
+        return found
+    return posterior.sample(num_samples, generator), ()
+
+
 def quasi_sample(posterior: Any, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Draws of theta (S, P) float32 from scrambled Sobol points. Raises UsageError where the posterior cannot."""
+    """Draws of theta (S, P) float32 from Sobol points, scrambled anew in each group of `scramble_ends`.
+
+    Raises:
+        UsageError: the posterior is not made from standard normals.
+    """
     if not hasattr(posterior, "quasi_noise"):
         kind = getattr(posterior, "type", type(posterior).__name__.lower())
         raise UsageError(
@@ -153,5 +177,7 @@ def quasi_sample(posterior: Any, num_samples: int, generator: torch.Generator) -
             hint="leave --qmc out",
             code="unsupported_integrator",
         )
-    theta, _ = posterior.from_noise(posterior.quasi_noise(num_samples, generator))
-    return theta.float()
+    sizes = [end - begin for begin, end in pairwise((0, *scramble_ends(num_samples)))]
+    noise = torch.cat([posterior.quasi_noise(size, generator) for size in sizes])
+    theta: Tensor = posterior.from_noise(noise)[0].float()
+    return theta

@@ -88,6 +88,10 @@ class LatentBinary:
         repeats = torch.arange(num_samples or 1, device=self.model.device) % self.model.num_repeats
         return self._theta(*self.model.draw_weights(repeats, generator)).float()
 
+    def sample_in_runs(self, num_samples: int | None, generator: torch.Generator) -> tuple[Tensor, range]:
+        """The same, and where each round of the repeats begins: rounds are alike, draws of different repeats are not."""
+        return self.sample(num_samples, generator), range(0, num_samples or 1, self.model.num_repeats)
+
     def to(self, device: torch.device | str) -> LatentBinary:
         """A copy on another device."""
         model = self.model

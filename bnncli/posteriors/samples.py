@@ -29,12 +29,20 @@ class Samples:
         return self.draws.double().mean(dim=(0, 1)).to(self.draws.dtype)
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
-        """A seeded choice without replacement, (S, P) float32; all draws in order for None or for more than there are."""
-        flat = self.draws.flatten(0, 1)
-        if num_samples is not None and num_samples < flat.shape[0]:
-            order = torch.randperm(flat.shape[0], generator=generator, device=generator.device)
-            flat = flat[order[:num_samples].to(flat.device)]
-        return flat.float()
+        """A seeded choice without replacement, (S, P) float32, in the order of the draws; all for None or for too many."""
+        return self.sample_in_runs(num_samples, generator)[0]
+
+    def sample_in_runs(self, num_samples: int | None, generator: torch.Generator) -> tuple[Tensor, list[int]]:
+        """The same, and the draw with which each chain begins that has any, the first being 0."""
+        num_chains, num_each = self.draws.shape[:2]
+        flat, total = self.draws.flatten(0, 1), num_chains * num_each
+        if num_samples is None or num_samples >= total:
+            return flat.float(), [chain * num_each for chain in range(num_chains)]
+        order = torch.randperm(total, generator=generator, device=generator.device)
+        chosen = order[:num_samples].sort().values.cpu()
+        chains = (chosen // num_each).unique_consecutive(return_counts=True)[1]
+        starts = [0, *chains.cumsum(dim=0)[:-1].tolist()]
+        return flat[chosen.to(flat.device)].float(), starts
 
     def to(self, device: torch.device | str) -> Samples:
         """A copy on another device."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bnncli.integrators import Integrator, join, prepare, probs_of_draws
+from bnncli.integrators._groups import Groups, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.prior import Prior
 from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_prior
@@ -87,9 +88,15 @@ class Predictor:
         """The predictions of one split, ready to be published at `target`."""
         split.check_fits(self.posterior.layout)
         integrator, parts, kept, logit_scores = self.ready(choice), [], [], []
+        groups = _groups_of(integrator)
+        num_classes, start = len(split.content.classes), 0
+        group_rows = None if groups is None else kept_rows(len(split.content.features), num_classes, len(groups))
         for features in split.feature_blocks(self.run.device):
             draws: dict[str, Any] = {"num_samples": choice.samples}  # of one stream: the same draws for every block
             draws["generator"] = self.run.stream("predict/draws")
+            if group_rows is not None:
+                draws["group_rows"] = _rows_within(group_rows, slice(start, start + len(features)))
+            start += len(features)
             parts.append(integrator.predict(self.posterior, features, progress=self.run.console, **draws))
             logit_scores.append(energy_and_max_logit(features, self.mean_theta, self.posterior.layout))
             if keep_samples:
@@ -113,6 +120,9 @@ class Predictor:
             energy=energy.numpy(),
             max_logit=max_logit.numpy(),
             top_k=_ranked(prediction.log_concentration, choice.top_k),
+            group_probs=optional(prediction.group_probs),
+            group_rows=optional(group_rows),
+            group_weights=None if groups is None else groups.weights.numpy(),
         )
         meta = {**self._meta(choice, split), "num_examples": len(content.probs), **notes_of(integrator)}
 
@@ -142,6 +152,18 @@ def _ranked(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> A
         return None
     blocks = log_concentration.split(max(1, RANKED_CONCENTRATIONS // log_concentration.shape[1]))
     return torch.cat([ranked_lengths(block, **top_k) for block in blocks]).numpy()
+
+
+def _groups_of(integrator: Integrator) -> Groups | None:
+    """The groups of an integrator's draws; None without Monte Carlo error, and for a single draw."""
+    groups: Groups | None = getattr(integrator, "groups", None)
+    return groups if groups is not None and len(groups) > 1 else None
+
+
+def _rows_within(rows: Tensor, block: slice) -> Tensor:
+    """Those of the ascending rows (R,) that lie in a block, counted from its start."""
+    first, last = torch.searchsorted(rows, torch.tensor([block.start, block.stop])).tolist()
+    return rows[first:last] - block.start
 
 
 def notes_of(integrator: Integrator) -> dict[str, Any]:

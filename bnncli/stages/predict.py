@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+from bnncli.integrators._groups import NUM_GROUPS, kept_rows
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, posterior_source
 from bnncli.stages._predict_plan import ALL, Choice, Plan, num_stored
@@ -17,7 +18,7 @@ from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source
 
-ALGO_REV = 1
+ALGO_REV = 2  # 2: groups of draws; Sobol points in several scrambles; stored draws in their order
 
 
 @dataclass(frozen=True)
@@ -194,4 +195,8 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
 def _estimated_bytes(split: Split, choice: Choice, *, keep_samples: bool, num_stored: int) -> int:
     num_examples, num_classes = len(split.content.features), len(split.content.classes)
     size = num_examples * (8 * num_classes + 64)
-    return size + 2 * (choice.samples or num_stored) * num_examples * num_classes * keep_samples
+    num_draws = choice.samples or num_stored
+    if choice.integrator.is_sampling and num_draws > 1:
+        num_groups = min(NUM_GROUPS, num_draws)
+        size += 4 * num_groups * num_classes * len(kept_rows(num_examples, num_classes, num_groups))
+    return size + 2 * num_draws * num_examples * num_classes * keep_samples

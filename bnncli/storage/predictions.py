@@ -30,6 +30,10 @@ class PredictionFile:
         energy: (N,) float32, -log sum exp of the logits at the posterior's mean.
         max_logit: (N,) float32, the largest of those.
         top_k: (N,) int64, how many classes the uncertainty-aware ranking keeps.
+        group_probs: (G, R, C) float32, mean probabilities of each of G disjoint groups of the draws, at R of the rows;
+            group g has the same draws in every split that was predicted with the same seed.
+        group_rows: (R,) int64 ascending, those rows. group_weights: (G,) float64, each group's share of the draws, or
+            of their importance weights; they sum to one, and the group means so weighted are probs at those rows.
 
     All but probs, entropy and sample_id may be None. (N, C) arrays that were read lie in the file, not in memory.
     """
@@ -47,6 +51,9 @@ class PredictionFile:
     energy: Array | None = None
     max_logit: Array | None = None
     top_k: Array | None = None
+    group_probs: Array | None = None
+    group_rows: Array | None = None
+    group_weights: Array | None = None
 
 
 # What a file may lack, with the shape it has where it is there.
@@ -59,9 +66,13 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "energy": ("N",),
     "max_logit": ("N",),
     "top_k": ("N",),
+    "group_probs": ("G", "R", "C"),
+    "group_rows": ("R",),
+    "group_weights": ("G",),
 }
+_GROUPS = ("group_probs", "group_rows", "group_weights")
 _CHECK_ROWS = 4096  # held in memory at once
-_MAPPED = ("probs", "log_concentration", "probs_samples")
+_MAPPED = ("probs", "log_concentration", "probs_samples", "group_probs")
 
 
 def write_predictions(
@@ -98,13 +109,18 @@ def read_predictions(path: Path) -> PredictionFile:
     missing = [name for name in ("probs", "entropy", "sample_id") if name not in arrays]
     if missing or not isinstance(classes, list):
         raise DataError(f"{path}: has no {', '.join(missing) or 'classes'}", code="damaged", path=path)
+    lacking = [name for name in _GROUPS if name not in arrays]
+    if 0 < len(lacking) < len(_GROUPS):
+        raise DataError(f"{path}: has groups of draws and no {', '.join(lacking)}", code="damaged", path=path)
     sizes = {"N": len(arrays["sample_id"]), "C": len(classes), "2": 2, "S": len(arrays.get("probs_samples", ()))}
+    sizes |= {"G": len(arrays.get("group_weights", ())), "R": len(arrays.get("group_rows", ()))}
     for name, axes in {"probs": ("N", "C"), "entropy": ("N",), **_OPTIONAL}.items():
         expected = tuple(sizes[axis] for axis in axes)
         if name in arrays and arrays[name].shape != expected:
             message = f"{path}: expected {name} {expected}, got {arrays[name].shape}"
             raise DataError(message, code="bad_shape", path=path)
     _check_samples(path, arrays.get("probs_samples"), arrays["probs"])
+    _check_groups(path, arrays)
     return PredictionFile(
         probs=arrays["probs"],
         entropy=arrays["entropy"],
@@ -124,3 +140,21 @@ def _check_samples(path: Path, samples: Array | None, probs: Array) -> None:
         error = np.abs(samples[:, rows].mean(axis=0, dtype=np.float64) - probs[rows]).max(initial=0)
         if not error <= 1e-3:
             raise DataError(f"{path}: the mean of probs_samples is not probs", code="damaged", path=path)
+
+
+def _check_groups(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Raise DataError when the groups of draws do not make the prediction."""
+    if "group_probs" not in arrays:
+        return
+    means, kept, weights = (arrays[name] for name in _GROUPS)
+    is_ordered = bool(np.all(np.diff(kept) > 0)) and (len(kept) == 0 or 0 <= kept[0] <= kept[-1] < len(arrays["probs"]))
+    if not is_ordered or not np.issubdtype(kept.dtype, np.integer):
+        raise DataError(f"{path}: group_rows are not ascending rows of the split", code="damaged", path=path)
+    if len(weights) < 2 or not np.all(weights >= 0) or not abs(weights.sum() - 1) <= 1e-9:
+        raise DataError(f"{path}: group_weights are not two or more shares of one", code="damaged", path=path)
+    for start in range(0, len(kept), _CHECK_ROWS):
+        rows = slice(start, start + _CHECK_ROWS)
+        mixed = np.tensordot(weights, means[:, rows].astype(np.float64), axes=1)
+        error = np.abs(mixed - arrays["probs"][kept[rows]]).max(initial=0)
+        if not error <= 1e-6:
+            raise DataError(f"{path}: the mean of group_probs is not probs", code="damaged", path=path)
