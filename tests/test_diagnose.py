@@ -102,12 +102,15 @@ def test_pairs_have_distances_with_p_values(cli: Cli, small_run: Path) -> None:
     assert near["n"] == [600, 600]
 
 
-def test_chains_are_thinned_to_their_effective_sample_size(cli: Cli, small_run: Path) -> None:
+def test_chains_are_compared_as_blocks(cli: Cli, small_run: Path) -> None:
     document = cli("diagnose", small_run, "--json").json
-    sizes = [document["posteriors"]["hmc"][key]["value"] for key in ("ess_bulk", "ess_tail")]
     pair = next(pair for pair in document["pairs"] if pair["posteriors"] == ["laplace", "hmc"])
-    assert pair["n"] == [600, int(min(sizes))]
-    assert min(sizes) < 128
+    assert (pair["n"], pair["blocks"]) == ([600, 128], 8)
+    assert pair["p_value"] >= 0.001
+    assert pair["standard_error"] > 0
+    point = next(pair for pair in document["pairs"] if set(pair["posteriors"]) == {"map", "hmc"})
+    assert point["p_value"] == pytest.approx(2**-7, abs=0.01)  # all draws of hmc on one side, or all exchanged
+    assert "+- one standard error" in cli("diagnose", small_run).stdout
 
 
 def test_only_good_draws_are_a_reference(cli: Cli, small_run: Path) -> None:

@@ -140,8 +140,8 @@ def test_distances_are_those_of_the_stored_posteriors(everything: dict[str, Any]
     assert find(point, "wasserstein", over="largest")["value"] >= find(point, "wasserstein", over="mean")["value"] > 0
     assert {find(point, "mmd2", estimator=name)["n"][1] for name in ("biased", "published")} == {128}
     unbiased = find(point, "mmd2", estimator="unbiased")
-    assert unbiased["n"] == unbiased["p_value_draws"]
-    assert 20 <= unbiased["n"][1] < 128  # as many as are independent
+    assert unbiased["n"] == unbiased["p_value_draws"] == [600, 128]
+    assert unbiased["blocks"] == 8  # the chains
     own = [
         m for m in rows_of(everything, "hmc") if m["name"] in ("mmd2", "wasserstein", "mean_error", "covariance_error")
     ]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bnncli.evaluation.mmd import median_bandwidth, mmd2, permutation_p_value, published_bandwidth, thin
+from bnncli.evaluation.draw_blocks import ThinnedDraws, compare_draws, thin_draws
+from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, squared_distances, thin
 from bnncli.evaluation.weight_space import mean_error, reference_scale, wasserstein_distances
 from bnncli.evaluation.weight_space_rows import WeightDraws, num_draws_for, weight_space_rows
 
@@ -44,14 +45,16 @@ def test_the_three_discrepancies_differ_by_estimator_and_bandwidth_alone() -> No
     assert all(row["n"] == [600, 600] and row["kernel"] == "rbf" for key, row in found.items() if key[0] == "mmd2")
 
 
-def test_the_permutation_test_takes_as_many_draws_as_are_independent() -> None:
+def test_the_test_of_chains_goes_by_blocks_of_them() -> None:
     hmc, draws = normal(8, 100, 5), normal(900, 5, seed=1) + 0.1
     row = rows_of(WeightDraws(draws), WeightDraws(hmc, num_independent=90))["mmd2", "unbiased"]
-    x, y = thin(draws[None]), thin(hmc, 90)
-    expected = permutation_p_value(x, y, row["bandwidth"], generator=seeded())
-    assert (row["p_value"], row["p_value_draws"], row["permutations"]) == (expected, [600, 90], 999)
-    thinned = mmd2(x, y, row["bandwidth"])
-    assert (row["value"], row["standard_error"], row["n"]) == (thinned.unbiased, thinned.standard_error, [600, 90])
+    x, y = ThinnedDraws(thin(draws[None])), thin_draws(hmc, 90)
+    distances = squared_distances(x.draws, y.draws)
+    expected = compare_draws(x, y, distances, row["bandwidth"], generator=seeded())
+    assert (row["value"], row["standard_error"]) == (expected.value, expected.standard_error)
+    assert (row["p_value"], row["p_value_draws"], row["permutations"]) == (expected.p_value, [600, 600], 999)
+    assert (row["blocks"], row["n"]) == (8, [600, 600])
+    x = x.draws
     few = rows_of(WeightDraws(draws), WeightDraws(hmc, num_independent=9))
     assert few["mmd2", "unbiased"]["value"] == mmd2(x, thin(hmc), row["bandwidth"]).unbiased
     assert few["mmd2", "unbiased"]["standard_error"] is None

@@ -40,6 +40,7 @@ _NO_CHOICES = {
     "p_value",
     "p_value_undefined",
     "permutations",
+    "blocks",
     "bandwidth_rule",
     "threshold",
     "unit",

@@ -22,7 +22,7 @@ from bnncli.shapes import check_shapes
 NUM_PERMUTATIONS = 999
 NUM_DRAWS = 600  # draws on each side; the biased estimate of two equal distributions is then about 0.002
 _PUBLISHED_DRAWS = 50
-_TIE = 1e-12  # rounding of the statistic, whose kernel values are at most 1
+TIE = 1e-12  # rounding of the statistic, whose kernel values are at most 1
 _BLOCK = 2**22  # float64 numbers of one block of parameters held at once
 
 
@@ -49,12 +49,15 @@ def thin(draws: Tensor, count: int = NUM_DRAWS) -> Tensor:
     """At most `count` draws (n, P) of draws (C, T, P), spread evenly over the chains and along each chain."""
     check_shapes(draws=(draws, "C T P"))
     flat = draws.flatten(0, 1)
-    total = flat.shape[0]
+    return flat if len(flat) <= count else flat[thinned_places(len(flat), count).to(draws.device)]
+
+
+def thinned_places(total: int, count: int = NUM_DRAWS) -> Tensor:
+    """Which of `total` draws, chains laid end to end, are kept: (n,) int64, n at most `count`."""
     if total <= count:
-        return flat
-    # Middles of `count` equal stretches of the chains laid end to end: equal shares of every chain, up to one
-    # draw.
-    return flat[(2 * torch.arange(count, device=draws.device) + 1) * total // (2 * count)]
+        return torch.arange(total)
+    # Middles of `count` equal stretches: equal shares of every chain, up to one draw.
+    return (2 * torch.arange(count) + 1) * total // (2 * count)
 
 
 class Distances(NamedTuple):
@@ -137,7 +140,7 @@ def mmd2_of(distances: Distances, bandwidth: float) -> Mmd:
     Raises:
         DataError: a bandwidth that is not positive.
     """
-    xx, yy, xy = _kernels(distances, bandwidth)
+    xx, yy, xy = kernels(distances, bandwidth)
     n, m = xy.shape
     own_x, own_y = xx.sum(dim=1), yy.sum(dim=1)
     sum_xx, sum_yy, cross = float(own_x.sum()), float(own_y.sum()), 2 * float(xy.sum()) / (n * m)
@@ -150,8 +153,8 @@ def mmd2_of(distances: Distances, bandwidth: float) -> Mmd:
     )
 
 
-def _kernels(distances: Distances, bandwidth: float) -> Distances:
-    """The kernel in place of each squared distance."""
+def kernels(distances: Distances, bandwidth: float) -> Distances:
+    """The kernel in place of each squared distance. Raises DataError for a bandwidth that is not positive."""
     if not bandwidth > 0:
         raise DataError(f"expected a positive bandwidth, got {bandwidth}")
     return Distances(*(torch.exp(part / -(bandwidth**2)) for part in distances))
@@ -173,7 +176,7 @@ def permutation_p_value(
 ) -> float:
     """P-value of the unbiased estimate under random relabelling of the draws: (1 + #{permuted >= seen}) / (1 + B).
 
-    Every draw must be independent of the others: thin chains to about their effective sample size first.
+    Every draw must be independent of the others: chains, however thinned, are for bnncli.evaluation.draw_blocks.
 
     Args:
         x: (n, P), n at least 2.
@@ -197,7 +200,7 @@ def permutation_p_value_of(
     One kernel matrix serves all permutations: with z in {0, 1}^(n + m) marking the first sample, all sums follow from
     z K z and z K 1.
     """
-    xx, yy, xy = _kernels(distances, bandwidth)
+    xx, yy, xy = kernels(distances, bandwidth)
     n, m = xy.shape
     kernel = torch.cat([torch.cat([xx, xy], dim=1), torch.cat([xy.T, yy], dim=1)]).fill_diagonal_(0)
     order = torch.rand(num_permutations, n + m, generator=generator, device=generator.device).argsort(dim=1)
@@ -209,7 +212,7 @@ def permutation_p_value_of(
     cross = to_all - within_x
     within_y = total - within_x - 2 * cross
     values = within_x / (n * (n - 1)) + within_y / (m * (m - 1)) - 2 * cross / (n * m)
-    return (1 + int((values[1:] >= values[0] - _TIE).sum())) / (1 + num_permutations)
+    return (1 + int((values[1:] >= values[0] - TIE).sum())) / (1 + num_permutations)
 
 
 def _squared_distances(x: Tensor, y: Tensor, *, center: Tensor) -> Tensor:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DataError
+from bnncli.evaluation.draw_blocks import MIN_INDEPENDENT, ThinnedDraws, compare_draws, thin_draws
 from bnncli.evaluation.mmd import (
     NUM_DRAWS,
-    NUM_PERMUTATIONS,
     Distances,
     median_of,
     mmd2_of,
-    permutation_p_value_of,
     published_bandwidth,
     squared_distances,
     thin,
@@ -33,7 +32,6 @@ from bnncli.evaluation.weight_space import (
 
 Row = dict[str, Any]
 
-MIN_INDEPENDENT = 20  # draws, below which permutations and covariances say nothing
 MOST_DRAWS = 1000  # of one side, for marginals and covariances
 _MOST_VALUES = 2**20  # of draws, for marginals and covariances, where P is large
 _UNIT = "standard deviation of the reference's draws"
@@ -134,18 +132,18 @@ class _Pair(NamedTuple):
 
 
 def _mmd_rows(pair: _Pair, reference: str, *, generator: torch.Generator) -> list[Row]:
-    x, y = pair.thinned(NUM_DRAWS)
+    x, y = (thin_draws(side.chains, side.num_independent).to(pair.device) for side in (pair.ours, pair.theirs))
     try:
-        distances = squared_distances(x, y)
+        distances = squared_distances(x.draws, y.draws)
         bandwidth = median_of(distances.yy)
     except DataError as error:
         return [row for row in _undefined_rows(error.message, reference) if row["name"] == "mmd2"]
     facts: dict[str, Row] = {
-        "unbiased": _unbiased(pair, distances, bandwidth, generator=generator),
+        "unbiased": _unbiased(x, y, distances, bandwidth, generator=generator),
         "biased": {"value": mmd2_of(distances, bandwidth).biased},
         "published": _published(pair, distances),
     }
-    shared = {**_MMD, "reference": reference, "n": [len(x), len(y)]}
+    shared = {**_MMD, "reference": reference, "n": [len(x.draws), len(y.draws)]}
     return [
         {**shared, "estimator": name, "bandwidth_rule": _RULES[name], "bandwidth": bandwidth, **found}
         for name, found in facts.items()
@@ -162,27 +160,18 @@ def _published(pair: _Pair, distances: Distances) -> Row:
     return {"value": mmd2_of(distances, bandwidth).biased, "bandwidth": bandwidth}
 
 
-def _unbiased(pair: _Pair, distances: Distances, bandwidth: float, *, generator: torch.Generator) -> Row:
-    """Estimate, standard error and permutation test, of draws thinned to about as many as are independent.
-
-    Draws of a chain are more alike than independent ones: with all of them the estimate is too large, and its standard
-    error too small. Of fewer than 20 independent draws there is the estimate of all, and no more.
-    """
-    counts = pair.independent(NUM_DRAWS)
-    if min(counts) < MIN_INDEPENDENT:
-        value = mmd2_of(distances, bandwidth).unbiased
-        return {"value": value, "standard_error": None, "p_value": None, "p_value_undefined": _too_few(counts)}
-    if counts != list(distances.xy.shape):
-        distances = squared_distances(*pair.thinned(*counts))
-    found = mmd2_of(distances, bandwidth)
-    p_value = permutation_p_value_of(distances, bandwidth, generator=generator)
-    return {
-        "value": found.unbiased,
-        "standard_error": found.standard_error,
-        "n": counts,
-        "p_value": p_value,
-        "p_value_draws": counts,
-        "permutations": NUM_PERMUTATIONS,
+def _unbiased(
+    x: ThinnedDraws, y: ThinnedDraws, distances: Distances, bandwidth: float, *, generator: torch.Generator
+) -> Row:
+    """Estimate, standard error and test; of too few independent draws there is the estimate of all, and no more."""
+    found = compare_draws(x, y, distances, bandwidth, generator=generator)
+    row: Row = {"value": found.value, "standard_error": found.standard_error, "p_value": found.p_value}
+    if found.p_value is None:
+        return row | {"p_value_undefined": found.untested}
+    return row | {
+        "p_value_draws": [len(x.draws), len(y.draws)],
+        "permutations": found.num_permutations,
+        "blocks": found.num_blocks,
     }
 
 

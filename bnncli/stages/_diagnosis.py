@@ -13,7 +13,8 @@ from torch import Tensor
 from bnncli.errors import DataError
 from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.mmd import NUM_DRAWS, thin
+from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
+from bnncli.evaluation.mmd import NUM_DRAWS
 from bnncli.evaluation.scores import nll_per_example
 from bnncli.evaluation.verdict import DENSITIES, POINTS, Judged, doubts
 from bnncli.inference.importance import diagnose_importance
@@ -27,7 +28,6 @@ from bnncli.storage.samples import SampleFile
 from bnncli.targets.last_layer import LastLayerTarget
 
 VAL_DRAWS = 200
-MIN_INDEPENDENT = 20  # draws, below which a permutation test says nothing
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,13 @@ class Diagnosis:
     Args:
         judged: the numbers that the verdict goes by.
         entry: the numbers of --json, null with a reason where undefined.
-        draws: (n, P), on the CPU, about independent where `is_independent`.
+        draws: on the CPU, at most 600, with what is independent among them.
         losses: (N,) negative log probability of each val label, nats; None without a labelled val split.
     """
 
     judged: Judged
     entry: dict[str, Any]
-    draws: Tensor
-    is_independent: bool
+    draws: ThinnedDraws
     losses: NDArray[np.float64] | None
 
 
@@ -77,12 +76,12 @@ def diagnose(
         entry |= _importance(run, options, name, posterior, header, train)
     losses = _losses(run, posterior, val)
     entry["val_nll"] = _mean(losses)
-    draws, is_independent = _draws(run, name, posterior, entry)
+    draws = _draws(run, name, posterior, entry)
     judged = _judged(name, entry, recorded_prior(header))
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]
-    return Diagnosis(judged, entry, draws, is_independent, losses)
+    return Diagnosis(judged, entry, draws, losses)
 
 
 def undefined(reason: str) -> dict[str, Any]:
@@ -180,16 +179,13 @@ def _losses(run: Run, posterior: Any, val: Split | None) -> NDArray[np.float64] 
     return nll_per_example(prediction.probs.cpu().numpy(), val.content.labels)
 
 
-def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> tuple[Tensor, bool]:
-    """At most 600 draws for MMD^2, of a stream of their own; chains thinned to about their effective sample size."""
+def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> ThinnedDraws:
+    """At most 600 draws for MMD^2, of a stream of their own, or spread over the chains."""
     if posterior.type != "samples":
-        # A permutation test takes both sides for independent: posteriors must not share their noise.
-        return posterior.sample(NUM_DRAWS, run.stream(f"diagnose/mmd/{name}")).cpu(), True
+        # The test takes both sides for independent: posteriors must not share their noise.
+        return ThinnedDraws(posterior.sample(NUM_DRAWS, run.stream(f"diagnose/mmd/{name}")).cpu())
     sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
-    independent = min((int(size) for size in sizes if size is not None), default=0)
-    if independent < MIN_INDEPENDENT:
-        return thin(posterior.draws, NUM_DRAWS), False
-    return thin(posterior.draws, min(NUM_DRAWS, independent)), True
+    return thin_draws(posterior.draws, min((int(size) for size in sizes if size is not None), default=0))
 
 
 def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Judged:

@@ -94,8 +94,8 @@ def _pair_table(pairs: list[dict[str, Any]]) -> Table:
     few = [pair for pair in pairs if reference in pair["posteriors"]]
     shown = pairs if len(pairs) <= MAX_PAIRS or not few else few
     for pair in shown:
-        keys = (("unbiased", 4), ("biased", 4), ("p_value", 3))
-        values = [_number({"value": pair[key]}, digits) for key, digits in keys]
+        distance = {"value": pair["unbiased"], "standard_error": pair.get("standard_error")}
+        values = [_number(distance, 4), _number({"value": pair["biased"]}, 4), _number({"value": pair["p_value"]}, 3)]
         same = "yes" if pair["is_same_target"] else "no"
         rows.append([f"{pair['posteriors'][0]} - {pair['posteriors'][1]}", *values, same])
     notes = list(dict.fromkeys(pair["reason"] for pair in pairs if "reason" in pair))
@@ -105,8 +105,8 @@ def _pair_table(pairs: list[dict[str, Any]]) -> Table:
     if known is not None:
         notes.insert(
             0,
-            f"bandwidth: median distance of the draws of {known['bandwidth_of']}; p: {known['permutations']} permutations of "
-            "independent draws",
+            f"+- one standard error; bandwidth: median distance of the draws of {known['bandwidth_of']}; p: {known['permutations']} "
+            "relabellings",
         )
     return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=notes)
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
-from bnncli.evaluation.mmd import NUM_PERMUTATIONS, median_bandwidth, mmd2, permutation_p_value
+from bnncli.evaluation.draw_blocks import compare_draws
+from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
 from bnncli.evaluation.verdict import POINTS, Commands, Judged, Verdict, doubts, give_verdict
 from bnncli.layout import HeadLayout
 from bnncli.options import DiagnoseOptions
@@ -98,7 +99,7 @@ def _check_is_of_head(path: Path, header: Header, layout: HeadLayout) -> None:
 
 
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
-    """MMD^2 between all pairs of posteriors, with one bandwidth for all, and the p-value of a permutation test."""
+    """MMD^2 between all pairs of posteriors, with one bandwidth for all, its standard error and p-value."""
     chosen = _bandwidth(run, diagnoses)
     task = run.console.task("mmd", len(diagnoses) * (len(diagnoses) - 1) // 2)
     pairs = []
@@ -108,10 +109,11 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
             "is_same_target": one.judged.target is not None and one.judged.target == other.judged.target,
             "unbiased": None,
             "biased": None,
+            "standard_error": None,
             "p_value": None,
-            "n": [len(one.draws), len(other.draws)],
+            "n": [len(side.draws.draws) for side in (one, other)],
         }
-        finite = [side.judged.name for side in (one, other) if not torch.isfinite(side.draws).all()]
+        finite = [side.judged.name for side in (one, other) if not torch.isfinite(side.draws.draws).all()]
         if finite:
             pair["reason"] = f"draws of {' and '.join(finite)} are not finite"
         elif chosen is None:
@@ -126,11 +128,11 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
 def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
     """The posterior whose draws set the kernel's bandwidth, chains before others, and that bandwidth."""
     distributions = [
-        one for one in diagnoses if one.judged.type not in POINTS and bool(torch.isfinite(one.draws).all())
+        one for one in diagnoses if one.judged.type not in POINTS and bool(torch.isfinite(one.draws.draws).all())
     ]
     for one in sorted(distributions, key=lambda one: one.judged.type != "samples"):
         try:
-            return one.judged.name, median_bandwidth(one.draws.to(run.device))
+            return one.judged.name, median_bandwidth(one.draws.draws.to(run.device))
         except DataError:  # chains that stand still have no scale
             continue
     return None
@@ -140,19 +142,21 @@ def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, flo
     """MMD^2 of two posteriors with its p-value, and what defines both."""
     name, bandwidth = chosen
     x, y = (side.draws.to(run.device) for side in (one, other))
-    distance = mmd2(x, y, bandwidth)
+    distances = squared_distances(x.draws, y.draws)
+    generator = run.stream(f"diagnose/permutations/{one.judged.name}/{other.judged.name}")
+    compared = compare_draws(x, y, distances, bandwidth, generator=generator)
     found: dict[str, Any] = {
-        "unbiased": distance.unbiased,
-        "biased": distance.biased,
+        "unbiased": compared.value,
+        "biased": mmd2_of(distances, bandwidth).biased,
+        "standard_error": compared.standard_error,
+        "p_value": compared.p_value,
         "kernel": "rbf",
         "bandwidth": bandwidth,
         "bandwidth_of": name,
-        "permutations": NUM_PERMUTATIONS,
+        "permutations": compared.num_permutations,
+        "blocks": compared.num_blocks,
     }
-    if one.is_independent and other.is_independent:
-        generator = run.stream(f"diagnose/permutations/{one.judged.name}/{other.judged.name}")
-        return found | {"p_value": permutation_p_value(x, y, bandwidth, generator=generator)}
-    return found | {"reason": "the draws of a chain are too correlated for a permutation test"}
+    return found if compared.untested is None else found | {"reason": compared.untested}
 
 
 def _with_comparisons(

@@ -1,0 +1,238 @@
+"""The discrepancy of draws that come in chains: against loops, and its level and power by simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bnncli.evaluation.draw_blocks import Compared, ThinnedDraws, compare_draws, thin_draws
+from bnncli.evaluation.mmd import median_of, mmd2, permutation_p_value, squared_distances, thin
+
+Case = tuple[int, int, float, str]  # chains, draws of each, their correlation, what they are compared with
+CASES: list[Case] = [
+    (chains, length, correlation, other)
+    for chains, length in ((16, 75), (4, 260), (16, 260))
+    for correlation in (-0.5, 0.0, 0.5)
+    for other in ("draws", "chains")
+]
+NUM_REPEATS = 150
+SIZE = 2
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def autoregressive(chains: int, length: int, correlation: float, generator: torch.Generator) -> Tensor:
+    """Chains (C, T, 2) of N(0, I) with this correlation at lag one."""
+    lag = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    filtered = torch.where(lag >= 0, correlation ** lag.clamp(min=0).double(), 0.0) * math.sqrt(1 - correlation**2)
+    filtered[:, 0] /= math.sqrt(1 - correlation**2)
+    return filtered @ torch.randn(chains, length, SIZE, generator=generator, dtype=torch.float64)
+
+
+def effective(chains: int, length: int, correlation: float) -> int:
+    return int(chains * length * min(1.0, (1 - correlation) / (1 + correlation)))
+
+
+def compare(x: ThinnedDraws, y: ThinnedDraws, *, seed: int = 0, num_permutations: int = 99) -> Compared:
+    distances = squared_distances(x.draws, y.draws)
+    generator = seeded(seed)
+    return compare_draws(
+        x, y, distances, median_of(distances.yy), generator=generator, num_permutations=num_permutations
+    )
+
+
+def simulate(case: Case, *, shift: float = 0.0, count: int = 100, repeats: int = NUM_REPEATS) -> list[Compared]:
+    """Comparisons of chains with draws, or with other chains; fewer draws than the code takes, for speed alone."""
+    generator, found = seeded(1), []
+    for seed in range(repeats):
+        x, y = (thin_draws(autoregressive(*case[:3], generator), effective(*case[:3]), count=count) for _ in range(2))
+        if case[3] == "draws":
+            x = ThinnedDraws(torch.randn(count, SIZE, generator=generator, dtype=torch.float64))
+        found.append(compare(replace(x, draws=x.draws + shift), y, seed=seed))
+    return found
+
+
+def by_hand(x: ThinnedDraws, y: ThinnedDraws, bandwidth: float, signs: list[int]) -> float:
+    """The estimate from kernel features of single draws, pair of blocks by pair of blocks, some exchanged."""
+    sides = [[side.draws[side.blocks == block] for block in range(len(signs))] for side in (x, y)]
+    pairs = [(a, b) if sign > 0 else (b, a) for a, b, sign in zip(*sides, signs, strict=True)]
+
+    def kernel(a: Tensor, b: Tensor) -> float:
+        return float(np.mean([math.exp(-float((i - j).square().sum()) / bandwidth**2) for i in a for j in b]))
+
+    values = []
+    for i, (x_i, y_i) in enumerate(pairs):
+        for j, (x_j, y_j) in enumerate(pairs):
+            if i != j:
+                values.append(kernel(x_i, x_j) + kernel(y_i, y_j) - kernel(x_i, y_j) - kernel(y_i, x_j))
+    return float(np.mean(values))
+
+
+def small_sides() -> tuple[ThinnedDraws, ThinnedDraws]:
+    x, y = normal(8, 3, 2) + 0.4, normal(8, 2, 2, seed=1)
+    return thin_draws(x, 24), thin_draws(y, 20)
+
+
+def test_estimate_and_p_value_are_those_of_loops_over_blocks_and_signs() -> None:
+    x, y = small_sides()
+    found = compare(x, y, num_permutations=40)
+    assert found.num_blocks == 8
+    bandwidth = median_of(squared_distances(x.draws, y.draws).yy)
+    seen = by_hand(x, y, bandwidth, [1] * 8)
+    assert found.value == pytest.approx(seen, rel=1e-10)
+    flips = 2 * torch.randint(2, (40, 8), generator=seeded()) - 1
+    flipped = [by_hand(x, y, bandwidth, signs) for signs in flips.tolist()]
+    expected = (1 + sum(value >= seen - 1e-12 for value in flipped)) / 41
+    assert found.p_value == pytest.approx(expected, abs=1e-12)
+    assert 1 / 41 < expected < 1  # else nothing is compared
+
+
+def test_the_standard_error_is_the_jackknife_of_a_loop_over_pairs_of_blocks() -> None:
+    x, y = small_sides()
+    bandwidth = median_of(squared_distances(x.draws, y.draws).yy)
+    without = []
+    for left_out in range(8):
+        rest = []
+        for side in (x, y):
+            kept = side.blocks != left_out
+            blocks = side.blocks[kept] - (side.blocks[kept] > left_out).long()
+            rest.append(ThinnedDraws(side.draws[kept], blocks))
+        without.append(by_hand(*rest, bandwidth, [1] * 7))
+    assert compare(x, y).standard_error == pytest.approx(math.sqrt(7 * np.var(without)), rel=1e-9)
+
+
+def test_independent_draws_are_relabelled_one_by_one() -> None:
+    x, y = normal(30, 3), normal(40, 3, seed=1) + 0.3
+    found = compare(ThinnedDraws(x), ThinnedDraws(y), seed=5)
+    bandwidth = median_of(squared_distances(x, y).yy)
+    expected = mmd2(x, y, bandwidth)
+    assert (found.value, found.standard_error) == (expected.unbiased, expected.standard_error)
+    assert found.p_value == permutation_p_value(x, y, bandwidth, generator=seeded(5), num_permutations=99)
+    assert found.num_blocks is None
+
+
+def check_level(p_values: np.ndarray) -> None:
+    for level in (0.05, 0.2):
+        error = math.sqrt(level * (1 - level) / len(p_values))
+        assert np.mean(p_values <= level + 1e-9) <= level + 3 * error
+    # The mean, 1/2 with deviation sqrt(1/12), tells more of an inflated level than the few p-values in the tail do.
+    assert p_values.mean() >= 0.5 - 3 * math.sqrt(1 / 12 / len(p_values))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_distributions_are_told_apart_no_more_often_than_the_level(case: Case) -> None:
+    check_level(np.array([found.p_value for found in simulate(case)]))
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_every_second_draw_of_chains_that_swing_needs_blocks(is_mended: bool) -> None:
+    generator, p_values = seeded(1), []
+    for seed in range(NUM_REPEATS):
+        x, y = (thin_draws(autoregressive(16, 25, -0.5, generator), 400, count=200) for _ in range(2))
+        if not is_mended:  # single draws relabelled: what blocks are there for
+            x, y = ThinnedDraws(x.draws), ThinnedDraws(y.draws)
+        p_values.append(compare(x, y, seed=seed).p_value)
+    if is_mended:
+        check_level(np.array(p_values))
+    else:
+        with pytest.raises(AssertionError):
+            check_level(np.array(p_values))
+
+
+@pytest.mark.parametrize("case", [(16, 75, -0.5, "draws"), (4, 260, 0.5, "draws"), (16, 260, 0.0, "chains")], ids=str)
+def test_a_shift_by_a_third_of_a_standard_deviation_is_mostly_seen(case: Case) -> None:
+    found = simulate(case, shift=0.33, repeats=40)
+    assert np.mean([each.p_value <= 0.05 for each in found]) > 0.7
+
+
+@pytest.mark.parametrize("correlation", [-0.5, 0.9])
+def test_estimate_is_unbiased_and_its_error_stated_whatever_happens_within_chains(correlation: float) -> None:
+    found = simulate((16, 75, correlation, "draws"), shift=0.2)
+    generator, exact = seeded(7), []
+    for _ in range(30):
+        x, y = (torch.randn(400, SIZE, generator=generator, dtype=torch.float64) for _ in range(2))
+        bandwidth = median_of(squared_distances(y, y).yy)
+        exact.append(mmd2(x + 0.2, y, bandwidth).unbiased)
+    values = np.array([each.value for each in found])
+    error = math.hypot(values.std() / math.sqrt(len(values)), np.std(exact) / math.sqrt(len(exact)))
+    assert abs(values.mean() - np.mean(exact)) < 4 * error
+    stated = math.sqrt(np.mean([each.standard_error**2 for each in found]))
+    assert 0.8 * values.std() < stated < 1.8 * values.std()
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (5, 2), (8, 8)])
+def test_p_values_of_few_draws_are_valid(sizes: tuple[int, int]) -> None:
+    n, m = sizes
+    p_values = []
+    for seed in range(400):
+        draws = normal(n + m, 2, seed=seed)
+        found = compare(ThinnedDraws(draws[:n]), ThinnedDraws(draws[n:]), seed=seed, num_permutations=19)
+        p_values.append(found.p_value)
+    for level in (0.05, 0.1, 0.3):
+        share = np.mean(np.array(p_values) <= level + 1e-9)
+        assert share <= level + 3 * math.sqrt(level * (1 - level) / 400)
+    assert min(p_values) >= 1 / 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_independent", "num_blocks"),
+    [
+        ((16, 75), 1200, 16),
+        ((16, 260), 25, 16),  # whole chains are independent, however slowly they move
+        ((4, 260), 346, 16),
+        ((4, 260), 120, 12),
+        ((8, 16), 100, 8),
+        ((64, 40), 900, 64),
+        ((2000, 2), 4000, 64),
+        ((1, 4000), 4000, 16),
+    ],
+)
+def test_blocks_are_chains_or_long_stretches_of_them(
+    shape: tuple[int, int], num_independent: int, num_blocks: int
+) -> None:
+    chains, length = shape
+    index = torch.cartesian_prod(torch.arange(chains), torch.arange(length)).reshape(*shape, 2)
+    thinned = thin_draws(index, num_independent)
+    assert torch.equal(thinned.draws, thin(index))
+    assert thinned.num_blocks == num_blocks == len(thinned.blocks.unique())
+    assert bool((thinned.blocks.diff() >= 0).all())
+    if num_blocks >= chains:  # no block has draws of two chains
+        assert all(len(thinned.draws[thinned.blocks == b, 0].unique()) == 1 for b in range(num_blocks))
+    sizes = torch.bincount(thinned.blocks)
+    assert sizes.max() - sizes.min() <= 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_independent", "reason"),
+    [
+        ((4, 260), 75, "only 4 stretches of the chains are about independent; 8 are needed"),
+        ((16, 75), 19, "only about 19 of the draws are independent; 20 are needed"),
+        ((16, 75), 0, "only about 0 of the draws"),
+    ],
+)
+def test_what_is_too_little_is_not_tested(shape: tuple[int, int], num_independent: int, reason: str) -> None:
+    y = thin_draws(normal(*shape, 2), num_independent)
+    found = compare(ThinnedDraws(normal(50, 2, seed=1)), y)
+    assert (found.p_value, found.standard_error) == (None, None)
+    assert found.untested.startswith(reason)
+    few = compare(ThinnedDraws(normal(5, 2)), thin_draws(normal(16, 75, 2), 1200))
+    assert few.untested == "only 5 independent draws; 8 are needed"
+
+
+def test_sides_with_more_blocks_are_merged_to_as_many() -> None:
+    x, y = thin_draws(normal(24, 25, 2), 600), thin_draws(normal(16, 30, 2, seed=1), 480)
+    found = compare(x, y)
+    merged = ThinnedDraws(x.draws, x.blocks * 16 // 24)
+    assert (found.num_blocks, found.value) == (16, compare(merged, y).value)
+    assert found.value != compare(y, x).value  # the bandwidth is the second's
