@@ -49,6 +49,20 @@ def test_a_refinement_that_is_close_advises_nothing() -> None:
     assert not any("try" in line for line in summary(refined(log_weight_sd_after=1.0)))
 
 
+def test_a_gain_that_draws_do_not_tell_is_no_difference_to_speak_of() -> None:
+    gain = {"value": 18.25, "standard_error": 7.68}
+    line = summary(refined(verdict="undecided", elbo_gain=gain, elbo_draws=4096))[-1]
+    assert line.startswith("undecided after 4096 draws: the gain lies anywhere from -4.80 to +41.30 nats")
+    assert line.endswith("try --flow affine, or hmc; or more --elbo-draws")
+    assert not any("no difference" in line for line in summary(refined(verdict="undecided")))
+
+
+@pytest.mark.parametrize(("value", "is_small"), [(0.3, True), (30.0, False)])
+def test_a_small_help_is_called_small(value: float, is_small: bool) -> None:
+    lines = summary(refined(elbo_gain={"value": value, "standard_error": 0.01}))
+    assert any("if by less than 0.5 nats" in line for line in lines) == is_small
+
+
 def test_an_early_end_is_told() -> None:
     lines = summary(refined(ended_early=True, epochs_run=12))
     assert "ended after 12 of 20 epochs: the ELBO stands still" in lines

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bnncli.evaluation.gain import LOOKS, judge_gain
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
@@ -77,6 +78,53 @@ def elbo_gain(
     noise = before.noise(num_samples, generator)
     gains = log_weights(target, after, noise, progress) - log_weights(target, before, noise, progress)
     return float(gains.mean()), float(gains.std()) / math.sqrt(num_samples)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one posterior's ELBO is above another's.
+
+    Args:
+        before, after: of the two, from the same noise.
+        value: nats.
+        standard_error: of value, from the differences draw by draw: much of the noise is common to both.
+        verdict: one of bnncli.evaluation.gain.VERDICTS.
+    """
+
+    before: ElboEstimate
+    after: ElboEstimate
+    value: float
+    standard_error: float
+    verdict: str
+
+
+def measure_gain(
+    target: LastLayerTarget,
+    before: Gaussian | Flow,
+    after: Gaussian | Flow,
+    *,
+    generator: torch.Generator,
+    num_samples: int = 256,
+    progress: Progress = SILENT,
+) -> Gain:
+    """The gain of after over before, from as many draws as the verdict needs: num_samples, or 2, 4, 8 or 16 times as many.
+
+    Values that are not finite end it, and are returned as they are.
+    """
+    drawn: list[tuple[Tensor, Tensor]] = []
+    for look in range(LOOKS):
+        for _ in range(max(1, 2 ** (look - 1))):  # as many again as there are
+            noise = before.noise(num_samples, generator)
+            first, second = (log_weights(target, posterior, noise, progress) for posterior in (before, after))
+            drawn.append((first, second))
+        old, new = (ElboEstimate.of(torch.cat(part)) for part in zip(*drawn, strict=True))
+        difference = ElboEstimate.of(new.log_weights - old.log_weights)
+        value, error = difference.value, difference.standard_error
+        is_last = look == LOOKS - 1 or not (math.isfinite(value) and math.isfinite(error))
+        verdict = judge_gain(value, error, len(difference.log_weights), is_last=is_last)
+        if verdict is not None:
+            return Gain(old, new, value, error, verdict)
+    raise AssertionError("the last look decides")
 
 
 def log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, progress: Progress) -> Tensor:

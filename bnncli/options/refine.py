@@ -52,7 +52,11 @@ class RefineOptions(Checked):
     num_draws: int | None = option(
         None, "Draws from the flow a step; the flow's own choice by default (radial: 1).", minimum=1
     )
-    elbo_draws: int = option(256, "Fresh draws for the ELBO before and after, on the full data.", minimum=2)
+    elbo_draws: int = option(
+        256,
+        "Fresh draws for the ELBO before and after, on the full data; up to 16 times as many where they do not decide whether it helped.",
+        minimum=2,
+    )
     prior_precision: float | None = option(
         None,
         "Prior precision of the target, biases included; the base's prior by default (needed with --base prior and no laplace).",

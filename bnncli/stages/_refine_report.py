@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from bnncli.errors import NumericError
-from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD, NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
+from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
+from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
 from bnncli.flows import settings_of
-from bnncli.inference.elbo import elbo
+from bnncli.inference.elbo import measure_gain
 from bnncli.inference.refine import RefineFit
 from bnncli.options import RefineOptions
 from bnncli.posteriors.flow import is_idle
@@ -23,34 +24,30 @@ FAR_LOG_WEIGHT_SD = 5.0
 def measure(
     run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: LastLayerTarget
 ) -> dict[str, Any]:
-    """ELBO before and after from fresh draws on the full data, both with the same noise."""
-    draws = options.elbo_draws
-    before, after = (
-        elbo(target, posterior, num_samples=draws, generator=run.stream("refine/elbo"), progress=run.console)
-        for posterior in (base, fit.posterior)
+    """ELBO before and after from fresh draws on the full data, both with the same noise, and what is to be said of it."""
+    found = measure_gain(
+        target,
+        base,
+        fit.posterior,
+        generator=run.stream("refine/elbo"),
+        num_samples=options.elbo_draws,
+        progress=run.console,
     )
-    gains = after.log_weights - before.log_weights  # of the same noise, draw by draw
-    gain, gain_error = float(gains.mean()), float(gains.std()) / math.sqrt(draws)
-    if not all(math.isfinite(value) for value in (before.value, after.value, gain, gain_error)):
+    before, after = found.before, found.after
+    if not all(math.isfinite(value) for value in (before.value, after.value, found.value, found.standard_error)):
         raise NumericError(
             f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
             hint=f"use a --learning-rate below {options.learning_rate}",
         )
-    if abs(gain) <= NUM_STANDARD_ERRORS * gain_error:
-        verdict = "no difference"
-    elif abs(gain) < NEGLIGIBLE_NATS:
-        verdict = "negligible"
-    else:
-        verdict = "helped" if gain > 0 else "hurt"
     estimates = {"before": before, "after": after}
     metrics: dict[str, Any] = {}
     for name, estimate in estimates.items():
         metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
         metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
     return metrics | {
-        "elbo_gain": {"value": gain, "standard_error": gain_error},
-        "elbo_draws": draws,
-        "verdict": verdict,
+        "elbo_gain": {"value": found.value, "standard_error": found.standard_error},
+        "elbo_draws": len(before.log_weights),
+        "verdict": found.verdict,
         "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
         "flow": options.flow,
         "length": options.length,
@@ -74,16 +71,13 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         lines.append(f"ended after {metrics['epochs_run']} of {metrics['epochs']} epochs: the ELBO stands still")
     spread = metrics["log_weight_sd_before"]
     if metrics["verdict"] == "helped":
-        lines.append("refinement helped: the refined posterior is closer to the target than the base")
-        if metrics["log_weight_sd_after"] > FAR_LOG_WEIGHT_SD:
-            lines.append(
-                f"it is still far from it (log importance weights have standard deviation "
-                f"{metrics['log_weight_sd_after']:.1f}): {_advice(metrics)}"
-            )
+        lines += _helped(metrics)
     elif metrics["verdict"] == "hurt":
         lines.append(
             f"refinement hurt: use the base, or {_advice(metrics)}; or a smaller --learning-rate with --patience 0"
         )
+    elif metrics["verdict"] == "undecided":
+        lines.append(_undecided(metrics))
     elif spread < CLOSE_LOG_WEIGHT_SD:
         lines.append(
             f"refinement made no difference that matters: the base is close to the target already (its log "
@@ -95,6 +89,26 @@ def summary(metrics: dict[str, Any]) -> list[str]:
             f"weights have standard deviation {spread:.2f}): {_advice(metrics)}"
         )
     return lines
+
+
+def _helped(metrics: dict[str, Any]) -> list[str]:
+    gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
+    small = f", if by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""
+    lines = [f"refinement helped: the refined posterior is closer to the target than the base{small}"]
+    if spread > FAR_LOG_WEIGHT_SD:
+        lines.append(
+            f"it is still far from it (log importance weights have standard deviation {spread:.1f}): {_advice(metrics)}"
+        )
+    return lines
+
+
+def _undecided(metrics: dict[str, Any]) -> str:
+    """Where the gain may lie, which the draws do not tell."""
+    gain, draws = metrics["elbo_gain"], metrics["elbo_draws"]
+    margin = reach(draws) * gain["standard_error"]
+    ends = f"{gain['value'] - margin:+.2f} to {gain['value'] + margin:+.2f}"
+    more = f"{_advice(metrics)}; or more --elbo-draws"
+    return f"undecided after {draws} draws: the gain lies anywhere from {ends} nats, which may help, hurt or not matter: {more}"
 
 
 def _advice(metrics: dict[str, Any]) -> str:

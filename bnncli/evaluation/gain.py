@@ -1,0 +1,50 @@
+"""Whether a refinement raised the ELBO: a verdict that needs evidence, for a difference and for none.
+
+The gain is the difference of two ELBOs on the same draws. It is judged at the first look, and again after more draws, up
+to LOOKS times, each time with twice as many: "helped" and "hurt" need a gain away from 0, "negligible" one that is known to
+lie within half a nat of 0 (two one-sided tests: Schuirmann 1987, J. Pharmacokinet. Biopharm. 15). Every look takes three
+standard errors, 0.00135 on a side, so that all looks together say any of these wrongly at most 0.7 % of the time if the
+mean of the draws is normal, and at most ERROR_RATE for the skewness that log weights have (tests/test_gain.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from scipy import stats
+
+ERROR_RATE = 0.01
+LOOKS = 5
+# A Gaussian moved by one standard deviation along one of its P directions is half a nat away from where it was: a handful
+# of drawn networks, which is what predictions are made of, cannot tell.
+NEGLIGIBLE_NATS = 0.5
+NUM_STANDARD_ERRORS = 3.0
+VERDICTS = ("helped", "hurt", "negligible", "undecided")
+
+
+@cache
+def reach(num_draws: int) -> float:
+    """The standard errors that a gain may stray by: 3 of a normal, as improbable a number of Student's t for few draws.
+
+    Args:
+        num_draws: that the standard error comes from, at least 2.
+    """
+    return float(stats.t.isf(stats.norm.sf(NUM_STANDARD_ERRORS), num_draws - 1))
+
+
+def judge_gain(gain: float, standard_error: float, num_draws: int, *, is_last: bool) -> str | None:
+    """One of VERDICTS, or None: more draws are needed, and are to be had.
+
+    A gain that is positive, and known neither to matter nor not to, is waited for; at the last look it has helped.
+
+    Args:
+        gain: nats.
+        standard_error: of gain, from num_draws draws.
+        is_last: no more draws will come.
+    """
+    margin = reach(num_draws) * standard_error
+    if abs(gain) + margin < NEGLIGIBLE_NATS:
+        return "negligible"
+    if abs(gain) > margin and (abs(gain) >= NEGLIGIBLE_NATS or is_last):
+        return "helped" if gain > 0 else "hurt"
+    return "undecided" if is_last else None
