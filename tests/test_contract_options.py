@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from bnncli import options as o
 from bnncli.cli.build import build_app
 from bnncli.cli.commands import COMMANDS, Command
-from bnncli.cli.settings import option_fields
+from bnncli.cli.settings import option_fields, read_config
+from bnncli.errors import ConfigError
 from bnncli.option import flag_of
 
 Cli = Any
@@ -182,6 +184,41 @@ def test_a_list_in_the_environment_is_separated_by_semicolons(
     assert {name.rsplit(".", 1)[1] for name in names} == {"val", "far"}
 
 
+TOML = ("5", "0.25", "2.0", "true", '"x"', "[5, 0.25]")
+TAKEN = {
+    int: {"5": 5},
+    float: {"5": 5.0, "0.25": 0.25, "2.0": 2.0},
+    bool: {"true": True},
+    str: {"5": "5", "0.25": "0.25", "2.0": "2", '"x"': "x"},
+    list: {"[5, 0.25]": ["5", "0.25"]},
+}
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_every_option_takes_the_toml_values_that_its_type_has(folder: Path, command: Command, name: str) -> None:
+    _, hint = option_fields(command)[name]
+    taken = TAKEN[getattr(hint, "__origin__", None) or getattr(hint, "__args__", [hint])[0]]
+    for text in TOML:
+        (folder / "bnncli.toml").write_text(f"[{command.name}]\n{flag_of(name)[2:]} = {text}\n")
+        try:
+            came: Any = read_config(folder / "bnncli.toml")[command.name][name]
+        except ConfigError as error:
+            came = error.message
+        if text not in taken:
+            assert "expected" in came
+        elif not re.search(
+            "expected (one of|a number of)", str(came)
+        ):  # of the right type, and no choice of the option
+            assert (came, type(came)) == (taken[text], type(taken[text]))
+
+
+def test_a_number_of_the_configuration_asks_for_what_the_flag_asks_for(cli: Cli, small_run: Path, folder: Path) -> None:
+    (folder / "bnncli.toml").write_text("[fit-laplace]\nprior-precision = 10\n")
+    assert cli("fit-laplace", small_run, "--json").json["action"] == "up_to_date"
+    (folder / "bnncli.toml").write_text("[fit-laplace]\nprior-precision = 10.0\n")
+    assert cli("fit-laplace", small_run, "--json").json["action"] == "up_to_date"
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -201,8 +238,6 @@ def test_a_list_in_the_environment_is_separated_by_semicolons(
     ids=lambda text: text[:24],
 )
 def test_a_wrong_configuration_says_where_and_what(cli: Cli, folder: Path, text: str, why: str) -> None:
-    import re
-
     (folder / "bnncli.toml").write_text(text)
     done = cli("config", "show")
     assert done.code == 78

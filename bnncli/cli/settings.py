@@ -94,6 +94,7 @@ def _check_table(
             message = f"{path}{_line_of(raw, key)}: unknown key {key!r} in [{table}]{_closest(key, choices)}"
             raise ConfigError(message, path=path)
         spec, hint = known[table][name]
+        value = _from_toml(value, hint)
         if not _has_type(value, hint):
             wanted = _type_name(hint)
             message = f"{path}{_line_of(raw, key)}: [{table}] {key}: expected {wanted}; got {value!r}"
@@ -173,6 +174,25 @@ def _from_text(text: str, hint: Any, variable: str) -> Any:
         raise UsageError(f"{variable}: expected {_type_name(hint)}; got {text!r}") from None
 
 
+def _from_toml(value: Any, hint: Any) -> Any:
+    """A TOML value as the option has it: a number where it takes text, or a list of texts, as it is typed after a flag."""
+    base = _base_type(hint)
+    if base is list and isinstance(value, list):
+        return [_typed(item) for item in value]
+    if base is float and _is_number(value):
+        return float(value)
+    return _typed(value) if base is str else value
+
+
+def _typed(value: Any) -> Any:
+    """A number as it is typed, the shortest text that gives it back; anything else as it is."""
+    return repr(value).removesuffix(".0") if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _base_type(hint: Any) -> Any:
     """int for `int | None`, list for `list[str]`, the type itself otherwise."""
     arguments = [item for item in typing.get_args(hint) if item is not type(None)]
@@ -186,7 +206,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     if base is list:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if base is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return _is_number(value)
     if base is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, base)
