@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from bnncli.layout import HeadLayout
 from bnncli.posteriors.samples import Samples
 from bnncli.prior import Prior
 from bnncli.stages._run import Run
+from bnncli.stages._run_classes import run_classes
 from bnncli.storage.features import FeatureSplit, head_digest, read_features
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import read_posterior
@@ -35,11 +36,16 @@ EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--da
 
 @dataclass(frozen=True)
 class Split:
-    """A feature split ready to use: its content, its identity, the record of its checkpoint."""
+    """A feature split ready to use: its content, its identity, the record of its checkpoint.
+
+    Attributes:
+        classes_source: the names of the classes, where they are another split's.
+    """
 
     content: FeatureSplit
     source: Source
     checkpoint: dict[str, Any] | None
+    classes_source: Source | None = None
 
     @property
     def layout(self) -> HeadLayout:
@@ -137,16 +143,21 @@ def load_split(run: Run, name: str) -> Split:
     content = read_features(path)
     assert content.header is not None
     checkpoint = run.belongs(content.header)
-    identity = json_sha256([head_digest(content), content.classes])
+    identity = head_digest(content)
     first = run.heads.setdefault("head", (name, identity))
     if first[1] != identity:
         raise DataError(
-            f"splits {first[0]!r} and {name!r} have different heads or classes: they come from different networks or data",
+            f"splits {first[0]!r} and {name!r} have different heads: they come from different networks",
             code="wrong_head",
             hint="extract all splits again in one command, with --force",
             path=path,
         )
-    return Split(content, Source(f"features.{name}", path, content.header.content_digest), checkpoint)
+    classes = run_classes(run.folder, content, weights_digest=content.header.weights_digest)
+    named = None
+    if classes.path is not None:
+        named = Source("classes", classes.path, f"sha256:{json_sha256(classes.names)}", is_artifact=False)
+    source = Source(f"features.{name}", path, content.header.content_digest)
+    return Split(replace(content, classes=classes.names), source, checkpoint, named)
 
 
 def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:

@@ -19,6 +19,7 @@ from bnncli.stages._network import NO_NETWORK, NetworkFeatures
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._ready_splits import ReadySplit, open_ready_splits
 from bnncli.stages._run import Result, Run
+from bnncli.stages._run_classes import run_classes
 from bnncli.stages._shared_rows import shared_rows
 from bnncli.stages._splits import NamedSplit, model_identity, open_splits, user_sources
 from bnncli.storage.atomic import check_free_space
@@ -113,7 +114,7 @@ def _publishable(
 def _check_same_head(
     run: Run, content: FeatureSplit, names: list[str], record: dict[str, Any] | None, recipe: dict[str, Any]
 ) -> None:
-    """Splits of a run that this command does not make have its head and its preprocessing, unless they are stale."""
+    """Splits of a run that this command does not make have its head, classes and preprocessing, unless they are stale."""
     weights_digest = record["weights_digest"] if record else None
     for name in sorted({*run.folder.splits()} - {*names}):
         path = run.folder.features(name)
@@ -136,6 +137,7 @@ def _check_same_head(
                 path=path,
                 hint="give all splits in one command with --force, or use another --run-dir",
             )
+    run_classes(run.folder, content, weights_digest=weights_digest, without=names)
 
 
 def _write_map(run: Run, options: ExtractFeaturesOptions, split: str, checkpoint: dict[str, Any] | None) -> Result:
@@ -185,7 +187,10 @@ class _ReadyHead:
 
 def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     splits, arrays = open_ready_splits(options, run.stream)
-    head = None if arrays.head_weight is None else _ReadyHead(arrays.head_weight, arrays.head_bias)
+    if arrays.head_weight is None:
+        head = _head_of_run(run, splits)
+    else:
+        head = _ReadyHead(arrays.head_weight, arrays.head_bias)
     if head is not None:
         num_classes = max(2, len(head.weight))
     else:
@@ -207,6 +212,30 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     if head is not None and not run.write.dry_run:
         total.add(_write_map(run, options, splits[0].name, None))
     return _finish(run, total)
+
+
+def _head_of_run(run: Run, splits: list[ReadySplit]) -> _ReadyHead | None:
+    """The head of the run's other splits, for an npz file that has none; None where they have none.
+
+    Raises:
+        DataError: it takes another number of features.
+    """
+    made = {split.name for split in splits}
+    for name in [name for name in run.folder.splits() if name not in made]:
+        content = read_features(run.folder.features(name))
+        if content.header is None or content.header.weights_digest is not None or content.head_weight is None:
+            continue
+        num_features = splits[0].features.shape[1]
+        if num_features != content.head_weight.shape[1]:
+            raise DataError(
+                f"features_{splits[0].origin} has {num_features} features, the head of split {name!r} of this run "
+                f"takes {content.head_weight.shape[1]}",
+                code="wrong_head",
+                hint="give features of the same layer of the same network, or another --run-dir",
+            )
+        run.console.info(f"the file has no head_weight: taking the head of split {name!r} of this run")
+        return _ReadyHead(content.head_weight, content.head_bias)
+    return None
 
 
 def _ready(

@@ -184,7 +184,11 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
         f"predictions.{label}.{name}",
         params,
         ALGO_REV,
-        [split.source, *(one for one in sources if one.role != split.source.role)],
+        [
+            split.source,
+            *(one for one in sources if one.role != split.source.role),
+            *([split.classes_source] if split.classes_source is not None else []),
+        ],
         split.checkpoint,
         _estimated_bytes(
             split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(read_header(sources[0].path))

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
-from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, write_hdf5
+from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, read_texts, write_hdf5
 from bnncli.storage.headers import Header
 
 CHECK_ROWS = 256
@@ -188,6 +188,26 @@ def head_digest(split: FeatureSplit) -> str:
     """Identity of the head that a split's features belong to."""
     parts = {"weight": split.head_weight, "bias": split.head_bias}
     return tensor_digest({name: part for name, part in parts.items() if part is not None})
+
+
+class SplitClasses(NamedTuple):
+    """Names of the classes as a feature file has them, and whether its labels are of them."""
+
+    names: list[str]
+    is_labeled: bool
+
+    @property
+    def is_numbered(self) -> bool:
+        """True for 0, 1, 2, ...: the data named no classes."""
+        return self.names == [str(index) for index in range(len(self.names))]
+
+
+def read_classes(path: Path) -> tuple[Header, SplitClasses]:
+    """The classes of a feature file, without reading the features. Raises as read_features does."""
+    with open_hdf5(path) as file:
+        header = header_of(path, file)
+        names = read_texts(file, "classes")
+    return header, SplitClasses(names, bool(header.meta.get("is_labeled")) and not header.meta.get("is_ood"))
 
 
 def read_sample_ids(path: Path) -> Array:
