@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnncli.data._feature_arrays import FeatureArrays, read_feature_arrays
+from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._spec import load_split, parse_split
@@ -13,6 +13,7 @@ __all__ = [
     "FeatureArrays",
     "Preprocess",
     "Split",
+    "feature_splits",
     "hold_out",
     "hold_out_rows",
     "load_split",

@@ -31,6 +31,11 @@ class FeatureArrays:
     head_bias: np.ndarray | None
 
 
+def feature_splits(path: Path | str) -> list[str]:
+    """The splits whose features an npz file holds, by its names alone. Raises MissingInput or DataError."""
+    return [name.removeprefix(_FEATURES) for name in npz_names(Path(path)) if name.startswith(_FEATURES)]
+
+
 def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) -> FeatureArrays:
     """Features, labels and head out of an npz file, shapes, types and values checked.
 
@@ -45,7 +50,7 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
     """
     path = Path(path)
     names = npz_names(path)
-    splits = [name.removeprefix(_FEATURES) for name in names if name.startswith(_FEATURES)]
+    splits = feature_splits(path)
     known = {f"{kind}{split}" for split in splits for kind in (_FEATURES, _LABELS)} | {"head_weight", "head_bias"}
     unknown = [name for name in names if name not in known]
     if not splits or unknown:

@@ -52,4 +52,4 @@ def load_split(spec: str, *, preprocess: Preprocess | None = None) -> Split:
     if count is not None and not 1 <= count <= len(source):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(source)}", code="too_few_rows")
     rows = torch.arange(len(source) if count is None else count)
-    return Split(spec, source, rows, preprocess, source.is_labeled)
+    return Split(spec, source, rows, preprocess, source.is_labeled, count)

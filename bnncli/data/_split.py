@@ -58,6 +58,7 @@ class Split:
         spec: the text that named the data.
         rows: (N,) int64, ascending: the row of each example in its source, which is its sample id.
         is_labeled: whether batches have labels.
+        first_rows: N where the spec asks for the first N rows (@N).
     """
 
     spec: str
@@ -65,6 +66,7 @@ class Split:
     rows: Tensor
     preprocess: Preprocess
     is_labeled: bool
+    first_rows: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.rows) == 0:

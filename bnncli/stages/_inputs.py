@@ -123,7 +123,7 @@ def load_split(run: Run, name: str) -> Split:
 
     Raises:
         MissingInput: not there, with the command that makes it and the splits there are.
-        DataError: damaged, or of another checkpoint.
+        DataError: damaged, of another checkpoint, or stale: newer ones were asked for in vain.
     """
     path = run.folder.features(name)
     if not path.is_file():
@@ -142,6 +142,7 @@ def load_split(run: Run, name: str) -> Split:
         )
     content = read_features(path)
     assert content.header is not None
+    run.use(content.header)
     checkpoint = run.belongs(content.header)
     identity = head_digest(content)
     first = run.heads.setdefault("head", (name, identity))

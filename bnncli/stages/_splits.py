@@ -11,7 +11,7 @@ import torch
 
 from bnncli import data
 from bnncli.digests import file_sha256, json_sha256
-from bnncli.errors import DataError, UsageError
+from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.storage.provenance import Source
 
@@ -39,8 +39,16 @@ class NamedSplit:
         return self.content_digest or json_sha256([self.source, self.content.rows.tolist()])
 
 
-def open_splits(options: ExtractFeaturesOptions, stream: Callable[[str], torch.Generator]) -> list[NamedSplit]:
+def open_splits(
+    options: ExtractFeaturesOptions,
+    stream: Callable[[str], torch.Generator],
+    *,
+    unreadable: Callable[[str, BnnError], None],
+) -> list[NamedSplit]:
     """Every split that --data, --ood and --hold-out name, opened and checked; train first.
+
+    Args:
+        unreadable: told the name of a split whose data cannot be read, and why, before that is raised.
 
     Raises:
         UsageError: a name twice, a malformed spec.
@@ -54,7 +62,11 @@ def open_splits(options: ExtractFeaturesOptions, stream: Callable[[str], torch.G
             name, spec = data.parse_split(text, option=flag)
             if name in splits:
                 raise UsageError(f"{flag}: split {name!r} is named twice")
-            split = data.load_split(spec, preprocess=preprocess)
+            try:
+                split = data.load_split(spec, preprocess=preprocess)
+            except BnnError as error:
+                unreadable(name, error)
+                raise
             splits[name] = split.without_labels() if flag == "--ood" else split
             outside += [name] if flag == "--ood" else []
     held: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from bnncli import data
 from bnncli.digests import json_sha256, tensor_digest
-from bnncli.errors import DataError
+from bnncli.errors import BnnError, DataError
 from bnncli.layout import HeadLayout
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.posteriors.point import Point
 from bnncli.stages._inputs import head_theta
 from bnncli.stages._network import NO_NETWORK, NetworkFeatures
+from bnncli.stages._newer_requests import note_changed, note_unreadable, settle
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._ready_splits import ReadySplit, open_ready_splits
 from bnncli.stages._run import Result, Run
@@ -37,14 +40,19 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
 
 
 def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
-    splits = open_splits(options, run.stream)
+    splits = open_splits(options, run.stream, unreadable=lambda name, error: note_unreadable(run, [name], error))
     network = NetworkFeatures(run, options, splits)
     total = Result()
     names = [split.name for split in splits]
-    for split in splits:
-        sources = user_sources(options, split)
-        request = _request(run, split.name, network.record, _params(run, options, split), sources, len(split.content))
-        total.add(produce(run, request, partial(_extract, run, network, split, names)))
+    requests = [
+        _request(
+            run, one.name, network.record, _params(run, options, one), user_sources(options, one), len(one.content)
+        )
+        for one in splits
+    ]
+    note_changed(run, requests)
+    for split, request in zip(splits, requests, strict=True):
+        total.add(settle(run, request, partial(_extract, run, network, split, names)))
     if options.model != NO_NETWORK and not run.write.dry_run:
         total.add(_write_map(run, options, names[0], network.record))
     return _finish(run, total)
@@ -65,10 +73,10 @@ def _params(run: Run, options: ExtractFeaturesOptions, split: NamedSplit) -> dic
         "resize": options.resize,
         "crop": options.crop,
         "dtype": options.dtype,
-        "num_examples": len(split.content),
         "hold_out": split.held_out,
         "seed": run.compute.seed if split.held_out else None,
         "is_ood": split.is_ood,
+        **({} if split.content.first_rows is None else {"first_rows": split.content.first_rows}),
     }
 
 
@@ -186,7 +194,11 @@ class _ReadyHead:
 
 
 def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
-    splits, arrays = open_ready_splits(options, run.stream)
+    try:
+        splits, arrays = open_ready_splits(options, run.stream)
+    except BnnError as error:
+        note_unreadable(run, _splits_of_npz(run, Path(str(options.from_npz))), error)
+        raise
     if arrays.head_weight is None:
         head = _head_of_run(run, splits)
     else:
@@ -197,21 +209,35 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
         num_classes = max([2, *(int(labels.max()) + 1 for labels in arrays.labels.values())])
     total = Result()
     names = [split.name for split in splits]
+    requests = []
     for split in splits:
         params = {
             "dtype": options.dtype,
-            "num_examples": len(split.features),
             "hold_out": split.held_out,
             "seed": run.compute.seed if split.held_out else None,
             "is_ood": split.is_ood,
         }
         digest = json_sha256([split.content_digest, None if head is None else head.digest, num_classes])
         source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
-        request = _request(run, split.name, None, params, [source], len(split.features))
-        total.add(produce(run, request, partial(_ready, run, options, split, head, num_classes, names)))
+        requests.append(_request(run, split.name, None, params, [source], len(split.features)))
+    note_changed(run, requests)
+    for split, request in zip(splits, requests, strict=True):
+        total.add(settle(run, request, partial(_ready, run, options, split, head, num_classes, names)))
     if head is not None and not run.write.dry_run:
         total.add(_write_map(run, options, splits[0].name, None))
     return _finish(run, total)
+
+
+def _splits_of_npz(run: Run, path: Path) -> list[str]:
+    """The splits of the run that a file names, or that were made from it where it cannot be read."""
+    try:
+        return [name for name in data.feature_splits(path) if name in run.folder.splits()]
+    except BnnError:
+        theirs = {name: read_header(run.folder.features(name)) for name in run.folder.splits()}
+        return [
+            name for name, header in theirs.items()
+            if any(os.path.abspath(header.input_path(entry)) == os.path.abspath(path) for entry in header.inputs)
+        ]  # fmt: skip
 
 
 def _head_of_run(run: Run, splits: list[ReadySplit]) -> _ReadyHead | None:

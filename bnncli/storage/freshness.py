@@ -7,6 +7,7 @@ are those recorded in it. Times and paths are never looked at.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from bnncli.errors import BnnError, DataError, OutputExists, UsageError
 from bnncli.storage.headers import Header, read_header
+from bnncli.storage.newer_request import newer_request
 from bnncli.storage.provenance import Source, params_hash
 
 _KEEP_BOTH = {"features": ", or --run-dir DIR to keep both", "metrics": ""}  # they have no --name
@@ -55,8 +57,9 @@ def decide(
     header = _header_or_refuse(target, kind, force)
     if header is None or force:
         return Decision("replace", "--force", header)
-    if header.provenance["params_hash"] != params_hash(params):
-        differences = _differences(header.provenance.get("params", {}), params)
+    recorded = _recorded_params(header)
+    if params_hash(recorded) != params_hash(params):
+        differences = _differences(recorded, params)
         raise OutputExists(
             f"{target} exists and was made with other options ({differences})",
             path=target,
@@ -103,6 +106,19 @@ def carries_our_mark(target: Path) -> bool:
     )
 
 
+def _recorded_params(header: Header) -> Mapping[str, Any]:
+    """The parameters of an artifact, as they would be recorded today.
+
+    Feature files once had the number of rows among theirs, which is a property of the data; of the rows that were asked
+    for (@N) their source tells.
+    """
+    params = dict(header.provenance["params"])
+    if header.kind == "features" and params.pop("num_examples", None) is not None:
+        asked = re.search(r"@(\d+)$", str(header.provenance.get("source")))
+        params |= {"first_rows": int(asked[1])} if asked else {}
+    return params
+
+
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     return ", ".join(f"{name}: {_said(old, name)} there, {_said(new, name)} asked" for name in names) or "other options"
@@ -133,6 +149,9 @@ def staleness(header: Header, *, weights_digest: str | None = None) -> str | Non
     """
     if weights_digest is not None and header.weights_digest not in (None, weights_digest):
         return "the checkpoint has changed"
+    newer = newer_request(header) if header.kind == "features" else None
+    if newer is not None:
+        return newer
     for entry in header.inputs:
         path = header.input_path(entry)
         if not entry.get("is_artifact", True):
