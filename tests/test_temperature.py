@@ -14,7 +14,7 @@ from scipy import optimize, special
 from torch import Tensor
 
 from bnncli.inference import temperature as module
-from bnncli.inference.temperature import LARGEST, SMALLEST, fit_temperature
+from bnncli.inference.temperature import LARGEST, SMALLEST, fit_temperature, held_out_losses
 from bnncli.storage.features import read_features
 
 Cli = Any
@@ -59,6 +59,28 @@ def test_the_slope_is_zero_at_the_temperature_and_blocks_do_not_change_it(monkey
     assert abs(float(beta.grad)) < 1e-12
     monkeypatch.setattr(module, "_BLOCK_LOGITS", 7 * 5)
     assert fit_temperature(logits, labels).temperature == pytest.approx(fit.temperature, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_held_out_losses_are_those_of_refitting_without_each_example(num_classes: int) -> None:
+    logits, labels = make_logits(num_classes, scale=3.0)
+    logits, labels = logits[:80], labels[:80]
+    fit = fit_temperature(logits, labels)
+    found = held_out_losses(logits, labels, fit)
+    exact = []
+    for left_out in range(80):
+        rest = [row for row in range(80) if row != left_out]
+        other = fit_temperature(logits[rest], labels[rest]).temperature
+        exact.append(mean_nll(logits[[left_out]].numpy(), labels[[left_out]].numpy(), other))
+    optimism = np.array(exact) - fit.nll_after.numpy()
+    np.testing.assert_allclose(found.numpy() - fit.nll_after.numpy(), optimism, rtol=0.15, atol=2e-4)
+    assert found.mean().item() - fit.nll_after.mean().item() == pytest.approx(optimism.mean(), rel=0.1)
+
+
+def test_held_out_losses_at_a_bound_are_the_losses_there() -> None:
+    logits, labels = torch.tensor([[3.0, 1.0], [0.0, 2.0]]), torch.tensor([0, 1])
+    fit = fit_temperature(logits, labels)
+    assert torch.equal(held_out_losses(logits, labels, fit), fit.nll_after)
 
 
 @pytest.mark.parametrize("factor", [0.1, 8.0])

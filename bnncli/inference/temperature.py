@@ -60,6 +60,29 @@ def fit_temperature(logits: Tensor, labels: Tensor, *, progress: Progress = SILE
     return TemperatureFit(1 / beta, unbounded, before, after)
 
 
+def held_out_losses(logits: Tensor, labels: Tensor, fit: TemperatureFit) -> Tensor:
+    """Negative log probability (N,) float64 of each label at the temperature that the other examples would have given.
+
+    In nats. The NLL at a temperature fitted to the same labels is too low by as much as it is too high on others, about one
+    part in N each: leaving out each example in turn takes that away. beta without example i is beta + g_i / (H - h_i), one
+    Newton step from the minimum, with g_i and h_i its slope and curvature and H the sum of all curvatures. At a bound of
+    the range, where the slope is not zero, the temperature stays.
+
+    Args:
+        logits, labels: those that were fitted, (N, C) and (N,).
+        fit: what fit_temperature gave for them.
+    """
+    if fit.temperature in (SMALLEST, LARGEST):
+        return fit.nll_after
+    beta = 1 / fit.temperature
+    parts = [torch.stack(_slopes(logits, labels, rows, beta)) for rows in _rows(logits)]
+    slope, curvature = torch.cat(parts, dim=1)
+    others = curvature.sum() - curvature
+    shifted = beta + torch.where(others > 0, slope / others, 0.0)
+    betas = shifted.clamp(1 / LARGEST, 1 / SMALLEST).unsqueeze(1)
+    return torch.cat([torch.logsumexp(betas[rows] * _centred(logits, labels, rows), dim=1) for rows in _rows(logits)])
+
+
 def _newton(logits: Tensor, labels: Tensor, *, low: float, high: float, progress: Progress) -> float:
     """The zero of the slope between low and high: Newton's step where it stays inside, else the geometric middle."""
     beta, task = 1.0, progress.task("fit-temperature", MAX_STEPS)
@@ -92,13 +115,17 @@ def _derivatives(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, fl
     """Slope and curvature in beta of the mean NLL at beta: mean and variance of the logits under the softmax."""
     total = logits.new_zeros(2, dtype=torch.float64)
     for rows in _rows(logits):
-        centred = _centred(logits, labels, rows)
-        probs = torch.softmax(beta * centred, dim=1)
-        mean = (probs * centred).sum(dim=1)
-        variance = (probs * (centred - mean.unsqueeze(1)).square()).sum(dim=1)
-        total += torch.stack([mean.sum(), variance.sum()])
+        total += torch.stack([part.sum() for part in _slopes(logits, labels, rows, beta)])
     slope, curvature = (total / len(logits)).tolist()
     return slope, curvature
+
+
+def _slopes(logits: Tensor, labels: Tensor, rows: slice, beta: float) -> tuple[Tensor, Tensor]:
+    """Slope and curvature (n,) in beta of the NLL of each example of the rows."""
+    centred = _centred(logits, labels, rows)
+    probs = torch.softmax(beta * centred, dim=1)
+    mean = (probs * centred).sum(dim=1)
+    return mean, (probs * (centred - mean.unsqueeze(1)).square()).sum(dim=1)
 
 
 def _losses(logits: Tensor, labels: Tensor, beta: float) -> Tensor:

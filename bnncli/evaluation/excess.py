@@ -1,0 +1,126 @@
+"""Whether a predictive is worse than the plainer ones that it should replace, on the same labelled examples.
+
+The differences of two predictives' losses are skewed: where one hedges and the other is sure, most differences are small
+and of one sign, a few large and of the other, and a sample that happens to lack those looks like proof. At a level of 1 %
+Student's t then rejects a true null up to ten times in a hundred (tests/test_excess.py). Hall (1992), On the removal of
+skewness by transformation, JRSS B 54: the t statistic corrected for the sample's own skewness, eq. (2.6), monotone in it.
+Many references: Holm (see paired.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from bnncli.evaluation.calibration import reliability
+from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.paired import holm
+from bnncli.evaluation.scores import nll_per_example
+
+FALSE_ALARM = 0.05  # chance of any warning where no reference is better in truth
+WORSE_SHARE = 0.01  # of the reference's NLL: a loss below it is not worth a warning, however sure it is
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One predictive on labelled examples.
+
+    Args:
+        name: as messages and JSON have it.
+        losses: (N,) negative log probability of each label, nats.
+        ece: in 15 bins of equal width; None where there are no probabilities of all classes.
+    """
+
+    name: str
+    losses: NDArray[np.float64]
+    ece: float | None = None
+
+    @property
+    def nll(self) -> float:
+        """Mean loss, nats an example."""
+        return float(self.losses.mean())
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the mean loss; None for one example."""
+        return float(self.losses.std(ddof=1) / math.sqrt(len(self.losses))) if len(self.losses) > 1 else None
+
+    def to_json(self) -> dict[str, float | None]:
+        """`nll`, its `standard_error`, `ece`."""
+        return {"nll": self.nll, "standard_error": self.standard_error, "ece": self.ece}
+
+
+@dataclass(frozen=True)
+class Excess:
+    """How much worse one predictive is than a reference.
+
+    Args:
+        reference: its name.
+        value: mean of the paired differences of the losses, nats an example; above 0 the reference is better.
+        standard_error: of it; None for one example.
+        p_adjusted: one-sided, of the null that the reference is not better, by Holm over all references; None untold.
+        is_worse: p_adjusted is at most the level, and the value more than WORSE_SHARE of the reference's NLL.
+    """
+
+    reference: str
+    value: float
+    standard_error: float | None
+    p_adjusted: float | None
+    is_worse: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the name, as JSON takes it."""
+        shown = {"value": self.value, "standard_error": self.standard_error}
+        return {**shown, "p_adjusted": self.p_adjusted, "is_worse": self.is_worse}
+
+
+def score(name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.float64] | None = None) -> Scored:
+    """A predictive with class probabilities (N, C) at examples with labels (N,), N at least 1.
+
+    Args:
+        losses: (N,), in place of those of probs: held-out ones, for what was fitted to these labels.
+    """
+    bins = reliability(examples_of(probs, labels))
+    gaps = np.nan_to_num(np.abs(bins.accuracy - bins.confidence))
+    ece = float((bins.count * gaps).sum() / bins.count.sum())
+    return Scored(name, nll_per_example(probs, labels) if losses is None else losses, ece)
+
+
+def excesses(chosen: Scored, references: Sequence[Scored], *, level: float = FALSE_ALARM) -> list[Excess]:
+    """How much worse `chosen` is than each of the references, on the same examples.
+
+    Where none of them is better in truth, the chance that any `is_worse` is at most the level.
+    """
+    gaps = [chosen.losses - reference.losses for reference in references]
+    found = []
+    for reference, gap, p in zip(references, gaps, holm([p_value(gap) for gap in gaps]), strict=True):
+        value = float(gap.mean())
+        error = float(gap.std(ddof=1) / math.sqrt(len(gap))) if len(gap) > 1 else None
+        is_worse = p is not None and p <= level and value > WORSE_SHARE * reference.nll
+        found.append(Excess(reference.name, value, error, p, is_worse))
+    return found
+
+
+def p_value(differences: NDArray) -> float | None:
+    """One-sided p-value of the null that the mean of differences (N,) is not above 0.
+
+    Hall's T = sqrt(N) (S + g S^2 / 3 + g^2 S^3 / 27 + g / (6 N)), with S the mean over the standard deviation and g the
+    skewness, against Student's t with N - 1 degrees. 1 for differences that are all 0; None where they do not vary
+    otherwise, or are fewer than two, and tell no variance.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    size = len(values)
+    if size < 2 or np.ptp(values) == 0:
+        return 1.0 if size and not values.any() else None
+    scaled = values / np.abs(values).max()  # cubes of what is small would underflow
+    centred = scaled - scaled.mean()
+    ratio = scaled.mean() / scaled.std(ddof=1)
+    skewness = float((centred**3).mean() / (centred**2).mean() ** 1.5)
+    corrected = ratio + skewness * ratio**2 / 3 + skewness**2 * ratio**3 / 27 + skewness / (6 * size)
+    return float(stats.t.sf(math.sqrt(size) * corrected, size - 1))
