@@ -16,8 +16,10 @@ from bnncli import registry
 from bnncli.devices import available_memory
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
+from bnncli.integrators import with_reference_class
 from bnncli.latent.layout import NetworkLayout
 from bnncli.layout import HeadLayout
+from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
 from bnncli.prior import Prior
 from bnncli.stages._run import Run
@@ -69,6 +71,12 @@ class Split:
         rows = max(1, PREDICTION_BYTES // (4 * self.content.features.shape[1]))
         for block in torch.from_numpy(self.content.features).split(rows):
             yield block.to(device=device, dtype=torch.float32)
+
+    def class_logits(self, point: Point, device: torch.device) -> Tensor:
+        """Logits of all classes (N, C) under a point, on the device; float32, as predict has them."""
+        stacked = point.theta.to(device, torch.float32).unsqueeze(0)
+        blocks = [point.layout.logits(features, stacked)[0] for features in self.feature_blocks(device)]
+        return with_reference_class(torch.cat(blocks), dim=1)
 
     def labels(self, device: torch.device) -> Tensor:
         """(N,) int64 on the device. Raises DataError for a split without labels."""

@@ -136,7 +136,12 @@ class Plan:
 
 def default_integrator(header: Header) -> str:
     """The integrator of a posterior when none is named."""
-    return "plug-in" if header.meta.get("method") in PLUG_IN_METHODS else "mc"
+    return default_integrator_of(str(header.meta.get("method")))
+
+
+def default_integrator_of(method: str) -> str:
+    """The integrator of what a method (laplace, map, ...) gives, when none is named."""
+    return "plug-in" if method in PLUG_IN_METHODS else "mc"
 
 
 def kind_of(header: Header) -> str:

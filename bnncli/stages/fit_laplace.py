@@ -10,21 +10,19 @@ from bnncli import memory
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
-from bnncli.integrators import load_integrator
 from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.posteriors.point import Point
 from bnncli.prior import Prior
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
+from bnncli.stages._val_report import measure_on_val, val_line, warning
 from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import write_posterior
 
 ALGO_REV = 1
-VAL_DRAWS = 200
 JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
 MARGLIK_WARNING = (
     "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
@@ -65,7 +63,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     if options.plot is not None:
         others = [target, run.checkpoint_path, *(source.path for source in sources)]
         check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
-    result = produce(run, request, compute, when_fresh=_when_fresh)
+    result = produce(run, request, compute, when_fresh=lambda header: _when_fresh(run, header))
     if options.plot is not None:
         result.add(_plot(run, Path(options.plot), target))
     return result
@@ -115,7 +113,7 @@ def _has_labeled_val(run: Run) -> bool:
 
 def _structure(wanted: str, layout: HeadLayout, run: Run) -> str:
     """The structure to fit. Raises DeviceError when it does not fit in memory, naming the largest that does."""
-    sizes = {"num_draws": max(NUM_DRAWS, VAL_DRAWS)}
+    sizes = {"num_draws": NUM_DRAWS}
     chosen = wanted
     if wanted == "auto":
         chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
@@ -170,6 +168,7 @@ def _compute(
             )
     _warn_of_jitter(run, fit.gaussian)
     metrics = _metrics(run, fit, found, criterion, structure, train, val)
+    _warn_if_worse(run, path, metrics)
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
     tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
@@ -226,6 +225,9 @@ def _metrics(
         "mode_distance_in_sd": None,
         "val_nll_network": None,
         "val_nll_laplace": None,
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
     }
     if fit.mode is not None and head is not None:
         shift = head.to(gaussian.mean) - gaussian.mean
@@ -234,20 +236,23 @@ def _metrics(
             gaussian.covariance.whiten(shift.unsqueeze(0)).norm() / math.sqrt(len(shift))
         )
     if val is not None and val.content.labels is not None:
-        if head is not None:
-            metrics["val_nll_network"] = _val_nll(run, Point(head.to(run.device), gaussian.layout), "plug-in", val)
-        metrics["val_nll_laplace"] = _val_nll(run, gaussian, "mc", val)
+        metrics |= measure_on_val(run, gaussian, val, method="laplace")
+        metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
+        metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
     return metrics
 
 
-def _val_nll(run: Run, posterior: Gaussian | Point, integrator: str, val: Split) -> float:
-    from bnncli.evaluation.scores import nll
-
-    prediction = load_integrator(integrator).predict(
-        posterior, val.features(run.device), num_samples=VAL_DRAWS, generator=run.stream("fit-laplace/report")
-    )
-    assert val.content.labels is not None
-    return nll(prediction.probs.cpu().numpy(), val.content.labels)
+def _warn_if_worse(run: Run, path: Path, metrics: dict[str, Any]) -> None:
+    """Say so where what predict gives by default is worse on val than what is simpler."""
+    if metrics.get("val") is None:
+        return
+    also = []
+    if metrics["structure"] != "full":
+        mend = run.suggest("refine", "--flow", "affine", *(() if path.stem == "laplace" else ("--base", path.stem)))
+        also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
+    text = warning(run, metrics, name=path.stem, method="laplace", also=also)
+    if text is not None:
+        run.console.warn(text)
 
 
 def _summary(metrics: dict[str, Any]) -> list[str]:
@@ -264,15 +269,14 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
         )
     lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats")
-    if metrics["val_nll_laplace"] is not None:
-        before = metrics["val_nll_network"]
-        was = f"{before:.4f} as trained, " if before is not None else ""
-        lines.append(f"val NLL {was}{metrics['val_nll_laplace']:.4f} with the posterior ({VAL_DRAWS} draws)")
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     return lines
 
 
-def _when_fresh(header: Header) -> Computed:
+def _when_fresh(run: Run, header: Header) -> Computed:
     metrics = header.meta.get("metrics", {})
+    _warn_if_worse(run, header.path, metrics)
     return Computed(
         lambda provenance, may_replace: header.content_digest, _with_curve(metrics, header.meta), _summary(metrics)
     )

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from bnncli.errors import MissingInput, NumericError, UsageError
 from bnncli.inference.temperature import LARGEST, SMALLEST, TemperatureFit, fit_temperature
-from bnncli.integrators import with_reference_class
 from bnncli.options import FitTemperatureOptions
 from bnncli.posteriors.point import Point
 from bnncli.registry import load_class, names
@@ -80,7 +79,7 @@ def _compute(run: Run, val: Split, base_path: Path | None, path: Path) -> Comput
         theta, layout = base.center.double(), base.layout
         val.check_fits(layout)
     labels = val.labels(run.device)
-    fit = fit_temperature(_logits(run, val, Point(theta, layout)), labels, progress=run.console)
+    fit = fit_temperature(val.class_logits(Point(theta, layout), run.device), labels, progress=run.console)
     if not bool(torch.isfinite(fit.nll_after).all()):
         raise NumericError(
             "the NLL of val is not finite", hint="the logits are not finite; bnncli verify says which file is bad"
@@ -104,13 +103,6 @@ def _compute(run: Run, val: Split, base_path: Path | None, path: Path) -> Comput
         return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
 
     return Computed(publish, metrics, _summary(metrics))
-
-
-def _logits(run: Run, val: Split, point: Point) -> Tensor:
-    """Logits of all classes (N, C) on the device; float32, as predict has them."""
-    stacked = point.theta.to(run.device, torch.float32).unsqueeze(0)
-    blocks = [point.layout.logits(features, stacked)[0] for features in val.feature_blocks(run.device)]
-    return with_reference_class(torch.cat(blocks), dim=1)
 
 
 def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:

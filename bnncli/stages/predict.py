@@ -10,11 +10,12 @@ from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, kept_rows
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, posterior_source
-from bnncli.stages._predict_plan import ALL, Choice, Plan, num_stored
+from bnncli.stages._predict_plan import ALL, Choice, Plan, default_integrator, num_stored
 from bnncli.stages._predict_table import check_table_path, make_table, parse_merges
 from bnncli.stages._predict_work import Predictor, TrainData, warn
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
+from bnncli.stages._val_report import note_on_default
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source
 
@@ -49,6 +50,7 @@ def run(run: Run, options: PredictOptions) -> Result:
                 raise refusal
             run.console.warn(f"skipping {candidate.path.stem}: {refusal.message}")
         _warn_of_few_draws(run, options, candidate)
+        _warn_of_default(run, options, candidate)
         predictor = Predictor(run, candidate.path, candidate.header, train)
         for choice in choices:
             try:
@@ -78,6 +80,14 @@ def _warn_of_few_draws(run: Run, options: PredictOptions, candidate: Candidate) 
         run.console.warn(
             f"{candidate.path.stem} has {there} draws, fewer than --samples {options.samples}: all are used"
         )
+
+
+def _warn_of_default(run: Run, options: PredictOptions, candidate: Candidate) -> None:
+    """Say so when nobody named an integrator and the default is not the one that predicted best on val."""
+    metrics = candidate.header.meta.get("metrics", {})
+    note = None if options.integrator else note_on_default(metrics, default_integrator(candidate.header))
+    if note is not None:
+        run.console.warn(f"{candidate.path.stem}: {note}")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,0 +1,121 @@
+"""What fit-laplace says of its predictive on val: the numbers of predict, and a warning where plainer ones are better."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bnncli.evaluation.excess import score
+from bnncli.storage.headers import read_header
+from bnncli.storage.predictions import read_predictions
+from tests.conftest import make_arrays
+
+Cli = Any
+
+
+def wide_arrays() -> dict[str, np.ndarray]:
+    """Fewer training examples than features, and a head that generalises: a rough covariance hedges without need."""
+    generator = np.random.default_rng(0)
+    centers = generator.normal(size=(4, 60)) / 3
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in (("train", 50), ("val", 400), ("test", 40)):
+        labels = generator.integers(4, size=count)
+        features = centers[labels] + generator.normal(size=(count, 60)) / 2
+        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
+    arrays["head_weight"] = (4 * centers).astype(np.float32)
+    arrays["head_bias"] = (-2 * (centers**2).sum(axis=1)).astype(np.float32)
+    return arrays
+
+
+def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray]) -> Path:
+    np.savez(folder / "features.npz", **arrays)
+    assert cli("extract-features", folder / "run", "--from-npz", folder / "features.npz").code == 0
+    return folder / "run"
+
+
+def predictions(run: Path, variant: str) -> Any:
+    return read_predictions(run.with_name("run.bnn") / "predictions" / variant / "val.h5")
+
+
+def test_the_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, make_arrays())
+    metrics = cli("fit-laplace", run, "--prior-precision", "3", "--seed", "5", "--json").json["metrics"]
+    found = metrics["val"]
+    words = ("--integrator", "mc", "--integrator", "plug-in", "--integrator", "probit")
+    assert cli("predict", run, "--split", "val", "--seed", "5", *words).code == 0
+    variants = {"laplace": "laplace.mc", "plug-in": "laplace.plug-in", "probit": "laplace.probit"}
+    for key, variant in {**variants, "network": "map.plug-in"}.items():
+        content = predictions(run, variant)
+        expected = score(key, np.asarray(content.probs), np.asarray(content.labels))
+        assert found[key]["nll"] == pytest.approx(expected.nll, rel=1e-6), key
+        assert found[key]["ece"] == pytest.approx(expected.ece, abs=1e-6), key
+    assert (found["laplace"]["integrator"], found["laplace"]["samples"]) == ("mc", 20)
+    assert (metrics["val_nll_laplace"], metrics["val_nll_network"]) == (
+        found["laplace"]["nll"],
+        found["network"]["nll"],
+    )
+
+
+def test_temperatures_are_those_of_fit_temperature_and_their_nll_is_held_out(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, make_arrays())
+    found = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]["val"]
+    for key, words in (("temperature", ()), ("plug-in-temperature", ("--base", "laplace", "--name", "scaled"))):
+        fit = cli("fit-temperature", run, *words, "--json").json["metrics"]
+        assert found[key]["temperature"] == pytest.approx(fit["temperature"], rel=1e-6)
+        assert 0 < found[key]["nll"] - fit["val_nll_after"]["value"] < 5 / 80  # about one part in N
+
+
+def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_commands(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, wide_arrays())
+    done = cli("fit-laplace", run, "--structure", "kron", "--json")
+    metrics = done.json["metrics"]
+    (text,) = [text for text in done.json["warnings"] if "predicts worse on val" in text]
+    assert metrics["val_excess"]["network"]["is_worse"]
+    assert metrics["recommended_integrator"] == "plug-in"
+    for key in ("laplace", "network", "plug-in"):
+        assert f"{metrics['val'][key]['nll']:.4f}" in text
+    assert f"bnncli predict {run} --posterior laplace --integrator plug-in" in text
+    assert f"bnncli refine {run} --flow affine" in text
+    assert "false at most 5 times in 100" in text
+    again = cli("fit-laplace", run, "--structure", "kron", "--json").json
+    assert again["action"] == "up_to_date"
+    assert text in again["warnings"]
+    header = read_header(run.with_name("run.bnn") / "posteriors" / "laplace.safetensors")
+    assert header.meta["metrics"]["recommended_integrator"] == "plug-in"
+
+
+def test_predict_says_that_its_default_is_not_the_recommended_integrator(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, wide_arrays())
+    val = cli("fit-laplace", run, "--structure", "kron", "--json").json["metrics"]["val"]
+    bare = cli("predict", run, "--json").json
+    (text,) = [text for text in bare["warnings"] if "plug-in predicted better than mc" in text]
+    assert text.startswith("laplace: ")
+    assert f"{val['plug-in']['nll']:.4f} against {val['laplace']['nll']:.4f}" in text
+    assert any(output["path"].endswith("laplace.mc/test.h5") for output in bare["outputs"])  # the default stays
+    named = cli("predict", run, "--integrator", "mc", "--integrator", "plug-in", "--json").json
+    assert not [text for text in named["warnings"] if "predicted better" in text]
+
+
+def test_a_predictive_as_good_as_the_plainer_ones_is_not_warned_of(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, make_arrays())
+    done = cli("fit-laplace", run, "--json")
+    assert not [text for text in done.json["warnings"] if "predicts worse" in text]
+    assert done.json["metrics"]["recommended_integrator"] == "mc"
+    assert not [text for text in cli("predict", run, "--json").json["warnings"] if "predicted better" in text]
+
+
+def test_without_a_network_or_labels_on_val_what_cannot_be_compared_is_left_out(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_arrays()
+    headless = {name: part for name, part in arrays.items() if not name.startswith("head_")}
+    run = make_run(cli, tmp_path, headless)
+    found = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]
+    assert {"network", "temperature"}.isdisjoint(found["val"])
+    assert found["val_nll_network"] is None
+    (tmp_path / "two").mkdir()
+    unlabelled = {name: part for name, part in arrays.items() if name != "labels_val"}
+    run = make_run(cli, tmp_path / "two", unlabelled)
+    metrics = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]
+    assert (metrics["val"], metrics["val_excess"], metrics["recommended_integrator"]) == (None, None, None)
