@@ -6,7 +6,7 @@ precisions. Statistics of H are summed over blocks of examples, so that H is nev
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,29 +17,15 @@ from bnncli.prior import Prior
 
 
 class Covariance(Protocol):
-    """What every structure offers; theta order throughout, float64 unless moved with `to`."""
+    """The algebra that every covariance offers; theta order throughout, float64 unless moved with `to`."""
 
-    structure: ClassVar[str]
+    @property
+    def structure(self) -> str:
+        """The name of its kind: a file of this folder."""
 
     @property
     def num_params(self) -> int:
         """P."""
-
-    @staticmethod
-    def num_elements(layout: HeadLayout) -> int:
-        """Numbers in one copy of the matrices that it consists of."""
-
-    @staticmethod
-    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-        """Float64 sums over one block: features (n, F), a column of ones last if there is a bias; (K, n)."""
-
-    @staticmethod
-    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
-        """H under its names in a posterior file (`hessian.*`), from the summed curvature_sums."""
-
-    @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Self:
-        """Sigma. Raises NumericError when it is not positive definite."""
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T, (S, P): draws of N(0, Sigma) from draws z of N(0, I)."""
@@ -74,12 +60,32 @@ class Covariance(Protocol):
     def to_tensors(self) -> dict[str, Tensor]:
         """What a posterior file stores of it."""
 
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """A copy elsewhere or in another precision."""
+
+
+class Structure(Covariance, Protocol):
+    """What a file of this folder has besides: how its covariance is made of a target's examples, and read from a file."""
+
+    @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """Numbers in one copy of the matrices that it consists of."""
+
+    @staticmethod
+    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+        """Float64 sums over one block: features (n, F), a column of ones last if there is a bias; (K, n)."""
+
+    @staticmethod
+    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
+        """H under its names in a posterior file (`hessian.*`), from the summed curvature_sums."""
+
+    @classmethod
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Self:
+        """Sigma. Raises NumericError when it is not positive definite."""
+
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
         """The inverse of to_tensors."""
-
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """A copy elsewhere or in another precision."""
 
 
 def project_independent(variance: Tensor) -> Tensor:

@@ -7,17 +7,19 @@ of the target; on the network's own weights as those papers have it, when asked.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from bnncli import registry
 from bnncli.covariances import Covariance
+from bnncli.covariances._row_space import WithinRows
 from bnncli.inference.curvature import ggn
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
 
 CENTERS = ("mode", "checkpoint")
 
@@ -75,6 +77,26 @@ def fit_gaussian(
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     log_joint = mode.log_joint if mode else float(target.log_joint(theta.unsqueeze(0)))
     return LaplaceFit(gaussian, mode, log_joint, laplace_evidence(log_joint, covariance), hessian)
+
+
+def lift_gaussian(gaussian: Gaussian, rows: RowSpace) -> Gaussian:
+    """The Gaussian over all of theta, of one over theta inside the span of the features: outside it is the prior."""
+    covariance = WithinRows(gaussian.covariance, rows, gaussian.prior.weight_precision)
+    return Gaussian(rows.lift(gaussian.mean), covariance, rows.layout, gaussian.prior)
+
+
+def lift_fit(fit: LaplaceFit, rows: RowSpace) -> LaplaceFit:
+    """The fit over all of theta, of one of `rows.target`: exact at the mode.
+
+    The evidence is the same: what lies outside the span has its prior for its posterior, and adds nothing. So is the
+    Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at zero.
+    """
+    gaussian = lift_gaussian(fit.gaussian, rows)
+    constant = 0.5 * rows.num_outside * math.log(gaussian.prior.weight_precision / (2 * math.pi))
+    mode = None
+    if fit.mode is not None:
+        mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)
+    return replace(fit, gaussian=gaussian, mode=mode, log_joint=fit.log_joint + constant)
 
 
 def covariance_at(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
+from bnncli.covariances._row_space import WithinRows
 from bnncli.errors import NumericError
 from bnncli.inference.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, covariance_at, fit_gaussian, laplace_evidence
@@ -31,6 +32,7 @@ from bnncli.targets.likelihood import (
     log_normalizers_,
     row_blocks,
 )
+from bnncli.targets.row_space import RowSpace
 
 _MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val nll, 0.05 nats of log determinant
 _EXACT_MODE_TOLERANCE = 1e-5  # where nothing is interpolated either
@@ -67,22 +69,35 @@ class Criterion:
     Args:
         noise: (S, P), standard normal, common to all candidates: its noise cancels in comparisons.
         validation: features (M, D) and labels (M,) for the validation nll; None for minus the log marginal likelihood.
+        rows: the span of the training features that candidates lie in; noise and validation are of all of theta.
     """
 
     noise: Tensor
     validation: tuple[Tensor, Tensor] | None
+    rows: RowSpace | None = None
 
     def at_center(self, target: LastLayerTarget, theta: Tensor, log_joint: float) -> float:
         """The part of theta (P,) and the log joint there."""
         if self.validation is None:
             return -log_joint - 0.5 * target.layout.num_params * math.log(2 * math.pi)
-        return predictive_nll(*self.validation, theta.unsqueeze(0), target.layout)
+        return self._nll(target, self._whole(theta).unsqueeze(0))
 
     def of(self, target: LastLayerTarget, theta: Tensor, log_joint: float, covariance: Covariance) -> float:
         """The whole criterion of N(theta, covariance)."""
         if self.validation is None:
             return -laplace_evidence(log_joint, covariance)
-        return predictive_nll(*self.validation, theta + covariance.unwhiten(self.noise), target.layout)
+        if self.rows is not None:
+            covariance = WithinRows(covariance, self.rows, target.prior.weight_precision)
+        return self._nll(target, self._whole(theta) + covariance.unwhiten(self.noise))
+
+    def _whole(self, theta: Tensor) -> Tensor:
+        """All of theta (P,), of a centre."""
+        return theta if self.rows is None else self.rows.lift(theta)
+
+    def _nll(self, target: LastLayerTarget, theta: Tensor) -> float:
+        """The validation nll of draws theta (S, P)."""
+        assert self.validation is not None
+        return predictive_nll(*self.validation, theta, target.layout if self.rows is None else self.rows.layout)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from bnncli.inference.prior_candidates import Candidates, Criterion
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
 
 CRITERIA = ("val", "marglik")
 NUM_DRAWS = 128  # common to all candidates: their noise cancels in comparisons
@@ -59,6 +60,7 @@ def search(
     val_labels: Tensor | None = None,
     bounds: tuple[float, float] = (1e-2, 1e5),
     tolerance: float | None = None,
+    rows: RowSpace | None = None,
     progress: Progress = SILENT,
 ) -> PriorSearch:
     """The prior precision within bounds that minimises the criterion, to about 5 %.
@@ -72,6 +74,7 @@ def search(
         val_features, val_labels: (M, D) and (M,), for val.
         bounds: lowest and highest precision of the grid.
         tolerance: of the criterion, in its unit, where it is interpolated; TOLERANCES by default, 0 for none of that.
+        rows: the span of the training features where the target is `rows.target`: validation features may leave it.
         progress: advanced once a candidate.
 
     Raises:
@@ -90,12 +93,13 @@ def search(
     else:
         validation = None
     grid = _grid(*bounds)
-    noise = standard_normal(NUM_DRAWS, target.layout.num_params, generator, target.device)
+    layout = target.layout if rows is None else rows.layout
+    noise = standard_normal(NUM_DRAWS, layout.num_params, generator, target.device)
     candidates = Candidates(
         target,
         structure,
         center,
-        Criterion(noise, validation),
+        Criterion(noise, validation, rows),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
         progress.task("prior precision", len(grid) + 2 * _HALVINGS + 2),

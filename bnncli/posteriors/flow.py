@@ -6,6 +6,7 @@ log q(F(z)) = log N(z) - sum_l log|det J_l(z_{l-1})|.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bnncli import registry
+from bnncli.covariances._row_space import WithinRows
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
@@ -25,7 +27,8 @@ class Flow:
 
     Args:
         base: N(m, L L^T).
-        layers: float64 modules of one kind.
+        layers: float64 modules of one kind. Where the base was fitted in the row space of the features they act there,
+            in `layer_layout`, and leave the rest as it is: its posterior is the prior.
         kind: the layers' name in the registry.
         space: whitened, theta = m + L F(z), or weight, theta = F(m + L z), z standard normal.
     """
@@ -44,6 +47,12 @@ class Flow:
     def layout(self) -> HeadLayout:
         """How weight and bias lie in theta."""
         return self.base.layout
+
+    @property
+    def layer_layout(self) -> HeadLayout:
+        """How the theta lies that the layers act on."""
+        covariance = self.base.covariance
+        return covariance.rows.reduced if isinstance(covariance, WithinRows) else self.layout
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """Standard normal draws (S, P) float64, for from_noise."""
@@ -71,15 +80,16 @@ class Flow:
         theta = theta.to(self.base.mean)
         whiten = self.base.covariance.whiten
         x = whiten(theta - self.base.mean) if self.space == "whitened" else theta
-        for layer in reversed(self.layers):
-            x = layer.inverse(x)
+        x = self._act(x, self._pull)
         noise = x if self.space == "whitened" else whiten(x - self.base.mean)
         return self.from_noise(noise)[1]
 
     def to(self, device: torch.device | str) -> Flow:
         """A copy on another device."""
         kind = registry.load_class("flows", self.kind)
-        layers = tuple(kind.from_tensors(layer.to_tensors(), self.layout).to(device=device) for layer in self.layers)
+        layers = tuple(
+            kind.from_tensors(layer.to_tensors(), self.layer_layout).to(device=device) for layer in self.layers
+        )
         return replace(self, base=self.base.to(device), layers=layers)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -99,20 +109,40 @@ class Flow:
         kind = registry.load_class("flows", meta["flow"])
         others = {name: part for name, part in tensors.items() if not name.startswith("prior.")}
         base = Gaussian.from_tensors({**others, **Prior.from_tensors(tensors, prefix="base.").to_tensors()}, meta)
+        bare = cls(base, (), meta["flow"], meta["space"])
         layers = []
         for i in range(meta["length"]):
             prefix = f"flow.{i}."
             own = {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
-            layers.append(kind.from_tensors(own, base.layout))
-        return cls(base, tuple(layers), meta["flow"], meta["space"])
+            layers.append(kind.from_tensors(own, bare.layer_layout))
+        return replace(bare, layers=tuple(layers))
 
     def _push(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (S, P) through all layers, and the sum of their log determinants (S,)."""
         log_det = x.new_zeros(x.shape[0])
-        for layer in self.layers:
-            x, step = layer(x)
-            log_det = log_det + step
-        return x, log_det
+
+        def through(x: Tensor) -> Tensor:
+            nonlocal log_det
+            for layer in self.layers:
+                x, step = layer(x)
+                log_det = log_det + step
+            return x
+
+        return self._act(x, through), log_det
+
+    def _pull(self, x: Tensor) -> Tensor:
+        """x back through all layers, the last one first."""
+        for layer in reversed(self.layers):
+            x = layer.inverse(x)
+        return x
+
+    def _act(self, x: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
+        """x (S, P) with what the layers act on sent through a map."""
+        covariance = self.base.covariance
+        if not isinstance(covariance, WithinRows):
+            return through(x)
+        reduced = covariance.rows.reduce(x)
+        return x + covariance.rows.lift(through(reduced) - reduced)
 
 
 def is_idle(flow: Flow, noise: Tensor, threshold: float = 0.05) -> bool:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.covariances._logit_root import LogitRoot
+from bnncli.covariances._row_space import read_covariance
 from bnncli.layout import HeadLayout
 from bnncli.posteriors import layout_from_meta, layout_to_meta, move, standard_normal
 from bnncli.prior import Prior
@@ -106,5 +106,5 @@ class Gaussian:
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian:
         """The inverse of to_tensors."""
         layout = layout_from_meta(meta)
-        covariance = registry.load_class("covariances", meta["structure"]).from_tensors(tensors, layout)
+        covariance = read_covariance(meta["structure"], tensors, layout)
         return cls(tensors["mean"], covariance, layout, Prior.from_tensors(tensors))

@@ -1,0 +1,163 @@
+"""The covariance of a posterior that was fitted in the row space of the features: any structure there, the prior outside.
+
+With Q (D, r) a basis of the rows, Sigma = Q S Q^T + (I - Q Q^T) / precision for the weights of all outputs, S of the
+structure's own kind over theta inside; biases are inside. Its root Q L Q^T + (I - Q Q^T) / sqrt(precision) is applied as
+it is written: nothing of D x D is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.covariances import Covariance
+from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
+from bnncli.covariances.full import Full
+from bnncli.layout import HeadLayout
+from bnncli.targets.row_space import RowSpace
+from bnncli.targets.stream import slices
+
+_FEATURE_ELEMENTS = {
+    "cpu": 2**25,
+    "cuda": 2**27,
+}  # of a block of examples in float64: large, each costs the inner one a pass
+
+
+@dataclass(frozen=True)
+class WithinRows:
+    """Sigma over all of theta, of an inner covariance over theta inside the span of the features.
+
+    Args:
+        inner: L L^T over K (r + 1) parameters.
+        rows: the span.
+        precision: of the prior of each weight outside it.
+    """
+
+    inner: Covariance
+    rows: RowSpace
+    precision: float
+
+    def __post_init__(self) -> None:
+        if self.inner.num_params != self.rows.reduced.num_params:
+            raise ValueError(
+                f"the row space has {self.rows.reduced.num_params} parameters, the covariance {self.inner.num_params}"
+            )
+        if not (math.isfinite(self.precision) and self.precision > 0):
+            raise ValueError(f"the precision outside the row space must be positive and finite, got {self.precision}")
+
+    @property
+    def structure(self) -> str:
+        """Of the inner covariance."""
+        return self.inner.structure
+
+    @property
+    def jitter(self) -> float:
+        """What the inner covariance had to add to its precision."""
+        return float(getattr(self.inner, "jitter", 0.0))
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        return self.rows.layout.num_params
+
+    def unwhiten(self, z: Tensor) -> Tensor:
+        """z L^T, (S, P)."""
+        return self._apply(z, self.inner.unwhiten, self.precision**-0.5)
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """L^{-1} x, (S, P)."""
+        return self._apply(x, self.inner.whiten, self.precision**0.5)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """gradient L, (S, P)."""
+        return self._apply(gradient, self.inner.pull_back, self.precision**-0.5)
+
+    def log_det_scale(self) -> float:
+        """log|det L|."""
+        return self.inner.log_det_scale() - 0.5 * self.rows.num_outside * math.log(self.precision)
+
+    def variance(self) -> Tensor:
+        """The diagonal of Sigma, (P,): of a weight, that of the logit at its unit vector, less what the bias adds."""
+        layout, basis = self.rows.reduced, self.rows.basis
+        at_zero = self.inner.logit_variance(torch.zeros_like(basis[:1]), layout)
+        both = self.inner.logit_variance(basis, layout) + self.inner.logit_variance(-basis, layout)
+        outside = (1 - basis.square().sum(dim=1, keepdim=True)).clamp_min(0) / self.precision
+        weight = (both / 2 - at_zero + outside).T
+        return self.rows.layout.join(weight, at_zero[0] if layout.has_bias else None)
+
+    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of J Sigma J^T, (n, K): the inner one at Phi Q, and the rest's length squared over the precision."""
+        parts = [self.inner.logit_variance(*at) + rest.unsqueeze(1) for at, rest in self._divided(features)]
+        return torch.cat(parts).to(features.dtype)
+
+    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """The diagonal of P J Sigma J^T P, (n, K)."""
+        share = 1 - 1 / layout.num_outputs
+        parts = [
+            self.inner.logit_projected_variance(*at) + share * rest[:, None] for at, rest in self._divided(features)
+        ]
+        return torch.cat(parts).to(features.dtype)
+
+    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
+        """Exact J Sigma J^T, (n, K, K): the rest is independent over the outputs."""
+        return torch.cat(list(self._logit_covariances(features))).to(features.dtype)
+
+    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
+        """Roots of logit_covariance, of the inner ones' form: what is added is a multiple of the identity."""
+        if isinstance(self.inner, Full):
+            return root_of_covariances(torch.cat(list(self._logit_covariances(features)))).to(features)
+        roots = [(self.inner.logit_root(*at), rest) for at, rest in self._divided(features)]
+        scales = [(root.scale.square() + rest.unsqueeze(1)).sqrt() for root, rest in roots]
+        return LogitRoot(torch.cat(scales), roots[0][0].basis).to(features)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The inner one's, `cov.basis` (D, r) and `cov.outside_precision` (1,), float64."""
+        return {
+            **self.inner.to_tensors(),
+            "cov.basis": self.rows.basis.double().cpu().contiguous(),
+            "cov.outside_precision": torch.tensor([self.precision], dtype=torch.float64),
+        }
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> WithinRows:
+        """A copy elsewhere or in another precision."""
+        inner = self.inner.to(device=device, dtype=dtype)
+        return replace(self, inner=inner, rows=self.rows.to(device=device, dtype=dtype))
+
+    def _apply(self, x: Tensor, inside: Callable[[Tensor], Tensor], factor: float) -> Tensor:
+        """x (S, P) with a map of theta inside the span, and multiplied by the factor outside it."""
+        rows, x = self.rows, x.to(self.rows.basis)
+        reduced = rows.reduce(x)
+        weight, bias = rows.reduced.split(inside(reduced))
+        change = rows.lift(rows.reduced.join(weight - factor * rows.reduced.split(reduced)[0], bias))
+        whole, biases = rows.layout.split(x)
+        return change + rows.layout.join(factor * whole, None if biases is None else torch.zeros_like(biases))
+
+    def _divided(self, features: Tensor) -> Iterator[tuple[tuple[Tensor, HeadLayout], Tensor]]:
+        """Blocks of examples: where they are inside, with its layout, and the variance of the rest, (n,)."""
+        size = max(1, _FEATURE_ELEMENTS.get(features.device.type, 2**25) // self.rows.layout.num_features)
+        for some in slices(0, max(1, features.shape[0]), size):
+            block = features[some]
+            at = (self.rows.coordinates(block), self.rows.reduced)
+            yield at, self.rows.outside(block) / self.precision
+
+    def _logit_covariances(self, features: Tensor) -> Iterator[Tensor]:
+        """logit_covariance (n, K, K) of blocks of examples, in the basis' precision."""
+        for at, rest in self._divided(features):
+            covariance = self.inner.logit_covariance(*at)
+            covariance.diagonal(dim1=1, dim2=2).add_(rest.unsqueeze(1))
+            yield covariance
+
+
+def read_covariance(structure: str, tensors: dict[str, Tensor], layout: HeadLayout) -> Covariance:
+    """The covariance over theta in a posterior file's tensors: of the structure, or of that in a row space."""
+    kind = registry.load_class("covariances", structure)
+    if "cov.basis" not in tensors:
+        whole: Covariance = kind.from_tensors(tensors, layout)
+        return whole
+    rows = RowSpace(tensors["cov.basis"], layout)
+    return WithinRows(kind.from_tensors(tensors, rows.reduced), rows, float(tensors["cov.outside_precision"]))
