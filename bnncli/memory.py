@@ -30,25 +30,34 @@ _FLOW_VECTORS = 10  # of its flows' parameters
 _ACTIVATION_VECTORS = 10  # of a batch's activations
 _SCALED_VECTORS = 3  # of a batch's inputs of each layer, once they are scaled by multipliers
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
+_SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
+_COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
 
 
-def fit_bytes(structure: str, layout: HeadLayout, *, num_draws: int = 0) -> int:
-    """Bytes that a Gaussian of this structure takes to fit, with `num_draws` draws of it at once to judge it."""
+def fit_bytes(structure: str, layout: HeadLayout, *, num_draws: int = 0, whole: HeadLayout | None = None) -> int:
+    """Bytes that a Gaussian of this structure takes to fit, with `num_draws` draws of it at once to judge it.
+
+    Args:
+        whole: of all of theta, where the layout is of the span of the features; draws are of all of it.
+    """
     size = layout.num_params
     matrices = _COPIES * max(_elements(structure, layout), _elements("kron", layout))
     if size <= MAX_FULL_PRECONDITIONER:
         matrices += 2 * size**2
-    return 8 * (matrices + _MODE_VECTORS * size) + _BYTES_A_DRAW * num_draws * size
+    drawn = _BYTES_A_DRAW * num_draws * (whole or layout).num_params
+    return 8 * (matrices + _MODE_VECTORS * size + _SPAN_COPIES * _basis_elements(layout, whole)) + drawn
 
 
-def sampling_bytes(structure: str, layout: HeadLayout, *, num_chains: int) -> int:
+def sampling_bytes(structure: str, layout: HeadLayout, *, num_chains: int, whole: HeadLayout | None = None) -> int:
     """Bytes that chains whitened by a Gaussian of this structure take: its fit, then their states."""
-    return fit_bytes(structure, layout) + 8 * _CHAIN_VECTORS * num_chains * layout.num_params
+    chain = _CHAIN_VECTORS * layout.num_params + (_COMPLETED_VECTORS * whole.num_params if whole else 0)
+    return fit_bytes(structure, layout, whole=whole) + 8 * num_chains * chain
 
 
-def refinement_bytes(structure: str, layout: HeadLayout, *, num_draws: int) -> int:
+def refinement_bytes(structure: str, layout: HeadLayout, *, num_draws: int, whole: HeadLayout | None = None) -> int:
     """Bytes that a stored Gaussian takes to refine: as read, in two precisions, and draws of it."""
-    return 20 * _elements(structure, layout) + _BYTES_A_DRAW * num_draws * layout.num_params
+    matrices = _elements(structure, layout) + _basis_elements(layout, whole)
+    return 20 * matrices + _BYTES_A_DRAW * num_draws * (whole or layout).num_params
 
 
 def latent_bytes(layout: NetworkLayout, *, num_repeats: int, batch_size: int, num_flow_params: int = 0) -> int:
@@ -60,18 +69,21 @@ def latent_bytes(layout: NetworkLayout, *, num_repeats: int, batch_size: int, nu
     return 4 * num_repeats * (vectors + batch_size * activations) + 8 * batch_size * layout.num_features
 
 
-def stored_bytes(structure: str, layout: HeadLayout) -> int:
+def stored_bytes(structure: str, layout: HeadLayout, *, whole: HeadLayout | None = None) -> int:
     """Bytes of a Gaussian's file: the matrices in float64, the Hessian in float32, the mean and the head."""
-    return 12 * _elements(structure, layout) + 12 * layout.num_params
+    return 12 * _elements(structure, layout) + 8 * _basis_elements(layout, whole) + 12 * (whole or layout).num_params
 
 
 def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
     """The structure to fit when none was asked for.
 
     Full where it fits in the budget (bytes) and has at most 6,000 parameters; else block where it fits and its sums over
-    the examples cost no more than that largest full one's; else kron where it fits; else diag. Sizes as for fit_bytes.
+    the examples cost no more than that largest full one's; else kron where it fits; else diag. Sizes as for fit_bytes: in
+    the span of the features, whose examples are few, it is a block's factors that must cost no more than a full one's.
     """
     most = {"full": MAX_AUTO_FULL**2, "block": MAX_AUTO_FULL**2 // 4}  # the full one needs a quarter of its products
+    if sizes.get("whole") is not None:
+        most["block"] = MAX_AUTO_FULL**3 // (3 * (layout.num_features + layout.has_bias))
     for name in STRUCTURES:
         is_quick = _elements(name, layout) <= most.get(name, _elements(name, layout))
         if is_quick and fit_bytes(name, layout, **sizes) <= budget:
@@ -106,24 +118,26 @@ def require_fit(structure: str, layout: HeadLayout, device: torch.device, **size
     require(fit_bytes(structure, layout, **sizes), device, what=what, hint=hint)
 
 
-def require_sampling(layout: HeadLayout, device: torch.device, *, num_chains: int) -> None:
+def require_sampling(
+    layout: HeadLayout, device: torch.device, *, num_chains: int, whole: HeadLayout | None = None
+) -> None:
     """Pass when the chains have room. Raises DeviceError, naming how many do, otherwise."""
     there = budget(device)
-    whitening = automatic_structure(layout, there)
-    one, more = (sampling_bytes(whitening, layout, num_chains=count) for count in (1, 2))
+    whitening = automatic_structure(layout, there, whole=whole)
+    one, more = (sampling_bytes(whitening, layout, num_chains=count, whole=whole) for count in (1, 2))
     most = 1 + (there - one) // (more - one)
     hint = f"use at most --chains {most}" if most > 0 else "no chain fits: use a head with fewer features"
-    needed = sampling_bytes(whitening, layout, num_chains=num_chains)
+    needed = sampling_bytes(whitening, layout, num_chains=num_chains, whole=whole)
     require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
 
 
-def require_refinement(structure: str, layout: HeadLayout, device: torch.device, *, num_draws: int) -> None:
+def require_refinement(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
     """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise."""
     there = budget(device)
-    fitting = [name for name in STRUCTURES if refinement_bytes(name, layout, num_draws=num_draws) <= there]
+    fitting = [name for name in STRUCTURES if refinement_bytes(name, layout, **sizes) <= there]
     better = "refine a base fitted with --structure" if fitting else "use fewer --elbo-draws"
     hint = " ".join([better, *fitting[:1]])
-    needed = refinement_bytes(structure, layout, num_draws=num_draws)
+    needed = refinement_bytes(structure, layout, **sizes)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
 
 
@@ -143,6 +157,11 @@ def require_latent(layout: NetworkLayout, device: torch.device, *, num_repeats: 
 def _elements(structure: str, layout: HeadLayout) -> int:
     """Numbers in one copy of the structure's matrices."""
     return int(registry.load_class("covariances", structure).num_elements(layout))
+
+
+def _basis_elements(layout: HeadLayout, whole: HeadLayout | None) -> int:
+    """Numbers of the basis of the span that the layout is of; none where it is of all of theta."""
+    return 0 if whole is None else whole.num_features * layout.num_features
 
 
 def _text(size: int) -> str:

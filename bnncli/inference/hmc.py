@@ -19,10 +19,12 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, State, Transition, WhitenedPotential, transition
+from bnncli.inference.row_draws import complete
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
 
 # The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
 SETTLING_SHARE = 0.4
@@ -112,6 +114,7 @@ def sample_hmc(
     dynamics: str = "split",
     is_enough: Callable[[Tensor], bool] | None = None,
     max_draws: int | None = None,
+    rows: RowSpace | None = None,
     store: DrawStore | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Progress = SILENT,
@@ -130,6 +133,8 @@ def sample_hmc(
         dynamics: split or leapfrog.
         is_enough: judges the draws (C, T, P) after num_draws, and again after every num_draws / 2 more, until it
             says True or there are max_draws a chain (20 num_draws by default).
+        rows: the span of the features where the target is `rows.target`: draws are completed by the prior outside it,
+            and their log joint by its density, while energies are of what moves.
         store: where draws are kept; in memory by default.
         checkpoint: where the run is kept while it is unfinished; nowhere by default.
         progress: advanced once a transition; an Interrupted that it raises stores the state first.
@@ -162,7 +167,7 @@ def sample_hmc(
             while walk.num_done < num_warmup + goal:
                 walk, result = advance(potential, walk, plan, generator=generator)
                 if walk.num_done > num_warmup:
-                    kept.add(potential.theta(walk.state.z), result)
+                    kept.add(*_whole(potential, walk.state, rows, generator), result)
                 checkpoint.offer(tensors)
                 task.advance(note=f"step size {walk.adaptation.current:.2f}")
             if is_enough is None or is_enough(store.draws()):
@@ -171,6 +176,17 @@ def sample_hmc(
         checkpoint.offer(tensors, is_last=True)
         raise
     return kept.run(walk.adaptation.final)
+
+
+def _whole(
+    potential: WhitenedPotential, state: State, rows: RowSpace | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """All of theta (C, P) and its log joint (C,) at a state."""
+    theta, log_joint = potential.theta(state.z), -state.potential
+    if rows is None:
+        return theta, log_joint
+    whole, outside = complete(theta, rows, potential.target.prior.weight_precision, generator)
+    return whole, log_joint + outside
 
 
 def goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
@@ -269,10 +285,10 @@ class Kept:
         """Draws kept, a chain."""
         return len(self.num_steps)
 
-    def add(self, theta: Tensor, result: Transition) -> None:
-        """One more draw of every chain, theta (C, P)."""
+    def add(self, theta: Tensor, log_joint: Tensor, result: Transition) -> None:
+        """One more draw of every chain, theta (C, P), and its log joint (C,)."""
         self.store.append(theta.float())
-        self.numbers.append((-result.state.potential, result.energy, result.acceptance, result.is_divergent))
+        self.numbers.append((log_joint, result.energy, result.acceptance, result.is_divergent))
         self.num_steps.append(result.num_steps)
 
     def to_tensors(self) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.covariances._logit_root import LogitRoot
-from bnncli.covariances._row_space import read_covariance
+from bnncli.covariances._row_space import WithinRows, read_covariance
 from bnncli.layout import HeadLayout
 from bnncli.posteriors import layout_from_meta, layout_to_meta, move, standard_normal
 from bnncli.prior import Prior
@@ -100,6 +100,8 @@ class Gaussian:
         """`mean`, the prior's and the structure's tensors, float64; structure and layout as JSON."""
         tensors = {"mean": self.mean.double().cpu().contiguous(), **self.prior.to_tensors()}
         meta = {"type": self.type, "structure": self.covariance.structure, **layout_to_meta(self.layout)}
+        if isinstance(self.covariance, WithinRows):
+            meta["row_space_rank"] = self.covariance.rows.rank
         return {**tensors, **self.covariance.to_tensors()}, meta
 
     @classmethod

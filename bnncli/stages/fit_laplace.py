@@ -8,7 +8,7 @@ from typing import Any
 
 from bnncli import memory
 from bnncli.errors import UsageError, WriteError
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian, lift_fit
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
 from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
@@ -16,6 +16,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._row_space import row_space, span_line, span_metrics, span_to_fit
 from bnncli.stages._run import Result, Run
 from bnncli.stages._val_report import measure_on_val, val_line, warning
 from bnncli.storage.figures import check_figure_path, write_figure
@@ -23,6 +24,7 @@ from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import write_posterior
 
 ALGO_REV = 1
+ROW_SPACE_REV = 2  # of fits in the row space of the features, which were made over all of theta before
 JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
 MARGLIK_WARNING = (
     "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
@@ -36,7 +38,8 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
-    structure = _structure(options.structure, train.layout, run)
+    span = _span(options, train, run)
+    structure = _structure(options.structure, span or train.layout, run, whole=train.layout if span else None)
     if options.own_bias_precision is not None and not train.layout.has_bias:
         raise UsageError("--bias-precision: the head has no bias")
     if options.center == "checkpoint" and train.head() is None:
@@ -53,12 +56,13 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
             "the prior decides most of the posterior"
         )
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
-    size = memory.stored_bytes(structure, train.layout)
+    size = memory.stored_bytes(structure, span or train.layout, whole=train.layout if span else None)
     run.folder.check_name_is_free(target)
-    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
+    revision = ROW_SPACE_REV if span else ALGO_REV
+    request = Request(target, "posterior", target.stem, params, revision, sources, train.checkpoint, size)
 
     def compute() -> Computed:
-        return _compute(run, options, criterion, structure, train, val, target)
+        return _compute(run, options, criterion, structure, train, val, target, in_span=span is not None)
 
     if options.plot is not None:
         others = [target, run.checkpoint_path, *(source.path for source in sources)]
@@ -111,9 +115,16 @@ def _has_labeled_val(run: Run) -> bool:
     return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
 
 
-def _structure(wanted: str, layout: HeadLayout, run: Run) -> str:
+def _span(options: FitLaplaceOptions, train: Split, run: Run) -> HeadLayout | None:
+    """The layout inside the span of the features where the fit runs there; elsewhere a checkpoint's head may lie."""
+    if options.center != "mode":
+        return None
+    return span_to_fit(train, run.device, structure=options.structure, num_draws=NUM_DRAWS)
+
+
+def _structure(wanted: str, layout: HeadLayout, run: Run, *, whole: HeadLayout | None = None) -> str:
     """The structure to fit. Raises DeviceError when it does not fit in memory, naming the largest that does."""
-    sizes = {"num_draws": NUM_DRAWS}
+    sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
     chosen = wanted
     if wanted == "auto":
         chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
@@ -133,11 +144,16 @@ def _compute(
     train: Split,
     val: Split | None,
     path: Path,
+    *,
+    in_span: bool,
 ) -> Computed:
     start = train.start().to(run.device)
     # A search puts its candidates in the place of the weights' precision.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
     target = train.target(Prior(weight_precision, options.own_bias_precision), run.device)
+    rows = row_space(target) if in_span else None
+    if rows is not None:
+        target, start = rows.target(target), rows.reduce(start)
     found: PriorSearch | None = None
     if criterion == "number":
         fit = fit_gaussian(
@@ -159,6 +175,7 @@ def _compute(
             val_features=val_features,
             val_labels=val_labels,
             generator=run.stream("fit-laplace/val"),
+            rows=rows,
             progress=run.console,
         )
         fit = found.fit
@@ -166,6 +183,8 @@ def _compute(
             run.console.warn(
                 f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
             )
+    if rows is not None:
+        fit = lift_fit(fit, rows)
     _warn_of_jitter(run, fit.gaussian)
     metrics = _metrics(run, fit, found, criterion, structure, train, val)
     _warn_if_worse(run, path, metrics)
@@ -216,6 +235,7 @@ def _metrics(
     metrics: dict[str, Any] = {
         "structure": structure,
         "num_params": gaussian.layout.num_params,
+        **span_metrics(gaussian),
         **gaussian.prior.to_meta(),
         "prior_precision_by": criterion,
         "prior_precision_at_edge": bool(found.at_edge) if found else None,
@@ -263,6 +283,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     lines = [
         f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}, {metrics['num_params']} parameters"
     ]
+    lines += span_line(metrics)
     if metrics["mode_distance"] is not None:
         lines.append(
             f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's head, "

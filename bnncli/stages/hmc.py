@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,25 @@ from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.row_draws import complete
+from bnncli.layout import HeadLayout
 from bnncli.options import HmcOptions
 from bnncli.prior import Prior
 from bnncli.stages._hmc_report import hmc_metrics, hmc_warnings, summary, verdict
 from bnncli.stages._inputs import Split, load_split, posterior_prior, posterior_source
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._resumable import Resumable, ResumableDraws
+from bnncli.stages._row_space import row_space, span_to_fit
 from bnncli.stages._run import Result, Run
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
 from bnncli.until import unmet
 
 ALGO_REV = 1
+ROW_SPACE_REV = 2  # of chains in the row space of the features, which moved over all of theta before
 
 
 def run(run: Run, options: HmcOptions) -> Result:
@@ -56,9 +61,12 @@ def run(run: Run, options: HmcOptions) -> Result:
     # Once as raw draws while the chains run, once as the artifact.
     size = 2 * options.chains * options.draws * (train.layout.num_params * 4 + 64)
     run.folder.check_name_is_free(target)
-    request = Request(target, "samples", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
-    memory.require_sampling(train.layout, run.device, num_chains=options.chains)
-    sampling = Sampling(run, options, request, train, held_out, prior)
+    span = span_to_fit(train, run.device)
+    revision = ROW_SPACE_REV if span else ALGO_REV
+    request = Request(target, "samples", target.stem, params, revision, sources, train.checkpoint, size)
+    whole = train.layout if span else None
+    memory.require_sampling(span or train.layout, run.device, num_chains=options.chains, whole=whole)
+    sampling = Sampling(run, options, request, train, held_out, prior, span)
     return produce(run, request, sampling.compute, when_fresh=lambda header: _when_fresh(header, options))
 
 
@@ -68,6 +76,7 @@ class Sampling:
 
     Args:
         held_out: the val split, whose predictions are judged too; None without one.
+        span: the layout inside the span of the features, where the chains move; None where they move over all of theta.
     """
 
     run: Run
@@ -76,13 +85,18 @@ class Sampling:
     train: Split
     held_out: Split | None
     prior: Prior
+    span: HeadLayout | None
 
     def compute(self) -> Computed:
         """Draw, judge, and say how to publish."""
         run, options, train = self.run, self.options, self.train
         target = train.target(self.prior, run.device)
-        structure = memory.automatic_structure(train.layout, memory.budget(run.device))
+        whole = train.layout if self.span else None
+        structure = memory.automatic_structure(self.span or train.layout, memory.budget(run.device), whole=whole)
         start = train.start().to(run.device)
+        rows = row_space(target) if self.span else None
+        if rows is not None:
+            target, start = rows.target(target), rows.reduce(start)
         fit = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console)
         sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
         drawn, judged, finish = sample(
@@ -93,6 +107,7 @@ class Sampling:
             num_warmup=options.warmup,
             num_draws=options.draws,
             target_accept=options.target_accept,
+            rows=rows,
             progress=run.console,
         )
         predictions = self._judge_held_out(drawn)
@@ -108,6 +123,7 @@ class Sampling:
             "metrics": metrics,
             "classes": train.content.classes,
             "whitening": structure,
+            **({} if rows is None else {"row_space_rank": rows.rank}),
         }
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
@@ -150,11 +166,19 @@ class Sampling:
         judged = judgements.get(drawn.draws.shape[1])
         return drawn, judged or convergence(drawn.draws.numpy(), progress=run.console), checkpoint.remove
 
-    def _sample_nuts(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Callable[[], None]]:
+    def _sample_nuts(
+        self, target: LastLayerTarget, rows: RowSpace | None, **common: Any
+    ) -> tuple[HmcRun, Convergence, Callable[[], None]]:
         """The same by Pyro's NUTS, which cannot be continued."""
         from bnncli.inference.nuts import sample_nuts
 
         drawn = sample_nuts(target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
+        if rows is not None:
+            inside = drawn.draws.flatten(0, 1).double()
+            theta, outside = complete(inside, rows, self.prior.weight_precision, self.run.stream("hmc/outside"))
+            shape = drawn.draws.shape[:2]
+            log_joint = drawn.log_joint + outside.to(drawn.log_joint.device).view(shape)
+            drawn = replace(drawn, draws=theta.float().unflatten(0, shape), log_joint=log_joint)
         return drawn, convergence(drawn.draws.cpu().numpy(), progress=self.run.console), lambda: None
 
     def _judge_held_out(self, drawn: HmcRun) -> Convergence | None:

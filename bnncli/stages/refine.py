@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from bnncli import memory
+from bnncli.covariances._row_space import WithinRows
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, UsageError
 from bnncli.flows import build_layers, choose_recipe, choose_space, settings_of
-from bnncli.inference.refine import fit_flow
+from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.layout import HeadLayout
 from bnncli.options import RefineOptions
+from bnncli.posteriors import layout_from_meta
+from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
 from bnncli.stages._inputs import (
@@ -31,6 +35,8 @@ from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import reduced_layout
 
 ALGO_REV = 1
 
@@ -38,16 +44,17 @@ ALGO_REV = 1
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish; the result's metrics have the ELBO before and after."""
     train = load_split(run, "train").check_labeled()
-    layer = _one_layer(options, train)
-    options = _resolve(options, layer)
-    base_path, sources = None, [train.source]
+    base_path, sources, span = None, [train.source], None
     if options.base != "prior":
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
-        structure = str(header.meta.get("structure"))
-        memory.require_refinement(structure, train.layout, run.device, num_draws=options.elbo_draws)
+        structure, span = str(header.meta.get("structure")), _span(header)
+        sizes = {"num_draws": options.elbo_draws, "whole": train.layout if span else None}
+        memory.require_refinement(structure, span or train.layout, run.device, **sizes)
         sources.append(source)
+    layer = _one_layer(options, span or train.layout)
+    options = _resolve(options, layer)
     prior = _prior(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
@@ -63,9 +70,15 @@ def run(run: Run, options: RefineOptions) -> Result:
     return produce(run, request, compute, when_fresh=_when_fresh)
 
 
-def _one_layer(options: RefineOptions, train: Split) -> Any:
+def _span(header: Header) -> HeadLayout | None:
+    """The layout inside the span of the features where the base was fitted there; None for one over all of theta."""
+    rank = header.meta.get("row_space_rank")
+    return None if rank is None else reduced_layout(layout_from_meta(header.meta), int(rank))
+
+
+def _one_layer(options: RefineOptions, layout: HeadLayout) -> Any:
     """A layer as the fit will build them: it knows its settings and its size. Raises UsageError for a wrong setting."""
-    return build_layers(options.flow, train.layout, torch.Generator(), length=1, **_settings(options))[0]
+    return build_layers(options.flow, layout, torch.Generator(), length=1, **_settings(options))[0]
 
 
 def _resolve(options: RefineOptions, layer: Any) -> RefineOptions:
@@ -126,7 +139,38 @@ def _base(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gauss
             code="wrong_layout",
             path=base_path,
         )
-    return base.to(run.device)
+    return _within_rows(base, train, prior, base_path).to(run.device)
+
+
+def _within_rows(base: Gaussian, train: Split, prior: Prior, path: Path) -> Gaussian:
+    """The base itself; where it was fitted in the row space, with the target's prior outside, which is exact there.
+
+    Raises:
+        DataError: the features lie outside the space that it was fitted in.
+    """
+    covariance = base.covariance
+    if not isinstance(covariance, WithinRows):
+        return base
+    if not covariance.rows.has(torch.from_numpy(train.content.features)):
+        raise DataError(
+            f"--base: {path} was fitted in the row space of other training features",
+            code="wrong_row_space",
+            hint="fit it again to these: bnncli fit-laplace",
+            path=path,
+        )
+    return replace(base, covariance=replace(covariance, precision=prior.weight_precision))
+
+
+def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> RefineFit:
+    """The flow on the base; where that was fitted in the row space the layers are trained and act there."""
+    covariance = base.covariance
+    if not isinstance(covariance, WithinRows):
+        return fit_flow(target, base, **choices)
+    rows = covariance.rows
+    inner = Gaussian(rows.reduce(base.mean), covariance.inner, rows.reduced, base.prior)
+    fit = fit_flow(rows.target(target), inner, **choices)
+    flow = fit.posterior
+    return replace(fit, posterior=Flow(base, flow.layers, flow.kind, flow.space))
 
 
 def _compute(
@@ -137,7 +181,7 @@ def _compute(
     also = {"device": run.device.type}
     resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
     with resumable.hint():
-        fit = fit_flow(
+        fit = _fit_flow(
             target,
             base,
             flow=options.flow,

@@ -1,0 +1,28 @@
+"""Draws of theta inside the span of the features, completed by independent draws of the prior outside it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bnncli.posteriors import standard_normal
+from bnncli.targets.row_space import RowSpace
+
+
+def complete(theta: Tensor, rows: RowSpace, precision: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """All of theta (S, P), for draws (S, K (r + 1)) of it inside; and the log prior density of what is added, (S,).
+
+    Args:
+        rows: the span.
+        precision: of the prior of each weight.
+        generator: of what is added.
+    """
+    noise = standard_normal(theta.shape[0], rows.layout.num_params, generator, theta.device).to(theta)
+    weight, bias = rows.layout.split(noise)
+    nothing = None if bias is None else torch.zeros_like(bias)
+    noise = rows.layout.join(weight, nothing)
+    outside = noise - rows.lift(rows.reduce(noise))
+    constant = 0.5 * rows.num_outside * math.log(precision / (2 * math.pi))
+    return rows.lift(theta) + outside * precision**-0.5, constant - 0.5 * outside.double().square().sum(dim=1)
