@@ -139,10 +139,10 @@ def _base(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gauss
             code="wrong_layout",
             path=base_path,
         )
-    return _within_rows(base, train, prior, base_path).to(run.device)
+    return _within_rows(run, base, train, prior=prior, path=base_path).to(run.device)
 
 
-def _within_rows(base: Gaussian, train: Split, prior: Prior, path: Path) -> Gaussian:
+def _within_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: Path) -> Gaussian:
     """The base itself; where it was fitted in the row space, with the target's prior outside, which is exact there.
 
     Raises:
@@ -155,7 +155,7 @@ def _within_rows(base: Gaussian, train: Split, prior: Prior, path: Path) -> Gaus
         raise DataError(
             f"--base: {path} was fitted in the row space of other training features",
             code="wrong_row_space",
-            hint="fit it again to these: bnncli fit-laplace",
+            hint=run.suggest("fit-laplace"),
             path=path,
         )
     return replace(base, covariance=replace(covariance, precision=prior.weight_precision))

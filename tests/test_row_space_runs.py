@@ -1,0 +1,269 @@
+"""Runs of fewer examples than features: what each command makes of a posterior that was fitted in the row space."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_arrays
+from torch import Tensor
+
+from bnncli import memory
+from bnncli.covariances._row_space import WithinRows
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.row_draws import complete
+from bnncli.integrators import can_use
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.flow import Flow
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
+from bnncli.registry import names
+from bnncli.stages._inputs import open_posterior
+from bnncli.storage.predictions import read_predictions
+from bnncli.storage.samples import read_samples
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
+
+Cli = Any
+FEATURES, EXAMPLES, PRIOR = 30, 12, 4.0
+LAYOUT = HeadLayout(3, FEATURES)
+
+
+def make_run(cli: Cli, folder: Path, *, seed: int = 0, name: str = "run") -> Path:
+    arrays = make_arrays(seed, num_features=FEATURES)
+    few: dict[str, Any] = {
+        part: values[:EXAMPLES] if part.endswith("train") else values for part, values in arrays.items()
+    }
+    np.savez(folder / f"{name}.npz", **few)
+    run = folder / name
+    assert cli("extract-features", run, "--from-npz", folder / f"{name}.npz", "--ood", "far").code == 0
+    return run
+
+
+@pytest.fixture
+def run(cli: Cli, tmp_path: Path) -> Path:
+    """Features of a dozen examples, fitted with a given prior precision."""
+    run = make_run(cli, tmp_path)
+    assert cli("fit-laplace", run, "--prior-precision", PRIOR).code == 0
+    return run
+
+
+def stored(run: Path, name: str) -> Any:
+    return open_posterior(run.with_name(f"{run.name}.bnn") / "posteriors" / name)[0]
+
+
+def arrays_of(run: Path) -> dict[str, np.ndarray]:
+    return dict(np.load(run.with_name("run.npz")))
+
+
+def target_of(run: Path, prior: Prior | None = None) -> LastLayerTarget:
+    arrays = arrays_of(run)
+    features, labels = torch.from_numpy(arrays["features_train"]), torch.from_numpy(arrays["labels_train"])
+    return LastLayerTarget(features, labels, LAYOUT, prior or Prior(PRIOR))
+
+
+def rows_of(run: Path) -> RowSpace:
+    return RowSpace.of(target_of(run).features, LAYOUT)
+
+
+def outside(run: Path, theta: Tensor) -> Tensor:
+    """theta (S, P) less what of it lies in the row space."""
+    rows = rows_of(run)
+    return theta.double() - rows.lift(rows.reduce(theta.double()))
+
+
+def is_prior_outside(run: Path, draws: Tensor, precision: float) -> bool:
+    """Whether the mean square of what draws (S, P) have outside the row space is the prior's, to 4.5 standard errors."""
+    count = len(draws) * rows_of(run).num_outside
+    mean = float(outside(run, draws).square().sum()) / count
+    return abs(mean * precision - 1) < 4.5 * (2 / count) ** 0.5
+
+
+def test_the_fit_is_that_over_all_of_theta_and_says_where_it_was_made(cli: Cli, run: Path) -> None:
+    fitted, target = stored(run, "laplace.safetensors"), target_of(run)
+    assert isinstance(fitted.covariance, WithinRows)
+    whole = fit_gaussian(target, start=torch.zeros(LAYOUT.num_params)).gaussian
+    features = torch.from_numpy(arrays_of(run)["features_far"]).double()
+    for ours, theirs in zip(fitted.logit_moments(features), whole.logit_moments(features), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    done = cli("fit-laplace", run, "--prior-precision", PRIOR, "--json")
+    assert (done.json["metrics"]["row_space_rank"], done.json["metrics"]["num_features"]) == (EXAMPLES, FEATURES)
+    evidence = fit_gaussian(target, start=torch.zeros(LAYOUT.num_params)).log_marginal_likelihood
+    assert done.json["metrics"]["log_marginal_likelihood"] == pytest.approx(evidence, abs=1e-3)
+    assert "span 12 of 30 directions: fitted there, exactly; in all others the posterior is the prior" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "is_within"),
+    [
+        (("--structure", "full"), True),
+        (("--structure", "block"), True),
+        (("--structure", "kron"), False),
+        (("--structure", "diag"), False),
+        (("--center", "checkpoint"), False),
+        (("--prior-precision", "marglik"), True),
+        (("--prior-precision", "val", "--bias-precision", "0.1"), True),
+    ],
+    ids=str,
+)
+def test_full_and_block_at_the_mode_are_fitted_there(
+    cli: Cli, run: Path, words: tuple[str, ...], is_within: bool
+) -> None:
+    given = () if "--prior-precision" in words else ("--prior-precision", PRIOR)
+    done = cli("fit-laplace", run, *given, *words, "--name", "other", "--json")
+    assert done.code == 0, done.stderr
+    assert isinstance(stored(run, "other.safetensors").covariance, WithinRows) == is_within
+    assert ("row_space_rank" in done.json["metrics"]) == is_within
+
+
+def test_as_many_examples_as_features_are_fitted_over_all_of_theta(small_run: Path) -> None:
+    fitted, _ = open_posterior(small_run.with_name("small.bnn") / "posteriors" / "laplace.safetensors")
+    assert not isinstance(fitted.covariance, WithinRows)
+
+
+def test_every_integrator_predicts_what_it_does_over_all_of_theta(cli: Cli, run: Path) -> None:
+    whole = fit_gaussian(target_of(run), start=torch.zeros(LAYOUT.num_params)).gaussian
+    fitted = stored(run, "laplace.safetensors")
+    features = torch.from_numpy(arrays_of(run)["features_test"])
+    from bnncli.integrators import load_integrator, prepare, supports
+
+    checked = []
+    for name in names("integrators"):
+        if not (can_use(name, "gaussian") and supports(name, fitted)):
+            continue
+        done = cli("predict", run, "--posterior", "laplace", "--integrator", name, "--split", "test")
+        assert done.code == 0, done.stderr
+        ours = read_predictions(Path(done.stdout.strip())).probs
+        if name in ("mc", "importance"):  # other draws of the same: their roots differ
+            continue
+        integrator = load_integrator(name)
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for posterior in (whole, fitted):
+            ready = prepare(integrator, posterior, num_samples=64, generator=generator.manual_seed(0))
+            found.append(ready.predict(posterior, features, num_samples=64, generator=generator.manual_seed(0)).probs)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+        if name != "logit-mc":  # the command has a seed of its own
+            np.testing.assert_allclose(ours, found[1].numpy(), atol=1e-5)
+        checked.append(name)
+    assert {"plug-in", "mean-field", "bridge", "logit-mc"} <= set(checked)
+
+
+def test_refined_draws_are_the_prior_outside_whatever_the_base_had(cli: Cli, run: Path) -> None:
+    for name, words, precision in (("same", (), PRIOR), ("other", ("--prior-precision", 9.0), 9.0)):
+        done = cli("refine", run, "--epochs", 3, "--length", 2, "--name", name, *words, "--json")
+        assert done.code == 0, done.stderr
+        flow = stored(run, f"{name}.safetensors")
+        assert isinstance(flow, Flow)
+        assert flow.layer_layout == HeadLayout(3, EXAMPLES)
+        assert is_prior_outside(run, flow.sample(200, torch.Generator().manual_seed(0)), precision)
+        # ELBO of the whole posterior on the whole target: what the artifact says of itself.
+        assert done.json["metrics"]["elbo_gain"]["value"] > -1
+        predicted = cli("predict", run, "--posterior", name, "--split", "test")
+        assert predicted.code == 0, predicted.stderr
+
+
+def test_a_base_of_other_features_is_not_refined(cli: Cli, run: Path, tmp_path: Path) -> None:
+    make_run(cli, tmp_path, seed=1, name="another")
+    base = run.with_name("run.bnn") / "posteriors" / "laplace.safetensors"
+    done = cli("refine", tmp_path / "another", "--base", base, "--epochs", 1, "--json")
+    assert (done.code, done.json["error"]["code"]) == (65, "wrong_row_space")
+    assert "row space of other training features" in done.json["error"]["message"]
+
+
+@pytest.mark.parametrize("sampler", ["hmc", "nuts"])
+def test_draws_are_the_prior_outside_and_know_their_log_joint(cli: Cli, run: Path, sampler: str) -> None:
+    words = ("--chains", 2, "--warmup", 8, "--draws", 20, "--sampler", sampler)
+    done = cli("hmc", run, *words, "--name", sampler, "--json")
+    assert done.code == 0, done.stderr
+    content = read_samples(run.with_name("run.bnn") / "posteriors" / f"{sampler}.nc")
+    draws = stored(run, f"{sampler}.nc").draws.flatten(0, 1)
+    log_joint = target_of(run).log_joint(draws)
+    np.testing.assert_allclose(content.stats["lp"].ravel(), log_joint.numpy(), atol=2e-2)
+    assert is_prior_outside(run, draws, PRIOR)
+    inside = draws.double() - outside(run, draws)
+    assert inside.std(dim=0).max() > 0
+
+
+def test_interrupted_chains_continue_to_the_same_draws(cli: Cli, run: Path) -> None:
+    from bnncli import signals
+    from bnncli.stages._resumable import ResumableDraws
+
+    words = ("hmc", run, "--chains", 2, "--warmup", 4, "--draws", 8, "--save-every", 0)
+    through = cli(*words, "--name", "through", "--json").json["outputs"][0]["content_digest"]
+    offer, left = ResumableDraws.offer, [9]
+
+    def counted(self: ResumableDraws, tensors: Any, *, is_last: bool = False) -> None:
+        offer(self, tensors, is_last=is_last)
+        left[0] -= not is_last
+        if left[0] == 0:
+            signals._received.append(15)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResumableDraws, "offer", counted)
+        assert cli(*words, "--name", "through", "--force").code == 143
+        signals.forget_received()
+        again = cli(*words, "--name", "through", "--force", "--resume", "--json")
+    assert again.json["outputs"][0]["content_digest"] == through
+
+
+def test_completed_draws_are_what_they_were_inside_and_the_prior_outside(run: Path) -> None:
+    rows, generator = rows_of(run), torch.Generator().manual_seed(0)
+    inside = torch.randn(500, rows.reduced.num_params, generator=generator, dtype=torch.float64)
+    theta, log_density = complete(inside, rows, PRIOR, generator)
+    torch.testing.assert_close(rows.reduce(theta), inside)
+    assert is_prior_outside(run, theta, PRIOR)
+    prior = Prior(PRIOR)
+    torch.testing.assert_close(
+        log_density, prior.log_density(theta, LAYOUT) - prior.log_density(rows.reduce(theta), rows.reduced)
+    )
+
+
+def test_the_other_commands_take_it(cli: Cli, run: Path) -> None:
+    assert cli("hmc", run, "--chains", 4, "--warmup", 10, "--draws", 20).code == 0
+    for posterior in ("laplace", "hmc"):
+        assert cli("predict", run, "--posterior", posterior).code == 0
+    done = cli("evaluate", run, "--json")
+    assert done.code == 0, done.stderr
+    assert {row["posterior"] for row in done.json["rows"]} == {"laplace", "hmc"}
+    found = cli("diagnose", run, "--posterior", "laplace", "--json")
+    assert found.code in (0, 3), found.stderr
+    elbo = found.json["posteriors"]["laplace"]["elbo"]
+    laplace = stored(run, "laplace.safetensors")
+    assert isinstance(laplace, Gaussian)
+    assert elbo["value"] == pytest.approx(_elbo_inside(run, laplace), abs=5 * elbo["standard_error"] + 1e-3)
+    assert cli("compare", run).code in (0, 3)
+    assert cli("verify", run.with_name("run.bnn")).code == 0
+    shown = cli("inspect", run.with_name("run.bnn") / "posteriors" / "laplace.safetensors")
+    assert "cov.basis" in shown.stdout
+
+
+def _elbo_inside(run: Path, laplace: Gaussian) -> float:
+    """The ELBO in the row space alone, of many draws."""
+    rows, target = rows_of(run), target_of(run)
+    assert isinstance(laplace.covariance, WithinRows)
+    rows = laplace.covariance.rows
+    inner = Gaussian(rows.reduce(laplace.mean), laplace.covariance.inner, rows.reduced, laplace.prior)
+    theta, log_density = inner.from_noise(inner.noise(4000, torch.Generator().manual_seed(3)))
+    return float((rows.target(target).log_joint(theta) - log_density).mean())
+
+
+@pytest.mark.parametrize(
+    ("examples", "features", "outputs", "chosen"),
+    [(200, 1280, 10, "full"), (500, 2048, 10, "full"), (1200, 1280, 10, "block"), (500, 2048, 100, "block")],
+)
+def test_the_automatic_structure_of_few_examples(examples: int, features: int, outputs: int, chosen: str) -> None:
+    whole, span = HeadLayout(outputs, features), HeadLayout(outputs, examples)
+    assert memory.automatic_structure(whole, 16 << 30) == "kron"
+    assert memory.automatic_structure(span, 16 << 30, whole=whole) == chosen
+
+
+def test_a_file_whose_basis_is_cut_is_damaged(run: Path) -> None:
+    tensors, meta = stored(run, "laplace.safetensors").to_tensors()
+    json.dumps(meta)
+    with pytest.raises(ValueError, match="the row space has"):
+        Gaussian.from_tensors({**tensors, "cov.basis": tensors["cov.basis"][:, :-1]}, meta)
