@@ -17,7 +17,7 @@ from bnncli.errors import UsageError
 from bnncli.flows import build_layers
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import _averages, load_integrator, prepare
-from bnncli.integrators._intervals import central_interval
+from bnncli.integrators._intervals import central_interval, effective_draws, interval_level
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
@@ -53,12 +53,12 @@ def naive_probs(draws: Tensor, features: Tensor, layout: HeadLayout) -> np.ndarr
 
 def test_an_interval_is_numpys_quantiles() -> None:
     draws = torch.rand(7, 53, generator=seeded(), dtype=torch.float64)
-    expected = np.quantile(draws.numpy(), [0.025, 0.975], axis=1, method="hazen").T
+    expected = np.quantile(draws.numpy(), [0.025, 0.975], axis=1, method="weibull").T
     np.testing.assert_allclose(central_interval(draws), expected, rtol=1e-12)
     np.testing.assert_allclose(central_interval(draws, torch.full((53,), 2.0)), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("size", [1, 2, 9, 39])
 def test_the_interval_of_few_draws_is_all_of_them(size: int) -> None:
     draws = torch.rand(5, size, generator=seeded(), dtype=torch.float64)
     expected = torch.stack([draws.min(dim=1).values, draws.max(dim=1).values], dim=1)
@@ -67,14 +67,51 @@ def test_the_interval_of_few_draws_is_all_of_them(size: int) -> None:
 
 
 def test_a_weighted_interval_interpolates_between_the_middles_of_shares() -> None:
-    draws = torch.rand(6, 40, generator=seeded(), dtype=torch.float64)
-    weights = torch.rand(40, generator=seeded(1), dtype=torch.float64) ** 3
+    draws = torch.rand(6, 400, generator=seeded(), dtype=torch.float64)
+    weights = torch.rand(400, generator=seeded(1), dtype=torch.float64) ** 3
     weights[:5] = 0
+    size = float(weights.sum() ** 2 / weights.square().sum())
+    assert 39 < size < 200
+    tails = [(0.025 * (size + 1) - 0.5) / size, (0.975 * (size + 1) - 0.5) / size]
     for row, found in zip(draws.numpy(), central_interval(draws, weights), strict=True):
         order = np.argsort(row)
         shares = (weights.numpy() / weights.sum().item())[order]
-        expected = np.interp([0.025, 0.975], np.cumsum(shares) - shares / 2, row[order])
+        expected = np.interp(tails, np.cumsum(shares) - shares / 2, row[order])
         np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def share_held(size: int, *, weights_of: Any = None, repeats: int = 4000) -> tuple[float, float]:
+    """Mean and standard error of the probability that intervals of `size` skewed draws hold, drawn afresh each time."""
+    draws = 2 * torch.randn(repeats, size, generator=seeded(size), dtype=torch.float64) + 1
+    if weights_of is None:
+        ends = central_interval(torch.sigmoid(draws))
+    else:
+        rows = [central_interval(torch.sigmoid(row[None]), weights_of(row)) for row in draws]
+        ends = torch.cat(rows)
+    mean = 1.0 if weights_of is None else 2.0
+    held = torch.special.ndtr((torch.logit(ends) - mean) / 2).diff(dim=1)[:, 0]
+    return float(held.mean()), float(held.std() / math.sqrt(repeats))
+
+
+@pytest.mark.parametrize("size", [2, 5, 20, 38, 39, 60, 200])
+def test_an_interval_holds_its_level(size: int) -> None:
+    held, error = share_held(size)
+    level = interval_level(size)
+    assert level == pytest.approx(min(0.95, (size - 1) / (size + 1)))
+    assert held == pytest.approx(level, abs=4 * error + 0.002)  # linear between draws of a skewed distribution
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(40, 0.03), (300, 0.01)])
+def test_a_weighted_interval_holds_about_its_level(size: int, allowed: float) -> None:
+    """Draws of N(1, 4) weighted to N(2, 4): 0.78 S are effective, but fewer of them in the tail that was weighted up."""
+    held, error = share_held(size, weights_of=lambda row: (row / 4).softmax(dim=0), repeats=800)
+    row = 2 * torch.randn(10**5, generator=seeded(), dtype=torch.float64) + 1
+    kish = size * effective_draws(10**5, (row / 4).softmax(dim=0)) / 10**5
+    assert held == pytest.approx(min(0.95, (kish - 1) / (kish + 1)), abs=3 * error + allowed)
+
+
+def test_one_draw_has_no_level() -> None:
+    assert interval_level(1) is None
 
 
 @every_layout
@@ -93,7 +130,7 @@ def test_mc_gives_the_predicted_classs_interval(
     predicted = probs.mean(axis=0).argmax(axis=1)
     center = naive_probs(draws.mean(dim=1), features, layout)[0].argmax(axis=1)
     assert (predicted != center).sum() > 3
-    expected = np.quantile(probs[:, np.arange(40), predicted], [0.025, 0.975], axis=0, method="hazen").T
+    expected = np.quantile(probs[:, np.arange(40), predicted], [0.025, 0.975], axis=0, method="weibull").T
     np.testing.assert_allclose(prediction.interval, expected, atol=2e-5)
 
 
@@ -185,7 +222,7 @@ def test_kept_draws_are_those_of_the_integrator(name: str, cli: Cli, small_run: 
     assert content.interval is not None
     predicted = content.probs[:].argmax(axis=1)
     draws = content.probs_samples[:][:, np.arange(120), predicted].astype(np.float64)
-    expected = np.quantile(draws, [0.025, 0.975], axis=0, method="hazen").T
+    expected = np.quantile(draws, [0.025, 0.975], axis=0, method="weibull").T
     np.testing.assert_allclose(content.interval, expected, atol=1e-3)
 
 

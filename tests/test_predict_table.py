@@ -68,7 +68,18 @@ def test_an_npz_table_says_the_same_as_the_csv_one(cli: Cli, small_run: Path) ->
         assert table[name].tolist() == [row[name] for row in rows]
     for name in ("predicted", "label"):
         assert [classes[k] for k in table[name]] == [row[name] for row in rows]
-    for name in ("sample_id", "probability", "entropy", "mutual_info", "low", "high", "ab", "ab_low", "ab_high"):
+    for name in (
+        "sample_id",
+        "probability",
+        "entropy",
+        "mutual_info",
+        "low",
+        "high",
+        "level",
+        "ab",
+        "ab_low",
+        "ab_high",
+    ):
         texts = np.array([row[name] or "nan" for row in rows], dtype=np.float64)
         np.testing.assert_allclose(table[name], texts, rtol=1e-7)
     assert [";".join(classes[k] for k in row if k >= 0) for row in table["top_k"]] == [row["top_k"] for row in rows]
@@ -83,6 +94,18 @@ def test_the_interval_of_a_union_is_that_of_its_beta(cli: Cli, small_run: Path, 
     for name, level in (("some_low", 0.025), ("some_high", 0.975)):
         expected = stats.beta(union, alpha.sum(axis=1) - union).ppf(level)
         np.testing.assert_allclose([float(row[name]) for row in rows], expected, rtol=1e-6, atol=1e-12)
+
+
+def test_a_table_says_what_its_intervals_hold(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--split", "test", "--integrator", "mc", "--samples", 20, "--name", "few")
+    path = small_run.with_name("few.csv")
+    done = cli("predict", small_run, *words, "--table", path, "--json")
+    assert {row["level"] for row in rows_of(path)} == {format(19 / 21, ".9g")}
+    output = done.json["outputs"][0]
+    assert (output["draws"], output["interval_level"]) == (20, pytest.approx(19 / 21))
+    again = cli("predict", small_run, *words)
+    assert "draws: few 20" in again.stderr
+    assert "few: too few draws for 95 %; its intervals hold 90.5 %" in again.stderr
 
 
 def test_blocks_do_not_change_a_table(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError, UsageError
+from bnncli.integrators._intervals import LEVEL
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
 from bnncli.registry import check_name, load_class, names
@@ -49,8 +50,8 @@ class Prediction:
         entropy: (N,) float32, nats, of the mean probabilities.
         mutual_info: (N,) float32, nats: entropy of the mean minus mean entropy of the draws, at least 0; None
             where the integrator has no draws.
-        interval: (N, 2) float32, the central 95 % of the posterior of the predicted class's probability; None where
-            the integrator has no such posterior.
+        interval: (N, 2) float32, the central 95 % of the posterior of the predicted class's probability, or less where
+            the draws are too few (`level_of`); None where the integrator has no such posterior.
         log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; None
             where the integrator has none.
         group_probs: (G, R, C) float32, mean probabilities of each of G groups of the draws at R of the N examples; None
@@ -180,6 +181,12 @@ def probs_of_draws(integrator: Integrator, posterior: Any, features: Tensor) -> 
         )
     probs: Tensor = integrator.probs_of_draws(posterior, features)
     return probs
+
+
+def level_of(integrator: Integrator) -> float | None:
+    """The level of the intervals of an integrator that was made ready: 0.95, less with few draws, None with one."""
+    level: float | None = getattr(integrator, "interval_level", LEVEL)
+    return level
 
 
 def can_use(name: str, kind: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest, with_reference_class
 from bnncli.integrators._groups import Groups
-from bnncli.integrators._intervals import central_interval
+from bnncli.integrators._intervals import central_interval, tail_shares
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
 
@@ -88,6 +88,7 @@ def average(
     interval = features.new_empty(num_examples, 2, dtype=torch.float32)
     guess = torch.empty(num_examples, dtype=torch.int64, device=features.device)
     means = _GroupMeans(groups, group_rows, probs)
+    tails = tail_shares(draws.num_draws, weights)
     for rows in example_slices:
         block = draws.at(features[rows])
         sums = _Sums(block.center, num_classes, draws.num_draws, groups)
@@ -102,13 +103,13 @@ def average(
         mutual_info[rows] = (total - sums.entropy).clamp_min(0).float()
         guess[rows] = sums.guess
         if draws.num_draws > 1:
-            interval[rows] = central_interval(sums.kept.T.contiguous(), weights)
+            interval[rows] = central_interval(sums.kept.T.contiguous(), weights, tails)
     if draws.num_draws < 2:
         return Prediction(probs, entropy_of_mean, mutual_info, group_probs=means.found)
     wrong = (probs.argmax(dim=1) != guess).nonzero().squeeze(1) if num_examples else guess
     for some_rows in wrong.split(max(1, example_slices[0].stop)) if len(wrong) else ():
         kept = _probs_of_class(draws, features[some_rows], probs[some_rows].argmax(dim=1), draw_slices)
-        interval[some_rows] = central_interval(kept.T.contiguous(), weights)
+        interval[some_rows] = central_interval(kept.T.contiguous(), weights, tails)
     return Prediction(probs, entropy_of_mean, mutual_info, interval, group_probs=means.found)
 
 

@@ -118,6 +118,16 @@ class WeightedMc:
         """Of the draws, with their weights."""
         return self.drawn.groups
 
+    @property
+    def num_draws(self) -> int:
+        """S."""
+        return self.drawn.num_draws
+
+    @property
+    def interval_level(self) -> float | None:
+        """Level of the interval, by the effective number of draws; None with a single draw."""
+        return self.drawn.interval_level
+
     def predict(
         self,
         posterior: HasDensity,

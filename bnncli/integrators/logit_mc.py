@@ -22,6 +22,7 @@ from bnncli.covariances._logit_root import LogitRoot
 from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
 from bnncli.integrators._averages import BlockDraws, average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
+from bnncli.integrators._intervals import interval_level
 from bnncli.integrators.mc import check_num_samples
 from bnncli.layout import HeadLayout
 from bnncli.posteriors import standard_normal
@@ -116,6 +117,16 @@ class DrawnLogitMc:
     noise: Tensor
     groups: Groups
     warning: str | None = None
+
+    @property
+    def num_draws(self) -> int:
+        """S."""
+        return self.noise.shape[0]
+
+    @property
+    def interval_level(self) -> float | None:
+        """Level of the interval; None with a single draw."""
+        return interval_level(self.num_draws)
 
     def predict(
         self,

@@ -17,6 +17,7 @@ from bnncli.errors import UsageError
 from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
 from bnncli.integrators._averages import average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
+from bnncli.integrators._intervals import interval_level
 from bnncli.integrators._theta_draws import NetworkDraws, ThetaDraws, draws_of
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
@@ -122,6 +123,16 @@ class DrawnMc:
     groups: Groups
     weights: Tensor | None = None
     warning: str | None = None
+
+    @property
+    def num_draws(self) -> int:
+        """S."""
+        return self.theta.shape[0]
+
+    @property
+    def interval_level(self) -> float | None:
+        """Level of the interval; None with a single draw."""
+        return interval_level(self.num_draws, self.weights)
 
     def predict(
         self,

@@ -67,7 +67,7 @@ class PredictOptions(Checked):
     top_k_cap: int | None = option(None, "Most classes that --top-k keeps; 10 by default.", minimum=1)
     table: str | None = option(
         None,
-        "Write everything that was predicted as one table, a row an example: .csv or .npz.",
+        "Write everything that was predicted as one table, a row an example: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws.",
         metavar="FILE",
         numeric=False,
     )

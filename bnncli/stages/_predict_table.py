@@ -13,6 +13,7 @@ import torch
 
 from bnncli import dirichlet
 from bnncli.errors import UsageError
+from bnncli.integrators._intervals import LEVEL
 from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
@@ -20,7 +21,7 @@ from bnncli.storage.side_outputs import check_side_output
 from bnncli.storage.tables import FIRST_COLUMNS, TOP_K, TableBlock, is_table, write_table
 
 BLOCK_PROBABILITIES = 1 << 22  # held at once
-_COLUMNS = (*FIRST_COLUMNS, "entropy", "mutual_info", "low", "high", "label", TOP_K, "classes")
+_COLUMNS = (*FIRST_COLUMNS, "entropy", "mutual_info", "low", "high", "level", "label", TOP_K, "classes")
 
 Array = np.ndarray[Any, Any]
 
@@ -111,6 +112,7 @@ def _block(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has
         return missing if values is None else values[rows]
 
     low_high = content.interval
+    level = content.header.meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
     columns: dict[str, Array] = {
         "sample_id": content.sample_id[rows],
         "predicted": predicted,
@@ -121,6 +123,7 @@ def _block(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has
         "max_logit": optional(content.max_logit),
         "low": optional(None if low_high is None else low_high[:, 0]),
         "high": optional(None if low_high is None else low_high[:, 1]),
+        "level": missing if low_high is None or level is None else np.full(len(probs), level),
         "label": np.full(len(probs), -1, dtype=np.int64) if content.labels is None else content.labels[rows],
     }
     if has_top_k:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.integrators import Integrator, join, prepare, probs_of_draws
+from bnncli.integrators import Integrator, join, level_of, prepare, probs_of_draws
 from bnncli.integrators._groups import Groups, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.prior import Prior
@@ -125,11 +125,13 @@ class Predictor:
             group_weights=None if groups is None else groups.weights.numpy(),
         )
         meta = {**self._meta(choice, split), "num_examples": len(content.probs), **notes_of(integrator)}
+        meta["draws"] = getattr(integrator, "num_draws", None)
+        meta["interval_level"] = None if content.interval is None else level_of(integrator)
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_predictions(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
 
-        return Computed(publish)
+        return Computed(publish, facts=facts_of(meta))
 
     def _meta(self, choice: Choice, split: Split) -> dict[str, Any]:
         return {
@@ -175,6 +177,11 @@ def notes_of(integrator: Integrator) -> dict[str, Any]:
     if hasattr(integrator, "warning"):
         notes["warning"] = integrator.warning
     return notes
+
+
+def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """What the result says of a prediction: number of draws and level of the intervals; null where it has none."""
+    return {name: meta.get(name) for name in ("draws", "interval_level")}
 
 
 def warn(run: Run, posterior: str, notes: dict[str, Any]) -> None:

@@ -43,12 +43,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a computation gives: how to publish it, numbers and lines for people, a negative verdict if any."""
+    """What a computation gives: how to publish it, numbers and lines for people, a negative verdict if any.
+
+    Attributes:
+        facts: what the JSON result says of this one output beside its path.
+    """
 
     publish: Publish
     metrics: dict[str, Any] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
     failure: BnnError | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def produce(
@@ -162,7 +167,7 @@ def _up_to_date(run: Run, request: Request, header: Header, when_fresh: Callable
 
 
 def _result(request: Request, action: str, digest: str, computed: Computed) -> Result:
-    output = {"role": request.role, "path": str(request.target), "content_digest": digest}
+    output = {"role": request.role, "path": str(request.target), "content_digest": digest, **computed.facts}
     return Result(
         action,
         [output],

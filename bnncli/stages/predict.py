@@ -8,11 +8,12 @@ from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, kept_rows
+from bnncli.integrators._intervals import LEVEL
 from bnncli.options import PredictOptions
 from bnncli.stages._inputs import Split, load_split, posterior_source
 from bnncli.stages._predict_plan import ALL, Choice, Plan, default_integrator, num_stored
 from bnncli.stages._predict_table import check_table_path, make_table, parse_merges
-from bnncli.stages._predict_work import Predictor, TrainData, warn
+from bnncli.stages._predict_work import Predictor, TrainData, facts_of, warn
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.stages._val_report import note_on_default
@@ -66,11 +67,24 @@ def run(run: Run, options: PredictOptions) -> Result:
             hint=run.suggest("status"),
         )
     counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
-    total.summary = [f"{counts}: {total.action.replace('_', ' ')}"] if not run.write.dry_run else []
+    if not run.write.dry_run:
+        total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
     if options.table is not None:
         files = [Path(output["path"]) for output in total.outputs]
         total.add(make_table(run, Path(options.table), files, merges=merges, classes=classes))
     return total
+
+
+def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
+    """How many draws each posterior was predicted with, and what their intervals hold where it is not 95 %."""
+    by_maker = {Path(output["path"]).parent.name: output for output in outputs if output.get("draws")}
+    counts = ", ".join(f"{maker} {output['draws']}" for maker, output in by_maker.items())
+    lines = [f"draws: {counts}"] if counts else []
+    for maker, output in by_maker.items():
+        level = output["interval_level"]
+        if level is not None and level < LEVEL:
+            lines.append(f"{maker}: too few draws for 95 %; its intervals hold {100 * level:.1f} %")
+    return lines
 
 
 def _warn_of_few_draws(run: Run, options: PredictOptions, candidate: Candidate) -> None:
@@ -169,7 +183,7 @@ def _predict(
 
         def when_fresh(header: Header) -> Computed:
             warn(run, source.path.stem, header.meta)
-            return Computed(lambda provenance, may_replace: header.content_digest)
+            return Computed(lambda provenance, may_replace: header.content_digest, facts=facts_of(header.meta))
 
         total.add(produce(run, request, compute, when_fresh=when_fresh))
     return total

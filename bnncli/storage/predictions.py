@@ -25,7 +25,8 @@ class PredictionFile:
         labels: (N,) int64 or None. sample_id: (N,) int64.
         classes: the C class names.
         probs_samples: (S, N, C) float16, of every draw; only where they were asked for.
-        interval: (N, 2) float32, central 95 % of the posterior of the predicted class's probability.
+        interval: (N, 2) float32, central part of the posterior of the predicted class's probability; how much of it, meta's
+            `interval_level` says (95 % where it does not).
         log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters.
         energy: (N,) float32, -log sum exp of the logits at the posterior's mean.
         max_logit: (N,) float32, the largest of those.
