@@ -16,7 +16,7 @@ from bnncli import integrators
 from bnncli.errors import DataError
 from bnncli.integrators import _averages, _groups, load_integrator, prepare
 from bnncli.integrators._groups import Groups, group_ends, kept_rows, scramble_ends
-from bnncli.integrators.mc import DrawnMc, sample_in_runs
+from bnncli.integrators.mc import FEWEST_DRAWS, DrawnMc, sample_in_runs
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
@@ -225,3 +225,13 @@ def test_groups_of_an_ensembles_draws_hold_whole_rounds_of_its_repeats() -> None
         54,
         60,
     )
+
+
+def test_large_heads_are_predicted_with_fewer_draws_by_default() -> None:
+    integrator: Any = load_integrator("mc")
+    assert integrator.default_for(850) == integrator.default_for(67_000) == integrator.default_samples == 1000
+    assert integrator.default_for(2_049_000) == FEWEST_DRAWS
+    counts = [integrator.default_for(size) * size for size in (68_000, 200_000, 1_000_000)]
+    assert all(2**25 < count <= 2**26 for count in counts[:2])
+    quasi: Any = load_integrator("mc", qmc=True)
+    assert {quasi.default_for(size) for size in (850, 10**6)} == {256, 64}

@@ -204,7 +204,7 @@ def test_an_integrator_is_made_ready_once_with_the_target_of_the_posterior(
     assert (done.code, len(done.json["outputs"]), len(prepared)) == (0, 3, 1)
     assert {entry["role"] for entry in done.json["inputs"]} >= {"features.train", "posterior"}
     target = prepared[0]["target"]
-    assert (target.prior.weight_precision, target.num_examples, prepared[0]["num_samples"]) == (10.0, 240, 20)
+    assert (target.prior.weight_precision, target.num_examples, prepared[0]["num_samples"]) == (10.0, 240, 1000)
     assert done.json["warnings"] == ["laplace: the weights are uneven"]
     assert meta(read(small_run, "laplace.mc"))["pareto_k"] == 0.9
 

@@ -72,7 +72,12 @@ def group_ends(num_draws: int, *, most: int = NUM_GROUPS, starts: Sequence[int] 
 
 
 def scramble_ends(num_draws: int) -> tuple[int, ...]:
-    """Ends of the scrambles that S Sobol points are drawn in: eight, fewer below 16 draws."""
+    """Ends of the scrambles that S Sobol points are drawn in: eight, fewer below 16 draws.
+
+    So many cost some evenness. 256 points, ResNet-20's head with a full covariance, left a root mean square error of a
+    probability of 0.00027 with draws of theta (one scramble 0.00025, plain draws 0.00116), of 0.00016 with draws of the
+    logits (0.00005, 0.00103).
+    """
     return group_ends(num_draws, most=max(1, min(NUM_SCRAMBLES, num_draws // 2)))
 
 

@@ -32,7 +32,7 @@ class PredictOptions(Checked):
     )
     samples: int | None = option(
         None,
-        "Draws of a sampling integrator; by default mc 20 (32 with --qmc), logit-mc 128, importance 1000, and all draws of a posterior that is draws (hmc).",
+        "Draws of a sampling integrator; by default mc 1000 (256 with --qmc; fewer of more than 67,000 weights), logit-mc 256, importance 1000, what fit-lbbnn wrote with --hidden, and all draws of a posterior that is draws (hmc).",
         minimum=1,
     )
     keep_samples: bool = option(

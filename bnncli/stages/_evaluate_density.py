@@ -17,13 +17,15 @@ from bnncli.evaluation.scores import label_scores
 from bnncli.evaluation.selection import selection_rows
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
-from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
+from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.stages._inputs import load_split, open_posterior
 from bnncli.stages._predict_plan import kind_of
 from bnncli.stages._prediction_groups import Group
 from bnncli.stages._run import Run
 from bnncli.storage.headers import read_header
+
+DRAWN_NETWORKS = 10  # whose shares of weights are told
 
 
 def is_latent(path: Path | None) -> bool:
@@ -61,7 +63,7 @@ def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]
     """Metric rows of the best repeat's density, and a histogram of the inclusion probabilities of each layer."""
     layout, best = posterior.model.layout, posterior.best
     inclusion = layout.weights(posterior.inclusion)
-    drawn = posterior.model.draw_weights(torch.full((DEFAULT_SAMPLES,), best), run.stream("evaluate/density"))[0]
+    drawn = posterior.model.draw_weights(torch.full((DRAWN_NETWORKS,), best), run.stream("evaluate/density"))[0]
     shares = [(part != 0).flatten(1).double().mean(dim=1) for part in layout.weights(drawn)]
     histograms = [{"layer": str(index), **inclusion_histogram(part)} for index, part in enumerate(inclusion)]
     return density_rows(inclusion, shares), histograms

@@ -110,9 +110,7 @@ class Plan:
             return None
         if header.kind == "samples":  # no more than there are
             return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
-        return (
-            self.samples or header.meta.get("default_samples") or cast(SamplingIntegrator, integrator).default_samples
-        )
+        return self.samples or header.meta.get("default_samples") or _default_samples(integrator, header)
 
     def _check(self, chosen: set[str]) -> None:
         """Raise UsageError for what none of the chosen integrators has, or one refuses."""
@@ -153,6 +151,14 @@ def num_stored(header: Header) -> int:
     """How many draws a posterior that is draws has; 0 where its header does not say."""
     metrics = header.meta.get("metrics", {})
     return int(metrics.get("chains", 0) * metrics.get("draws", 0))
+
+
+def _default_samples(integrator: Integrator, header: Header) -> int:
+    """The integrator's default for a posterior of this size."""
+    if hasattr(integrator, "default_for"):
+        parts = header.meta.get("param_layout", [])
+        return int(integrator.default_for(sum(math.prod(part["shape"]) for part in parts)))
+    return cast(SamplingIntegrator, integrator).default_samples
 
 
 def gives_dirichlet(integrator: Integrator) -> bool:

@@ -15,6 +15,7 @@ from bnncli import memory
 from bnncli.inference.latent_fit import History, Plan, fit_latent
 from bnncli.inference.latent_search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.inference.latent_steps import Settings
+from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
@@ -23,7 +24,7 @@ from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling
 from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
-from bnncli.posteriors.latent_binary import DEFAULT_SAMPLES, LatentBinary
+from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._lbbnn_doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages._lbbnn_report import Data, measure, summary
@@ -201,8 +202,7 @@ def _compute(
         "num_examples": len(features),
         "metrics": metrics,
         "classes": train.content.classes,
-        # As many draws of each repeat.
-        "default_samples": options.repeats * math.ceil(DEFAULT_SAMPLES / options.repeats),
+        "default_samples": default_samples(layout, options.repeats),
     }
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
@@ -254,6 +254,12 @@ def _posterior(run: Run, model: LatentModel, history: History) -> LatentBinary:
     with torch.no_grad():
         means = model.multiplier_means(run.stream("fit-lbbnn/multipliers"))
     return LatentBinary(model, tuple(means), best)
+
+
+def default_samples(layout: NetworkLayout, num_repeats: int) -> int:
+    """Draws of a prediction when nobody says: as many of each repeat, of a head as of any other posterior's."""
+    wanted = DEFAULT_NETWORKS if layout.num_layers > 1 else Mc().default_samples
+    return num_repeats * math.ceil(affordable_draws(wanted, layout.num_params) / num_repeats)
 
 
 def _param_layout(layout: NetworkLayout) -> list[dict[str, Any]]:

@@ -59,6 +59,10 @@ def check_artifact(path: Path) -> Header:
     elif header.kind == "predictions":
         content = read_predictions(path)
         check_probabilities(content.probs, len(content.classes))
+        if content.group_probs is not None and content.group_weights is not None:
+            # A group without weight has no probabilities, and zeros in their place.
+            for group in content.group_probs[content.group_weights > 0]:
+                check_probabilities(group, len(content.classes))
     elif header.kind == "metrics":
         read_metrics(path)
     else:
