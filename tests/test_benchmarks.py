@@ -156,3 +156,12 @@ def test_given_moments_are_those_of_the_posterior(monkeypatch: pytest.MonkeyPatc
     for is_projected in (False, True):
         mine = given.logit_marginals(given.examples[2:5], is_projected=is_projected)
         torch.testing.assert_close(mine, posterior.logit_marginals(features[2:5], is_projected=is_projected))
+
+
+def test_the_coverage_of_calibration_errors_is_reported_for_every_form(tmp_path: Path) -> None:
+    rows = report_of("calibration.py", tmp_path)["rows"]
+    assert len(rows) == 7
+    for row in rows:
+        assert row["trials"] == 20
+        assert row["coverage"] + row["above"] + row["below"] == pytest.approx(1)
+        assert row["coverage"] >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 20)

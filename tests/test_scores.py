@@ -190,11 +190,14 @@ def test_defined_rows_are_strict_json_without_a_reason() -> None:
     defined = [row for row in rows if row["name"] not in two_classes and not row["name"].startswith(ranked)]
     assert all("undefined" not in row and isinstance(row["value"], float) for row in defined)
     assert all(row["interval"]["low"] <= row["interval"]["high"] for row in defined)
-    assert all(row["interval"]["replicates"] == 20 for row in defined)
+    errors = [row for row in defined if row["name"] in ("ece", "mce")]
+    assert all(row["interval"]["replicates"] == 20 for row in defined if row not in errors)
+    assert all({"floor", "excess", "p_calibrated"} <= row.keys() for row in errors)
+    assert len(errors) == 7
     assert "standard_error" not in rows_of(*predictions(7))[0]
 
 
-def test_the_uncertainty_of_means_is_the_textbook_one_and_of_errors_mirrored() -> None:
+def test_the_uncertainty_of_means_is_the_textbook_one_and_of_calibration_errors_inverted() -> None:
     probs, labels = predictions(5)
     rows = {row["name"]: row for row in reversed(rows_of(probs, labels, bootstrap=Bootstrap(2000)))}
     rate = rows["accuracy"]["value"]
@@ -202,8 +205,8 @@ def test_the_uncertainty_of_means_is_the_textbook_one_and_of_errors_mirrored() -
     losses = nll_per_example(probs, labels)
     assert rows["nll"]["standard_error"] == pytest.approx(losses.std() / math.sqrt(200), rel=0.1)
     methods = {name: row["interval"]["method"] for name, row in rows.items() if row["value"] is not None}
-    basic = {name for name, method in methods.items() if method == "basic"}
-    assert basic == {"ece", "mce"}
+    others = {name: method for name, method in methods.items() if method != "percentile"}
+    assert others == {"ece": "inverted", "mce": "clopper-pearson"}
 
 
 def test_one_example_has_scores_but_no_uncertainty() -> None:
@@ -220,12 +223,13 @@ def test_dear_scores_get_the_replicates_that_they_can_afford(monkeypatch: pytest
     monkeypatch.setattr(rows_module, "MOST_OPERATIONS", 150 * 5 * 200)
     monkeypatch.setattr(bootstrap_module, "BLOCK_WEIGHTS", 70 * 200)
     some = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
-    assert every["ececlass-wise"]["interval"]["replicates"] == 300
-    assert some["ececlass-wise"]["interval"]["replicates"] == 150
+    assert every["ececlass-wise"]["standard_error"] != some["ececlass-wise"]["standard_error"]
+    assert every["ececlass-wise"]["interval"] == some["ececlass-wise"]["interval"]
     assert some["accuracyNone"] == every["accuracyNone"]
     monkeypatch.setattr(rows_module, "MOST_OPERATIONS", 90 * 5 * 200)
     none = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
-    assert none["ececlass-wise"]["interval"] is None
+    assert none["ececlass-wise"]["standard_error"] is None
+    assert none["ececlass-wise"]["interval"] == every["ececlass-wise"]["interval"]
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,20 @@
 
 Guo et al. (2017), arXiv 1706.04599, eq. (3) and (5), with every example in a bin: confidences of exactly 0 are in the
 first bin and those of exactly 1 in the last. Bins of equal mass: Nguyen and O'Connor (2015), arXiv 1508.05154. Debiased:
-Kumar, Liang and Ma (2019), arXiv 1909.10155, section 5. Replicates of the bootstrap keep the bins of the sample. Mirrored 95 % intervals hold the truth about nine
-times in ten where it is well above the noise, and three times in four where it is 0 (2,000 examples, 15 bins; intervals
-from quantiles never hold a truth of 0).
+Kumar, Liang and Ma (2019), arXiv 1909.10155, section 5. The bins of a sample are those of its replicates, of the floor and
+of the population that intervals are about (bnncli.evaluation.calibrated).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bnncli.evaluation.calibrated import Form, against_chance, drawn_gaps, floor_of, largest_gap
 from bnncli.evaluation.examples import Examples
 from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
 
@@ -38,6 +39,15 @@ class Reliability:
     count: NDArray[np.int64]
     confidence: Floats
     accuracy: Floats
+
+
+class Bins(NamedTuple):
+    """Sums (M,) over the examples of bins, none of them empty: how many, stated probabilities, their squares, events."""
+
+    size: Floats
+    stated: Floats
+    squares: Floats
+    observed: Floats
 
 
 def reliability(examples: Examples, *, num_bins: int = NUM_BINS, strategy: str = "equal-width") -> Reliability:
@@ -103,19 +113,75 @@ def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str)
             found.append(_debiased(count, mean_gap, sums[..., 2] / np.maximum(count, 1)))
         return np.stack(found, axis=1)
 
-    return Scores(members, statistic)
+    def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+        bins = binned(confidence, is_right, index, num_bins=num_bins)
+        return judged(
+            bins, [total_form(len(index)), _largest_form(bins), _debiased_form(bins)][: len(members)], generator, level
+        )
+
+    return Scores(members, statistic, against_chance=judge)
+
+
+def binned(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -> Bins:
+    """The bins that hold anything, of stated probabilities (N,) and of whether what they state has happened (N,)."""
+    count = np.bincount(index, minlength=num_bins)
+    is_used = count > 0
+    columns = (values, values**2, events)
+    stated, squares, observed = (np.bincount(index, column, num_bins)[is_used].astype(np.float64) for column in columns)
+    return Bins(count[is_used].astype(np.float64), stated, squares, observed)
+
+
+def judged(bins: Bins, forms: list[Form], generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+    """Floor, test and, with a level, interval of the errors of these forms: ECE, MCE and the debiased one."""
+    gaps = drawn_gaps(*bins, generator=generator)
+    if level is None:
+        return [floor_of(gaps, form) for form in forms]
+    return [
+        against_chance(gaps, form, level=level)
+        if form.is_inverted
+        else {**floor_of(gaps, form), "interval": largest_gap(*bins, level=level)}
+        for form in forms
+    ]
+
+
+def total_form(size: float) -> Form:
+    """The sum of absolute gaps, as a share of `size` examples."""
+    return Form(lambda x: np.abs(x).sum(axis=1) / size, lambda x: float(np.abs(x).sum() / size))
+
+
+def _largest_form(bins: Bins) -> Form:
+    size = bins.size
+    return Form(lambda x: (np.abs(x) / size).max(axis=1), lambda x: float((np.abs(x) / size).max()), is_inverted=False)
+
+
+def _debiased_form(bins: Bins) -> Form:
+    """The signed root, so that samples below 0 are told apart."""
+    size, stated = bins.size, bins.stated / bins.size
+
+    def estimate(gaps: Floats) -> Floats:
+        square = _debiased_square(size, np.abs(gaps) / size, np.clip(stated - gaps / size, 0.0, 1.0))
+        return np.sign(square) * np.sqrt(np.abs(square))
+
+    return Form(estimate, lambda x: float(np.sqrt((x**2 / size).sum() / size.sum())))
 
 
 def _debiased(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
     """Root (b,) of the mean squared gap less what the noise of the accuracies adds to it; 0 where that is more.
 
-    Kumar, Liang and Ma (2019), definition 5.2: E_b = gap^2 - accuracy (1 - accuracy) / (n - 1). Bins of one example say
-    nothing: NaN where there are no others.
+    Bins of one example say nothing: NaN where there are no others.
+    """
+    error = np.sqrt(np.maximum(0.0, _debiased_square(count, gap, accuracy)))
+    return np.where((count > 1).any(axis=-1), error, np.nan)
+
+
+def _debiased_square(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
+    """The mean square (b,) of which the debiased error is the root; below 0 where noise is more than the gaps.
+
+    Kumar, Liang and Ma (2019), definition 5.2: E_b = gap^2 - accuracy (1 - accuracy) / (n - 1).
     """
     noise = accuracy * (1 - accuracy) / np.maximum(count - 1, 1)
     square = np.where(count > 1, gap**2 - noise, 0.0)
-    error = np.sqrt(np.maximum(0.0, (count * square).sum(axis=1) / count.sum(axis=1)))
-    return np.where((count > 1).any(axis=1), error, np.nan)
+    return (count * square).sum(axis=-1) / count.sum(axis=-1)
 
 
 def _published(confidence: NDArray, is_right: NDArray) -> Scores:
@@ -143,12 +209,16 @@ def _published(confidence: NDArray, is_right: NDArray) -> Scores:
         gap = np.abs(sums[..., 1]).sum(axis=1)
         return np.divide(gap, used, out=np.full(len(gap), np.nan), where=used > 0)[:, None]
 
-    return Scores([score], statistic)
+    def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+        bins = binned(confidence[is_used], is_right[is_used], index[is_used], num_bins=PUBLISHED_BINS)
+        return judged(bins, [total_form(int(is_used.sum()))], generator, level)
+
+    return Scores([score], statistic, against_chance=judge)
 
 
 def _score(name: str, choices: dict[str, object], **more: object) -> Score:
     make: Callable[..., Score] = Score
-    return make(name, choices, False, method="basic", bounds=(0.0, 1.0), **more)
+    return make(name, choices, False, bounds=(0.0, 1.0), **more)
 
 
 def _edges(confidence: NDArray, num_bins: int, strategy: str) -> Floats:

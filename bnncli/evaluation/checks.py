@@ -44,6 +44,7 @@ _NO_CHOICES = {
     "bandwidth_rule",
     "threshold",
     "unit",
+    "note",
     "num_clamped",
     "num_used",
     "draws",

@@ -6,11 +6,13 @@ arXiv 1910.12656: the mean over classes of the binned gap between the probabilit
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from bnncli.evaluation.calibration import NUM_BINS
+from bnncli.evaluation.calibration import NUM_BINS, Bins, judged, total_form
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
 
@@ -23,7 +25,7 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
         labels: (N,) or None.
     """
     choices = {"bins": num_bins, "strategy": "class-wise", "norm": "l1"}
-    members = [Score("ece", choices, False, method="basic", bounds=(0.0, 1.0))]
+    members = [Score("ece", choices, False, bounds=(0.0, 1.0))]
     if labels is None:
         return Scores(members, None, NO_LABELS)
     num_classes = probs.shape[1]
@@ -35,7 +37,30 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
             sums += gaps.T @ weights[:, rows].T.astype(np.float64)
         return np.abs(sums).sum(axis=0)[:, None] / (num_classes * len(probs))
 
-    return Scores(members, statistic, cost=float(num_classes))
+    def judge(generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+        bins = class_bins(probs, labels, num_bins=num_bins)
+        return judged(bins, [total_form(float(bins.size.sum()))], generator, level)
+
+    return Scores(members, statistic, cost=float(num_classes), against_chance=judge)
+
+
+def class_bins(probs: NDArray, labels: NDArray, *, num_bins: int) -> Bins:
+    """The bins of every class that hold anything, of the probability of the class and of whether it is the label.
+
+    Of two classes the second's alone: the first's are their mirror images, and the same gaps twice would pass for twice
+    as many. Labels of more classes are drawn as if independent, which leaves the spread of the error within 10 %.
+    """
+    num_classes = probs.shape[1]
+    chosen = np.arange(num_classes)[-1:] if num_classes == 2 else np.arange(num_classes)
+    sums = np.zeros((4, len(chosen) * num_bins))
+    edges = np.linspace(0.0, 1.0, num_bins + 1)
+    for rows in row_blocks(len(probs), num_classes):
+        block = np.array(probs[rows], dtype=np.float64)[:, chosen]
+        place = np.searchsorted(edges[1:-1], block, side="left") + num_bins * np.arange(len(chosen))
+        is_label = labels[rows][:, None] == chosen
+        for total, values in zip(sums, (np.ones_like(block), block, block**2, is_label), strict=True):
+            total += np.bincount(place.ravel(), weights=values.ravel(), minlength=len(total))
+    return Bins(*sums[:, sums[0] > 0])
 
 
 def _gaps(probs: NDArray, labels: NDArray, num_bins: int) -> sparse.csr_array:

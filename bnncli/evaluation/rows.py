@@ -18,6 +18,7 @@ from bnncli.evaluation.examples import Examples
 from bnncli.evaluation.ranking import ranking_scores
 from bnncli.evaluation.scores import Score, Scores, label_scores, prediction_scores
 from bnncli.evaluation.selective import selective_scores
+from bnncli.seeds import stream_seed
 
 Row = dict[str, Any]
 
@@ -58,6 +59,7 @@ def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Boot
     replicates = _replicates(scores, values, split, bootstrap)
     rows = []
     for group, found, drawn in zip(scores, values, replicates, strict=True):
+        chances = _against_chance(group, found, split, bootstrap)
         for i, score in enumerate(group.members):
             reason = (group.undefined if group.statistic is None else "empty split") if found is None else None
             value = None if found is None or math.isnan(found[i]) else float(found[i])
@@ -67,8 +69,32 @@ def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Boot
                 row["undefined"] = reason or score.when_nan
             elif bootstrap is not None:
                 row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i])
+            if value is not None and chances is not None:
+                row |= _told(value, chances[i])
             rows.append(row)
     return rows
+
+
+def _against_chance(
+    group: Scores, found: NDArray | None, split: tuple[str, int], bootstrap: Bootstrap | None
+) -> list[Row] | None:
+    """Floors, tests and intervals of a group of calibration errors; None for other scores, and where all are undefined."""
+    if group.against_chance is None or found is None or np.isnan(found).all():
+        return None
+    seed, level = (0, None) if bootstrap is None else (bootstrap.seed, bootstrap.level if split[1] > 1 else None)
+    purpose = f"calibration/{group.members[0].choices['strategy']}/{split[0]}/{split[1]}"
+    return group.against_chance(np.random.default_rng(stream_seed(seed, purpose)), level)
+
+
+def _told(value: float, chance: Row) -> Row:
+    """What a row of a calibration error gains, with a word where its interval leaves the value out."""
+    row = {**chance, "excess": value - chance["floor"]}
+    ends = chance.get("interval")
+    if ends is not None and value > ends["high"]:
+        row["note"] = (
+            "the value is above its interval: it contains the floor, what a calibrated model of this size scores"
+        )
+    return row
 
 
 def _estimate(group: Scores, size: int) -> NDArray | None:

@@ -30,7 +30,7 @@ class Score:
         name: accuracy, nll, ece and so on.
         choices: what tells its forms apart and defines the number.
         higher_is_better: None where neither is.
-        method: of its bootstrap interval: basic for what resampling biases upwards, percentile for the rest.
+        method: of its bootstrap interval.
         bounds: its range.
         facts: numbers that are told with it, such as how many probabilities were clamped.
         when_nan: why it is undefined where the statistic is NaN.
@@ -54,12 +54,15 @@ class Scores:
         statistic: weights (b, N), whole numbers whose rows sum to N, to the scores (b, m); None where undefined.
         undefined: the reason.
         cost: operations an example and replicate, relative to a mean's; dear scores get fewer replicates.
+        against_chance: of calibration errors: a generator and the level of the intervals, or None for none, to what the
+            row of each member gains: `floor`, `p_calibrated` and, with a level, its `interval`.
     """
 
     members: Sequence[Score]
     statistic: Statistic | None
     undefined: str | None = None
     cost: float = 1.0
+    against_chance: Callable[[np.random.Generator, float | None], list[dict[str, Any]]] | None = None
 
 
 def means(members: Sequence[Score], values: Sequence[NDArray]) -> Scores:

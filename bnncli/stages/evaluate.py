@@ -27,7 +27,7 @@ from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source
 
-ALGO_REV = 1
+ALGO_REV = 2
 
 
 def run(run: Run, options: EvaluateOptions) -> Result:
