@@ -1,4 +1,4 @@
-"""Assertions about scores, as text: `ece<=0.02`, `laplace.mc.auroc:kmnist>=0.8`, `nll<map.nll`; parsed and written back."""
+"""Assertions about scores, as text: `ece<=0.02`, `laplace.mc.auroc:kmnist>=0.8`, `ece-excess<=0.01`, `nll<map.nll`; parsed and written back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from bnncli.errors import UsageError
 
-GRAMMAR = (
-    "[POSTERIOR[.INTEGRATOR].]METRIC[:CHOICE...][@SPLIT] and then <=, <, >=, >, == or != and a number, or another score"
-)
+GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT] and then <=, <, >=, >, == or != and a number, or another score"
+FLOORED = ("ece", "mce")  # metrics that a calibrated model scores above 0 by chance
+# What can be asked of a metric instead of its value, and which metrics have it (none named: every one).
+PARTS: dict[str, tuple[str, ...]] = {"excess": FLOORED, "floor": FLOORED, "low": (), "high": ()}
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -23,23 +24,34 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }
 _NAME, _DOTTED = r"[A-Za-z0-9][A-Za-z0-9_-]*", r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _QUANTITY = re.compile(
-    rf"(?:({_NAME})\.)?(?:({_NAME})\.)?([a-z][a-z0-9_]*)((?::{_DOTTED})*)(?:@({_DOTTED}))?", re.ASCII
+    rf"(?:({_NAME})\.)?(?:({_NAME})\.)?([a-z][a-z0-9_]*)(?:-([a-z]+))?((?::{_DOTTED})*)(?:@({_DOTTED}))?", re.ASCII
 )
 
 
 class Quantity(NamedTuple):
-    """A score: its metric, the choices that tell its forms apart, of which posterior, integrator and split (None: not said)."""
+    """A score: its metric, the choices that tell its forms apart, of which posterior, integrator and split (None: not said).
+
+    `part` is what is asked of it, one of PARTS: its value above that of a calibrated model (`excess`), that value (`floor`),
+    an end of its interval (`low`, `high`); None: the value.
+    """
 
     metric: str
     choices: tuple[str, ...] = ()
     posterior: str | None = None
     integrator: str | None = None
     split: str | None = None
+    part: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The score alone: metric, part and choices."""
+        metric = self.metric if self.part is None else f"{self.metric}-{self.part}"
+        return ":".join((metric, *self.choices))
 
     def __str__(self) -> str:
         names = "".join(f"{name}." for name in (self.posterior, self.integrator) if name is not None)
         split = "" if self.split is None else f"@{self.split}"
-        return names + ":".join((self.metric, *self.choices)) + split
+        return names + self.label + split
 
 
 class Assertion(NamedTuple):
@@ -66,7 +78,7 @@ def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
         metrics: the names a metric can have.
 
     Raises:
-        UsageError: the text does not follow the grammar, a metric is unknown, a number is not finite.
+        UsageError: the text does not follow the grammar, a metric or a part is unknown, a number is not finite.
     """
     match = re.fullmatch(r"([^<>=!]*)(<=|>=|==|!=|<|>)([^<>=!]*)", text)
     if match is None:
@@ -85,7 +97,7 @@ def parse_assertion(text: str, flag: str, metrics: Sequence[str]) -> Assertion:
 def parse_score(text: str, flag: str, metrics: Sequence[str]) -> Quantity:
     """The score METRIC[:CHOICE...] that `text` says, of no posterior or split in particular. Raises UsageError otherwise."""
     match = _QUANTITY.fullmatch(text)
-    if match is None or any(match.group(place) is not None for place in (1, 2, 5)):
+    if match is None or any(match.group(place) is not None for place in (1, 2, 4, 6)):
         raise UsageError(f"{flag}: expected METRIC[:CHOICE...], as ece or auroc:mnist; got {text!r}")
     return _quantity(text, text, flag, metrics)
 
@@ -101,10 +113,17 @@ def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quanti
     match = _QUANTITY.fullmatch(part)
     if match is None:
         raise _refusal(flag, text)
-    posterior, integrator, metric, choices, split = match.groups()
+    posterior, integrator, metric, part, choices, split = match.groups()
     if metric not in metrics:
         raise UsageError(f"{flag}: unknown metric {metric!r} in {text!r}; expected one of {', '.join(metrics)}")
-    return Quantity(metric, tuple(choices.split(":")[1:]), posterior, integrator, split)
+    if part is not None and part not in PARTS:
+        raise UsageError(f"{flag}: unknown part {part!r} of {metric} in {text!r}; expected one of {', '.join(PARTS)}")
+    if part is not None and PARTS[part] and metric not in PARTS[part]:
+        owners = ", ".join(name for name in PARTS[part] if name in metrics)
+        raise UsageError(
+            f"{flag}: {metric} has no {part} in {text!r}; there is one of {owners}, and of {metric} low and high"
+        )
+    return Quantity(metric, tuple(choices.split(":")[1:]), posterior, integrator, split, part)
 
 
 def _refusal(flag: str, text: str) -> UsageError:

@@ -9,7 +9,7 @@ import pytest
 
 from bnncli.assertions import Quantity, parse_assertion, parse_score
 from bnncli.errors import MissingInput, UsageError
-from bnncli.evaluation.checks import check_names, failure_text, forms, hold_against
+from bnncli.evaluation.checks import Absent, check_names, failure_text, forms, hold_against
 
 Cli = Any
 METRICS = ("nll", "ece", "auroc", "mmd2")
@@ -51,6 +51,8 @@ def checked(text: str, rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         "ece!=1",
         "mmd2:unbiased<=0.01",
         "nll@test-2.x==-3",
+        "laplace.mc.ece-excess:equal-mass@val<=0.01",
+        "nll-high<map.nll-low",
     ],
 )
 def test_an_assertion_is_written_back_as_it_was(text: str) -> None:
@@ -75,7 +77,9 @@ def test_anything_else_is_refused_with_the_grammar(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("0.1>nll", "put the score there"), ("nll<nan", "finite"), ("nll<inf", "finite"), ("nil<1", "unknown metric 'nil'"), ("nll<map.nil", "unknown metric 'nil'")],
+    [("0.1>nll", "put the score there"), ("nll<nan", "finite"), ("nll<inf", "finite"), ("nil<1", "unknown metric 'nil'"), ("nll<map.nil", "unknown metric 'nil'"),
+     ("ece-exces<1", "unknown part 'exces' of ece in 'ece-exces<1'; expected one of excess, floor, low, high"),
+     ("nll-floor<1", "nll has no floor in 'nll-floor<1'; there is one of ece, and of nll low and high")],
 )  # fmt: skip
 def test_what_means_nothing_is_refused_with_its_reason(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
@@ -84,7 +88,7 @@ def test_what_means_nothing_is_refused_with_its_reason(text: str, why: str) -> N
 
 def test_a_score_alone_has_no_posterior_and_no_split() -> None:
     assert parse_score("auroc:far", "--metric", METRICS) == Quantity("auroc", ("far",))
-    for text in ("map.nll", "nll@val", "nll<1", ""):
+    for text in ("map.nll", "nll@val", "nll<1", "", "ece-excess"):
         with pytest.raises(UsageError, match="expected METRIC"):
             parse_score(text, "--metric", METRICS)
 
@@ -183,6 +187,56 @@ def test_a_distance_to_the_reference_is_not_asked_of_the_reference_itself() -> N
         checked("mmd2<=0.01", rows[1:])
 
 
+def test_a_part_of_a_score_is_what_is_compared() -> None:
+    ece = [{"value": 0.024, "floor": 0.02, "excess": 0.004, "interval": {"low": 0.0, "high": 0.015}}]
+    rows = [row("a", ece=ece, nll=[{"value": 0.3, "interval": None}])]
+    texts = ("ece<=0.02", "ece-excess<=0.01", "ece-excess<=0.003", "ece-floor==0.02", "ece-low<=0", "ece-high<=0.01")
+    assert [checked(text, rows)[0][1] for text in texts] == [False, True, False, True, True, False]
+    checks = hold_against([assertion("ece-high<=0.01"), assertion("nll-high<1")], rows)
+    assert failure_text(checks) == (
+        "ece-high of a (mc, test) is 0.015, asserted ece-high<=0.01; "
+        "nll-high of a (mc, test) is undefined (it has no interval), asserted nll-high<1"
+    )
+
+
+STALE = Absent("refine", "refine.mc", "it is stale")
+
+
+def test_what_is_asserted_of_every_posterior_fails_for_one_that_is_absent() -> None:
+    checks = hold_against([assertion("nll<1")], ROWS, [STALE, Absent("hmc", "hmc", "it has no predictions")])
+    assert [check["holds"] for check in checks] == [True, True, True, False, False]
+    assert failure_text(checks) == (
+        "nll of refine.mc is not known (it is stale), asserted nll<1; "
+        "nll of hmc is not known (it has no predictions), asserted nll<1"
+    )
+
+
+def test_an_absent_posterior_that_is_named_on_either_side_fails_and_others_are_not_its_matter() -> None:
+    for text in ("refine.nll<1", "refine.mc.nll<1", "nll<refine.nll", "map.nll<refine.nll"):
+        check_names([assertion(text)], ROWS, [STALE])
+        (check,) = hold_against([assertion(text)], ROWS, [STALE])
+        assert (check["holds"], check["name"], check["reason"]) == (False, "refine.mc", "it is stale")
+    assert [holds for _, holds in checked_with("map.nll<1", [STALE])] == [True]
+    assert [name for name, holds in checked_with("nll<map.nll", [STALE]) if not holds] == ["refine.mc"]
+    half = [Absent("laplace", "laplace.bridge", "it is stale")]
+    assert [name for name, holds in checked_with("laplace.nll<1", half) if not holds] == ["laplace.bridge"]
+    assert [name for name, holds in checked_with("laplace.probit.nll<1", half) if not holds] == []
+
+
+def checked_with(text: str, absent: list[Absent]) -> list[tuple[str, bool]]:
+    return [(check["name"], check["holds"]) for check in hold_against([assertion(text)], ROWS, absent)]
+
+
+def test_predictions_of_other_splits_alone_are_absent_too_and_the_reference_of_a_distance_is_not() -> None:
+    rows = [row("a", nll=0.1, mmd2=0.0), row("b", split="val", nll=0.1, mmd2=0.0)]
+    checks = hold_against([assertion("nll<1")], rows)
+    assert [(c["posterior"], c["holds"]) for c in checks] == [("a", True), ("b", False)]
+    assert checks[1]["reason"] == "no predictions of split 'test'"
+    absent = [Absent("hmc", "hmc", "it has no predictions")]
+    checks = hold_against([assertion("mmd2<1")], rows[:1], absent, reference="hmc")
+    assert [check["holds"] for check in checks] == [True]
+
+
 def test_the_failure_names_every_number_that_failed() -> None:
     checks = hold_against([assertion("ece<=0.01"), assertion("nll<map.nll"), assertion("map.nll<laplace.mc.nll")], ROWS)
     assert failure_text(checks) == (
@@ -259,3 +313,40 @@ def test_assertions_come_from_a_configuration_file_and_the_environment(
 def test_a_dry_run_checks_names_and_holds_nothing(cli: Cli, small_run: Path) -> None:
     assert cli("evaluate", small_run, "--dry-run", "--assert", "nll<0").code == 0
     assert cli("evaluate", small_run, "--dry-run", "--assert", "nobody.nll<0").code == 66
+
+
+def test_a_stale_posterior_is_not_passed_over_by_an_assertion(cli: Cli, small_run: Path) -> None:
+    import numpy as np
+
+    arrays = dict(np.load(small_run.with_name("features.npz")))
+    arrays["labels_train"] = (arrays["labels_train"] + (np.arange(240) % 7 == 0)) % 3
+    np.savez(small_run.with_name("other.npz"), **arrays)
+    words = ("--from-npz", small_run.with_name("other.npz"), "--ood", "far", "--force")
+    assert cli("extract-features", small_run, *words).code == 0
+    assert cli("predict", small_run).code == 0
+    assert cli("evaluate", small_run).code == 0
+    done = cli("evaluate", small_run, "--assert", "nll<100")
+    assert done.code == 3
+    assert "nll of laplace.mc is not known (" in done.stderr
+    assert "stale" in done.stderr
+    assert "nll of map " not in done.stderr.partition("nll of laplace.mc")[2].partition("\n")[0]
+    assert cli("evaluate", small_run, "--assert", "laplace.nll<100").code == 3
+    assert cli("evaluate", small_run, "--assert", "map.nll<100").code == 0
+    document = cli("evaluate", small_run, "--assert", "nll<100", "--json").json
+    assert {c["posterior"] for c in document["checks"] if not c["holds"]} == {"laplace", "refine", "hmc"}
+
+
+def test_a_posterior_without_predictions_fails_what_is_asserted_of_all(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-laplace", small_run, "--prior-precision", 3, "--name", "new").code == 0
+    done = cli("evaluate", small_run, "--assert", "nll<100")
+    assert (done.code, "nll of new is not known (it has no predictions)" in done.stderr) == (3, True)
+    assert cli("evaluate", small_run, "--assert", "nll<100", "--posterior", "map").code == 0
+
+
+def test_ends_of_intervals_and_excess_are_asserted_from_the_command_line(cli: Cli, small_run: Path) -> None:
+    words = ("--assert", "map.ece-low<=0.5", "--assert", "map.ece-excess:class-wise<=0.5", "--assert", "map.mce-high>0")
+    assert cli("evaluate", small_run, *words).code == 0
+    assert cli("evaluate", small_run, "--assert", "map.ece-excess>1").code == 3
+    refused = cli("evaluate", small_run, "--bootstrap", 0, "--force", "--assert", "ece-low<1")
+    assert (refused.code, "--assert: there are no intervals with --bootstrap 0" in refused.stderr) == (2, True)
+    assert cli("evaluate", small_run, "--bootstrap", 0, "--force", "--assert", "ece-floor<1").code == 0

@@ -4,12 +4,15 @@ What an assertion leaves out is filled in by rule. No posterior: every one, but 
 posterior on the right, the reference of a distance). No integrator: every one on the left; on the right the only one, or
 the one the left has. No split: test, or the only one; on the right the one the left has. No choice: the usual form of the
 score (`USUAL`). Whatever is still not one score is an error that names the choices.
+
+A posterior of the run whose predictions are stale or not there has no rows and is absent: what is asserted of it, by name
+or of every posterior, fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bnncli.assertions import Assertion, Quantity
 from bnncli.errors import MissingInput, UsageError
@@ -52,7 +55,18 @@ _NO_CHOICES = {
 }
 
 
-def check_names(assertions: Sequence[Assertion], rows: Sequence[Row]) -> None:
+_DISTANCES = ("mmd2", "wasserstein", "mean_error", "covariance_error")  # to a reference, which has none to itself
+
+
+class Absent(NamedTuple):
+    """A posterior of the run without usable predictions: its name, theirs where they are there but stale, and the reason."""
+
+    posterior: str
+    name: str
+    reason: str
+
+
+def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = ()) -> None:
     """Raise before the work when a posterior, an integrator or a split that is named is not there.
 
     Args:
@@ -62,21 +76,34 @@ def check_names(assertions: Sequence[Assertion], rows: Sequence[Row]) -> None:
         MissingInput: the name is not there. UsageError: the split or the integrator is not told.
     """
     for assertion in assertions:
+        if _absent_by_name(assertion, rows, absent):
+            continue
         for left in _left_rows(assertion, rows):
             if isinstance(assertion.right, Quantity):
                 _right_row(assertion.right, rows, left)
 
 
-def hold_against(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[Row]:
+def hold_against(
+    assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = (), *, reference: str | None = None
+) -> list[Row]:
     """A row for every score that an assertion is about: expr, holds, name, posterior, integrator, split, left, right.
 
     A score that is undefined, or that a posterior lacks while others have it, fails: left or right is None, and `reason`
-    says why.
+    says why. So does one of an absent posterior, whose integrator and split are None where they are not named.
+
+    Args:
+        absent: the posteriors of the run that have no rows.
+        reference: name of the posterior that distances are measured to, of which none is asked for.
 
     Raises:
         MissingInput, UsageError: as check_names; or no posterior has the score, or several forms of it are meant.
     """
-    return [check for assertion in assertions for check in _checks(assertion, rows)]
+    checks = []
+    for assertion in assertions:
+        named = _absent_by_name(assertion, rows, absent)
+        checks += [] if named else _checks(assertion, rows)
+        checks += named or _absent_of_all(assertion, rows, absent, reference)
+    return checks
 
 
 def failure_text(checks: Sequence[Row]) -> str | None:
@@ -106,6 +133,51 @@ def forms(metrics: Sequence[Row]) -> list[str]:
     return names
 
 
+def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent]) -> list[Row]:
+    """The failing checks of an assertion that names an absent posterior which has no rows of another integrator."""
+    for side in (assertion.left, assertion.right):
+        if isinstance(side, Quantity) and side.posterior is not None:
+            there = [row for row in rows if side.posterior in (row["posterior"], _name(row))]
+            known = [row for row in there if side.integrator in (None, row["integrator"], row.get("variant"))]
+            missing = [one for one in absent if side.posterior in (one.posterior, one.name)]
+            if missing and not known:
+                return [_absent_check(assertion, one) for one in missing]
+    return []
+
+
+def _absent_of_all(
+    assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent], reference: str | None
+) -> list[Row]:
+    """The failing checks of an assertion about every posterior: those that are absent, or have rows of other splits alone."""
+    left, right = assertion.left, assertion.right
+    if left.posterior is not None:
+        known = {row["posterior"] for row in rows if left.posterior == row["posterior"]}
+        return [_absent_check(assertion, one) for one in absent if one.posterior in known and _is_meant(left, one)]
+    if not set(FEATURE_SCORES).isdisjoint(left.choices):
+        return []
+    others = {right.posterior} if isinstance(right, Quantity) else set()
+    others |= {reference} if left.metric in _DISTANCES else set()
+    chosen = _named(left, rows)
+    kept = {_name(row) for row in _of_split(left, chosen, None)}
+    split = _of_split(left, chosen, None)[0]["split"]
+    elsewhere = {_name(row): row["posterior"] for row in chosen if _name(row) not in kept}
+    found = [one for one in absent if _is_meant(left, one)]
+    found += [Absent(posterior, name, f"no predictions of split {split!r}") for name, posterior in elsewhere.items()]
+    return [_absent_check(assertion, one) for one in found if others.isdisjoint((one.posterior, one.name))]
+
+
+def _is_meant(wanted: Quantity, one: Absent) -> bool:
+    """Whether an integrator that is named could be that of the absent predictions."""
+    return wanted.integrator is None or one.name in (one.posterior, f"{one.posterior}.{wanted.integrator}")
+
+
+def _absent_check(assertion: Assertion, one: Absent) -> Row:
+    left = assertion.left
+    found = {"expr": str(assertion), "holds": False, "left": None, "right": None, "reason": one.reason}
+    found |= {"name": one.name, "posterior": one.posterior, "integrator": left.integrator, "split": left.split}
+    return {**found, "metric": left.label}
+
+
 def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
     found = []
     for left in _left_rows(assertion, rows):
@@ -116,7 +188,7 @@ def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
         check = {"expr": str(assertion), "holds": False, "left": one, "right": other}
         check |= {"name": _name(left), "posterior": left["posterior"], "integrator": _integrator(left)}
         check["split"] = left["split"]
-        check["metric"] = str(assertion.left._replace(posterior=None, integrator=None, split=None))
+        check["metric"] = assertion.left.label
         if one is None or other is None:
             check["reason"] = why if one is None else where
         else:
@@ -140,7 +212,7 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
     """The value, or the reason why there is none; neither where the row has no metric of the name and is one of many."""
     named = [metric for metric in row["metrics"] if metric["name"] == wanted.metric]
     found = find_metric(named, wanted)
-    label = str(wanted._replace(posterior=None, integrator=None, split=None))
+    label = wanted.label
     if not found:
         if wanted.posterior is None and any(
             find_metric(other["metrics"], wanted) for other in rows if other is not row
@@ -152,8 +224,19 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
         raise UsageError(f"--assert: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")
     if wanted.posterior is None and found[0].get("reference") == row["posterior"]:
         return None, None  # a distance to itself
-    value = found[0]["value"]
-    return (None, str(found[0].get("undefined", "undefined"))) if value is None else (float(value), None)
+    return _part(found[0], wanted.part)
+
+
+def _part(metric: Row, part: str | None) -> tuple[float | None, str | None]:
+    """The value of a metric row or the part of it that is wanted, or the reason why there is none."""
+    value = metric["value"]
+    if value is None:
+        return None, str(metric.get("undefined", "undefined"))
+    if part in ("low", "high"):
+        value = (metric.get("interval") or {}).get(part)
+    elif part is not None:
+        value = metric.get(part)
+    return (None, f"it has no {'interval' if part in ('low', 'high') else part}") if value is None else (value, None)
 
 
 def _left_rows(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
@@ -240,6 +323,8 @@ def _label(row: Row) -> str:
 
 
 def _sentence(check: Row) -> str:
+    if check["integrator"] is None or check["split"] is None:
+        return f"{check['metric']} of {check['name']} is not known ({check['reason']}), asserted {check['expr']}"
     title = posterior_title(check["posterior"], check["integrator"], check["name"])
     where = f"{check['metric']} of {title} ({check['integrator']}, {check['split']})"
     if "reason" in check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli import registry
-from bnncli.assertions import Assertion, parse_assertion
+from bnncli.assertions import Assertion, Quantity, parse_assertion
 from bnncli.errors import UsageError
 from bnncli.option import Checked, option
 
@@ -65,7 +65,7 @@ class EvaluateOptions(Checked):
     )
     assert_: list[str] = option(
         [],
-        "Exit 3 unless this holds, as ece<=0.02, laplace.mc.auroc:mnist>=0.9 or nll<map.nll@test: [POSTERIOR[.INTEGRATOR].]METRIC[:CHOICE...][@SPLIT], an operator, a number or another score. Repeatable.",
+        "Exit 3 unless this holds, as ece<=0.02, laplace.mc.auroc:mnist>=0.9 or nll<map.nll@test: [POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT], an operator, a number or another score. PART: low or high, an end of the interval (ece-low<=0.02 fails where the error is surely larger); of ece and mce excess, the value less what a calibrated model of as many examples scores, and floor, that. Without a posterior every one of the run is meant, and one that is stale or not predicted fails. Repeatable.",
         metavar="ASSERTION",
         numeric=False,
     )
@@ -103,6 +103,9 @@ class EvaluateOptions(Checked):
         _ = self.assertions, self.true_input_numbers  # wrong ones are told before any work
         if self.level in (0, 1):
             raise UsageError(f"--level: expected a number between 0 and 1; got {self.level}")
+        sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
+        if self.bootstrap == 0 and any(side.part in ("low", "high") for side in sides):
+            raise UsageError("--assert: there are no intervals with --bootstrap 0")
         if self.intervals and self.bootstrap == 0:
             raise UsageError("--intervals: there are none with --bootstrap 0")
         families = registry.names("integrators")

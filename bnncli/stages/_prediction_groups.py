@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.stages._run import Run
@@ -54,12 +55,23 @@ class Group:
         ) and (not integrators or not {self.integrator, self.variant}.isdisjoint(integrators))
 
 
-def open_groups(run: Run, *, posteriors: Sequence[str] = (), integrators: Sequence[str] = ()) -> list[Group]:
+class Skipped(NamedTuple):
+    """A posterior that is left out: its name, that of its predictions (or its own again), and the reason."""
+
+    posterior: str
+    name: str
+    reason: str
+
+
+def open_groups(
+    run: Run, *, posteriors: Sequence[str] = (), integrators: Sequence[str] = (), skipped: list[Skipped] | None = None
+) -> list[Group]:
     """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
 
     Args:
         posteriors: names of posteriors or of groups; all when empty.
         integrators: names of integrators, with or without their settings; all when empty.
+        skipped: gains the posteriors of the run that are left out: their predictions are stale, or there are none.
 
     Raises:
         MissingInput: there are none, with the command that makes them.
@@ -92,9 +104,15 @@ def open_groups(run: Run, *, posteriors: Sequence[str] = (), integrators: Sequen
     if not wanted:
         what = f"no such predictions (there: {there})" if groups else "no predictions"
         raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
-    kept = [group for group in wanted if _is_usable(run, group, is_named=bool(posteriors))]
+    reasons = {group.name: _why_unusable(run, group, is_named=bool(posteriors)) for group in wanted}
+    kept = [group for group in wanted if reasons[group.name] is None]
     if not kept:
         raise DataError("every prediction of the run is stale", code="stale_input", hint=run.suggest("predict"))
+    if skipped is not None:
+        skipped += [Skipped(g.posterior, g.name, why) for g in wanted if (why := reasons[g.name]) is not None]
+        predicted = {group.posterior for group in groups}
+        names = [path.stem for path in run.folder.posteriors() if not posteriors]
+        skipped += [Skipped(name, name, "it has no predictions") for name in names if name not in predicted]
     order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
     return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
 
@@ -115,8 +133,8 @@ def _maker(run: Run, name: str, groups: Sequence[Group]) -> str:
     return run.suggest("predict", "--posterior", name)
 
 
-def _is_usable(run: Run, group: Group, *, is_named: bool) -> bool:
-    """Whether all of a group is fresh; raises instead of False when it was named."""
+def _why_unusable(run: Run, group: Group, *, is_named: bool) -> str | None:
+    """Why a group is not fresh, None where it is; raises instead when it was named."""
     makers = {(Group(group.name, [header]).posterior, Group(group.name, [header]).variant) for header in group.headers}
     if len(makers) > 1:
         made = " and ".join(f"{posterior} by {variant}" for posterior, variant in sorted(makers))
@@ -133,5 +151,5 @@ def _is_usable(run: Run, group: Group, *, is_named: bool) -> bool:
         if is_named:
             raise
         run.console.warn(f"skipping {group.name}: {error.message}{error.advice}")
-        return False
-    return True
+        return error.message
+    return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
-from bnncli.evaluation.checks import check_names, failure_text, hold_against
+from bnncli.evaluation.checks import Absent, check_names, failure_text, hold_against
 from bnncli.options import EvaluateOptions
 from bnncli.stages._evaluate_curves import curves_of, draw_plots, planned_plots
 from bnncli.stages._evaluate_density import (
@@ -19,7 +19,7 @@ from bnncli.stages._evaluate_density import (
 from bnncli.stages._evaluate_distances import Reference, distance_rows, open_reference
 from bnncli.stages._evaluate_features import evaluate_features, row_name
 from bnncli.stages._evaluate_rows import group_rows
-from bnncli.stages._prediction_groups import Group, open_groups
+from bnncli.stages._prediction_groups import Group, Skipped, open_groups
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
 from bnncli.stages._score_table import score_table
@@ -32,9 +32,11 @@ ALGO_REV = 2
 
 def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
-    groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator)
+    skipped: list[Skipped] = []
+    groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator, skipped=skipped)
+    absent = [Absent(*one) for one in skipped]
     check_true_inputs(groups, options.true_input_numbers)
-    check_names(options.assertions, [row for group in groups for row in _row_names(options, group)])
+    check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
     reference = open_reference(run, options.reference)
     total = Result()
@@ -49,7 +51,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         total.add(result)
         rows += result.metrics["rows"] if result.metrics else []
     if not run.write.dry_run:
-        total.extra["checks"] = checks = hold_against(options.assertions, rows)
+        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, reference=reference.name)
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
