@@ -74,6 +74,34 @@ def test_estimates_are_within_a_factor_of_two_of_measured_peaks() -> None:
     assert all(0.5 < ratio < 2 for ratio in ratios.values()), (ratios, measured)
 
 
+SPAN_PROBE = (
+    PROBE[: PROBE.index("fit(target(")]
+    + """
+from bnncli.inference.laplace import lift_fit
+from bnncli.targets.row_space import RowSpace
+
+def fit_in_span(one):
+    rows = RowSpace.of(one.features, one.layout)
+    start = torch.zeros(rows.reduced.num_params, dtype=torch.float64)
+    lift_fit(fit_gaussian(rows.target(one), start=start, structure="full"), rows).gaussian.to_tensors()
+
+fit_in_span(target(HeadLayout(2, 400)))  # libraries are loaded
+one = target(HeadLayout(3, 3000))
+measure("span", lambda: fit_in_span(one))
+"""
+)
+
+
+def test_the_estimate_of_a_fit_in_the_row_space_is_within_a_factor_of_two_of_its_peak() -> None:
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SPAN_PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stderr == ""
+    measured = int(done.stdout.split()[1])
+    expected = memory.fit_bytes("full", HeadLayout(3, 300), whole=HeadLayout(3, 3000))
+    assert 0.5 < expected / measured < 2, (expected, measured)
+
+
 LATENT_PROBE = """
 import re, sys, torch
 from pathlib import Path
