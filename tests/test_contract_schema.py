@@ -62,6 +62,13 @@ def test_golden_features_are_read(golden: Path, expected: dict[str, Any]) -> Non
     assert split.features.shape == (30, 2)
 
 
+def test_golden_names_are_read(golden: Path, expected: dict[str, Any]) -> None:
+    split = read_features(golden / "named-features.h5", is_full_check=True)
+    assert split.names is not None
+    assert split.names[0].decode() == "image 00.png"
+    assert split.names[-1].decode() == expected["last_name"] == "last, \u732b.png"
+
+
 def test_golden_posteriors_are_read_and_draw(golden: Path, expected: dict[str, Any]) -> None:
     laplace, _ = open_posterior(golden / "laplace.safetensors")
     flow, _ = open_posterior(golden / "posterior.safetensors")

@@ -32,6 +32,7 @@ class ArraySource:
     labels: Tensor | None
     classes: tuple[str, ...] | None = None
     is_sized: bool = False
+    names: None = None
 
     @property
     def is_labeled(self) -> bool:

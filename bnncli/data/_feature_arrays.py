@@ -11,8 +11,8 @@ import numpy as np
 from bnncli.data._arrays import check_labels, npz_names, read_npz
 from bnncli.errors import DataError
 
-_FEATURES, _LABELS = "features_", "labels_"
-_EXPECTED = "features_<split> (N, D), labels_<split> (N,), head_weight (K, D), head_bias (K,)"
+_FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"
+_EXPECTED = "features_<split> (N, D), labels_<split> (N,), names_<split> (N,), head_weight (K, D), head_bias (K,)"
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class FeatureArrays:
     Attributes:
         features: split name to (N, D) float32.
         labels: split name to (N,) int64; splits without labels are absent.
+        names: split name to (N,) texts; splits whose examples have no names are absent.
         head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or it has no bias.
     """
 
     features: Mapping[str, np.ndarray]
     labels: Mapping[str, np.ndarray]
+    names: Mapping[str, np.ndarray]
     head_weight: np.ndarray | None
     head_bias: np.ndarray | None
 
@@ -51,7 +53,10 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
     path = Path(path)
     names = npz_names(path)
     splits = feature_splits(path)
-    known = {f"{kind}{split}" for split in splits for kind in (_FEATURES, _LABELS)} | {"head_weight", "head_bias"}
+    known = {f"{kind}{split}" for split in splits for kind in (_FEATURES, _LABELS, _NAMES)} | {
+        "head_weight",
+        "head_bias",
+    }
     unknown = [name for name in names if name not in known]
     if not splits or unknown:
         came = (
@@ -69,7 +74,20 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
     labels = {split: array for split, array in labels.items() if split not in unlabeled}
     if head_weight is not None:
         _check_range(labels, max(len(head_weight), 2), path)
-    return FeatureArrays(features, labels, head_weight, head_bias)
+    texts = {
+        split: _texts(arrays[key], key, len(features[split]), path)
+        for split in splits if (key := f"{_NAMES}{split}") in arrays
+    }  # fmt: skip
+    return FeatureArrays(features, labels, texts, head_weight, head_bias)
+
+
+def _texts(array: np.ndarray, name: str, num_rows: int, path: Path) -> np.ndarray:
+    """The array itself. Raises DataError unless it is a text for each row."""
+    if array.dtype.kind != "U" or array.shape != (num_rows,):
+        raise DataError(
+            f"{path}: {name} has type {array.dtype} and shape {array.shape}, expected texts ({num_rows},)", path=path
+        )
+    return array
 
 
 def _floats(array: np.ndarray | None, name: str, path: Path) -> np.ndarray | None:

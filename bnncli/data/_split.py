@@ -26,12 +26,14 @@ class Source(Protocol):
         is_labeled: whether `read` returns labels.
         classes: names in the order of the labels, or None where the source has no names.
         is_sized: whether images were resized and cropped by `read`.
+        names: of the examples, such as their files; None where they have none.
     """
 
     labels: Tensor | None
     is_labeled: bool
     classes: tuple[str, ...] | None
     is_sized: bool
+    names: tuple[str, ...] | None
 
     def __len__(self) -> int:
         """Examples stored."""
@@ -85,6 +87,12 @@ class Split:
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes, index = label; None where the data has no names."""
         return self.source.classes
+
+    @property
+    def names(self) -> list[str] | None:
+        """Names (N,) of the examples; None where the data have none."""
+        every = self.source.names
+        return None if every is None else [every[row] for row in self.rows.tolist()]
 
     def take(self, positions: Tensor) -> Split:
         """The split of the examples at these positions (n,), in this order."""

@@ -39,6 +39,11 @@ class ImageSource:
     is_sized: bool = True
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The files, as paths in the folder."""
+        return self.files
+
+    @property
     def is_labeled(self) -> bool:
         """Whether there are class folders."""
         return self.labels is not None

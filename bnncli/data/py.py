@@ -1,6 +1,7 @@
 """`py:module:factory` or `py:file.py:factory`: a torch Dataset that the user's code makes.
 
 Items are (input, label) or just the input. Inputs are what the network takes, except that uint8 is scaled to [0, 1].
+Its attributes `classes` (a text for each class) and `names` (one for each example) are used where it has them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class DatasetSource:
     spec: str
     is_labeled: bool
     classes: tuple[str, ...] | None
+    names: tuple[str, ...] | None = None
     labels: None = None
     is_sized: bool = False
 
@@ -82,9 +84,16 @@ def open_source(place: str, preprocess: Preprocess) -> DatasetSource:
     with user_code.running(f"py:{place} row 0"):
         first = dataset[0]
     _, label = _item(first, f"py:{place} row 0")
-    names = getattr(dataset, "classes", None)
-    is_named = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-    return DatasetSource(dataset, f"py:{place}", label is not None, tuple(names) if is_named else None)  # type: ignore[arg-type]
+    classes, names = (_texts(getattr(dataset, attribute, None)) for attribute in ("classes", "names"))
+    if names is not None and len(names) != len(dataset):
+        raise DataError(f"py:{place}: its attribute `names` has {len(names)} names for {len(dataset)} examples")
+    return DatasetSource(dataset, f"py:{place}", label is not None, classes, names)
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    """A list of texts as it is; None for anything else."""
+    is_list = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    return tuple(value) if is_list else None
 
 
 def _item(item: Any, where: str) -> tuple[Tensor, int | None]:

@@ -67,8 +67,13 @@ class PredictOptions(Checked):
     top_k_cap: int | None = option(None, "Most classes that --top-k keeps; 10 by default.", minimum=1)
     table: str | None = option(
         None,
-        "Write everything that was predicted as one table, a row an example: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws.",
+        "Write everything that was predicted as one table, a row an example, with the names of the examples (such as image files) where the features have them: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws.",
         metavar="FILE",
+        numeric=False,
+    )
+    probabilities: bool = option(
+        False,
+        "Give every class a column in the table, p_CLASS, of its probability (in .npz one array, probabilities).",
         numeric=False,
     )
     merge: list[str] = option(
@@ -90,7 +95,8 @@ class PredictOptions(Checked):
 
     def check_together(self) -> None:
         """Raise UsageError for an option that only means something beside another one."""
-        if self.merge and self.table is None:
-            raise UsageError("--merge gives the table columns: add --table FILE")
+        for flag, is_given in (("--merge", self.merge), ("--probabilities", self.probabilities)):
+            if is_given and self.table is None:
+                raise UsageError(f"{flag} gives the table columns: add --table FILE")
         if self.top_k is None and (self.top_k_threshold, self.top_k_cap) != (None, None):
             raise UsageError("--top-k-threshold and --top-k-cap say how --top-k ranks: add --top-k neighbor or best")

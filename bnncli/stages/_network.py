@@ -16,7 +16,7 @@ from bnncli.options import ExtractFeaturesOptions
 from bnncli.stages._run import Run
 from bnncli.stages._splits import NamedSplit, class_names, model_identity
 from bnncli.storage.checkpoints import Checkpoint, load_checkpoint
-from bnncli.storage.features import CHECK_ROWS, FeatureSplit
+from bnncli.storage.features import CHECK_ROWS, FeatureSplit, encoded_names
 
 NO_NETWORK = "flatten"
 
@@ -111,6 +111,7 @@ class NetworkFeatures:
             head_bias=_numpy(bias),
             check_logits=None if whole.logits is None else whole.logits[:CHECK_ROWS].numpy(),
             is_ood=split.is_ood,
+            names=encoded_names(split.content.names),
         )
         preprocess = {
             "mean": options.mean,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,31 @@ from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.storage.side_outputs import check_side_output
-from bnncli.storage.tables import FIRST_COLUMNS, TOP_K, TableBlock, is_table, write_table
+from bnncli.storage.tables import (
+    FIRST_COLUMNS,
+    NAME,
+    PROBABILITIES,
+    TOP_K,
+    TableBlock,
+    is_table,
+    probability_columns,
+    write_table,
+)
 
 BLOCK_PROBABILITIES = 1 << 22  # held at once
-_COLUMNS = (*FIRST_COLUMNS, "entropy", "mutual_info", "low", "high", "level", "label", TOP_K, "classes")
+_COLUMNS = (
+    *FIRST_COLUMNS,
+    NAME,
+    PROBABILITIES,
+    "entropy",
+    "mutual_info",
+    "low",
+    "high",
+    "level",
+    "label",
+    TOP_K,
+    "classes",
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -34,14 +55,17 @@ class Merge:
     members: tuple[int, ...]
 
 
-def parse_merges(texts: Sequence[str], classes: Sequence[str]) -> list[Merge]:
+def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False) -> list[Merge]:
     """The unions that --merge NAME=CLASS,CLASS asks for, by class name or index.
+
+    Args:
+        probabilities: whether every class has a column too.
 
     Raises:
         UsageError: no such class, a class twice, all classes, or a name that is taken.
     """
     merges: list[Merge] = []
-    taken = {*_COLUMNS}
+    taken = {*_COLUMNS, *(probability_columns(classes) if probabilities else [])}
     for text in texts:
         name, _, listed = text.partition("=")
         members = tuple(_class_index(text, part.strip(), classes) for part in listed.split(","))
@@ -79,14 +103,27 @@ def check_table_path(run: Run, target: Path, inputs: Sequence[Path]) -> None:
 
 
 def make_table(
-    run: Run, target: Path, files: Sequence[Path], *, merges: Sequence[Merge], classes: Sequence[str]
+    run: Run,
+    target: Path,
+    files: Sequence[Path],
+    *,
+    merges: Sequence[Merge],
+    classes: Sequence[str],
+    names: Mapping[str, Array | None],
+    probabilities: bool,
 ) -> Result:
-    """Write the table of these prediction files."""
+    """Write the table of these prediction files.
+
+    Args:
+        names: of the examples (N,) of each split, as its features have them.
+        probabilities: whether every class gets a column.
+    """
     if run.write.dry_run:
         output: dict[str, Any] = {"role": "table", "path": str(target), "planned": "compute", "estimated_bytes": 0}
         return Result("planned", [output], lines=[f"write: {target}"])
     metas = [read_header(path).meta for path in files]
     has_top_k = any(meta.get("top_k") for meta in metas)
+    has_names = any(names.get(str(meta["split"])) is not None for meta in metas)
     task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
 
     def blocks() -> Iterator[TableBlock]:
@@ -94,12 +131,22 @@ def make_table(
             content = read_predictions(path)
             size = max(1, BLOCK_PROBABILITIES // len(content.classes))
             for start in range(0, max(1, len(content.probs)), size):
-                block = _block(content, slice(start, start + size), merges, has_top_k=has_top_k)
+                rows = slice(start, start + size)
+                block = _block(content, rows, merges, has_top_k=has_top_k)
+                if has_names:
+                    block.columns[NAME] = _names(names.get(block.origin[0]), rows, len(block.columns["sample_id"]))
+                if probabilities:
+                    block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
                 task.advance(len(block.columns["sample_id"]))
                 yield block
 
     digest = write_table(target, blocks(), classes)
     return Result("", [{"role": "table", "path": str(target), "content_digest": digest}])
+
+
+def _names(names: Array | None, rows: slice, count: int) -> Array:
+    """Names (n,) of the rows, UTF-8 bytes; empty ones where the split has none."""
+    return np.full(count, b"") if names is None else names[rows]
 
 
 def _block(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has_top_k: bool) -> TableBlock:

@@ -18,7 +18,7 @@ from bnncli.options import ExtractFeaturesOptions
 
 @dataclass(frozen=True)
 class ReadySplit:
-    """A split of --from-npz: features (N, D), labels (N,) or None, sample ids (N,)."""
+    """A split of --from-npz: features (N, D), labels (N,) or None, sample ids (N,), names (N,) or None."""
 
     name: str
     features: np.ndarray
@@ -26,6 +26,7 @@ class ReadySplit:
     sample_id: np.ndarray
     is_ood: bool
     held_out: str | None
+    names: np.ndarray | None = None
 
     @property
     def origin(self) -> str:
@@ -36,7 +37,12 @@ class ReadySplit:
     @property
     def content_digest(self) -> str:
         """Identity of the examples and their order."""
-        parts = {"features": self.features, "sample_id": self.sample_id, "labels": self.labels}
+        parts = {
+            "features": self.features,
+            "sample_id": self.sample_id,
+            "labels": self.labels,
+            "names": self.names,
+        }
         return tensor_digest({name: part for name, part in parts.items() if part is not None})
 
 
@@ -72,6 +78,7 @@ def open_ready_splits(
             np.arange(len(features)),
             name in options.ood,
             None,
+            arrays.names.get(name),
         )
         for name, features in arrays.features.items()
     }
@@ -89,4 +96,5 @@ def _hold_out(splits: dict[str, ReadySplit], text: str, generator: torch.Generat
 def _take(split: ReadySplit, name: str, rows: torch.Tensor, text: str) -> ReadySplit:
     chosen = rows.numpy()
     labels = None if split.labels is None else split.labels[chosen]
-    return ReadySplit(name, split.features[chosen], labels, split.sample_id[chosen], split.is_ood, text)
+    names = None if split.names is None else split.names[chosen]
+    return ReadySplit(name, split.features[chosen], labels, split.sample_id[chosen], split.is_ood, text, names)

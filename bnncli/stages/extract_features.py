@@ -26,7 +26,15 @@ from bnncli.stages._run_classes import run_classes
 from bnncli.stages._shared_rows import shared_rows
 from bnncli.stages._splits import NamedSplit, model_identity, open_splits, user_sources
 from bnncli.storage.atomic import check_free_space
-from bnncli.storage.features import CHECK_ROWS, FeatureSplit, check_split, head_digest, read_features, write_features
+from bnncli.storage.features import (
+    CHECK_ROWS,
+    FeatureSplit,
+    check_split,
+    encoded_names,
+    head_digest,
+    read_features,
+    write_features,
+)
 from bnncli.storage.headers import read_header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
@@ -282,6 +290,7 @@ def _ready(
         head_bias=None if head is None else head.bias,
         check_logits=None if head is None else head.logits(split.features[:CHECK_ROWS]),
         is_ood=split.is_ood,
+        names=encoded_names(None if split.names is None else split.names.tolist()),
     )
     _check_same_head(run, content, names, None, {})
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}

@@ -39,7 +39,7 @@ def run(run: Run, options: PredictOptions) -> Result:
     candidates = _candidates(run, options)
     plan = Plan.of(options, [candidate.header for candidate in candidates])
     classes = splits[0].content.classes
-    merges = parse_merges(options.merge, classes)
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
     if options.table is not None:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in candidates))]
         check_table_path(run, Path(options.table), inputs)
@@ -71,7 +71,9 @@ def run(run: Run, options: PredictOptions) -> Result:
         total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
     if options.table is not None:
         files = [Path(output["path"]) for output in total.outputs]
-        total.add(make_table(run, Path(options.table), files, merges=merges, classes=classes))
+        names = {split.content.name: split.content.names for split in splits}
+        columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}
+        total.add(make_table(run, Path(options.table), files, names=names, **columns))
     return total
 
 

@@ -7,7 +7,7 @@ larger than memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ class FeatureSplit:
         head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or no bias.
         check_logits: (min(N, 256), K) of the first rows; None without a head.
         is_ood: True for a split given with --ood.
+        names: (N,) bytes of one length, the UTF-8 name of each example; None where the data name none. Of a file, its pages.
     """
 
     name: str
@@ -48,6 +49,7 @@ class FeatureSplit:
     check_logits: Array | None
     is_ood: bool
     header: Header | None = None
+    names: Array | None = None
 
 
 def write_features(
@@ -68,6 +70,7 @@ def write_features(
         "head/weight": split.head_weight,
         "head/bias": split.head_bias,
         "check_logits": split.check_logits,
+        "sample_name": split.names,
     }
     arrays |= {name: value for name, value in optional.items() if value is not None}
     counts = None
@@ -100,7 +103,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:
         header = header_of(path, file)
         if header.kind != "features":
             raise DataError(f"{path}: expected features, got {header.kind}", code="wrong_kind", path=path)
-        arrays, texts = read_contents(path, file, mapped=("features",))
+        arrays, texts = read_contents(path, file, mapped=("features", "sample_name"))
     if is_full_check:
         check_digest(path, header, arrays, texts)
     for name in ("features", "sample_id"):
@@ -118,6 +121,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:
         check_logits=arrays.get("check_logits"),
         is_ood=bool(header.meta.get("is_ood")),
         header=header,
+        names=arrays.get("sample_name"),
     )
     check_split(path, split)
     return split
@@ -134,6 +138,8 @@ def check_split(path: Path, split: FeatureSplit) -> None:
         )
     if str(split.features.dtype) not in CHECK_TOLERANCE:
         raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
+    if split.names is not None and (split.names.shape != (rows,) or split.names.dtype.kind != "S"):
+        raise DataError(f"{path}: expected a name for each of {rows} rows", code="bad_shape", path=path)
     bad = _rows_not_finite(split.features)
     if len(bad):
         raise DataError(
@@ -182,6 +188,11 @@ def _rows_not_finite(features: Array) -> Array:
         if not is_finite.all():
             found.append(start + np.flatnonzero(~is_finite.all(axis=1)))
     return np.concatenate(found)
+
+
+def encoded_names(names: Sequence[str] | None) -> Array | None:
+    """Names (N,) as feature files have them: UTF-8, bytes of a file name that are not UTF-8 as escapes."""
+    return None if names is None else np.array([name.encode("utf-8", "backslashreplace") for name in names], dtype="S")
 
 
 def head_digest(split: FeatureSplit) -> str:

@@ -63,6 +63,7 @@ def write_hdf5(
     """
     digest = content_digest(arrays, texts, meta)
     marks = {"bnncli_kind": kind, "bnncli_schema": SCHEMA, "bnncli_content_digest": digest}
+    arrays = {name: _marked(array) for name, array in arrays.items()}
     documents = {**texts, _META: canonical_json(meta), _PROVENANCE: canonical_json(provenance)}
 
     def fill(file: h5py.File) -> None:
@@ -85,6 +86,17 @@ def write_hdf5(
     else:
         publish(target, lambda path: _write_allocated(path, arrays, fill), may_replace=may_replace)
     return digest
+
+
+def _marked(array: Array) -> Array:
+    """The array as it is stored: texts in bytes, all of one length, are marked as UTF-8."""
+    return array.view(h5py.string_dtype("utf-8", array.dtype.itemsize)) if array.dtype.kind == "S" else array
+
+
+def _is_text(kind: np.dtype[Any]) -> bool:
+    """Whether a stored type is that of a text; texts of one length are arrays like any other."""
+    found = h5py.check_string_dtype(kind)
+    return found is not None and found.length is None
 
 
 def _write_allocated(path: Path, arrays: Mapping[str, Array], fill: Callable[[h5py.File], None]) -> None:
@@ -191,8 +203,8 @@ def _check_dataset(path: Path, name: str, entry: h5py.Dataset) -> int:
         raise Untrusted(f"{path}: {name!r} takes its data from another file", code="hdf5_external", path=path)
     if entry.chunks is not None or entry.compression is not None:
         raise DataError(f"{path}: {name!r} is not stored as bnncli stores arrays", path=path)
-    is_text = h5py.check_string_dtype(entry.dtype) is not None
-    if not is_text and entry.dtype.kind not in "fiub":
+    is_text = _is_text(entry.dtype)
+    if not is_text and entry.dtype.kind not in "fiubS":
         raise DataError(f"{path}: {name!r} has the unexpected type {entry.dtype}", path=path)
     if not is_text and entry.size and entry.id.get_storage_size() != entry.size * entry.dtype.itemsize:
         raise DataError(f"{path}: {name!r} declares more data than it has", code="size_mismatch", path=path)
@@ -241,7 +253,7 @@ def read_contents(
 
     def visit(name: str, entry: Any) -> None:
         if isinstance(entry, h5py.Dataset) and name not in (_PROVENANCE, _META):
-            if h5py.check_string_dtype(entry.dtype) is None:
+            if not _is_text(entry.dtype):
                 arrays[name] = _map(file, entry) if name in mapped else entry[()]
             else:
                 texts[name] = read_text(file, name) if entry.shape == () else read_texts(file, name)
@@ -253,7 +265,7 @@ def read_contents(
 def _map(file: h5py.File, entry: h5py.Dataset) -> Array:
     """A contiguous dataset as a copy-on-write array over the file's pages; read where it cannot be mapped."""
     offset, kind = entry.id.get_offset(), entry.dtype
-    if not offset or offset % kind.itemsize or not kind.isnative or not entry.size or file.driver != "sec2":
+    if not offset or offset % kind.alignment or not kind.isnative or not entry.size or file.driver != "sec2":
         array: Array = entry[()]
         return array
     start = offset - offset % mmap.ALLOCATIONGRANULARITY

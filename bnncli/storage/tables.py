@@ -24,8 +24,11 @@ ORIGIN = ("split", "posterior", "variant")
 FIRST_COLUMNS = ("sample_id", *ORIGIN, "predicted", "probability")  # what tells a table of ours
 CLASS_COLUMNS = ("predicted", "label")
 TOP_K = "top_k"
+NAME = "name"
+PROBABILITIES = "probabilities"
 _MARK = "bnncli_table"
 _ROWS = 1 << 16  # of a text column made at once
+_CELLS = 1 << 18  # of a CSV file made at once
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class TableBlock:
     Attributes:
         origin: split, posterior and variant of all these rows.
         columns: name to (n,): whole numbers, of which class columns are class indices, or real numbers; top_k is
-            (n, k), class indices by rank and -1 behind the last.
+            (n, k), class indices by rank and -1 behind the last; probabilities is (n, K), in a CSV file a column for
+            each class; name is (n,) UTF-8 bytes.
     """
 
     origin: tuple[str, str, str]
@@ -65,7 +69,7 @@ def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str])
     with open(path, "w", newline="", encoding="utf-8") as stream:
         for number, block in enumerate(blocks):
             if number == 0:
-                _writer(stream).writerow(_order(block))
+                _writer(stream).writerow([title for name in _order(block) for title in _titles(name, classes)])
             _writer(stream).writerows(_text_rows(block, classes))
 
 
@@ -74,25 +78,47 @@ def _writer(stream: TextIO) -> Any:
 
 
 def _order(block: TableBlock) -> list[str]:
-    """The names of all columns; where the rows come from stands behind the first."""
-    first, *others = block.columns
-    return [first, *ORIGIN, *others]
+    """The names of all columns: what tells a table first, then the names of the examples; probabilities at the end."""
+    first, *others = [name for name in block.columns if name not in (NAME, PROBABILITIES)]
+    ordered = [first, *ORIGIN, *others]
+    count = len(FIRST_COLUMNS)
+    return [*ordered[:count], *({NAME} & {*block.columns}), *ordered[count:], *({PROBABILITIES} & {*block.columns})]
+
+
+def probability_columns(classes: Sequence[str]) -> list[str]:
+    """What a CSV file calls the probability of each class."""
+    return [f"p_{name}" for name in classes]
+
+
+def _titles(name: str, classes: Sequence[str]) -> list[str]:
+    """The titles of a column in a CSV file: of probabilities, one a class."""
+    return probability_columns(classes) if name == PROBABILITIES else [name]
 
 
 def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The rows as cells, some rows at a time."""
     origin = dict(zip(ORIGIN, block.origin, strict=True))
     count = len(next(iter(block.columns.values())))
-    return zip(
-        *(
-            [origin[name]] * count if name in origin else _texts(name, block.columns[name], classes)
-            for name in _order(block)
-        ),
-        strict=True,
-    )
+    size = max(1, _CELLS // (len(block.columns) + len(classes)))
+    for start in range(0, count, size):
+        cells: list[list[str]] = []
+        for name in _order(block):
+            if name in origin:
+                cells.append([origin[name]] * min(size, count - start))
+            else:
+                cells += _texts(name, block.columns[name][start : start + size], classes)
+        yield from zip(*cells, strict=True)
 
 
-def _texts(name: str, values: Array, classes: Sequence[str]) -> list[str]:
-    """The cells of a column."""
+def _texts(name: str, values: Array, classes: Sequence[str]) -> list[list[str]]:
+    """The cells of a column, and of one that has several in a CSV file of each."""
+    columns = values.T if name == PROBABILITIES else [values]
+    return [_cells(name, column, classes) for column in columns]
+
+
+def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
+    if name == NAME:
+        return [value.decode() for value in values.tolist()]
     if name == TOP_K:
         return [";".join(_escaped(classes[k]) for k in row if k >= 0) for row in values.tolist()]
     if name in CLASS_COLUMNS:
@@ -125,6 +151,7 @@ def _write_npz(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str])
         for name, parts in columns.items():
             with _member(archive, name) as stream:
                 joined = np.concatenate(_padded(parts) if name == TOP_K else parts)
+                joined = np.char.decode(joined, "utf-8") if name == NAME else joined
                 np.lib.format.write_array(stream, joined, allow_pickle=False)
 
 
