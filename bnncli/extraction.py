@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bnncli.data import Batch, Split
 from bnncli.errors import DataError, NumericError
-from bnncli.head import Head, find_last_linear, forward, head_of, linear_layers, plain_copy, prove_head
+from bnncli.head import Head, advise_layer, find_last_linear, forward, head_of, linear_layers, plain_copy, prove_head
 from bnncli.progress import SILENT, Progress
 
 __all__ = ["ExtractedBatch", "Head", "collect", "extract", "find_last_linear", "head_of", "prove_head"]
@@ -70,7 +70,7 @@ def extract(
         if head is not None:
             logits = _as_logits(output, head)
             if start == 0:
-                prove_head(head, features, output)
+                _prove_head(model, head, batch.inputs, features, output)
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
         yield ExtractedBatch(stored, None if logits is None else plain_copy(logits), batch.labels)
@@ -113,6 +113,14 @@ def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Tens
             code="not_the_head", hint="name another layer with --last-layer",
         )  # fmt: skip
     return captured[0], output
+
+
+def _prove_head(model: nn.Module, head: Head, inputs: Tensor, features: Tensor, output: Tensor) -> None:
+    """Nothing, when the head is what it should be; names the layer that is, where that can be told."""
+    try:
+        prove_head(head, features, output)
+    except DataError as error:
+        raise advise_layer(error, model, inputs) from None
 
 
 def _as_logits(output: Tensor, head: Head) -> Tensor:

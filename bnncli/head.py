@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,34 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     )  # fmt: skip
 
 
+def advise_layer(error: DataError, model: nn.Module, inputs: Tensor) -> DataError:
+    """The error of a layer that is not the head, with the layer that is, where one linear layer gives the output."""
+    outputs: dict[str, Tensor] = {}
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output, name=name: outputs.update({name: output}))
+        for name, layer in linear_layers(model).items()
+    ]
+    try:
+        raw = run_network(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = logits_of(raw)
+    parts = f"the network returns {len(raw)} outputs, of which the first is taken; " if _is_several(raw) else ""
+    same = [name for name, output in outputs.items() if output.shape == logits.shape and bool((output == logits).all())]
+    if same:
+        message = f"{error.message}; {parts}that output is what its linear layer {quoted(same[-1])} gives"
+        return DataError(message, code=error.code, hint=f"add --last-layer {same[-1]}")
+    others = f"; --last-layer NAME names another linear layer (there: {listed(outputs, limit=20)})"
+    hint = f"{error.hint}{others if len(outputs) > 1 else ''}"
+    return DataError(error.message + (f"; {parts.removesuffix('; ')}" if parts else ""), code=error.code, hint=hint)
+
+
+def _is_several(output: object) -> bool:
+    """Whether a network returned more than one thing in a tuple or list."""
+    return isinstance(output, (tuple, list)) and len(output) > 1
+
+
 def _explain(logits: Tensor, output: Tensor) -> str:
     """What the network does to the logits, when it is one of the usual things."""
     scale = (logits * output).sum() / logits.square().sum().clamp(min=1e-30)
@@ -127,9 +156,14 @@ def forward(model: nn.Module, inputs: Tensor) -> Tensor:
         DataError: the network cannot take the inputs, or returns no tensor.
         DeviceError: not enough memory.
     """
+    return logits_of(run_network(model, inputs))
+
+
+def run_network(model: nn.Module, inputs: Tensor) -> Any:
+    """Whatever the network returns for inputs (n, ...), without gradients. Raises as `forward` does."""
     try:
         with torch.inference_mode(), running("the network", but=RuntimeError):
-            output = model(inputs)
+            return model(inputs)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"not enough memory on {inputs.device} for {len(inputs)} inputs", hint="use a smaller --batch-size"
@@ -140,6 +174,10 @@ def forward(model: nn.Module, inputs: Tensor) -> Tensor:
             f"the network cannot take inputs of shape {tuple(inputs.shape)}: {first_line}",
             code="wrong_inputs", hint="is it the right --data for this --model? --resize and --crop change sizes",
         ) from error  # fmt: skip
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a network returned. Raises DataError where there is no tensor."""
     if isinstance(output, (tuple, list)) and output:
         output = output[0]
     elif isinstance(output, Mapping) and "logits" in output:

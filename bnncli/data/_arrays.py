@@ -1,4 +1,4 @@
-"""Arrays in memory as a source, the rules for labels, and arrays out of npz files without pickle."""
+"""Arrays in memory as a source, and arrays out of npz files without pickle."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bnncli.data._labels import check_labels
 from bnncli.errors import DataError, Untrusted
 from bnncli.inputs import open_regular
 from bnncli.names import listed, quoted
@@ -61,6 +62,13 @@ def array_source(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -
     """
     if inputs.ndim < 2:
         raise DataError(f"{where}: expected inputs (N, ...) of at least two axes, got shape {inputs.shape}")
+    if inputs.dtype.kind in "iu" and inputs.dtype != np.uint8 and inputs.size:
+        raise DataError(
+            f"{where}: expected inputs of type uint8 or floating point, got whole numbers ({inputs.dtype}) from "
+            f"{inputs.min()} to {inputs.max()}",
+            hint="token ids are taken as they are from a Dataset of yours (--data SPLIT=py:FILE:factory), ready features "
+            "by --from-npz; save pixels as uint8",
+        )
     if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
         raise DataError(
             f"{where}: expected inputs of type uint8 or floating point, got {inputs.dtype}",
@@ -71,30 +79,6 @@ def array_source(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -
         native = native.astype(np.float64)
     checked = None if labels is None else check_labels(labels, num_rows=len(inputs), where=where)
     return ArraySource(torch.from_numpy(native), checked)
-
-
-def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> Tensor:
-    """Labels (N,) as int64: whole numbers from 0 on, one for each row.
-
-    Raises:
-        DataError: another shape or type, or a negative label, naming the rule and the first bad row.
-    """
-    rule = "labels must be whole numbers of shape (N,), counted from 0"
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        raise DataError(f"{where}: {rule}; got shape {labels.shape}", hint="save labels[:, 0]", code="bad_labels")
-    if labels.ndim == 2:
-        raise DataError(
-            f"{where}: {rule}; got shape {labels.shape} (one-hot?)", hint="save labels.argmax(1)", code="bad_labels"
-        )
-    if labels.shape != (num_rows,):
-        raise DataError(f"{where}: {rule}; got shape {labels.shape} for {num_rows} rows", code="bad_labels")
-    if labels.dtype.kind not in "iu":
-        raise DataError(f"{where}: {rule}; got {labels.dtype}", hint="save labels.astype('int64')", code="bad_labels")
-    negative = np.flatnonzero(labels < 0)
-    if len(negative):
-        first = negative[0]
-        raise DataError(f"{where}: {rule}; row {first} has {labels[first]}", code="bad_labels")
-    return torch.from_numpy(labels.astype(np.int64))
 
 
 def npz_names(path: Path) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bnncli.data._arrays import check_labels, npz_names, read_npz
+from bnncli.data._arrays import npz_names, read_npz
+from bnncli.data._labels import check_labels
 from bnncli.errors import DataError
 
 _FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"
@@ -122,6 +123,11 @@ def _check_shapes(
     num_features = next(iter(shapes.values()))
     if weight is None and bias is not None:
         raise DataError(f"{path}: has head_bias but no head_weight", path=path)
+    if weight is not None and weight.ndim == 2 and weight.shape[1] != num_features == weight.shape[0]:
+        raise DataError(
+            f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features}): it is transposed",
+            hint="save head_weight.T", path=path,
+        )  # fmt: skip
     if weight is not None and (weight.ndim != 2 or weight.shape[1] != num_features):
         raise DataError(f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features})", path=path)
     if weight is not None and bias is not None and bias.shape != (len(weight),):

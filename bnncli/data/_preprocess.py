@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from bnncli.errors import DataError, UsageError
 
+_WHOLE = (torch.int32, torch.int64)
 # Grey and RGB before RGBA: a width or height of 4 is likelier than four channels.
 _CHANNEL_COUNTS = ((1, 3), (4,))
 
@@ -55,10 +56,11 @@ class Preprocess:
         return cls(_numbers(mean, "--mean"), _numbers(std, "--std"), resize, crop)
 
     def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:
-        """Float32 inputs (n, ...) from stored ones (n, ...), on the same device.
+        """Float32 inputs (n, ...) from stored ones (n, ...), on the same device; token ids stay whole numbers.
 
         Args:
-            raw: uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W), uint8 rows (n, D), or any floating-point array.
+            raw: uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W), uint8 rows (n, D), any floating-point array, or
+                token ids in int32 or int64.
             is_sized: True where images were resized and cropped when they were read.
 
         Raises:
@@ -66,6 +68,10 @@ class Preprocess:
             UsageError: the number of channels is not that of mean and std.
         """
         inputs = _scale(raw)
+        if not inputs.is_floating_point() and (self.mean or self.std):
+            raise UsageError(
+                "--mean and --std normalise pixels and real numbers; the inputs are whole numbers (token ids?)"
+            )
         if not is_sized and (self.resize or self.crop):
             if inputs.ndim != 4:
                 raise UsageError(f"--resize and --crop need images (N, C, H, W), got {tuple(inputs.shape)}")
@@ -138,9 +144,11 @@ def channels_axis(shape: tuple[int, ...]) -> int | None:
 
 
 def _scale(raw: Tensor) -> Tensor:
-    """Floating-point inputs, channels first; uint8 in [0, 1]."""
+    """Floating-point inputs, channels first; uint8 in [0, 1]; token ids as they are."""
     if raw.is_floating_point():
         return raw.float()
+    if raw.dtype in _WHOLE:
+        return raw
     if raw.dtype != torch.uint8:
         dtype = str(raw.dtype).removeprefix("torch.")
         raise DataError(

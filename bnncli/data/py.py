@@ -1,6 +1,7 @@
 """`py:module:factory` or `py:file.py:factory`: a torch Dataset that the user's code makes.
 
-Items are (input, label) or just the input. Inputs are what the network takes, except that uint8 is scaled to [0, 1].
+Items are (input, label) or just the input. Inputs are what the network takes, except that uint8 is scaled to [0, 1]; other
+whole numbers, such as token ids, are passed on as they are.
 Its attributes `classes` (a text for each class) and `names` (one for each example) are used where it has them.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from bnncli import user_code
+from bnncli.data._labels import explain_matrix
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, UsageError
 from bnncli.progress import Progress
@@ -101,7 +103,7 @@ def _item(item: Any, where: str) -> tuple[Tensor, int | None]:
     value, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
     if not isinstance(value, Tensor):
         array = np.asarray(value)
-        if array.dtype.kind not in "fu":
+        if array.dtype.kind not in "fui":
             raise DataError(f"{where}: expected an input that is a tensor, array or image, got {type(value).__name__}")
         value = torch.from_numpy(np.array(array))
     return value, None if label is None else _label(label, where)
@@ -109,6 +111,18 @@ def _item(item: Any, where: str) -> tuple[Tensor, int | None]:
 
 def _label(label: Any, where: str) -> int:
     array = np.asarray(label)
+    if array.ndim == 1 and array.size > 1:
+        found, hint = explain_matrix(array[None])
+        raise DataError(
+            f"{where}: labels must be whole numbers, counted from 0; got {array.size} numbers{found}",
+            hint=hint, code="bad_labels",
+        )  # fmt: skip
+    if array.ndim == 0 and array.dtype.kind == "f":
+        raise DataError(
+            f"{where}: labels must be whole numbers, counted from 0; got {array.item()!r}: a real number (target of a "
+            "regression?)",
+            hint="return the number of its class as an int", code="bad_labels",
+        )  # fmt: skip
     if array.ndim != 0 or array.dtype.kind not in "iu" or array < 0:
         raise DataError(
             f"{where}: labels must be whole numbers, counted from 0; got {label!r}"[:300], code="bad_labels"

@@ -21,6 +21,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
+from bnncli.options.recorded import argument_place
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.storage.run_folder import RunFolder
@@ -78,7 +79,11 @@ class Result:
 
 @dataclass
 class Run:
-    """One invocation of a command, as its stage sees it."""
+    """One invocation of a command, as its stage sees it.
+
+    Attributes:
+        is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
+    """
 
     command: str
     argv: list[str]
@@ -91,13 +96,14 @@ class Run:
     lock: LockOptions = field(default_factory=LockOptions)
     inputs: InputOptions = field(default_factory=InputOptions)
     record: RecordOptions = field(default_factory=RecordOptions)
+    is_named: bool = False
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @cached_property
     def folder(self) -> RunFolder:
         """The run folder of the checkpoint that was given."""
-        return RunFolder.of(Path(self.arguments["ckpt"]), self.run_options.run_dir)
+        return RunFolder.of(Path(self.arguments["ckpt"]), self.run_options.run_dir, is_name=self.is_named)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -110,11 +116,13 @@ class Run:
 
     def remake(self, header: Header) -> str:
         """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved."""
-        words = [str(word) for word in header.provenance["command"] if word not in _STREAM_FLAGS]
+        words = [str(word) for word in header.provenance["command"]]
+        place = argument_place(words)
+        if place is not None:
+            words[place] = self._pasted_checkpoint
+        words = [word for word in words if word not in _STREAM_FLAGS and not word.startswith("--run-dir=")]
         if "--run-dir" in words:
             del words[words.index("--run-dir") : words.index("--run-dir") + 2]
-        name = self.checkpoint_path.name
-        words[2:] = [self._pasted_checkpoint if Path(word).name == name else word for word in words[2:]]
         return shlex.join([*words, *self._pasted_run_dir])
 
     @property

@@ -44,6 +44,7 @@ ALGO_REV = 1
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split named, and the network as trained as the posterior `map`."""
+    run.is_named = options.from_npz is not None or options.model == NO_NETWORK
     return _from_arrays(run, options) if options.from_npz is not None else _from_network(run, options)
 
 

@@ -22,6 +22,7 @@ from bnncli.inputs import open_regular
 from bnncli.names import listed, quoted
 from bnncli.progress import SILENT, Progress
 from bnncli.storage.pickles import TRUST_HINT, list_globals, load_tensors, load_trusted
+from bnncli.storage.shards import sharded_file
 from bnncli.storage.sniff import HINTS, describe_wrong_kind, sniff, sniff_zip
 from bnncli.storage.state_dicts import clean_names, select_state
 
@@ -72,7 +73,7 @@ def load_checkpoint(path: Path | str, *, progress: Progress = SILENT) -> Checkpo
     path = Path(path)
     with open_regular(path) as stream:
         try:
-            kind = _checkpoint_kind(stream)
+            kind = _checkpoint_kind(stream, path)
             saved = _load_safetensors(stream) if kind == "safetensors" else load_tensors(stream, kind=kind)
             state, selected_key, notes = select_state(saved)
             state, stripped, name_notes = clean_names(state)
@@ -98,7 +99,7 @@ def convert_checkpoint(path: Path | str, *, trust_pickle: bool) -> dict[str, Ten
         try:
             kind = sniff(stream)
             if kind != "pickle":
-                kind = _checkpoint_kind(stream)
+                kind = _checkpoint_kind(stream, path)
             saved = _load_safetensors(stream) if kind == "safetensors" else load_trusted(stream)
             state, _, _ = select_state(saved.state_dict() if isinstance(saved, torch.nn.Module) else saved)
             state, _, _ = clean_names(state)
@@ -125,8 +126,10 @@ def check_finite(state: Mapping[str, Tensor]) -> None:
         )  # fmt: skip
 
 
-def _checkpoint_kind(stream: IO[bytes]) -> str:
-    """torch-zip, torch-legacy or safetensors; raises for everything else."""
+def _checkpoint_kind(stream: IO[bytes], path: Path) -> str:
+    """torch-zip, torch-legacy or safetensors; raises for everything else, a part of a checkpoint in several files too."""
+    if (sharded := sharded_file(path)) is not None:
+        raise DataError(sharded.what, code="sharded", hint=sharded.hint)
     kind = sniff(stream)
     if kind == "zip":
         kind = sniff_zip(stream)

@@ -11,6 +11,7 @@ from pathlib import Path
 from bnncli.errors import MissingInput, OutputExists, UsageError
 from bnncli.option import check_artifact_name, check_split_name
 from bnncli.options.evaluate import FEATURES_NAME
+from bnncli.storage.shards import sharded_folder
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 MAX_NAME_BYTES = 255
@@ -24,16 +25,19 @@ class RunFolder:
     root: Path
 
     @classmethod
-    def of(cls, checkpoint: Path, run_dir: str | None) -> RunFolder:
-        """The run folder of a checkpoint.
+    def of(cls, checkpoint: Path, run_dir: str | None, *, is_name: bool = False) -> RunFolder:
+        """The run folder of a checkpoint, or of a run without one, whose name may be that of any folder too.
+
+        Args:
+            is_name: whether a run without a checkpoint is being made.
 
         Raises:
-            MissingInput: when the checkpoint is a folder, or an artifact of a run.
+            MissingInput: when the checkpoint is a folder that has no run, or an artifact of a run.
         """
-        if checkpoint.is_dir():
-            own = checkpoint.with_suffix("") if checkpoint.suffix == ".bnn" else None
-            hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file in it"
-            raise MissingInput(f"expected a checkpoint file; {checkpoint} is a folder", hint=hint, path=checkpoint)
+        if checkpoint.is_dir() and not (is_name and _can_be_name(checkpoint)):
+            beside = Path(run_dir) if run_dir is not None else checkpoint.with_name(f"{checkpoint.name or '.'}.bnn")
+            if not _can_be_name(checkpoint) or not beside.is_dir():
+                raise _is_folder(checkpoint)
         if any(part.endswith(".bnn") for part in checkpoint.parts[:-1]):
             raise MissingInput(
                 f"expected a checkpoint; {checkpoint} lies in a run folder",
@@ -138,3 +142,18 @@ class RunFolder:
             hint=maker,
             path=candidates[0],
         )
+
+
+def _can_be_name(folder: Path) -> bool:
+    """Whether a folder's path could be meant as the name of a run: not a run folder, and not . or .."""
+    return folder.suffix != ".bnn" and folder.name not in ("", "..")
+
+
+def _is_folder(folder: Path) -> MissingInput:
+    """What to do with a folder that was given for a checkpoint."""
+    sharded = sharded_folder(folder)
+    if sharded is not None:
+        return MissingInput(f"expected one file; {sharded.what}", hint=sharded.hint, path=folder, code="sharded")
+    own = folder.with_suffix("") if folder.suffix == ".bnn" else None
+    hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file in it"
+    return MissingInput(f"expected a checkpoint file; {folder} is a folder", hint=hint, path=folder)

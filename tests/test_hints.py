@@ -1,0 +1,259 @@
+"""What refusals say of data and checkpoints: what was found, and the words that help, tried out."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bnncli import data
+from bnncli import options as o
+from bnncli.cli.commands import COMMANDS
+from bnncli.cli.settings import option_fields
+from bnncli.errors import DataError
+from bnncli.option import flag_of
+from bnncli.options.recorded import argument_place
+from bnncli.storage.checkpoints import load_checkpoint
+
+Cli = Any
+Arrays = dict[str, np.ndarray]
+X = np.ones((4, 3), np.float32)
+LABELS = {
+    "multilabel": (np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]), r"row 1 has 2 ones: .*multilabel", "one class an example"),
+    "no label": (np.array([[1.0, 0], [0, 1], [0, 0], [1, 0]]), r"row 2 has 0 ones: .*multilabel", "one class an example"),
+    "one-hot": (np.eye(4), r"one-hot", r"labels.argmax\(1\)"),
+    "soft": (np.full((4, 2), 0.5), r"soft labels", r"labels.argmax\(1\)"),
+    "targets": (np.full((4, 2), 1.5), r"real numbers \(targets of a regression", "of a classifier"),
+    "regression": (np.array([0.0, 1, 0.37, 2]), r"row 2 is 0.37: real numbers", "of a classifier"),
+    "floats": (np.array([0.0, 1, 2, 2]), r"got float64$", "astype"),
+    "missing": (np.array([0.0, np.nan, 2, 2]), r"row 1 is NaN", "without a label"),
+    "names": (np.array(["cat", "dog", "cat", "owl"]), r": names", r"np.unique\(labels, return_inverse=True\)\[1\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_that_are_not_one_class_an_example_are_called_what_they_are(tmp_path: Path, kind: str) -> None:
+    labels, message, hint = LABELS[kind]
+    np.savez(tmp_path / "d.npz", x=X, y=labels)
+    with pytest.raises(DataError, match=message) as caught:
+        data.load_split(f"npz:{tmp_path}/d.npz")
+    assert caught.value.code == "bad_labels"
+    with pytest.raises(AssertionError, match=hint):
+        raise AssertionError(caught.value.hint)
+
+
+@pytest.mark.parametrize(("label", "message"), [("[1, 1, 0]", "multilabel"), ("0.5", "regression")])
+def test_labels_of_a_dataset_are_called_what_they_are(tmp_path: Path, label: str, message: str) -> None:
+    (tmp_path / "rows.py").write_text(
+        "import torch\nclass Rows:\n    def __len__(self):\n        return 2\n    def __getitem__(self, i):\n"
+        f"        return torch.ones(3), torch.tensor({label})\n"
+    )
+    with pytest.raises(DataError, match=message):
+        data.load_split(f"py:{tmp_path}/rows.py:Rows")
+
+
+TEXT_NETWORK = """
+import torch
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 4)
+        self.fc = torch.nn.Linear(4, 3)
+    def forward(self, ids):
+        return self.fc(self.embedding(ids).mean(1))
+class Rows:
+    def __len__(self):
+        return 9
+    def __getitem__(self, i):
+        return torch.arange(5) + i, i % 3
+"""
+
+
+def test_token_ids_are_sent_to_a_dataset_which_takes_them(cli: Cli, tmp_path: Path) -> None:
+    np.savez(tmp_path / "ids.npz", x=np.arange(45).reshape(9, 5), y=np.arange(9) % 3)
+    (tmp_path / "text_network.py").write_text(TEXT_NETWORK)
+    torch.manual_seed(0)
+    state = {"embedding.weight": torch.randn(50, 4), "fc.weight": torch.randn(3, 4), "fc.bias": torch.randn(3)}
+    torch.save(state, tmp_path / "net.pt")
+    words = ("extract-features", tmp_path / "net.pt", "--model", f"{tmp_path}/text_network.py:Network", "--json")
+    done = cli(*words, "--data", f"train=npz:{tmp_path}/ids.npz")
+    assert done.code == 65
+    assert "whole numbers (int64) from 0 to 44" in done.json["error"]["message"]
+    assert "token ids" in done.json["error"]["hint"]
+    assert "float32" not in done.json["error"]["hint"]
+    assert cli(*words, "--data", f"train=py:{tmp_path}/text_network.py:Rows").code == 0
+    assert cli(*words, "--data", f"test=py:{tmp_path}/text_network.py:Rows", "--mean", "0.5").code == 2
+
+
+def test_a_transposed_head_is_called_so_and_the_hint_is_right(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
+    path = tmp_path / "f.npz"
+    np.savez(path, **{**arrays, "head_weight": arrays["head_weight"].T})
+    done = cli("extract-features", tmp_path / "run", "--from-npz", path, "--json")
+    assert (done.code, done.json["error"]["hint"]) == (65, "save head_weight.T")
+    assert "head_weight has shape (5, 3), expected (K, 5): it is transposed" in done.json["error"]["message"]
+    np.savez(path, **{**arrays, "head_weight": arrays["head_weight"].T.T})
+    assert cli("extract-features", tmp_path / "run", "--from-npz", path).code == 0
+
+
+TWO_HEADS = """
+import torch
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, {first}), torch.nn.Linear(4, 2)
+    def forward(self, x):
+        x = self.body(x).relu()
+        return {output}
+"""
+
+
+def two_heads(folder: Path, output: str, first: int = 2) -> list[object]:
+    torch.manual_seed(0)
+    shapes = {"body": (4, 3), "first": (first, 4), "second": (2, 4)}
+    state = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    state |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in shapes.items()}
+    torch.save(state, folder / "net.pt")
+    (folder / "net.py").write_text(TWO_HEADS.format(first=first, output=output))
+    np.savez(folder / "d.npz", x=np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32), y=np.arange(6) % 2)
+    spec = f"train=npz:{folder}/d.npz"
+    return ["extract-features", folder / "net.pt", "--model", f"{folder}/net.py:Network", "--data", spec, "--json"]
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_the_layer_that_gives_the_output_is_named(cli: Cli, tmp_path: Path, first: int) -> None:
+    words = two_heads(tmp_path, "self.first(x), self.second(x)", first)
+    error = cli(*words).json["error"]
+    assert error["code"] == "not_the_head"
+    assert "the network returns 2 outputs, of which the first is taken" in error["message"]
+    assert error["hint"] == "add --last-layer first"
+    assert cli(*words, *error["hint"].removeprefix("add ").split()).code == 0
+
+
+def test_outputs_of_two_layers_together_name_the_option(cli: Cli, tmp_path: Path) -> None:
+    done = cli(*two_heads(tmp_path, "torch.cat([self.first(x), self.second(x)], 1)"))
+    assert (done.code, done.json["error"]["code"]) == (65, "not_the_head")
+    assert "--last-layer" in done.json["error"]["hint"]
+
+
+def save_shards(folder: Path, state: dict[str, torch.Tensor], suffix: str) -> list[Path]:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    paths = []
+    for place, (name, tensor) in enumerate(state.items(), start=1):
+        paths.append(folder / f"model-{place:05}-of-{len(state):05}.{suffix}")
+        if suffix == "safetensors":
+            save_file({name: tensor}, paths[-1])
+        else:
+            torch.save({name: tensor}, paths[-1])
+    (folder / f"model.{suffix}.index.json").write_text('{"weight_map": {}}')
+    return paths
+
+
+STATE = {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.ones(2)}
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards_are_called_so_and_the_hint_joins_them(cli: Cli, tmp_path: Path, suffix: str) -> None:
+    paths = save_shards(tmp_path / "my net", STATE, suffix)
+    for given, code in ((paths[0].parent, 66), (paths[0], 65), (paths[0].parent / f"model.{suffix}.index.json", 65)):
+        done = cli("extract-features", given, "--model", "lenet5", "--data", "a=npz:x.npz", "--json")
+        done = cli("convert", given, tmp_path / "out.safetensors", "--json") if code == 65 else done
+        assert (done.code, done.json["error"]["code"]) == (code, "sharded")
+        assert "2 shards" in done.json["error"]["message"]
+    words = shlex.split(done.json["error"]["hint"].removeprefix("make one file of them: "))
+    subprocess.run([sys.executable, *words[1:]], check=True, timeout=120)
+    joined = load_checkpoint(Path(words[3])).state
+    assert joined.keys() == STATE.keys()
+    assert all(torch.equal(joined[name], STATE[name]) for name in STATE)
+    paths[1].unlink()
+    with pytest.raises(DataError, match="2 shards, of which 1 are there"):
+        load_checkpoint(paths[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_checkpoint_is_called_so_and_the_hint_converts_it(cli: Cli, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path / "step-100"
+    dcp.save(STATE, checkpoint_id=str(folder), no_dist=True)
+    part = next(folder.glob("*.distcp"))
+    done = cli("extract-features", folder, "--model", "lenet5", "--data", "a=npz:x.npz", "--json")
+    assert (done.code, done.json["error"]["code"]) == (66, "sharded")
+    assert "distributed checkpoint of torch (1 .distcp files)" in done.json["error"]["message"]
+    for path in (part, folder / ".metadata"):
+        with pytest.raises(DataError, match="distributed checkpoint of torch") as caught:
+            load_checkpoint(path)
+        assert caught.value.hint == done.json["error"]["hint"]
+    words = shlex.split(done.json["error"]["hint"].removeprefix("make one file of it: "))
+    subprocess.run([sys.executable, *words[1:]], check=True, timeout=120, capture_output=True)
+    state = load_checkpoint(Path(words[-1])).state
+    assert all(torch.equal(state[name], STATE[name]) for name in STATE)
+
+
+def test_hints_of_a_copied_run_name_the_copy(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(small_run.with_name("small.bnn"), folder / "copy.bnn")
+    shutil.rmtree(small_run.with_name("small.bnn"))
+    assert cli("fit-laplace", folder / "copy", "--prior-precision", "9", "--force").code == 0
+    hint = cli("predict", folder / "copy", "--posterior", "refine", "--json").json["error"]["hint"]
+    assert shlex.split(hint)[:3] == ["bnncli", "refine", str(folder / "copy")]
+    notes = [one["remake"] for one in cli("status", folder / "copy", "--json").json["artifacts"]]
+    assert all(str(small_run) not in shlex.split(note) for note in notes)
+    assert cli(*shlex.split(hint)[1:]).code == 0
+
+
+def test_hints_of_a_copy_find_the_argument_behind_options(cli: Cli, small_run: Path) -> None:
+    words = ("fit-laplace", "--name", "small", "--prior-precision", "10", "-f", small_run)
+    assert cli(*words).code == 0
+    shutil.move(small_run.with_name("small.bnn"), small_run.with_name("other.bnn"))
+    other = small_run.with_name("other")
+    notes = {one["name"]: one["remake"] for one in cli("status", other, "--json").json["artifacts"]}
+    expected = ["bnncli", "fit-laplace", "--name", "small", "--prior-precision", "10", str(other)]
+    assert shlex.split(notes["posteriors/small.safetensors"]) == expected
+
+
+@pytest.mark.parametrize(
+    "command", [one for one in COMMANDS if one.arguments and not one.parent], ids=lambda one: one.name
+)
+def test_the_argument_of_a_recorded_command_is_found_behind_every_option(command: Any) -> None:
+    options = option_fields(command)
+    words = ["bnncli", command.name]
+    for name, (_, hint) in options.items():
+        words += [flag_of(name)] if hint is bool or name == "verbose" else [flag_of(name), "CKPT"]
+    words += ["-o", "CKPT", "-q", "-vv", "--name=CKPT"]
+    assert argument_place([*words, "CKPT"]) == len(words)
+    assert argument_place([*words, "--", "-CKPT"]) == len(words) + 1
+    assert argument_place(words) is None
+
+
+def test_no_flag_stands_alone_in_one_command_and_takes_a_value_in_another() -> None:
+    kinds: dict[str, set[bool]] = {}
+    for command in COMMANDS:
+        for name, (_, hint) in option_fields(command).items():
+            kinds.setdefault(name, set()).add(hint is bool)
+    assert all(len(kind) == 1 for kind in kinds.values())
+    assert o.CommonOptions in {group for command in COMMANDS for group in command.groups}
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_run_without_a_checkpoint_may_have_the_name_of_a_folder(cli: Cli, small_run: Path, slash: str) -> None:
+    (small_run.with_name("data")).mkdir()
+    run = f"{small_run.with_name('data')}{slash}"
+    npz = small_run.with_name("features.npz")
+    done = cli("extract-features", run, "--from-npz", npz, "--ood", "far")
+    assert done.code == 0, done.stderr
+    assert small_run.with_name("data.bnn").is_dir()
+    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
+    assert cli("predict", run, "--split", "test").code == 0
+    assert cli("status", run, "--check").code == 0
+    assert cli("fit-laplace", small_run.with_name("data").parent).code == 66
+    for odd in (small_run.with_name("data.bnn"), small_run.with_name("data") / ".."):
+        assert cli("extract-features", odd, "--from-npz", npz).code == 66
