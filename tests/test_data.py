@@ -157,7 +157,7 @@ def test_labels_that_break_the_rule_are_refused_with_the_remedy(tmp_path: Path, 
 
 
 def test_integer_inputs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="uint8 or floating point, got int64"):
+    with pytest.raises(DataError, match=r"uint8 or floating point, got whole numbers \(int64\) from 0 to 255"):
         load_split(write_npz(tmp_path / "a.npz", x=GREY.astype(np.int64)))
 
 

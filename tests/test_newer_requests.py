@@ -157,6 +157,13 @@ def test_newer_data_that_cannot_be_read_make_the_features_stale(cli: Cli, run: P
     assert cli("predict", run).code == 0
 
 
+def test_a_split_held_out_of_data_that_cannot_be_read_is_stale_too(cli: Cli, run: Path) -> None:
+    assert extract(cli, run, "--hold-out", "part=new:5", "--force").code == 0
+    run.with_name("batch.npz").write_bytes(b"<html>")
+    assert extract(cli, run, "--hold-out", "part=new:5").code == 65
+    assert cli("predict", run, "--split", "part").code == 65
+
+
 def test_a_dry_run_or_a_wrong_option_leaves_no_note(cli: Cli, run: Path) -> None:
     batch(run.parent, rows=25, seed=2)
     assert extract(cli, run, "--dtype", "float16", "--dry-run").code == 73

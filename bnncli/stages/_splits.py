@@ -48,7 +48,7 @@ def open_splits(
     """Every split that --data, --ood and --hold-out name, opened and checked; train first.
 
     Args:
-        unreadable: told the name of a split whose data cannot be read, and why, before that is raised.
+        unreadable: told the names of the splits whose data cannot be read, and why, before that is raised.
 
     Raises:
         UsageError: a name twice, a malformed spec.
@@ -65,7 +65,8 @@ def open_splits(
             try:
                 split = data.load_split(spec, preprocess=preprocess)
             except BnnError as error:
-                unreadable(name, error)
+                for one in (name, *(held.split("=")[0] for held in options.hold_out if f"={name}:" in held)):
+                    unreadable(one, error)
                 raise
             splits[name] = split.without_labels() if flag == "--ood" else split
             outside += [name] if flag == "--ood" else []
