@@ -8,7 +8,7 @@ import torch
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.laplace import MOST_MODEL_ERROR, fit_gaussian, laplace_evidence
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
@@ -124,6 +124,69 @@ def test_center_checkpoint_stays_where_the_network_is(structure: str) -> None:
     fit = fit_gaussian(make_target(LAYOUTS[0]), start=theta, structure=structure, center="checkpoint")
     assert torch.equal(fit.gaussian.mean, theta)
     assert fit.mode is None
+
+
+def evidence_on_a_grid(target: LastLayerTarget) -> float:
+    """Exact to 1e-6 nats: the integral over theta (2,), on a grid of 12 posterior standard deviations to each side."""
+    fit = fit_gaussian(target, start=start(target.layout))
+    offsets = torch.linspace(-12, 12, 481, dtype=torch.float64)
+    theta = fit.gaussian.mean + fit.gaussian.covariance.unwhiten(torch.cartesian_prod(offsets, offsets))
+    return (
+        float(target.log_joint(theta).logsumexp(dim=0)) + 2 * math.log(0.05) + fit.gaussian.covariance.log_det_scale()
+    )
+
+
+@pytest.mark.parametrize("layout", [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False)], ids=str)
+@pytest.mark.parametrize("distance", [0.0, 0.5, 1.0, 2.0])
+def test_the_evidence_beside_the_mode_is_that_of_the_integral(layout: HeadLayout, distance: float) -> None:
+    target = make_target(layout, num_examples=2000)
+    at_mode = fit_gaussian(target, start=start(layout))
+    shift = at_mode.gaussian.covariance.unwhiten(torch.full((1, 2), distance / math.sqrt(2), dtype=torch.float64))[0]
+    fit = fit_gaussian(target, start=at_mode.gaussian.mean + shift, center="checkpoint")
+    assert fit.no_evidence is None
+    assert fit.log_marginal_likelihood == pytest.approx(evidence_on_a_grid(target), abs=0.02 + 0.09 * distance)
+    # Without the gradient's term it would be wrong by half the squared distance.
+    rise = fit.log_marginal_likelihood - laplace_evidence(fit.log_joint, fit.gaussian.covariance)
+    assert rise == pytest.approx(0.5 * distance**2, rel=0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("distance", [0.5, 2.0, 4.0, 8.0, 16.0])
+def test_an_evidence_that_is_given_is_near_the_integral(distance: float) -> None:
+    target = make_target(HeadLayout(1, 2, has_bias=False), num_examples=200)
+    at_mode = fit_gaussian(target, start=start(target.layout))
+    exact, given = evidence_on_a_grid(target), 0
+    for angle in torch.linspace(0, 2 * math.pi, 13)[:-1].tolist():
+        direction = torch.tensor([[math.cos(angle), math.sin(angle)]], dtype=torch.float64)
+        shifted = at_mode.gaussian.mean + at_mode.gaussian.covariance.unwhiten(distance * direction)[0]
+        fit = fit_gaussian(target, start=shifted, center="checkpoint")
+        if fit.log_marginal_likelihood is not None:
+            given += 1
+            assert fit.log_marginal_likelihood == pytest.approx(exact, abs=2 * MOST_MODEL_ERROR)
+    assert (given == 12) if distance < 1 else (given == 0) if distance > 10 else True
+
+
+def test_the_evidence_beside_the_mode_is_exact_where_the_log_joint_is_quadratic() -> None:
+    features, labels = torch.zeros(5, 2, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 0])
+    target = LastLayerTarget(features, labels, HeadLayout(1, 2, has_bias=False), Prior(3.0))
+    fit = fit_gaussian(target, start=torch.tensor([4.0, -7.0], dtype=torch.float64), center="checkpoint")
+    assert fit.log_marginal_likelihood == pytest.approx(-5 * math.log(2), rel=1e-12)
+
+
+def test_far_from_the_mode_there_is_no_evidence_and_the_reason_is_told() -> None:
+    target = make_target(LAYOUTS[0])
+    fit = fit_gaussian(target, start=40 * start(LAYOUTS[0]), center="checkpoint")
+    assert fit.log_marginal_likelihood is None
+    assert fit.no_evidence is not None
+    assert "wrong by" in fit.no_evidence
+
+
+@every_structure
+def test_beside_the_mode_only_the_exact_hessian_gives_an_evidence(structure: str) -> None:
+    target = make_target(LAYOUTS[0])
+    near = fit_gaussian(target, start=start(LAYOUTS[0])).gaussian.mean + 1e-3
+    fit = fit_gaussian(target, start=near, structure=structure, center="checkpoint")
+    assert (fit.log_marginal_likelihood is None) == (structure != "full")
+    assert (fit.no_evidence is None) == (structure == "full")
 
 
 @every_structure

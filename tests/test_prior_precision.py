@@ -167,6 +167,7 @@ def test_interpolation_saves_hessians(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_structure
 def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, start = make_target(LAYOUTS[0]), torch.ones(15, dtype=torch.float64)
+    features, labels = make_data(LAYOUTS[0], 1, num_examples=400)
     calls = []
 
     def counted(*words: object) -> object:
@@ -175,11 +176,25 @@ def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, mo
 
     monkeypatch.setattr("bnncli.inference.laplace.ggn", counted)
     common = {"start": start, "structure": structure, "center": "checkpoint"}
-    found = search(target, generator=seeded(), criterion="marglik", **common)
+    found = search(target, generator=seeded(), val_features=features, val_labels=labels, **common)
     assert len(calls) == 2  # the search's, and that of the fit at the best
+    noise = torch.randn(NUM_DRAWS, 15, generator=seeded(), dtype=torch.float64)
     for precision, value in found.curve:
         fit = fit_gaussian(target.with_prior(Prior(precision)), **common)
-        assert value == pytest.approx(-fit.log_marginal_likelihood, rel=1e-12)
+        assert value == pytest.approx(
+            predictive_nll(features, labels, fit.gaussian.from_noise(noise)[0], LAYOUTS[0]), rel=1e-12
+        )
+
+
+@every_structure
+def test_the_marginal_likelihood_is_the_targets_own_wherever_the_gaussian_is_centred(structure: str) -> None:
+    target, start = make_target(LAYOUTS[0]), torch.full((15,), 2.0, dtype=torch.float64)
+    common = {"start": start, "structure": structure, "criterion": "marglik"}
+    beside = search(target, generator=seeded(), center="checkpoint", **common)
+    mode = search(target, generator=seeded(), **common)
+    assert (beside.best, beside.curve) == (mode.best, mode.curve)
+    assert torch.equal(beside.fit.gaussian.mean, start)
+    assert beside.fit.gaussian.prior.weight_precision == mode.best
 
 
 def test_lagrange_weights_reproduce_a_cubic() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from bnncli import registry
@@ -22,6 +23,7 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 
 CENTERS = ("mode", "checkpoint")
+MOST_MODEL_ERROR = 0.5  # nats, of a quadratic model at its own maximum; the evidence is wrong by about as much
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,17 @@ class LaplaceFit:
         gaussian: the posterior.
         mode: how exact the centre is; None when centred on the checkpoint.
         log_joint: at the centre, nats.
-        log_marginal_likelihood: Laplace's estimate of log p(D), nats.
+        log_marginal_likelihood: the Gaussian's estimate of log p(D), nats; None where it would be no estimate.
         hessian: of the summed negative log likelihood at the centre, without the prior: the prior can be changed.
+        no_evidence: why log_marginal_likelihood is None.
     """
 
     gaussian: Gaussian
     mode: Mode | None
     log_joint: float
-    log_marginal_likelihood: float
+    log_marginal_likelihood: float | None
     hessian: dict[str, Tensor]
+    no_evidence: str | None = None
 
 
 def fit_gaussian(
@@ -75,8 +79,37 @@ def fit_gaussian(
         theta = mode.theta
     covariance, hessian = covariance_at(target, theta, structure)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
-    log_joint = mode.log_joint if mode else float(target.log_joint(theta.unsqueeze(0)))
-    return LaplaceFit(gaussian, mode, log_joint, laplace_evidence(log_joint, covariance), hessian)
+    if mode is not None:
+        return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(mode.log_joint, covariance), hessian)
+    log_joint, evidence, reason = _evidence_beside_the_mode(target, theta, covariance)
+    return LaplaceFit(gaussian, None, log_joint, evidence, hessian, reason)
+
+
+def _evidence_beside_the_mode(
+    target: LastLayerTarget, theta: Tensor, covariance: Covariance
+) -> tuple[float, float | None, str | None]:
+    """The log joint at theta (P,), the log evidence of its second-order expansion there, and why there is none.
+
+    With gradient g and precision H at theta, log Z = log p(D, theta) + g^T H^{-1} g / 2 + P / 2 log(2 pi) - log|H| / 2. It is
+    as good as the quadratic model, which is held to what it promises at its own maximum, theta + H^{-1} g: the log joint
+    there, and half the log determinant, which is to be the same.
+    """
+    value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
+    log_joint = float(value)
+    if covariance.structure != "full":
+        return log_joint, None, f"beside the mode it needs the exact Hessian, and a {covariance.structure} one is not"
+    white = covariance.pull_back(gradient)
+    rise = 0.5 * float(white.square().sum())
+    maximum = theta + covariance.unwhiten(white)[0]
+    reached = float(target.log_joint_and_grad(maximum.unsqueeze(0), dtype=torch.float64)[0])
+    wrong = abs(reached - log_joint - rise)
+    if wrong <= MOST_MODEL_ERROR:  # a Hessian more only where it may decide
+        there = covariance_at(target, maximum, covariance.structure)[0]
+        wrong += abs(there.log_det_scale() - covariance.log_det_scale())
+    if not wrong <= MOST_MODEL_ERROR:
+        reason = f"the quadratic model about the checkpoint's weights is wrong by {wrong:.3g} nats at its own maximum"
+        return log_joint, None, reason
+    return log_joint, laplace_evidence(log_joint + rise, covariance), None
 
 
 def lift_gaussian(gaussian: Gaussian, rows: RowSpace) -> Gaussian:

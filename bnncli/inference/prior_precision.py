@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.inference.laplace import LaplaceFit
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_candidates import Candidates, Criterion
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
@@ -69,7 +69,8 @@ def search(
         target: the log posterior; its own precision of the weights is ignored, and the biases' where that follows.
         start: (P,), the checkpoint's head.
         generator: of the draws of the predictive.
-        structure, center: of the Gaussians compared.
+        structure, center: of the Gaussians compared. The marginal likelihood is the target's own, wherever a Gaussian is
+            centred: with marglik it is estimated at the modes, and the fit at the best precision has the centre.
         criterion: val or marglik.
         val_features, val_labels: (M, D) and (M,), for val.
         bounds: lowest and highest precision of the grid.
@@ -98,7 +99,7 @@ def search(
     candidates = Candidates(
         target,
         structure,
-        center,
+        center if criterion == "val" else "mode",
         Criterion(noise, validation, rows),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
@@ -106,6 +107,9 @@ def search(
     )
     fit = _descend(candidates, grid)
     best = candidates.best
+    if center != candidates.center:
+        at_best = target.with_prior(target.prior.with_weight_precision(math.exp(best)))
+        fit = fit_gaussian(at_best, start=start, structure=structure, center=center)
     return PriorSearch(
         best=math.exp(best),
         curve=[(math.exp(key), value) for key, value in sorted(candidates.values.items())],

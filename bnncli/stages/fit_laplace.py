@@ -240,6 +240,7 @@ def _metrics(
         "prior_precision_by": criterion,
         "prior_precision_at_edge": bool(found.at_edge) if found else None,
         "log_marginal_likelihood": fit.log_marginal_likelihood,
+        "log_marginal_likelihood_undefined": fit.no_evidence,
         "newton_decrement": fit.mode.newton_decrement if fit.mode else None,
         "mode_distance": None,
         "mode_distance_in_sd": None,
@@ -289,7 +290,12 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's head, "
             f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
         )
-    lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats")
+    if metrics["log_marginal_likelihood"] is not None:
+        lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats")
+    elif metrics.get("log_marginal_likelihood_undefined"):
+        lines.append(
+            f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); --center mode has one"
+        )
     if metrics.get("val") is not None:
         lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     return lines
