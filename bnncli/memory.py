@@ -81,14 +81,16 @@ def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
     the examples cost no more than that largest full one's; else kron where it fits; else diag. Sizes as for fit_bytes: in
     the span of the features, whose examples are few, it is a block's factors that must cost no more than a full one's.
     """
+    return next(iter(automatic_structures(layout, budget, **sizes)), "diag")
+
+
+def automatic_structures(layout: HeadLayout, budget: int, **sizes: Any) -> list[str]:
+    """All structures that are quick and fit in the budget (bytes), by the rule of automatic_structure, which takes the first."""
     most = {"full": MAX_AUTO_FULL**2, "block": MAX_AUTO_FULL**2 // 4}  # the full one needs a quarter of its products
     if sizes.get("whole") is not None:
         most["block"] = MAX_AUTO_FULL**3 // (3 * (layout.num_features + layout.has_bias))
-    for name in STRUCTURES:
-        is_quick = _elements(name, layout) <= most.get(name, _elements(name, layout))
-        if is_quick and fit_bytes(name, layout, **sizes) <= budget:
-            return name
-    return "diag"
+    quick = [name for name in STRUCTURES if _elements(name, layout) <= most.get(name, _elements(name, layout))]
+    return [name for name in quick if fit_bytes(name, layout, **sizes) <= budget]
 
 
 def budget(device: torch.device) -> int:
@@ -101,7 +103,7 @@ def require(needed: int, device: torch.device, *, what: str, hint: str) -> None:
     there = budget(device)
     if needed > there:
         raise DeviceError(
-            f"{what} needs about {_text(needed)} of memory; {_text(there)} can be used on {device}",
+            f"{what} needs about {bytes_text(needed)} of memory; {bytes_text(there)} can be used on {device}",
             hint=hint,
             code="out_of_memory",
         )
@@ -164,9 +166,9 @@ def _basis_elements(layout: HeadLayout, whole: HeadLayout | None) -> int:
     return 0 if whole is None else whole.num_features * layout.num_features
 
 
-def _text(size: int) -> str:
+def bytes_text(size: int) -> str:
     """A number of bytes for people."""
-    for power, unit in ((30, "GiB"), (20, "MiB")):
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
         if size >= 1 << power:
             return f"{size / (1 << power):.1f} {unit}"
     return f"{size / 1024:.0f} KiB"

@@ -40,7 +40,12 @@ _SAME = 1e-9  # log precisions closer than this are one candidate
 
 
 def predictive_nll(features: Tensor, labels: Tensor, theta: Tensor, layout: HeadLayout) -> float:
-    """Mean negative log of the draws' average probability of the label, nats per example.
+    """Mean negative log of the draws' average probability of the label, nats per example; as for predictive_losses."""
+    return float(predictive_losses(features, labels, theta, layout).sum()) / features.shape[0]
+
+
+def predictive_losses(features: Tensor, labels: Tensor, theta: Tensor, layout: HeadLayout) -> Tensor:
+    """Negative log (M,) float64 of the draws' average probability of each label, nats.
 
     Args:
         features: (M, D).
@@ -49,7 +54,7 @@ def predictive_nll(features: Tensor, labels: Tensor, theta: Tensor, layout: Head
         layout: how weight and bias lie in theta.
     """
     theta = theta.to(features)
-    total = torch.zeros((), dtype=torch.float64, device=features.device)
+    losses = torch.empty(features.shape[0], dtype=torch.float64, device=features.device)
     for rows in row_blocks(features.shape[0], layout.num_outputs * theta.shape[0], features.device):
         indicators = label_indicators(labels[rows], layout, features.dtype).unsqueeze(1)
         parts = []
@@ -57,9 +62,8 @@ def predictive_nll(features: Tensor, labels: Tensor, theta: Tensor, layout: Head
             logits = block_logits(features[rows], block, layout)
             label_logits = (logits * indicators).sum(dim=0)
             parts.append(label_logits - log_normalizers_(logits))
-        log_mean = torch.cat(parts).double().logsumexp(dim=0) - math.log(theta.shape[0])
-        total -= log_mean.sum()
-    return float(total) / features.shape[0]
+        losses[rows] = math.log(theta.shape[0]) - torch.cat(parts).double().logsumexp(dim=0)
+    return losses
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,15 @@ class Criterion:
         """The whole criterion of N(theta, covariance)."""
         if self.validation is None:
             return -laplace_evidence(log_joint, covariance)
+        return float(self.losses(target, theta, covariance).mean())
+
+    def losses(self, target: LastLayerTarget, theta: Tensor, covariance: Covariance) -> Tensor:
+        """The validation nll of each example under N(theta, covariance), (M,) float64, where there is validation data."""
+        assert self.validation is not None
+        layout = target.layout
         if self.rows is not None:
-            covariance = WithinRows(covariance, self.rows, target.prior.weight_precision)
-        return self._nll(target, self._whole(theta) + covariance.unwhiten(self.noise))
+            covariance, layout = WithinRows(covariance, self.rows, target.prior.weight_precision), self.rows.layout
+        return predictive_losses(*self.validation, self._whole(theta) + covariance.unwhiten(self.noise), layout)
 
     def _whole(self, theta: Tensor) -> Tensor:
         """All of theta (P,), of a centre."""

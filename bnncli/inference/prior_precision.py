@@ -39,6 +39,7 @@ class PriorSearch:
         at_edge: whether the best lies at an end of the grid, where a wider one might do better.
         criterion: val or marglik.
         fit: the Gaussian at the best precision.
+        judge: the criterion as a function of Gaussians, to compare others with those of the search.
     """
 
     best: float
@@ -46,6 +47,7 @@ class PriorSearch:
     at_edge: bool
     criterion: str
     fit: LaplaceFit
+    judge: Criterion
 
 
 def search(
@@ -116,6 +118,7 @@ def search(
         at_edge=best - grid[0] < 1e-9 or grid[-1] - best < 1e-9,
         criterion=criterion,
         fit=fit,
+        judge=candidates.criterion,
     )
 
 

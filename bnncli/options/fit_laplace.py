@@ -14,7 +14,7 @@ class FitLaplaceOptions(Checked):
 
     structure: str = option(
         "auto",
-        "Structure of the covariance: full; block (all pairs of one output's parameters); kron; diag. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller.",
+        "Structure of the covariance: full; block (all pairs of one output's parameters); kron; diag. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron; where val chooses the prior precision, the first of these and the rougher ones whose val NLL is within a standard error, or a hundredth, of the lowest. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller.",
         choices=("auto", "full", "block", "kron", "diag"),
     )
     center: str = option(

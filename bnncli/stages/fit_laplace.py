@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,20 @@ from bnncli.inference.laplace import LaplaceFit, fit_gaussian, lift_fit
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
 from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
-from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
 from bnncli.stages._inputs import Split, head_tensors, load_split
+from bnncli.stages._laplace_doubts import warn_if_worse, warn_of_jitter, warn_of_missing_classes
+from bnncli.stages._laplace_structure import structure_by_val, structure_to_fit
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._row_space import row_space, span_line, span_metrics, span_to_fit
 from bnncli.stages._run import Result, Run
-from bnncli.stages._val_report import measure_on_val, val_line, warning
+from bnncli.stages._val_report import measure_on_val, val_line
 from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import write_posterior
 
-ALGO_REV = 1
-ROW_SPACE_REV = 2  # of fits in the row space of the features, which were made over all of theta before
-JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
+ALGO_REV = 2
+ROW_SPACE_REV = 3  # of fits in the row space of the features, which were made over all of theta before
 MARGLIK_WARNING = (
     "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
     "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
@@ -39,7 +40,9 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
     span = _span(options, train, run)
-    structure = _structure(options.structure, span or train.layout, run, whole=train.layout if span else None)
+    known = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
+    whole = train.layout if span else None
+    structure = structure_to_fit(options.structure, span or train.layout, run, whole=whole, **known)
     if options.own_bias_precision is not None and not train.layout.has_bias:
         raise UsageError("--bias-precision: the head has no bias")
     if options.center == "checkpoint" and train.head() is None:
@@ -55,6 +58,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
             f"{len(train.content.features)} training examples are fewer than the {train.layout.num_features} features: "
             "the prior decides most of the posterior"
         )
+    warn_of_missing_classes(run, [split for split in (train, val) if split is not None])
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
     size = memory.stored_bytes(structure, span or train.layout, whole=train.layout if span else None)
     run.folder.check_name_is_free(target)
@@ -122,20 +126,6 @@ def _span(options: FitLaplaceOptions, train: Split, run: Run) -> HeadLayout | No
     return span_to_fit(train, run.device, structure=options.structure, num_draws=NUM_DRAWS)
 
 
-def _structure(wanted: str, layout: HeadLayout, run: Run, *, whole: HeadLayout | None = None) -> str:
-    """The structure to fit. Raises DeviceError when it does not fit in memory, naming the largest that does."""
-    sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
-    chosen = wanted
-    if wanted == "auto":
-        chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
-        if chosen != "full":
-            is_large = layout.num_params > memory.MAX_AUTO_FULL
-            why = "takes minutes; ask for it with --structure full" if is_large else "does not fit in memory"
-            run.console.warn(f"a full covariance of {layout.num_params} parameters {why}: using {chosen}")
-    memory.require_fit(chosen, layout, run.device, **sizes)
-    return chosen
-
-
 def _compute(
     run: Run,
     options: FitLaplaceOptions,
@@ -155,6 +145,7 @@ def _compute(
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
     found: PriorSearch | None = None
+    compared: dict[str, float] | None = None
     if criterion == "number":
         fit = fit_gaussian(
             target,
@@ -166,18 +157,19 @@ def _compute(
     else:
         val_features = val.features(run.device) if val is not None else None
         val_labels = val.labels(run.device) if val is not None and criterion == "val" else None
-        found = search(
+        search_at = partial(
+            search,
             target,
-            structure=structure,
-            start=start,
             center=options.center,
             criterion=criterion,
             val_features=val_features,
             val_labels=val_labels,
-            generator=run.stream("fit-laplace/val"),
             rows=rows,
             progress=run.console,
         )
+        found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
+        if options.structure == "auto" and criterion == "val":
+            found, compared = structure_by_val(run, target, found, search_at)
         fit = found.fit
         if found.at_edge:
             run.console.warn(
@@ -185,9 +177,10 @@ def _compute(
             )
     if rows is not None:
         fit = lift_fit(fit, rows)
-    _warn_of_jitter(run, fit.gaussian)
-    metrics = _metrics(run, fit, found, criterion, structure, train, val)
-    _warn_if_worse(run, path, metrics)
+    warn_of_jitter(run, fit.gaussian)
+    metrics = _metrics(run, fit, found, criterion, train, val)
+    metrics |= {"center": options.center, "structure_nll": compared}
+    warn_if_worse(run, path, metrics)
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
     tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
@@ -210,30 +203,17 @@ def _compute(
     return Computed(publish, _with_curve(metrics, meta), _summary(metrics))
 
 
-def _warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
-    """What was added to a precision that could not be factored acts as a prior; said where it outweighs the real one."""
-    jitter = getattr(gaussian.covariance, "jitter", 0.0)
-    precision = float(gaussian.prior.diagonal(gaussian.layout).min())
-    if jitter > JITTER_SHARE * precision:
-        run.console.warn(
-            f"the posterior precision is not positive definite in float64: {jitter:.2g} was added to its diagonal, not little "
-            f"beside the prior precision {precision:.2g}; the marginal likelihood and the variances that the "
-            "prior alone decides are wrong; use a larger --prior-precision, or --structure kron"
-        )
-
-
 def _metrics(
     run: Run,
     fit: LaplaceFit,
     found: PriorSearch | None,
     criterion: str,
-    structure: str,
     train: Split,
     val: Split | None,
 ) -> dict[str, Any]:
     gaussian, head = fit.gaussian, train.head()
     metrics: dict[str, Any] = {
-        "structure": structure,
+        "structure": gaussian.covariance.structure,
         "num_params": gaussian.layout.num_params,
         **span_metrics(gaussian),
         **gaussian.prior.to_meta(),
@@ -263,26 +243,16 @@ def _metrics(
     return metrics
 
 
-def _warn_if_worse(run: Run, path: Path, metrics: dict[str, Any]) -> None:
-    """Say so where what predict gives by default is worse on val than what is simpler."""
-    if metrics.get("val") is None:
-        return
-    also = []
-    if metrics["structure"] != "full":
-        mend = run.suggest("refine", "--flow", "affine", *(() if path.stem == "laplace" else ("--base", path.stem)))
-        also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
-    text = warning(run, metrics, name=path.stem, method="laplace", also=also)
-    if text is not None:
-        run.console.warn(text)
-
-
 def _summary(metrics: dict[str, Any]) -> list[str]:
     chosen = {"val": "lowest val NLL", "marglik": "marginal likelihood", "number": "as given"}[
         metrics["prior_precision_by"]
     ]
     bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
+    compared = metrics.get("structure_nll") or {}
+    by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
+    by_val = f" (val NLL at one precision: {by_val}; the first within a standard error of the best)" if by_val else ""
     lines = [
-        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}, {metrics['num_params']} parameters"
+        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
     if metrics["mode_distance"] is not None:
@@ -303,7 +273,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
 
 def _when_fresh(run: Run, header: Header) -> Computed:
     metrics = header.meta.get("metrics", {})
-    _warn_if_worse(run, header.path, metrics)
+    warn_if_worse(run, header.path, metrics)
     return Computed(
         lambda provenance, may_replace: header.content_digest, _with_curve(metrics, header.meta), _summary(metrics)
     )

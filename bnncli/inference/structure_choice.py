@@ -1,0 +1,66 @@
+"""Which structure of the covariance predicts best on val, among those that are quick: compared at one mode and one prior.
+
+A mode and its prior precision are the same for every structure, so that another one costs a Hessian and a factor. The
+precision was tuned for the first: that favours it. Of structures within one standard error of the best, by paired losses, the
+one that says most of the posterior is taken: an exact Hessian needs no proof, a rough one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import NumericError
+from bnncli.inference.laplace import LaplaceFit, covariance_at
+from bnncli.inference.prior_candidates import Criterion
+from bnncli.targets.last_layer import LastLayerTarget
+
+
+@dataclass(frozen=True)
+class StructureChoice:
+    """The structure to take.
+
+    Args:
+        structure: its name.
+        nll: mean validation nll by structure, nats an example, of all that were compared.
+    """
+
+    structure: str
+    nll: dict[str, float]
+
+
+def choose_structure(
+    target: LastLayerTarget, fit: LaplaceFit, structures: Sequence[str], *, judge: Criterion
+) -> StructureChoice:
+    """The structure of lowest validation nll at the fit's centre; of those within one standard error of it, the first.
+
+    Args:
+        target: the log posterior of the fit, with its prior.
+        fit: of the first structure.
+        structures: from the one that says most of the posterior to the least; those that cannot be fitted are left out.
+        judge: of the validation nll, as the search for the precision has it: the same draws for all.
+    """
+    theta, losses = fit.gaussian.mean, {}
+    for structure in structures:
+        try:
+            is_known = structure == fit.gaussian.covariance.structure
+            covariance = fit.gaussian.covariance if is_known else covariance_at(target, theta, structure)[0]
+        except NumericError:
+            continue
+        losses[structure] = judge.losses(target, theta, covariance)
+    return StructureChoice(first_near_the_best(losses), {name: float(part.mean()) for name, part in losses.items()})
+
+
+def first_near_the_best(losses: dict[str, Tensor]) -> str:
+    """The first of losses (M,) by name whose mean is at most one paired standard error above the lowest."""
+    best = min(losses, key=lambda name: float(losses[name].mean()))
+    for name, part in losses.items():
+        gap = part - losses[best]
+        error = float(gap.std()) / math.sqrt(len(gap)) if len(gap) > 1 else 0.0
+        if bool(torch.isfinite(part).all()) and float(gap.mean()) <= error:
+            return name
+    return best

@@ -1,0 +1,50 @@
+"""Estimated seconds of a fit against measured ones."""
+
+import time
+
+import pytest
+import torch
+
+from bnncli import registry
+from bnncli.inference.costs import fit_seconds
+from bnncli.inference.laplace import covariance_at
+from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
+
+
+def make_target(layout: HeadLayout, num_examples: int) -> LastLayerTarget:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(num_examples, layout.num_features, generator=generator)
+    labels = torch.randint(layout.num_outputs, (num_examples,), generator=generator)
+    return LastLayerTarget(features, labels, layout, Prior(10.0))
+
+
+@pytest.mark.parametrize(
+    ("structure", "layout", "num_examples"),
+    [("full", HeadLayout(10, 150), 2000), ("block", HeadLayout(10, 400), 1000), ("kron", HeadLayout(10, 800), 1000)],
+)
+def test_a_covariance_takes_about_as_long_as_estimated(structure: str, layout: HeadLayout, num_examples: int) -> None:
+    target = make_target(layout, num_examples)
+    theta = torch.zeros(layout.num_params, dtype=torch.float64)
+    covariance_at(target, theta, structure)  # warms up
+    before = time.process_time()
+    covariance_at(target, theta, structure)
+    measured = time.process_time() - before
+    expected = fit_seconds(structure, layout, num_examples=num_examples, num_modes=0)
+    assert 1 / 6 < measured / expected < 6  # of all threads' time; cores differ
+
+
+def test_every_structure_has_an_estimate_that_grows_with_its_size() -> None:
+    for structure in registry.names("covariances"):
+        small, large = (fit_seconds(structure, HeadLayout(10, size), num_examples=1000) for size in (100, 1000))
+        assert 0 < 5 * small < large
+    with pytest.raises(ValueError, match="expected one of full, block, kron, diag"):
+        fit_seconds("low-rank", HeadLayout(3, 4), num_examples=10)
+
+
+def test_a_search_costs_its_fits_and_modes_and_threads_share_them() -> None:
+    layout, sizes = HeadLayout(10, 100), {"num_examples": 1000}
+    one, mode = (fit_seconds("full", layout, **sizes, num_fits=fits, num_modes=1 - fits) for fits in (1, 0))
+    several = fit_seconds("full", layout, **sizes, num_fits=7, num_modes=3, threads=2)
+    assert several == pytest.approx((7 * one + 3 * mode) / 2)

@@ -1,0 +1,165 @@
+"""The choice among structures: by paired validation losses, by memory and time, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bnncli import memory
+from bnncli.inference.laplace import covariance_at, fit_gaussian
+from bnncli.inference.prior_candidates import Criterion, predictive_nll
+from bnncli.inference.prior_precision import search
+from bnncli.inference.structure_choice import choose_structure, first_near_the_best
+from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
+from tests.conftest import make_arrays
+
+Cli = Any
+LAYOUT = HeadLayout(3, 4)
+
+
+def test_of_structures_within_a_standard_error_the_first_is_taken() -> None:
+    base = torch.rand(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = 0.1 * torch.randn(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise -= noise.mean()
+    error = float(noise.std()) / 20
+    for above, expected in ((0.9, "full"), (1.1, "kron")):
+        losses = {"full": base + noise + above * error, "kron": base, "diag": base + 1}
+        assert first_near_the_best(losses) == expected
+    assert first_near_the_best({"full": base, "kron": base}) == "full"
+    assert first_near_the_best({"block": base + 1, "kron": base + noise, "diag": base}) == "kron"
+
+
+def test_equal_structures_lose_the_first_place_no_oftener_than_a_standard_error_does() -> None:
+    generator = torch.Generator().manual_seed(2)
+    rounds, lost = 1000, 0
+    for _ in range(rounds):
+        draws = torch.randn(2, 100, generator=generator, dtype=torch.float64)
+        lost += first_near_the_best({"full": draws[0], "kron": draws[1]}) == "kron"
+    share = 0.1587  # of a normal beyond one standard error
+    assert lost / rounds == pytest.approx(share, abs=3.3 * (share * (1 - share) / rounds) ** 0.5)
+
+
+def test_the_losses_are_those_of_each_structure_at_the_same_mode_and_draws() -> None:
+    generator = torch.Generator().manual_seed(3)
+    features, val = (torch.randn(count, 4, generator=generator, dtype=torch.float64) for count in (40, 60))
+    labels, val_labels = (torch.randint(3, (count,), generator=generator) for count in (40, 60))
+    target = LastLayerTarget(features, labels, LAYOUT, Prior(2.0))
+    fit = fit_gaussian(target, start=torch.zeros(15))
+    noise = torch.randn(64, 15, generator=generator, dtype=torch.float64)
+    found = choose_structure(target, fit, ("full", "kron", "diag"), judge=Criterion(noise, (val, val_labels)))
+    for structure in ("full", "kron", "diag"):
+        covariance = covariance_at(target, fit.gaussian.mean, structure)[0]
+        draws = fit.gaussian.mean + covariance.unwhiten(noise)
+        assert found.nll[structure] == pytest.approx(predictive_nll(val, val_labels, draws, LAYOUT), rel=1e-12)
+
+
+def test_the_search_gives_its_judge() -> None:
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(40, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (40,), generator=generator)
+    target = LastLayerTarget(features, labels, LAYOUT, Prior(2.0))
+    start = torch.zeros(15)
+    found = search(target, start=start, generator=generator, val_features=features, val_labels=labels)
+    losses = found.judge.losses(target, found.fit.gaussian.mean, found.fit.gaussian.covariance)
+    assert float(losses.mean()) == pytest.approx(dict(found.curve)[found.best], rel=1e-9)
+
+
+def test_quick_structures_are_those_that_fit_and_the_first_is_the_automatic_one() -> None:
+    layout = HeadLayout(10, 84)
+    assert memory.automatic_structures(layout, 1 << 40) == list(memory.STRUCTURES)
+    below = memory.fit_bytes("full", layout) - 1
+    assert memory.automatic_structures(layout, below) == ["block", "kron", "diag"]
+    assert memory.automatic_structure(layout, below) == "block"
+    assert memory.automatic_structures(HeadLayout(10, 1280), 1 << 40) == ["kron", "diag"]
+    assert memory.automatic_structure(layout, 0) == "diag"
+
+
+def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray]) -> Path:
+    np.savez(folder / "features.npz", **arrays)
+    assert cli("extract-features", folder / "run", "--from-npz", folder / "features.npz").code == 0
+    return folder / "run"
+
+
+def misled_arrays() -> dict[str, np.ndarray]:
+    """Twin features and many labels that contradict each other: the exact Hessian is wide along the twins' difference."""
+    generator = np.random.default_rng(0)
+    arrays = make_arrays(num_features=6)
+    for split in ("train", "val", "test"):
+        part = arrays[f"features_{split}"]
+        part[:, 3:] = part[:, :3] + 1e-3 * generator.normal(size=part[:, :3].shape)
+    arrays["features_val"][:, 3:] += 3 * generator.normal(size=(80, 3)).astype(np.float32)
+    return arrays
+
+
+def test_another_structure_is_taken_where_it_predicts_better_and_the_summary_says_so(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, misled_arrays())
+    done = cli("fit-laplace", run, "--json").json
+    metrics = done["metrics"]
+    assert list(metrics["structure_nll"]) == sorted(memory.STRUCTURES) or set(metrics["structure_nll"]) == set(
+        memory.STRUCTURES
+    )
+    named = cli("fit-laplace", run, "--structure", metrics["structure"], "--name", "named", "--json").json["metrics"]
+    assert named["prior_precision"] == pytest.approx(metrics["prior_precision"], rel=0.2)
+    assert named["structure_nll"] is None
+    full = cli("fit-laplace", run, "--structure", "full", "--name", "full", "--json").json["metrics"]
+    lowest = min(value for _, value in metrics["prior_precision_curve"])
+    assert lowest <= min(value for _, value in full["prior_precision_curve"]) + 1e-9
+
+
+def test_without_val_the_largest_quick_structure_is_taken(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, make_arrays())
+    metrics = cli("fit-laplace", run, "--prior-precision", "marglik", "--json").json["metrics"]
+    assert (metrics["structure"], metrics["structure_nll"]) == ("full", None)
+
+
+def test_structures_that_could_be_asked_for_have_their_bytes_and_seconds(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(cli, tmp_path, make_arrays())
+    monkeypatch.setattr(memory, "MAX_AUTO_FULL", 10)
+    done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
+    (text,) = [text for text in done["warnings"] if "parameters (about" in text]
+    assert text.startswith("using kron for 18 parameters (about ")
+    assert "closer to the posterior: --structure full (about " in text
+    assert "--structure block (about " in text
+    assert " and 1 s)" in text
+
+
+def test_a_structure_that_does_not_fit_is_not_recommended(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(cli, tmp_path, make_arrays())
+    layout = HeadLayout(3, 5)
+    between = memory.fit_bytes("block", layout, num_draws=128)
+    assert between < memory.fit_bytes("full", layout, num_draws=128)
+    monkeypatch.setattr(memory, "budget", lambda device: between)
+    done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
+    (text,) = [text for text in done["warnings"] if "parameters (about" in text]
+    assert text.startswith("using block for ")
+    assert "--structure full" not in text
+    assert "full needs " in text
+    assert "that can be used" in text
+
+
+@pytest.mark.parametrize("split", ["val", "train"])
+def test_classes_without_examples_are_named(cli: Cli, tmp_path: Path, split: str) -> None:
+    arrays = make_arrays()
+    arrays[f"labels_{split}"][arrays[f"labels_{split}"] == 1] = 2
+    run = make_run(cli, tmp_path, arrays)
+    done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
+    (text,) = [text for text in done["warnings"] if "classes (" in text]
+    count = len(arrays[f"labels_{split}"])
+    assert text.startswith(f"{split} ({count} examples) has none of 1 of the 3 classes ('1'): ")
+    assert ("choice of the prior precision" if split == "val" else "examples of other classes") in text
+
+
+def test_with_examples_of_all_classes_nothing_is_said_of_them(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(cli, tmp_path, make_arrays())
+    done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
+    assert not [text for text in done["warnings"] if "classes (" in text]
