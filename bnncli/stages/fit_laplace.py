@@ -40,7 +40,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
     span = _span(options, train, run)
-    known = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
+    known: dict[str, Any] = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
     whole = train.layout if span else None
     structure = structure_to_fit(options.structure, span or train.layout, run, whole=whole, **known)
     if options.own_bias_precision is not None and not train.layout.has_bias:
@@ -250,7 +250,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
     compared = metrics.get("structure_nll") or {}
     by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
-    by_val = f" (val NLL at one precision: {by_val}; the first within a standard error of the best)" if by_val else ""
+    by_val = f" (val NLL at one precision: {by_val}; the first that is near the best)" if by_val else ""
     lines = [
         f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
