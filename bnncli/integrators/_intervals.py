@@ -5,6 +5,7 @@ distribution. So the quantile at p is at place p (S + 1) of the draws in order, 
 Hyndman and Fan 1996). The smallest and the largest draw hold (S - 1) / (S + 1): 39 draws are needed for 95 %, and with fewer
 the level is less. Weighted draws count as Kish's effective number, 1 over the sum of squared weights (1965), which is too
 many where the large weights lie in a tail: 40 draws, of which 31 count, held 92 % and not 94 %; 300 held what they say.
+Draws of a chain are counted as they are: where they are few and alike, the interval holds less than it says.
 """
 
 from __future__ import annotations

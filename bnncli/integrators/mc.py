@@ -62,12 +62,12 @@ class Mc:
         """1,000; of Sobol points 256, eight scrambles of a power of two.
 
         With so many the Monte Carlo error of NLL, Brier score, accuracy and AUROC (largest probability) is below a tenth of
-        the sampling error of 10,000 examples (benchmarks/draws.py: LeNet-5 on Fashion-MNIST, prior precision 510, and
-        ResNet-20 on CIFAR-10, 30, full and diagonal; the worst is the accuracy of ResNet-20 with a diagonal, 0.09). The
-        paper's 20 draws leave up to 0.48. ECE falls far more slowly, as examples change bins: 0.12 to 0.30 of its
-        sampling error with 1,000 draws, 0.10 with 256 Sobol points of the full ResNet-20.
-        Weak priors on wide heads and few examples would need 20,000 draws: with 1,000, accuracy is at 0.25 to 0.29 and NLL
-        at 0.11 to 0.19 (1,280 features, 1,200 examples).
+        the sampling error of 10,000 examples: at most 0.09, the accuracy of ResNet-20 with a diagonal (benchmarks/draws.py:
+        LeNet-5 on Fashion-MNIST, prior precision 510, full, kron, diag and a radial flow; ResNet-20 on CIFAR-10, 30, full and
+        diag). The paper's 20 draws leave up to 0.48. ECE falls far more slowly, as examples change bins: 0.11 to 0.30 of
+        its sampling error with 1,000 draws, 0.10 with 256 Sobol points of the full ResNet-20. Weak priors on wide heads and
+        few examples would need 20,000 draws: with 1,000, accuracy is at 0.25 to 0.29 and NLL at 0.11 to 0.19 (1,280
+        features, 1,200 examples).
         """
         return 256 if self.qmc else 1000
 
