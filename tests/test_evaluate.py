@@ -226,3 +226,30 @@ def test_predictions_with_a_name_of_their_own_have_it_in_the_table_and_in_assert
         for name in ("laplace.mc", "more")
     )
     assert first != second
+
+
+def test_the_table_shows_the_floor_beside_calibration_errors_and_says_what_it_is(cli: Cli, small_run: Path) -> None:
+    done = cli("evaluate", small_run, "--split", "test", "--posterior", "map")
+    (row,) = cli("evaluate", small_run, "--split", "test", "--posterior", "map", "--json").json["rows"]
+    found = by_form(row)["ece:equal-width:l1"]
+    assert found["excess"] == pytest.approx(found["value"] - found["floor"])
+    assert 0 < found["p_calibrated"] <= 1
+    assert f"{found['value']:.4f} (floor {found['floor']:.4f})" in done.stdout
+    assert "floor: what a calibrated model" in done.stdout
+    assert "floor:" not in cli("evaluate", small_run, "--metric", "nll").stdout
+    shown = cli("evaluate", small_run, "--split", "test", "--posterior", "map", "--intervals").stdout
+    ends = found["interval"]
+    assert f"(floor {found['floor']:.4f}) [{ends['low']:.4f}, {ends['high']:.4f}]" in shown
+    assert "may lie below the value" in shown
+
+
+def test_the_table_shows_the_standard_error_and_p_value_of_a_distance(cli: Cli, small_run: Path) -> None:
+    metric = {"name": "mmd2", "estimator": "unbiased", "value": 0.00312, "standard_error": 0.0021, "p_value": 0.00798}
+    row = {"split": "test", "posterior": "laplace", "variant": "mc", "samples": 20, "metrics": [metric]}
+    assert score_table([row], []).rows[0][-1] == "0.0031 +- 0.0021 (p 0.008)"
+    unknown = {**row, "metrics": [{**metric, "standard_error": None, "p_value": None}]}
+    assert score_table([unknown], []).rows[0][-1] == "0.0031"
+    found = by_form(cli("evaluate", small_run, "--posterior", "laplace", "--split", "test", "--json").json["rows"][0])
+    told = found["mmd2:unbiased"]
+    if told["p_value"] is not None:
+        assert f"(p {told['p_value']:.2g})" in cli("evaluate", small_run, "--split", "test").stdout

@@ -41,7 +41,7 @@ _SCORES = {
     "false_positive_rate": ("FPR", 3),
 }
 # The forms of scores that are shown when none was asked for.
-_USUAL: dict[str, dict[str, str]] = {
+USUAL: dict[str, dict[str, str]] = {
     "accuracy": {},
     "nll": {},
     "brier": {},
@@ -98,7 +98,7 @@ def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence
         return False
     if chosen:
         return metric["name"] in chosen
-    usual = _USUAL.get(metric["name"])
+    usual = USUAL.get(metric["name"])
     return usual is not None and all(metric.get(key) == value for key, value in usual.items())
 
 
@@ -152,6 +152,10 @@ def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
         return "-"
     digits = _SCORES[metric["name"]][1]
     shown, ends = _number(metric["value"], digits), metric.get("interval")
+    if metric.get("floor") is not None:
+        shown += f" (floor {_number(metric['floor'], digits)})"
+    if metric.get("p_value") is not None:  # of a distance
+        shown += f" +- {_number(metric['standard_error'], digits)} (p {metric['p_value']:.2g})"
     if not intervals or ends is None:
         return shown
     return f"{shown} [{_number(ends['low'], digits)}, {_number(ends['high'], digits)}]"

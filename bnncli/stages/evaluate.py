@@ -22,7 +22,7 @@ from bnncli.stages._evaluate_rows import group_rows
 from bnncli.stages._prediction_groups import Group, Skipped, open_groups
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
-from bnncli.stages._score_table import score_table
+from bnncli.stages._score_table import USUAL, score_table
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source
@@ -92,12 +92,23 @@ def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
             f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by "
             f"{', '.join(options.shown_scores)}, in-distribution positive; MMD^2: unbiased"
         ]
-    if not options.metric and any(metric["name"] == "density" for row in rows for metric in row["metrics"]):
+    metrics = [
+        m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in (options.metric or USUAL)
+    ]
+    if any("floor" in metric for metric in metrics):
+        lines.append(
+            "floor: what a calibrated model with the same confidences scores on so many examples, by chance alone"
+        )
+    if any(metric.get("p_value") is not None for metric in metrics):
+        lines.append(
+            "MMD^2 +- standard error; p: of a permutation test, small where the draws are not from the reference's distribution"
+        )
+    if not options.metric and any(metric["name"] == "density" for metric in metrics):
         lines.append("density: share of the weights that are in the networks that predict (mc: on average)")
     if options.intervals:
         lines.append(
-            f"[low, high]: {100 * options.level:g} % bootstrap intervals over examples ({options.bootstrap} replicates); "
-            "those of calibration errors are mirrored at the value, which is itself biased upwards, and may lie below it"
+            f"[low, high]: {100 * options.level:g} % intervals by a bootstrap over examples ({options.bootstrap} replicates); "
+            "those of ECE, from inverted tests, and of MCE are of the error without the floor, and may lie below the value"
         )
     return lines
 
