@@ -15,6 +15,7 @@ from bnncli.evaluation.calibration import NUM_BINS, calibration_scores
 from bnncli.evaluation.class_wise import class_wise_scores
 from bnncli.evaluation.decomposition import decomposition_scores
 from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.per_class import per_class_scores
 from bnncli.evaluation.ranking import ranking_scores
 from bnncli.evaluation.scores import Score, Scores, label_scores, prediction_scores
 from bnncli.evaluation.selective import selective_scores
@@ -48,6 +49,7 @@ def split_scores(
     """
     found = [*label_scores(examples, top_k=top_k), *calibration_scores(examples, num_bins=num_bins)]
     found.append(class_wise_scores(probs, examples.labels, num_bins=num_bins))
+    found += per_class_scores(probs, examples)
     found += [selective_scores(examples), decomposition_scores(examples)]
     return found + prediction_scores(examples, mutual_info) + ranking_scores(probs, examples, lengths, ranking)
 
@@ -60,6 +62,7 @@ def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Boot
     rows = []
     for group, found, drawn in zip(scores, values, replicates, strict=True):
         chances = _against_chance(group, found, split, bootstrap)
+        classes = None if group.per_class is None or found is None else group.per_class()
         for i, score in enumerate(group.members):
             reason = (group.undefined if group.statistic is None else "empty split") if found is None else None
             value = None if found is None or math.isnan(found[i]) else float(found[i])
@@ -71,6 +74,8 @@ def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Boot
                 row |= _uncertainty(bootstrap, score, value, None if drawn is None else drawn[:, i])
             if value is not None and chances is not None:
                 row |= _told(value, chances[i])
+            if classes is not None:
+                row["per_class"] = classes[i]
             rows.append(row)
     return rows
 

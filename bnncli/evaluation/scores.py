@@ -56,6 +56,7 @@ class Scores:
         cost: operations an example and replicate, relative to a mean's; dear scores get fewer replicates.
         against_chance: of calibration errors: a generator and the level of the intervals, or None for none, to what the
             row of each member gains: `floor`, `p_calibrated` and, with a level, its `interval`.
+        per_class: of means over classes: what `per_class` of each member's row is, None where undefined.
     """
 
     members: Sequence[Score]
@@ -63,6 +64,7 @@ class Scores:
     undefined: str | None = None
     cost: float = 1.0
     against_chance: Callable[[np.random.Generator, float | None], list[dict[str, Any]]] | None = None
+    per_class: Callable[[], list[list[float | None]]] | None = None
 
 
 def means(members: Sequence[Score], values: Sequence[NDArray]) -> Scores:

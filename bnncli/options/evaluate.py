@@ -16,6 +16,11 @@ METRICS = (
     "brier",
     "ece",
     "mce",
+    "balanced_accuracy",
+    "macro_f1",
+    "macro_precision",
+    "class_auroc",
+    "class_average_precision",
     "aurc",
     "e_aurc",
     "miscalibration",
@@ -76,6 +81,11 @@ class EvaluateOptions(Checked):
         numeric=False,
     )
     curves: bool = option(False, "Add these curves to the rows of --json, at most 200 points each.", numeric=False)
+    per_class: bool = option(
+        False,
+        "Add the values of every class to the rows of --json: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest.",
+        numeric=False,
+    )
     intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
     score: list[str] = option(
         [],

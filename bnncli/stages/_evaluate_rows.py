@@ -14,7 +14,8 @@ from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection_rows import Scores as DetectionScores
 from bnncli.evaluation.detection_rows import detection_rows, mmc_row
 from bnncli.evaluation.detection_scores import prediction_scores
-from bnncli.evaluation.examples import Examples, examples_of
+from bnncli.evaluation.examples import Examples, check_labels, examples_of
+from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.rows import Row, score_rows, split_scores
 from bnncli.integrators import load_integrator
@@ -82,6 +83,29 @@ def group_rows(run: Run, options: EvaluateOptions, group: Group) -> list[dict[st
             run.console.poll()
         rows.append({**_described(group, split.header), "metrics": metrics})
     return rows
+
+
+def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[Group]) -> None:
+    """Warn of splits in which classes are missing or rare, once for all groups."""
+    splits = {name: header for group in groups for name, header in group.splits(is_ood=False).items()}
+    for name, header in splits.items():
+        if not header.meta.get("is_labeled") or (options.split and name not in options.split):
+            continue
+        file = SplitPredictions(header).file
+        if file.labels is None or len(file.labels) == 0:
+            continue
+        check_labels(file.labels, (len(file.labels), len(file.classes)))
+        absent, few = rare_classes(file.labels, file.classes)
+        if absent:
+            run.console.warn(f"split {name} has no examples of {_listed(absent)}: means over classes leave them out")
+        if few:
+            run.console.warn(f"split {name} has few examples of {_listed(few)}: scores of single classes say little")
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    """Names joined by commas; how many more there are than `most`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ("class " if len(names) == 1 else "classes ") + ", ".join(names[:most]) + more
 
 
 def _described(group: Group, header: Header) -> dict[str, Any]:

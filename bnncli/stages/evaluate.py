@@ -18,7 +18,7 @@ from bnncli.stages._evaluate_density import (
 )
 from bnncli.stages._evaluate_distances import Reference, distance_rows, open_reference
 from bnncli.stages._evaluate_features import evaluate_features, row_name
-from bnncli.stages._evaluate_rows import group_rows
+from bnncli.stages._evaluate_rows import group_rows, warn_of_rare_classes
 from bnncli.stages._prediction_groups import Group, Skipped, open_groups
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._run import Result, Run
@@ -38,6 +38,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     check_true_inputs(groups, options.true_input_numbers)
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
+    warn_of_rare_classes(run, options, groups)
     reference = open_reference(run, options.reference)
     total = Result()
     rows: list[dict[str, Any]] = []
@@ -55,7 +56,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
-        rows = _shown(run, options, rows)
+        rows = _shown(run, options, rows if options.per_class else [_without_classes(row) for row in rows])
         notes = [*_legend(options, rows), *reference.doubts()]
         notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(
@@ -73,6 +74,12 @@ def _with_curves(run: Run, options: EvaluateOptions, group: Group, rows: list[di
     """The rows of a group with their curves; those of splits that were not asked for as they are."""
     found = curves_of(run, group, options.split, num_bins=options.bins)
     return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
+
+
+def _without_classes(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without the values of every class."""
+    metrics = [{key: value for key, value in metric.items() if key != "per_class"} for metric in row["metrics"]]
+    return {**row, "metrics": metrics}
 
 
 def _row_names(options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:

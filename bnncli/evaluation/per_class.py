@@ -1,0 +1,127 @@
+"""Scores in which every class counts alike, however rare it is: means over classes of recall, precision, F1 and rankings.
+
+A mean is over the classes that are present among the labels (as scikit-learn's balanced accuracy); a class that is never
+predicted has no precision, and counts there as 0. Rankings are of the probability of a class, its examples against all
+others; the average precision is that of scikit-learn, where tied probabilities are one threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
+
+MOST_PROBABILITIES = 1 << 25  # that are ranked: 128 MB
+FEW = 10  # examples of a class, below which its own scores say little
+_RANKING_COST = 16.0  # operations of an example, class and replicate
+_CHOICES = {"average": "macro", "classes": "present"}
+
+
+def per_class_scores(probs: NDArray, examples: Examples) -> list[Scores]:
+    """Balanced accuracy, macro F1 and precision; macro AUROC and average precision of each class against the rest.
+
+    Args:
+        probs: (N, C), what `examples` was made from; may be mapped from a file.
+    """
+    counted = [_score(name) for name in ("balanced_accuracy", "macro_f1", "macro_precision")]
+    ranked = [_score(name) for name in ("class_auroc", "class_average_precision")]
+    if examples.labels is None:
+        return [Scores(counted, None, NO_LABELS), Scores(ranked, None, NO_LABELS)]
+    counts = _counted(counted, examples.predicted, examples.labels, num_classes=examples.num_classes)
+    if probs.size > MOST_PROBABILITIES:
+        reason = f"there are {probs.size} probabilities, more than the {MOST_PROBABILITIES} that are ranked at once"
+        return [counts, Scores(ranked, None, reason)]
+    return [counts, _ranked(ranked, probs, examples.labels)]
+
+
+def rare_classes(labels: NDArray, names: list[str]) -> tuple[list[str], list[str]]:
+    """The classes without an example among labels (N,), and those with fewer than 10, with their number in brackets."""
+    counts = np.bincount(labels, minlength=len(names))
+    absent = [name for name, count in zip(names, counts, strict=True) if count == 0]
+    return absent, [f"{name} ({count})" for name, count in zip(names, counts, strict=True) if 0 < count < FEW]
+
+
+def _score(name: str) -> Score:
+    reason = "no class has examples both of it and of others" if name.startswith("class_") else "undefined"
+    return Score(name, _CHOICES, True, bounds=(0.0, 1.0), when_nan=reason)
+
+
+def _counted(members: list[Score], predicted: NDArray, labels: NDArray, *, num_classes: int) -> Scores:
+    size = len(labels)
+    columns = np.concatenate(
+        [labels, predicted + num_classes, np.where(predicted == labels, labels + 2 * num_classes, 0)]
+    )
+    is_counted = np.concatenate([np.ones(2 * size), predicted == labels])
+    rows = np.tile(np.arange(size), 3)
+    counter = sparse.csr_array((is_counted, (rows, columns)), shape=(size, 3 * num_classes)).T.tocsr()
+
+    def shares(weights: NDArray) -> list[Floats]:
+        """Recall, F1 and precision (b, C) each; NaN of a class without labels, or without predictions for precision."""
+        found = (counter @ weights.T.astype(np.float64)).T.reshape(len(weights), 3, num_classes)
+        is_label, is_predicted, is_right = found[:, 0], found[:, 1], found[:, 2]
+        absent = np.where(is_label > 0, 0.0, np.nan)
+        recall = is_right / np.maximum(is_label, 1) + absent
+        return [recall, 2 * is_right / np.maximum(is_label + is_predicted, 1) + absent,
+                np.where(is_predicted > 0, is_right / np.maximum(is_predicted, 1), np.nan) + absent]  # fmt: skip
+
+    def statistic(weights: NDArray) -> Floats:
+        recall, f1, precision = shares(weights)
+        precision = np.where(np.isnan(recall), np.nan, np.nan_to_num(precision))
+        return np.stack([np.nanmean(values, axis=1) for values in (recall, f1, precision)], axis=1)
+
+    return Scores(members, statistic, per_class=_once(shares, size))
+
+
+def _ranked(members: list[Score], probs: NDArray, labels: NDArray) -> Scores:
+    size, num_classes = probs.shape
+    present = np.unique(labels)
+
+    def areas(weights: NDArray) -> list[Floats]:
+        """AUROC and average precision (b, C); NaN of a class that has no examples, or all of them."""
+        values = np.asarray(probs)
+        found = np.full((2, len(weights), num_classes), np.nan)
+        for k in present:
+            found[:, :, k] = _areas(values[:, k], labels == k, weights)
+        return list(found)
+
+    def statistic(weights: NDArray) -> Floats:
+        parts = areas(weights)
+        known = [np.isfinite(values) for values in parts]
+        count = [np.maximum(is_known.sum(axis=1), 1) for is_known in known]
+        means = [np.nansum(values, axis=1) / n for values, n in zip(parts, count, strict=True)]
+        none = [~is_known.any(axis=1) for is_known in known]
+        return np.stack([np.where(lacks, np.nan, mean) for lacks, mean in zip(none, means, strict=True)], axis=1)
+
+    return Scores(members, statistic, cost=_RANKING_COST * num_classes, per_class=_once(areas, size))
+
+
+def _areas(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
+    """AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
+    order = np.argsort(-scores, kind="stable")
+    ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of tied scores
+    sorted_weights = weights[:, order].astype(np.float64)
+    total = sorted_weights.cumsum(axis=1)[:, ends]
+    found = (sorted_weights * is_positive[order]).cumsum(axis=1)[:, ends]
+    others = total - found
+    positives, negatives = found[:, -1], others[:, -1]
+    gained = np.diff(found, axis=1, prepend=0)
+    pairs = (np.diff(others, axis=1, prepend=0) * (found - gained / 2)).sum(axis=1)
+    precision = (gained * found / np.maximum(total, 1)).sum(axis=1)
+    is_defined = (positives > 0) & (negatives > 0)
+    sizes = np.maximum(positives * negatives, 1), np.maximum(positives, 1)
+    return np.stack([np.where(is_defined, part / n, np.nan) for part, n in zip((pairs, precision), sizes, strict=True)])
+
+
+def _once(shares: Callable[[NDArray], list[Floats]], size: int) -> Callable[[], list[list[float | None]]]:
+    """The values of every class with each example once, for each score; None where undefined."""
+
+    def values() -> list[list[float | None]]:
+        found = [part[0] for part in shares(np.ones((1, size)))]
+        return [[None if np.isnan(value) else float(value) for value in part] for part in found]
+
+    return values
