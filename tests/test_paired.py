@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.paired import Sample, bootstrap_p_value, difference, holm, standings, t_difference
+from bnncli.evaluation.paired import Sample, bootstrap_p_value, difference, holm, integration, t_difference
 
 
 def means(columns: NDArray, seed: int = 0, replicates: int = 1000) -> list[Sample]:
@@ -164,56 +164,72 @@ def test_holm_keeps_the_chance_of_any_false_rejection_at_the_level() -> None:
     assert falsely == pytest.approx(1 - 0.99**5, abs=3.3 * math.sqrt(0.05 * 0.95 / 2000))
 
 
-def test_the_best_and_those_not_significantly_worse_are_marked() -> None:
-    generator = np.random.default_rng(10)
-    columns = generator.normal(size=(400, 1)) + 0.1 * generator.normal(size=(400, 4)) + [0.001, 0.0, 1.0, 0.002]
-    samples: list[Sample | None] = [*means(columns), None]
-    lowest = standings(samples, higher_is_better=False, alpha=0.05)
-    best = int(np.argmin(columns.mean(axis=0)))
-    assert [one.is_best for one in lowest] == [place == best for place in range(5)]
-    assert [one.is_close for one in lowest] == [True, True, False, True, False]
-    assert (lowest[best].against, lowest[4].against, lowest[2].p_adjusted) == (None, None, 3 * 1 / 1001)
-    highest = standings(samples, higher_is_better=True, alpha=0.05)
-    assert [one.is_close for one in highest] == [False, False, True, False, False]
-
-
-def test_of_equal_scores_the_first_is_best_and_all_are_close() -> None:
-    found = standings([Sample(np.array([0.5]), np.full(9, 0.5))] * 3, higher_is_better=True, alpha=0.05)
-    assert [(one.is_best, one.is_close) for one in found] == [(True, True), (False, True), (False, True)]
-
-
-def test_without_replicates_only_the_best_is_marked_and_no_p_value_is_told() -> None:
-    found = standings([Sample(np.array([value])) for value in (0.1, 0.2)], higher_is_better=False, alpha=0.05)
-    assert [one.is_close for one in found] == [True, False]
-    assert found[1].against is not None
-    assert (found[1].against.value, found[1].against.p_value) == (pytest.approx(0.1), None)
-    assert Sample(np.array([0.1])).standard_error is None
-
-
-def test_a_baseline_is_what_the_others_are_compared_with() -> None:
-    samples: list[Sample | None] = [
-        Sample(np.array(values)) for values in ([1.0, 2.0, 3.0], [1.5, 2.6, 3.4], [0.9, 2.0, 3.2])
-    ]
-    found = standings(samples, higher_is_better=True, alpha=0.1, baseline=0)
-    assert found[0].against is None
-    assert found[1].against is not None
-    assert found[1].against.value == pytest.approx(0.5)
-    assert [one.is_best for one in found] == [False, True, False]
-    expected = holm([stats.ttest_rel(s.values, samples[0].values).pvalue for s in samples[1:]])  # type: ignore[union-attr]
-    assert [one.p_adjusted for one in found[1:]] == pytest.approx(expected)
-    assert all(
-        one.against is None for one in standings([None, samples[0]], higher_is_better=True, alpha=0.1, baseline=0)
-    )
-
-
-def test_a_score_that_is_neither_better_high_nor_low_has_no_best() -> None:
-    samples = means(np.random.default_rng(11).normal(size=(50, 2)))
-    assert standings(samples, higher_is_better=None, alpha=0.05) == standings(
-        [None, None], higher_is_better=True, alpha=0.05
-    )
-    assert standings(samples, higher_is_better=None, alpha=0.05, baseline=0)[1].against is not None
-
-
 def test_scores_of_other_checkpoints_are_not_compared() -> None:
     with pytest.raises(ValueError, match="same checkpoints, got 2 and 3"):
         difference(Sample(np.zeros(2)), Sample(np.zeros(3)))
+
+
+def test_integration_errors_of_both_sides_widen_a_difference() -> None:
+    one, other = means(np.random.default_rng(12).normal(size=(400, 2)), replicates=4000)
+    plain = difference(one, other)
+    errors = (0.2, 0.15)
+    noisy = [
+        Sample(sample.values, sample.replicates, integration(error, 30.0, size=4000, seed=place))
+        for place, (sample, error) in enumerate(zip((one, other), errors, strict=True))
+    ]
+    found = difference(*noisy)
+    assert plain.standard_error is not None
+    assert found.standard_error == pytest.approx(math.hypot(plain.standard_error, *errors), rel=1e-12)
+    assert noisy[0].standard_error == pytest.approx(math.hypot(one.sampling_error or 0, 0.2), rel=1e-12)
+    # 30 degrees of freedom are nearly normal; 4,000 draws tell a quantile to about 3 %.
+    assert found.high is not None
+    assert found.standard_error is not None
+    assert found.high - found.value == pytest.approx(2.0 * found.standard_error, rel=0.1)
+
+
+def test_the_error_of_few_groups_has_the_tails_of_students_t() -> None:
+    one = Sample(np.zeros(1), np.zeros(20_000), integration(1.0, 3.0, size=20_000, seed=1))
+    found = difference(one, Sample(np.zeros(1), np.zeros(20_000)))
+    assert found.standard_error == pytest.approx(1.0)
+    assert found.high == pytest.approx(stats.t.ppf(0.975, 3), rel=0.06)
+
+
+@pytest.mark.parametrize("degrees", [4, 9])
+def test_with_a_baseline_holm_keeps_its_level_where_integration_dominates(degrees: int) -> None:
+    """Seven equal posteriors against one, all with integration errors that few groups told."""
+    generator, trials = np.random.default_rng(13), 150
+    falsely = 0
+    for trial in range(trials):
+        base, *others = noisy_scores(generator, 8, degrees, trial)
+        p_values = holm([difference(other, base).p_value for other in others])
+        falsely += min(p for p in p_values if p is not None) <= 0.05
+    assert falsely / trials <= 0.05 + 3.3 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def noisy_scores(generator: np.random.Generator, count: int, degrees: int, trial: int) -> list[Sample]:
+    """Equal true scores with sampling errors of 1, mostly shared, and integration errors of 1 told by a chi-square."""
+    shared, sizes = generator.normal(size=2), (399,)
+    drawn = generator.normal(size=sizes)
+    samples = []
+    for place in range(count):
+        own = 0.2 * generator.normal(size=2)
+        told = math.sqrt(generator.chisquare(degrees) / degrees)
+        value = shared[0] + own[0] + generator.normal()
+        replicates = value + drawn + 0.2 * generator.normal(size=sizes)
+        noise = integration(told, degrees, size=sizes[0], seed=1000 * trial + place)
+        samples.append(Sample(np.array([value]), replicates, noise))
+    return samples
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("size", [3, 5, 10])
+def test_with_a_baseline_the_t_tests_over_checkpoints_keep_their_level(count: int, size: int) -> None:
+    generator, trials = np.random.default_rng(14), 500
+    falsely = 0
+    for _ in range(trials):
+        values = (
+            generator.normal(size=(1, size)) + generator.normal(size=(count, size)) * np.geomspace(1, 5, count)[:, None]
+        )
+        p_values = holm([t_difference(own - values[0]).p_value for own in values[1:]])
+        falsely += min(p for p in p_values if p is not None) <= 0.05
+    assert falsely / trials <= 0.05 + 3.3 * math.sqrt(0.05 * 0.95 / trials)

@@ -168,9 +168,11 @@ COMMANDS = (
         "Compare posteriors: each score with its standard error, the best ones marked, or differences from a baseline.",
         "One checkpoint: standard errors and tests by a bootstrap over examples, the same ones for all posteriors. Several "
         "checkpoints, seeds of one experiment: means and standard errors over checkpoints, and paired t tests, which find "
-        "little with two or three. Marked (* in text) are the best of each column and all that are not significantly worse, "
-        "by Holm's adjustment for the comparisons with the best. The p-value is the share of bootstrap differences that lie "
-        "as far from the difference observed as that lies from zero, itself counted. Reads predictions; nothing is written.",
+        "little with two or three. Marked (* in text) are the best of each column and all that are not significantly worse "
+        "than another: in each column, posteriors whose true scores are equally best are all marked but for a chance of "
+        "--alpha, however many are compared. With --baseline: those that differ from it, by Holm's adjustment; the p-value "
+        "is the share of bootstrap differences that lie as far from the difference observed as that lies from zero, itself "
+        "counted. Reads predictions; nothing is written.",
         (o.CompareOptions, o.InputOptions, *READ),
         (
             "bnncli compare ckpt.pt",

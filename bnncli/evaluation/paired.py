@@ -3,8 +3,10 @@
 One checkpoint: both scores are resampled with the same examples, and how far their difference strays from the true one is
 told by how far its replicates stray from it (Hall and Wilson 1991, Biometrics 47), to both sides alike (Hall 1988, On
 symmetric bootstrap confidence intervals): of the usual definitions the one that keeps its level for accuracies, which are
-discrete, and for calibration errors, which resampling biases (tests/test_paired.py). Several checkpoints: Student's paired t test over them. Many comparisons in one
-column: Holm (1979), A simple sequentially rejective multiple test procedure.
+discrete, and for calibration errors, which resampling biases (tests/test_paired.py). Predictions from draws stray from the
+exact integral as well, by an error that all examples share and resampling does not show: it is added to the replicates.
+Several checkpoints: Student's paired t test over them, whose spread contains all of that. Many comparisons in one column:
+Holm (1979), A simple sequentially rejective multiple test procedure; comparisons with the best: best.py.
 """
 
 from __future__ import annotations
@@ -15,7 +17,28 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
+
+# Sums in another order differ by the rounding of float32 weights, which must not tell a tie from a difference.
+SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class Integration:
+    """The error that a finite number of draws leaves in a score.
+
+    Args:
+        error: its standard error; zero where the integral is not estimated.
+        noise: (R,), draws of it, wider than normal where the error itself was told by few groups of draws.
+    """
+
+    error: float
+    noise: NDArray[np.float64]
+
+
+def integration(error: float, degrees: float, *, size: int, seed: int) -> Integration:
+    """The integration error of a score, with `size` draws of Student's t, `degrees` of freedom, times the error."""
+    return Integration(error, error * np.random.default_rng(seed).standard_t(degrees, size))
 
 
 @dataclass(frozen=True)
@@ -25,10 +48,12 @@ class Sample:
     Args:
         values: (n,), one for each checkpoint.
         replicates: (R,), resampled over examples, where there is one checkpoint; None without.
+        integration: for one checkpoint; None where there is none, where it is not known, and for several checkpoints.
     """
 
     values: NDArray[np.float64]
     replicates: NDArray[np.float64] | None = None
+    integration: Integration | None = None
 
     @property
     def mean(self) -> float:
@@ -36,12 +61,29 @@ class Sample:
         return float(np.mean(self.values))
 
     @property
-    def standard_error(self) -> float | None:
-        """Of the mean over checkpoints; of the score over examples where there is one checkpoint; None where untold."""
+    def sampling_error(self) -> float | None:
+        """The part of the standard error that checkpoints or examples make."""
         if len(self.values) > 1:
             return float(np.std(self.values, ddof=1) / math.sqrt(len(self.values)))
         known = np.zeros(0) if self.replicates is None else self.replicates[np.isfinite(self.replicates)]
         return float(np.std(known, ddof=1)) if len(known) > 1 else None
+
+    @property
+    def integration_variance(self) -> float:
+        """The square of the integration error, 0 without one."""
+        return 0.0 if self.integration is None else self.integration.error**2
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the mean over checkpoints; of the score over examples and draws where there is one; None where untold."""
+        sampling = self.sampling_error
+        return None if sampling is None else math.sqrt(sampling**2 + self.integration_variance)
+
+    def strayed(self) -> NDArray[np.float64]:
+        """How far the score strays from the true one, (R,): its replicates from it, and the integration error."""
+        assert self.replicates is not None
+        sampling = self.replicates - self.mean
+        return sampling if self.integration is None else sampling + self.integration.noise
 
 
 @dataclass(frozen=True)
@@ -69,13 +111,14 @@ def difference(one: Sample, other: Sample, *, level: float = 0.95) -> Difference
     value = one.mean - other.mean
     if one.replicates is None or other.replicates is None:
         return Difference(value)
-    replicates = one.replicates - other.replicates
-    replicates = replicates[np.isfinite(replicates)]
-    if len(replicates) < 2:
+    sampling = one.replicates - other.replicates
+    strayed = one.strayed() - other.strayed()
+    sampling, strayed = sampling[np.isfinite(sampling)], strayed[np.isfinite(strayed)]
+    if len(strayed) < 2:
         return Difference(value)
-    reach = float(np.quantile(np.abs(replicates - value), level))
-    error = float(np.std(replicates, ddof=1))
-    return Difference(value, error, value - reach, value + reach, bootstrap_p_value(value, replicates))
+    reach = float(np.quantile(np.abs(strayed), level))
+    error = math.sqrt(np.var(sampling, ddof=1) + one.integration_variance + other.integration_variance)
+    return Difference(value, error, value - reach, value + reach, bootstrap_p_value(value, value + strayed))
 
 
 def bootstrap_p_value(value: float, replicates: NDArray) -> float:
@@ -86,9 +129,7 @@ def bootstrap_p_value(value: float, replicates: NDArray) -> float:
     alpha where the interval of level 1 - alpha leaves zero out, up to that count.
     """
     strayed = np.abs(replicates - value)
-    # Sums in another order differ by the rounding of float32 weights, which must not tell a tie from a difference.
-    slack = 1e-6 * abs(value)
-    return (1 + int(np.count_nonzero(strayed >= abs(value) - slack))) / (len(replicates) + 1)
+    return (1 + int(np.count_nonzero(strayed >= abs(value) * (1 - SLACK)))) / (len(replicates) + 1)
 
 
 def t_difference(differences: NDArray, *, level: float = 0.95) -> Difference:
@@ -100,8 +141,8 @@ def t_difference(differences: NDArray, *, level: float = 0.95) -> Difference:
     if np.ptp(differences) == 0:
         return Difference(value, 0.0, value, value, 1.0) if value == 0 else Difference(value)
     error = float(np.std(differences, ddof=1) / math.sqrt(size))
-    reach = float(stats.t.ppf((1 + level) / 2, size - 1)) * error
-    p_value = 2 * float(stats.t.sf(abs(value) / error, size - 1))
+    reach = float(special.stdtrit(size - 1, (1 + level) / 2)) * error
+    p_value = 2 * float(special.stdtr(size - 1, -abs(value) / error))
     return Difference(value, error, value - reach, value + reach, p_value)
 
 
@@ -114,53 +155,3 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         largest = max(largest, min(1.0, (len(known) - rank) * p))
         adjusted[place] = largest
     return adjusted
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How one posterior stands in a column of scores.
-
-    Args:
-        against: its score minus that of the best, or of the baseline; None for that one itself, or where undefined.
-        p_adjusted: by Holm, over the comparisons in the column.
-        is_best: it is the best; is_close: or not significantly worse than the best.
-    """
-
-    against: Difference | None = None
-    p_adjusted: float | None = None
-    is_best: bool = False
-    is_close: bool = False
-
-
-def standings(
-    samples: Sequence[Sample | None], *, higher_is_better: bool | None, alpha: float, baseline: int | None = None
-) -> list[Standing]:
-    """How each of the scores of a column stands against the best, or against the one at `baseline`.
-
-    Args:
-        samples: None where undefined. Of equal best ones the first is the best.
-        higher_is_better: None where neither is, and no one best.
-        alpha: level of the test of all of them together, and of each interval (1 - alpha).
-    """
-    known = [place for place, sample in enumerate(samples) if sample is not None]
-    sign = 1 if higher_is_better else -1
-    best = max(known, key=lambda place: (sign * _of(samples, place).mean, -place), default=None)
-    best = None if higher_is_better is None else best
-    reference = best if baseline is None else baseline
-    if reference is None or reference not in known:
-        return [Standing(is_best=place == best, is_close=place == best) for place in range(len(samples))]
-    others = [place for place in known if place != reference]
-    found = {place: difference(_of(samples, place), _of(samples, reference), level=1 - alpha) for place in others}
-    adjusted = dict(zip(others, holm([found[place].p_value for place in others]), strict=True))
-    standing = []
-    for place in range(len(samples)):
-        p = adjusted.get(place)
-        is_close = place == best or (baseline is None and p is not None and p > alpha)
-        standing.append(Standing(found.get(place), p, place == best, is_close))
-    return standing
-
-
-def _of(samples: Sequence[Sample | None], place: int) -> Sample:
-    sample = samples[place]
-    assert sample is not None
-    return sample

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bnncli.evaluation.paired import Difference, Sample, Standing
+from bnncli.evaluation.paired import Difference, Sample
+from bnncli.evaluation.standings import Standing
 from bnncli.names import posterior_title
 from bnncli.stages._compare_measure import Column
 from bnncli.stages._run import Table
@@ -53,7 +54,7 @@ class Comparison:
     baseline: int | None
 
     def is_marked(self, column: int, row: int) -> bool:
-        """Whether a number is marked: as best or not significantly worse; or as significantly different from the baseline."""
+        """Whether a number is marked: as not shown to be worse than any; or as significantly different from the baseline."""
         standing = self.standings[column][row]
         if self.baseline is None:
             return standing.is_close
@@ -64,7 +65,7 @@ class Comparison:
         if self.num_checkpoints > 1:
             what, test = (
                 f"mean +- standard error over {self.num_checkpoints} checkpoints",
-                "paired t test over checkpoints",
+                "paired t tests over checkpoints",
             )
         else:
             what = f"value +- bootstrap standard error over {self.num_examples} examples ({self.replicates} replicates)"
@@ -73,7 +74,9 @@ class Comparison:
         if self.baseline is None:
             return [
                 shown,
-                f"marked: the best of its column and all that are not significantly worse ({test}; Holm, alpha {self.alpha:g})",
+                "marked: the best of its column and all that are not significantly worse than another; those whose true "
+                f"scores are the best are all marked but for a chance of {100 * self.alpha:g} % in each column ({test}, all pairs "
+                "together, stepwise)",
             ]
         name = self.names[self.baseline].folder
         return [
@@ -161,7 +164,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "rows": rows,
         "baseline": None if comparison.baseline is None else comparison.names[comparison.baseline].folder,
         "alpha": comparison.alpha,
-        "adjustment": "holm, over the comparisons of a column",
+        "adjustment": "of being among the best: step-down over all pairs of a column"
+        if comparison.baseline is None
+        else "of no difference: holm, over the comparisons of a column",
         "test": "paired t over checkpoints" if many else "paired bootstrap over examples, symmetric",
         "replicates": None if many else comparison.replicates,
         "num_checkpoints": comparison.num_checkpoints,

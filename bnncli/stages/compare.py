@@ -10,7 +10,7 @@ from typing import Any
 from bnncli.assertions import Quantity
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.detection_scores import PREDICTION_SCORES
-from bnncli.evaluation.paired import standings
+from bnncli.evaluation.standings import fewest_replicates, standings
 from bnncli.options import CompareOptions
 from bnncli.stages._compare_measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages._compare_tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
@@ -185,17 +185,17 @@ def _compare(
 
 def _doubts(comparison: Comparison, options: CompareOptions) -> list[str]:
     """What limits the tests of this comparison."""
-    others = len(comparison.names) - 1
     if comparison.num_checkpoints in (2, 3):
         return [
             f"{comparison.num_checkpoints} checkpoints: the paired t test can tell only differences that hardly vary "
             "between them; that one is not significant says little"
         ]
-    smallest = others / (options.bootstrap + 1)
-    if comparison.num_checkpoints == 1 and smallest > options.alpha:
+    others = len(comparison.names) - 1
+    fewest = fewest_replicates(others, alpha=options.alpha, has_baseline=comparison.baseline is not None)
+    if comparison.num_checkpoints == 1 and options.bootstrap < fewest:
         return [
-            f"--bootstrap {options.bootstrap}: the smallest p-value of {others} comparisons is {smallest:.2g}, above --alpha "
-            f"{options.alpha:g}: nothing can be significant; use at least {int(others / options.alpha) + 1}"
+            f"--bootstrap {options.bootstrap}: too few replicates for p-values of {others} comparisons as small as --alpha "
+            f"{options.alpha:g}: nothing can be significant; use at least {fewest}"
         ]
     return []
 

@@ -1,0 +1,92 @@
+"""How posteriors stand in a column of scores: against the best of them, or against a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bnncli.evaluation.best import candidates
+from bnncli.evaluation.paired import Difference, Sample, difference, holm
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How one posterior stands in a column of scores.
+
+    Args:
+        against: its score minus that of the best, or of the baseline; None for that one itself, or where undefined. Its
+            interval holds by itself for a baseline, and together with all other pairs' where the best is the other: then
+            there is no p-value of the one pair, which was chosen for its difference.
+        p_adjusted: for a baseline of no difference, by Holm over the comparisons in the column; else of being among the
+            best.
+        is_best: it is the best; is_close: it is not shown to be worse than any.
+    """
+
+    against: Difference | None = None
+    p_adjusted: float | None = None
+    is_best: bool = False
+    is_close: bool = False
+
+
+def standings(
+    samples: Sequence[Sample | None], *, higher_is_better: bool | None, alpha: float, baseline: int | None = None
+) -> list[Standing]:
+    """How each of the scores of a column stands against the best, or against the one at `baseline`.
+
+    Args:
+        samples: None where undefined. Of equal best ones the first is the best.
+        higher_is_better: None where neither is, and no one best.
+        alpha: level of the test of all of them together; of each interval of a difference from a baseline, and of all
+            those of differences from the best together (1 - alpha).
+    """
+    known = {place: sample for place, sample in enumerate(samples) if sample is not None}
+    sign = 1 if higher_is_better else -1
+    best = max(known, key=lambda place: (sign * known[place].mean, -place), default=None)
+    best = None if higher_is_better is None else best
+    if baseline is not None:
+        return _against_baseline(samples, baseline, best, alpha)
+    if best is None or higher_is_better is None:
+        return [Standing() for _ in samples]
+    found = candidates(samples, higher_is_better=higher_is_better, alpha=alpha)
+    standing = []
+    for place in range(len(samples)):
+        if place not in known:
+            standing.append(Standing())
+            continue
+        p = found.p_values[place]
+        against = None if place == best else _from_best(known[place], known[best], float(found.reach[place, best]))
+        standing.append(Standing(against, p, place == best, p is None or p > alpha))
+    return standing
+
+
+def fewest_replicates(num_others: int, *, alpha: float, has_baseline: bool) -> int:
+    """How many replicates let the p-value of one of several comparisons be as small as alpha."""
+    # Without a baseline those left are tested at once; the bounds of best.py are left out where replicates are few.
+    return int((num_others if has_baseline else 1) / alpha) + 1
+
+
+def _against_baseline(
+    samples: Sequence[Sample | None], baseline: int, best: int | None, alpha: float
+) -> list[Standing]:
+    """Differences of all from one, tested by Holm."""
+    reference = samples[baseline]
+    if reference is None:
+        return [Standing(is_best=place == best, is_close=place == best) for place in range(len(samples))]
+    found = {
+        place: difference(sample, reference, level=1 - alpha)
+        for place, sample in enumerate(samples)
+        if sample is not None and place != baseline
+    }
+    adjusted = dict(zip(found, holm([one.p_value for one in found.values()]), strict=True))
+    return [
+        Standing(found.get(place), adjusted.get(place), place == best, place == best) for place in range(len(samples))
+    ]
+
+
+def _from_best(own: Sample, best: Sample, reach: float) -> Difference:
+    """The difference from the best, with the interval that all pairs' hold together."""
+    found = difference(own, best)
+    low, high = (found.value - reach, found.value + reach) if np.isfinite(reach) else (None, None)
+    return replace(found, low=low, high=high, p_value=None)

@@ -1,0 +1,244 @@
+"""Marks of the best: by simulation no posterior as good as the best goes unmarked more often than alpha, and power."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+from test_paired import means, noisy_scores
+
+from bnncli.evaluation.best import candidates
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detection import Ranking
+from bnncli.evaluation.paired import Sample, holm
+from bnncli.evaluation.standings import standings
+
+Draw = Callable[[np.random.Generator, int, int], NDArray]
+
+
+def limit(trials: int) -> float:
+    """The level with 3.3 binomial standard errors: one test in a thousand fails by chance."""
+    return 0.05 + 3.3 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def unmarked(samples: list[Sample], *, higher: bool = False) -> list[bool]:
+    """Which posteriors are told to be significantly worse than another."""
+    found = candidates(samples, higher_is_better=higher, alpha=0.05).p_values
+    return [p is not None and p <= 0.05 for p in found]
+
+
+@pytest.mark.parametrize("spread", [1.0, 20.0], ids=["equal", "unequal"])
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("size", [3, 5, 10])
+def test_over_seeds_no_equal_posterior_goes_unmarked_more_often_than_alpha(
+    size: int, count: int, spread: float
+) -> None:
+    generator, trials = np.random.default_rng(0), 500
+    falsely = 0
+    for _ in range(trials):
+        seeds = 3 * generator.normal(size=(size, 1))
+        values = seeds + generator.normal(size=(size, count)) * np.geomspace(1, spread, count)
+        falsely += any(unmarked([Sample(column) for column in values.T]))
+    assert falsely / trials <= limit(trials)
+
+
+def test_the_best_are_marked_as_often_where_others_are_behind_by_any_length() -> None:
+    """Two equal best ones, three behind them: near, midway and far, where the bounds come in."""
+    generator, trials = np.random.default_rng(1), 250
+    for gap in (0.5, 2.0, 6.0, 40.0):
+        falsely = 0
+        for _ in range(trials):
+            values = generator.normal(size=(6, 5)) + np.array([0, 0, gap / 2, gap, 2 * gap])
+            falsely += any(unmarked([Sample(column) for column in values.T])[:2])
+        assert falsely / trials <= limit(trials)
+
+
+def correlated(generator: np.random.Generator, size: int, count: int) -> NDArray:
+    shared, own = (generator.standard_normal((size, width), dtype=np.float32) for width in (1, count))
+    return shared + 0.1 * own
+
+
+def skewed(generator: np.random.Generator, size: int, count: int) -> NDArray:
+    """Losses with a long tail, of unequal spreads and of mean 1."""
+    own = generator.standard_exponential((size, count), dtype=np.float32) ** 2 - 2
+    return generator.standard_exponential((size, 1), dtype=np.float32) + own * np.geomspace(0.05, 0.3, count)
+
+
+def hits(generator: np.random.Generator, size: int, count: int) -> NDArray:
+    """Who is right: all together on nine in ten, with a few of their own."""
+    shared, own, swapped = (generator.random((size, width), dtype=np.float32) for width in (1, count, count))
+    return np.where(swapped < 0.03, own < 0.9, shared < 0.9)
+
+
+@pytest.mark.parametrize("draw", [correlated, skewed, hits])
+@pytest.mark.parametrize(("size", "count", "trials"), [(2000, 3, 250), (2000, 8, 250), (8000, 8, 80)])
+def test_over_examples_no_equal_posterior_goes_unmarked_more_often_than_alpha(
+    draw: Draw, size: int, count: int, trials: int
+) -> None:
+    generator, falsely = np.random.default_rng(2), 0
+    weights = np.concatenate([block[0] for block in Bootstrap(199).weights(("test", size))])
+    for _ in range(trials):
+        columns = draw(generator, size, count).astype(np.float32)
+        replicates = (weights @ columns / size).astype(np.float64)
+        values = columns.mean(axis=0, dtype=np.float64)
+        samples = [Sample(values[[place]], replicates[:, place]) for place in range(count)]
+        falsely += any(unmarked(samples, higher=draw is hits))
+    assert falsely / trials <= limit(trials)
+
+
+def test_equal_areas_under_the_curve_go_unmarked_no_more_often_than_alpha() -> None:
+    generator, trials, size, count = np.random.default_rng(3), 80, 300, 3
+    splits = [np.concatenate([b[0] for b in Bootstrap(199).weights((name, size))]) for name in ("test", "far")]
+    falsely = 0
+    for _ in range(trials):
+        inside, outside = (
+            generator.normal(size=(size, 1)) + 0.3 * generator.normal(size=(size, count)) + shift for shift in (1.5, 0)
+        )
+        rankings = [Ranking(inside[:, place], outside[:, place]) for place in range(count)]
+        samples = [Sample(np.array([one.estimate()["auroc"]]), one.evaluate(*splits).auroc) for one in rankings]
+        falsely += any(unmarked(samples, higher=True))
+    assert falsely / trials <= limit(trials)
+
+
+def test_equal_calibration_errors_go_unmarked_no_more_often_than_alpha() -> None:
+    generator, trials, size, count = np.random.default_rng(4), 80, 2000, 3
+    weights = np.concatenate([block[0] for block in Bootstrap(199).weights(("test", size))])
+    falsely = 0
+    for _ in range(trials):
+        confidence = 1 / (
+            1 + np.exp(-2 - generator.normal(size=(size, 1)) - 0.3 * generator.normal(size=(size, count)))
+        )
+        is_right = generator.random((size, count)) < confidence - 0.04
+        samples = []
+        for place in range(count):
+            gaps = np.zeros((size, 15), dtype=np.float32)
+            bins = np.minimum((confidence[:, place] * 15).astype(int), 14)
+            gaps[np.arange(size), bins] = confidence[:, place] - is_right[:, place]
+            found = np.abs(np.concatenate([np.ones((1, size), np.float32), weights]) @ gaps).sum(axis=1) / size
+            samples.append(Sample(found[:1].astype(float), found[1:].astype(float)))
+        falsely += any(unmarked(samples))
+    assert falsely / trials <= limit(trials)
+
+
+@pytest.mark.parametrize("degrees", [1, 4, 9])
+@pytest.mark.parametrize("count", [2, 8])
+def test_integration_errors_told_by_few_groups_keep_the_level(count: int, degrees: int) -> None:
+    generator, trials = np.random.default_rng(5), 150
+    falsely = sum(any(unmarked(noisy_scores(generator, count, degrees, trial))) for trial in range(trials))
+    assert falsely / trials <= limit(trials)
+
+
+def test_without_their_share_integration_errors_are_taken_for_differences() -> None:
+    """What the tests above would show if the noise were left out."""
+    generator = np.random.default_rng(6)
+    falsely = 0
+    for trial in range(100):
+        samples = [Sample(one.values, one.replicates) for one in noisy_scores(generator, 2, 9, trial)]
+        falsely += any(unmarked(samples))
+    assert falsely > 50
+
+
+def test_a_clear_difference_beside_far_ones_is_found_nearly_as_by_a_single_t_test() -> None:
+    """Eight posteriors over ten seeds, six of them hopeless: the last two are told apart with the power of one test."""
+    generator, trials = np.random.default_rng(7), 120
+    shift = 3.5 * math.sqrt(2 / 10)  # standard errors of a difference of means
+    found, alone = 0, 0
+    for _ in range(trials):
+        values = generator.normal(size=(10, 8)) + np.array([0, shift, *[200.0] * 6])
+        found += unmarked([Sample(column) for column in values.T])[1]
+        alone += stats.ttest_rel(values[:, 1], values[:, 0]).pvalue <= 0.05
+    assert alone / trials > 0.7
+    assert found >= 0.9 * alone
+
+
+def test_two_posteriors_have_the_p_value_of_the_paired_t_test() -> None:
+    one, other = np.random.default_rng(8).normal(size=(2, 6))
+    p_values = candidates([Sample(one), Sample(other)], higher_is_better=True, alpha=0.05).p_values
+    worse = int(one.mean() > other.mean())
+    assert p_values[worse] == pytest.approx(stats.ttest_rel(one, other).pvalue, rel=1e-9)
+    assert p_values[1 - worse] == 1
+
+
+def test_the_first_step_over_seeds_is_bonferroni_over_all_pairs_and_the_bounds() -> None:
+    values = np.random.default_rng(9).normal(size=(5, 6)) + np.array([[0.0], [1], [0.2], [0.1], [3]])
+    found = candidates([Sample(row) for row in values], higher_is_better=False, alpha=0.05).p_values
+    pairs = [stats.ttest_rel(values[i], values[j]).pvalue for i in range(5) for j in range(i)]
+    assert min(p for p in found if p is not None) == pytest.approx(10 * min(pairs) + 0.005, rel=1e-3)
+
+
+def test_intervals_of_all_differences_hold_together() -> None:
+    generator, trials, missed = np.random.default_rng(10), 400, 0
+    for _ in range(trials):
+        values = generator.normal(size=(5, 5)) * np.geomspace(1, 4, 5)[:, None]
+        reach = candidates([Sample(row) for row in values], higher_is_better=False, alpha=0.05).reach
+        means_of = values.mean(axis=1)
+        missed += bool((np.abs(means_of[:, None] - means_of) > np.nan_to_num(reach, nan=np.inf)).any())
+    assert missed / trials <= limit(trials)
+
+
+def test_the_best_and_those_not_significantly_worse_are_marked() -> None:
+    generator = np.random.default_rng(10)
+    columns = generator.normal(size=(400, 1)) + 0.1 * generator.normal(size=(400, 4)) + [0.001, 0.0, 1.0, 0.002]
+    samples: list[Sample | None] = [*means(columns), None]
+    lowest = standings(samples, higher_is_better=False, alpha=0.05)
+    best = int(np.argmin(columns.mean(axis=0)))
+    assert [one.is_best for one in lowest] == [place == best for place in range(5)]
+    assert [one.is_close for one in lowest] == [True, True, False, True, False]
+    assert (lowest[best].against, lowest[4].against, lowest[best].p_adjusted) == (None, None, 1)
+    assert lowest[2].p_adjusted == pytest.approx(1 / 1001 + 0.005)  # no replicate strays as far; and the bounds
+    highest = standings(samples, higher_is_better=True, alpha=0.05)
+    assert [one.is_close for one in highest] == [False, False, True, False, False]
+
+
+def test_of_equal_scores_the_first_is_best_and_all_are_close() -> None:
+    found = standings([Sample(np.array([0.5]), np.full(9, 0.5))] * 3, higher_is_better=True, alpha=0.05)
+    assert [(one.is_best, one.is_close) for one in found] == [(True, True), (False, True), (False, True)]
+
+
+def test_where_nothing_can_be_told_nobody_is_told_to_be_worse() -> None:
+    without = [Sample(np.array([value])) for value in (0.1, 0.2)]
+    unvarying = [Sample(np.full(4, value)) for value in (0.1, 0.2)]
+    for samples in (without, unvarying):
+        found = standings(samples, higher_is_better=False, alpha=0.05)
+        assert [one.is_close for one in found] == [True, True]
+        assert found[1].against is not None
+        assert (found[1].against.value, found[1].against.p_value) == (pytest.approx(0.1), None)
+    assert without[0].standard_error is None
+
+
+def test_replicates_where_a_score_is_undefined_are_left_out() -> None:
+    one, other = means(np.random.default_rng(11).normal(size=(200, 2)) + np.array([0.0, 0.5]))
+    assert other.replicates is not None
+    patchy = other.replicates.copy()
+    patchy[::3] = np.nan
+    samples = [one, Sample(other.values, patchy), Sample(np.zeros(1), np.full(1000, np.nan))]
+    found = candidates(samples, higher_is_better=False, alpha=0.05).p_values
+    assert found == [1.0, pytest.approx(1 / 667), None]
+
+
+def test_a_baseline_is_what_the_others_are_compared_with() -> None:
+    samples: list[Sample | None] = [
+        Sample(np.array(values)) for values in ([1.0, 2.0, 3.0], [1.5, 2.6, 3.4], [0.9, 2.0, 3.2])
+    ]
+    found = standings(samples, higher_is_better=True, alpha=0.1, baseline=0)
+    assert found[0].against is None
+    assert found[1].against is not None
+    assert found[1].against.value == pytest.approx(0.5)
+    assert [one.is_best for one in found] == [False, True, False]
+    expected = holm([stats.ttest_rel(s.values, samples[0].values).pvalue for s in samples[1:]])  # type: ignore[union-attr]
+    assert [one.p_adjusted for one in found[1:]] == pytest.approx(expected)
+    assert all(
+        one.against is None for one in standings([None, samples[0]], higher_is_better=True, alpha=0.1, baseline=0)
+    )
+
+
+def test_a_score_that_is_neither_better_high_nor_low_has_no_best() -> None:
+    samples = means(np.random.default_rng(11).normal(size=(50, 2)))
+    assert standings(samples, higher_is_better=None, alpha=0.05) == standings(
+        [None, None], higher_is_better=True, alpha=0.05
+    )
+    assert standings(samples, higher_is_better=None, alpha=0.05, baseline=0)[1].against is not None
