@@ -61,14 +61,17 @@ def test_one_checkpoint_has_the_scores_and_standard_errors_of_evaluate(cli: Cli,
         expected = values_of(cli, small_run, posterior)
         for name, score in scores_of(document, posterior).items():
             assert score["value"] == pytest.approx(expected[name]["value"], rel=1e-12)
-            assert score["standard_error"] == pytest.approx(expected[name]["standard_error"], rel=1e-9)
+            both = np.hypot(expected[name]["standard_error"], score["integration_error"])
+            assert score["standard_error"] == pytest.approx(both, rel=1e-9)
+            assert (score["integration_error"] > 0) == (posterior != "map")
+    assert {row["posterior"]: row["draws"] for row in document["rows"]} == {"map": None, "laplace": 20, "refine": 20, "hmc": 128}  # fmt: skip
     assert (document["num_checkpoints"], document["replicates"], document["alpha"]) == (1, 1000, 0.05)
 
 
 def test_the_default_scores_are_shown_and_the_best_are_marked(cli: Cli, small_run: Path) -> None:
     done = cli("compare", small_run)
     head = [cell.strip() for cell in done.stdout.splitlines()[0].split("|")]
-    assert head == ["posterior", "integrator", "accuracy", "NLL", "Brier", "ECE", "AUROC far", "FPR95 far"]
+    assert head == ["posterior", "integrator", "draws", "accuracy", "NLL", "Brier", "ECE", "AUROC far", "FPR95 far"]
     document = cli("compare", small_run, "--json").json
     for place in range(6):
         column = [row["scores"][place] for row in document["rows"]]
@@ -79,7 +82,7 @@ def test_the_default_scores_are_shown_and_the_best_are_marked(cli: Cli, small_ru
         for score in column:
             assert score["is_close"] == (score["p_adjusted"] > 0.05)
             assert score["is_close"] or not score["is_best"]
-    stars = [cell.strip().startswith("*") for cell in done.stdout.splitlines()[2].split("|")[2:]]
+    stars = [cell.strip().startswith("*") for cell in done.stdout.splitlines()[2].split("|")[3:]]
     assert stars == [score["is_close"] for score in document["rows"][0]["scores"]]
 
 
@@ -90,9 +93,9 @@ def test_scores_are_titled_as_they_were_asked_for_and_by_what_tells_them_apart(c
         for word in ("--metric", name)
     ]
     done = cli("compare", small_run, *words)
-    head = [cell.strip() for cell in done.stdout.splitlines()[0].split("|")[2:]]
+    head = [cell.strip() for cell in done.stdout.splitlines()[0].split("|")[3:]]
     assert head == ["ECE class-wise", "FPR95 far", "entropy", "ECE", "AUROC entropy far"]
-    assert all(line.split("|")[4].strip()[0] != "*" for line in done.stdout.splitlines()[2:6])  # no entropy is best
+    assert all(line.split("|")[5].strip()[0] != "*" for line in done.stdout.splitlines()[2:6])  # no entropy is best
 
 
 def test_several_checkpoints_have_means_and_the_t_tests_of_scipy(cli: Cli, seeds: list[Path]) -> None:
@@ -125,7 +128,7 @@ def test_checkpoints_are_compared_by_what_all_of_them_have(cli: Cli, seeds: list
 
 def test_the_baseline_is_shown_and_the_others_as_differences(cli: Cli, small_run: Path) -> None:
     done = cli("compare", small_run, "--baseline", "laplace.mc", "--metric", "nll")
-    rows = {line.split("|")[0].strip(): line.split("|")[2].strip() for line in done.stdout.splitlines()[2:6]}
+    rows = {line.split("|")[0].strip(): line.split("|")[3].strip() for line in done.stdout.splitlines()[2:6]}
     assert " +- " in rows["laplace"]
     for name in ("map", "refine", "hmc"):
         assert rows[name].lstrip("* ")[0] in "+-"
@@ -191,8 +194,8 @@ def test_unlabelled_scores_that_are_named_are_an_error_and_dashes_otherwise(cli:
     done = cli("compare", tmp_path / "a", "--metric", "nll")
     assert (done.code, "undefined on split 'test': no labels" in done.stderr) == (65, True)
     cells = [cell.strip() for cell in cli("compare", tmp_path / "a").stdout.splitlines()[2].split("|")]
-    assert cells[2:6] == ["-"] * 4
-    assert cells[6][0] == "*"
+    assert cells[2:7] == ["-"] * 5
+    assert cells[7][0] == "*"
 
 
 def test_posteriors_of_different_examples_are_refused(
@@ -253,7 +256,7 @@ def comparison(baseline: int | None = None) -> Comparison:
     ]
     shown = [standings, [Standing(), standings[0]]]
     return Comparison(
-        [Name("a_1.mc", "a_1", "mc", "mc"), Name("b|2.mc-qmc", "b|2", "mc", "mc-qmc")],
+        [Name("a_1.mc", "a_1", "mc", "mc", 20), Name("b|2.mc-qmc", "b|2", "mc", "mc-qmc")],
         columns,
         shown,
         "test",
@@ -267,10 +270,10 @@ def comparison(baseline: int | None = None) -> Comparison:
 
 def test_latex_is_booktabs_with_escaped_names_and_bold_marks() -> None:
     assert as_latex(comparison())[2:] == [
-        r"\begin{tabular}{llrr}", r"\toprule",
-        r"posterior & integrator & NLL $\downarrow$ & AUROC a\_b $\uparrow$ \\", r"\midrule",
-        r"a\_1 & mc & $\mathbf{0.2500} \pm 0.0141$ & -- \\",
-        r"b|2 & mc-qmc & -- & $\mathbf{0.2500} \pm 0.0141$ \\",
+        r"\begin{tabular}{llrrr}", r"\toprule",
+        r"posterior & integrator & draws & NLL $\downarrow$ & AUROC a\_b $\uparrow$ \\", r"\midrule",
+        r"a\_1 & mc & 20 & $\mathbf{0.2500} \pm 0.0141$ & -- \\",
+        r"b|2 & mc-qmc & - & -- & $\mathbf{0.2500} \pm 0.0141$ \\",
         r"\bottomrule", r"\end{tabular}",
     ]  # fmt: skip
     assert all(line.startswith("% ") for line in as_latex(comparison())[:2])
@@ -279,17 +282,17 @@ def test_latex_is_booktabs_with_escaped_names_and_bold_marks() -> None:
 def test_markdown_escapes_pipes_and_marks_in_bold() -> None:
     lines = as_markdown(comparison())
     assert lines[:4] == [
-        "| posterior | integrator | NLL | AUROC a_b |", "| --- | --- | ---: | ---: |",
-        "| a_1 | mc | **0.2500 ± 0.0141** | - |", r"| b\|2 | mc-qmc | - | **0.2500 ± 0.0141** |",
+        "| posterior | integrator | draws | NLL | AUROC a_b |", "| --- | --- | ---: | ---: | ---: |",
+        "| a_1 | mc | 20 | **0.2500 ± 0.0141** | - |", r"| b\|2 | mc-qmc | - | - | **0.2500 ± 0.0141** |",
     ]  # fmt: skip
     assert lines[-1].startswith("Bold: the best of its column")
 
 
 def test_text_marks_with_stars_and_csv_leaves_undefined_empty() -> None:
     table = as_table(comparison())
-    assert table.rows[0] == ["a_1", "mc", "* 0.2500 +- 0.0141", "  -"]
-    assert [part.columns[2] for part in table.narrow] == ["NLL", "AUROC a_b"]
-    assert as_csv(comparison())[2] == "a_1,mc,test,auroc:a_b,,,false,false,,,,,,"
+    assert table.rows[0] == ["a_1", "mc", "20", "* 0.2500 +- 0.0141", "  -"]
+    assert [part.columns[3] for part in table.narrow] == ["NLL", "AUROC a_b"]
+    assert as_csv(comparison())[2] == "a_1,mc,20,test,auroc:a_b,,,,false,false,,,,,,"
 
 
 def test_with_a_baseline_what_differs_significantly_is_marked() -> None:
@@ -300,7 +303,7 @@ def test_with_a_baseline_what_differs_significantly_is_marked() -> None:
     shown = Comparison(
         [Name(f"{name}.mc", name, "mc", "mc") for name in "abc"], columns, [standings], "test", 10, 1, 2, 0.05, 0
     )
-    assert [row[2] for row in as_table(shown).rows] == [
+    assert [row[3] for row in as_table(shown).rows] == [
         "  0.3000", "* -0.0100 [-0.0200, -0.0050] p=0.01", "  -0.0001 [-0.0020, +0.0020] p=0.9",
     ]  # fmt: skip
     assert as_latex(shown)[-4].endswith(r"& $\mathbf{-0.0100\;[-0.0200, -0.0050]}$ \\")

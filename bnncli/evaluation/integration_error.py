@@ -10,7 +10,7 @@ with others the score would change too, and that error comes on top (bootstrap.p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -80,13 +80,23 @@ class IntegrationError:
 def integration_error(score: Callable[..., float], *splits: DrawGroups) -> IntegrationError:
     """The Monte Carlo variance of score(probs of the first split, of the second, ...), each (R, C) float64.
 
+    Args:
+        score: any function of the probabilities; labels and what else it needs are its own.
+        splits: as for integration_errors, which raises what this raises.
+    """
+    return integration_errors(lambda *probs: [score(*probs)], *splits)[0]
+
+
+def integration_errors(scores: Callable[..., Sequence[float]], *splits: DrawGroups) -> list[IntegrationError]:
+    """The Monte Carlo variance of each of scores(probs of the first split, of the second, ...), each (R, C) float64.
+
     With v_h the score of a half h of the groups, W_h that half's weight and v the mean of the v_h with weights W_h, the
     variance is the mean of W_h / (1 - W_h) (v_h - v)^2 over a balanced set of halves and their complements. For equal
     groups and a mean this is the sample variance of the groups over G; for unequal ones it is unbiased as well; for a ratio,
     as with importance weights, it is the linearised variance.
 
     Args:
-        score: any function of the probabilities; labels and what else it needs are its own.
+        scores: any function of the probabilities; labels and what else it needs are its own.
         splits: one, or several whose group g holds the same draws (an in- and an out-of-distribution split).
 
     Raises:
@@ -97,11 +107,11 @@ def integration_error(score: Callable[..., float], *splits: DrawGroups) -> Integ
         if other.weights.shape != weights.shape or not np.allclose(other.weights, weights, rtol=0, atol=1e-9):
             raise DataError("groups of draws: the splits were not predicted by the same draws")
     halves = [half for half in balanced_halves(len(weights)) if 0 < weights[half].sum() < 1]
-    values = np.array([float(score(*(split.half(half) for split in splits))) for half in halves])
+    values = np.array([scores(*(split.half(half) for split in splits)) for half in halves], dtype=np.float64)  # (H, m)
     shares = np.array([weights[half].sum() for half in halves])
     middle = shares @ values / shares.sum()
-    variance = (shares / (1 - shares) * (values - middle) ** 2).mean()
-    return IntegrationError(float(variance), _degrees_of_freedom(weights))
+    variances = ((shares / (1 - shares))[:, None] * (values - middle) ** 2).mean(axis=0)
+    return [IntegrationError(float(variance), _degrees_of_freedom(weights)) for variance in variances]
 
 
 @lru_cache(maxsize=32)

@@ -38,7 +38,8 @@ class Integration:
 
 def integration(error: float, degrees: float, *, size: int, seed: int) -> Integration:
     """The integration error of a score, with `size` draws of Student's t, `degrees` of freedom, times the error."""
-    return Integration(error, error * np.random.default_rng(seed).standard_t(degrees, size))
+    noise = error * np.random.default_rng(seed).standard_t(degrees, size) if error > 0 else np.zeros(size)
+    return Integration(error, noise)
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,14 @@ class Sample:
         return float(np.std(known, ddof=1)) if len(known) > 1 else None
 
     @property
+    def integration_error(self) -> float | None:
+        """The part of the standard error that a finite number of draws makes; None where it is not told."""
+        return None if self.integration is None else self.integration.error
+
+    @property
     def integration_variance(self) -> float:
-        """The square of the integration error, 0 without one."""
-        return 0.0 if self.integration is None else self.integration.error**2
+        """The square of the integration error, 0 where it is not told."""
+        return (self.integration_error or 0.0) ** 2
 
     @property
     def standard_error(self) -> float | None:

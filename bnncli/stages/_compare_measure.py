@@ -12,23 +12,33 @@ from bnncli.assertions import Quantity
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.checks import find_metric, forms
 from bnncli.evaluation.detection_scores import PREDICTION_SCORES
+from bnncli.evaluation.integration_error import IntegrationError
 from bnncli.evaluation.measured import Measured, measure_detection, measure_split, needed_scores
-from bnncli.evaluation.paired import Sample
+from bnncli.evaluation.paired import Sample, integration
 from bnncli.evaluation.rows import split_scores
 from bnncli.options import CompareOptions
+from bnncli.seeds import stream_seed
+from bnncli.stages._compare_integration import Known, detection_errors, split_errors
 from bnncli.stages._evaluate_rows import SplitPredictions
 from bnncli.stages._prediction_groups import Group
 from bnncli.stages._run import Run
 
 OF_TWO_SPLITS = ("auroc", "aupr", "fpr95")
+_IN_THE_SPREAD = "the spread over checkpoints contains it"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A score of one posterior; `samples` is None where a checkpoint leaves it undefined, for the reason given."""
+    """A score of one posterior.
+
+    Args:
+        samples: None where a checkpoint leaves it undefined. undefined: for this reason.
+        integration_unknown: the reason why no integration error is told beside it.
+    """
 
     samples: Sample | None
     undefined: str | None = None
+    integration_unknown: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +65,14 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Group]]) -
     num_checkpoints = len(next(iter(groups.values())))
     bootstrap = Bootstrap(options.bootstrap, 1 - options.alpha, options.seed) if num_checkpoints == 1 else None
     measured: list[list[list[Measured]]] = []  # of each checkpoint, of each posterior
+    errors: list[Known] = []  # of each posterior, for one checkpoint
     for place in range(num_checkpoints):
         run.console.poll("compare")
         measured.append(_measure_checkpoint(run, options, [own[place] for own in groups.values()], bootstrap))
+    if num_checkpoints == 1:
+        for (own,), found in zip(groups.values(), measured[0], strict=True):
+            run.console.poll(f"integration error of {own.name}")
+            errors.append(_integration_errors(options, own, found))
     rows = {one.key: one.row for checkpoint in measured for own in checkpoint for one in own}
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for wanted in options.scores:
@@ -68,12 +83,26 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Group]]) -
     columns = []
     for key, form in names.items():
         row = rows[key]
-        entries = [
-            _entry([next((one for one in checkpoint[label] if one.key == key), None) for checkpoint in measured])
-            for label in range(len(groups))
-        ]
+        entries = []
+        for label, name in enumerate(groups):
+            ones = [next((one for one in checkpoint[label] if one.key == key), None) for checkpoint in measured]
+            known = errors[label].get(key, "") if errors else _IN_THE_SPREAD
+            entries.append(_entry(ones, known, seed=stream_seed(options.seed, f"integration/{name}/{form}")))
         columns.append(Column(row, form, entries))
     return columns
+
+
+def _integration_errors(options: CompareOptions, group: Group, measured: Sequence[Measured]) -> Known:
+    """Those of all scores of one posterior."""
+    inside = SplitPredictions(group.splits(is_ood=False)[options.split])
+    own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
+    other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    own = [one for one in measured if "ood" not in one.row]
+    found = split_errors(inside, own_wanted, own, num_bins=options.bins) if own else {}
+    for name, header in group.splits(is_ood=True).items():
+        others = [one for one in measured if one.row.get("ood") == name]
+        found |= detection_errors(inside, SplitPredictions(header), other_wanted, others) if others else {}
+    return found
 
 
 def _measure_checkpoint(
@@ -105,8 +134,13 @@ def _measure_checkpoint(
     return measured
 
 
-def _entry(found: Sequence[Measured | None]) -> Entry:
-    """What the checkpoints together say of a score."""
+def _entry(found: Sequence[Measured | None], known: IntegrationError | str, *, seed: int) -> Entry:
+    """What the checkpoints together say of a score.
+
+    Args:
+        known: its integration error, or why there is none.
+        seed: of the noise that stands for it among the replicates.
+    """
     values = []
     for one in found:
         if one is None:
@@ -114,7 +148,12 @@ def _entry(found: Sequence[Measured | None]) -> Entry:
         if one.value is None:
             return Entry(None, one.undefined)
         values.append(one.value)
-    return Entry(Sample(np.array(values), found[0].replicates if len(found) == 1 and found[0] is not None else None))
+    replicates = found[0].replicates if len(found) == 1 and found[0] is not None else None
+    if isinstance(known, str) or replicates is None:
+        unknown = known if isinstance(known, str) else "there are no replicates to add it to"
+        return Entry(Sample(np.array(values), replicates), integration_unknown=unknown)
+    noise = integration(known.standard_error, known.degrees_of_freedom, size=len(replicates), seed=seed)
+    return Entry(Sample(np.array(values), replicates, noise))
 
 
 def _forms(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:

@@ -16,20 +16,26 @@ from bnncli.stages._run import Table
 from bnncli.stages._score_table import score_title
 
 _DIGITS = 4
+_NAMES = ("posterior", "integrator", "draws")
 
 
 class Name(NamedTuple):
-    """What predictions are called: their folder, and the posterior, integrator and variant they are of."""
+    """What predictions are called: their folder, and the posterior, integrator and variant they are of.
+
+    draws: how many they are averages over; None where the integral is not estimated, or checkpoints differ.
+    """
 
     folder: str
     posterior: str
     integrator: str
     variant: str
+    draws: int | None = None
 
     @property
     def cells(self) -> list[str]:
-        """Posterior and variant, with the folder where it says something else."""
-        return [posterior_title(self.posterior, self.variant, self.folder), self.variant]
+        """Posterior, with the folder where it says something else, variant and draws."""
+        shown = "-" if self.draws is None else str(self.draws)
+        return [posterior_title(self.posterior, self.variant, self.folder), self.variant, shown]
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,18 @@ class Comparison:
                 "paired t tests over checkpoints",
             )
         else:
-            what = f"value +- bootstrap standard error over {self.num_examples} examples ({self.replicates} replicates)"
+            what = (
+                f"value +- standard error over {self.num_examples} examples (bootstrap, {self.replicates} replicates)"
+            )
             test = "paired bootstrap over examples"
+            if any(name.draws is not None for name in self.names):
+                what += " and draws"
+                test += ", with the integration error of both sides"
         shown = f"split {self.split}; {what}"
         if self.baseline is None:
             return [
                 shown,
+                *self._unknown(),
                 "marked: the best of its column and all that are not significantly worse than another; those whose true "
                 f"scores are the best are all marked but for a chance of {100 * self.alpha:g} % in each column ({test}, all pairs "
                 "together, stepwise)",
@@ -81,7 +93,22 @@ class Comparison:
         name = self.names[self.baseline].folder
         return [
             f"{shown} for {name}; for the others the difference from it, with its {100 * (1 - self.alpha):g} % interval and p-value",
+            *self._unknown(),
             f"marked: significantly different ({test}; intervals and p-values of each alone, marks by Holm, alpha {self.alpha:g})",
+        ]
+
+    def _unknown(self) -> list[str]:
+        """Notes on integration errors that are not known, and so taken as zero."""
+        if self.num_checkpoints > 1:
+            return []
+        whose: dict[str, dict[str, None]] = {}
+        for column in self.columns:
+            for name, entry in zip(self.names, column.entries, strict=True):
+                if entry.samples is not None and entry.integration_unknown is not None:
+                    whose.setdefault(entry.integration_unknown, {})[f"{column.form} of {name.folder}"] = None
+        return [
+            f"integration error unknown, taken as zero: {', '.join(scores)} ({reason})"
+            for reason, scores in whose.items()
         ]
 
 
@@ -91,19 +118,19 @@ def as_table(comparison: Comparison) -> Table:
     cells = _cells(comparison, lambda text, is_marked: f"{'*' if is_marked else ' '} {text}", sign="+-")
     names = [name.cells for name in comparison.names]
     narrow = [
-        Table(["posterior", "integrator", title], [[*name, row[place]] for name, row in zip(names, cells, strict=True)])
+        Table([*_NAMES, title], [[*name, row[place]] for name, row in zip(names, cells, strict=True)])
         for place, title in enumerate(titles)
     ]
     rows = [[*name, *row] for name, row in zip(names, cells, strict=True)]
     notes = [note.replace("marked:", "*:") for note in comparison.notes()]
-    return Table(["posterior", "integrator", *titles], rows, notes=notes, narrow=narrow)
+    return Table([*_NAMES, *titles], rows, notes=notes, narrow=narrow)
 
 
 def as_markdown(comparison: Comparison) -> list[str]:
     """A Markdown table with marked numbers in bold, and the notes below."""
     cells = _cells(comparison, lambda text, is_marked: f"**{text}**" if is_marked else text, sign="±")
-    head = ["posterior", "integrator", *_titles(comparison)]
-    lines = [head, ["---", "---", *("---:" for _ in comparison.columns)]]
+    head = [*_NAMES, *_titles(comparison)]
+    lines = [head, ["---", "---", "---:", *("---:" for _ in comparison.columns)]]
     lines += [[*name.cells, *row] for name, row in zip(comparison.names, cells, strict=True)]
     table = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
     notes = [note.replace("+-", "±").replace("marked:", "Bold:") for note in comparison.notes()]
@@ -126,8 +153,8 @@ def as_latex(comparison: Comparison) -> list[str]:
     ]
     titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(_titles(comparison), arrows, strict=True)]
     lines = [f"% {note.replace('marked:', 'bold:')}" for note in comparison.notes()]
-    lines += [rf"\begin{{tabular}}{{ll{'r' * len(titles)}}}", r"\toprule"]
-    lines += [" & ".join(["posterior", "integrator", *titles]) + r" \\", r"\midrule"]
+    lines += [rf"\begin{{tabular}}{{llr{'r' * len(titles)}}}", r"\toprule"]
+    lines += [" & ".join([*_NAMES, *titles]) + r" \\", r"\midrule"]
     for name, row in zip(comparison.names, cells, strict=True):
         lines.append(" & ".join([*map(_escaped, name.cells), *row]) + r" \\")
     return [*lines, r"\bottomrule", r"\end{tabular}"]
@@ -137,12 +164,12 @@ def as_csv(comparison: Comparison) -> list[str]:
     """A line for each posterior and score, with every digit; empty where undefined."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["posterior", "integrator", "split", "score", *_FIELDS])
+    writer.writerow([*_NAMES, "split", "score", *_FIELDS])
     for name, scores in zip(comparison.names, _documents(comparison), strict=True):
         for column, score in zip(comparison.columns, scores, strict=True):
             values = [score[key] for key in _FIELDS]
             shown = ["" if v is None else str(v).lower() if isinstance(v, bool) else v for v in values]
-            writer.writerow([*name.cells, comparison.split, column.form, *shown])
+            writer.writerow([*name.cells[:2], name.draws or "", comparison.split, column.form, *shown])
     return stream.getvalue().splitlines()
 
 
@@ -154,6 +181,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             "posterior": name.posterior,
             "integrator": name.integrator,
             "variant": name.variant,
+            "draws": name.draws,
             "split": comparison.split,
             "scores": scores,
         }
@@ -174,7 +202,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 _FIELDS = (
-    "value", "standard_error", "is_best", "is_close", "difference", "difference_standard_error", "low", "high", "p_value", "p_adjusted",
+    "value", "standard_error", "integration_error", "is_best", "is_close", "difference", "difference_standard_error", "low", "high", "p_value", "p_adjusted",
 )  # fmt: skip
 
 
@@ -190,6 +218,9 @@ def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
             score: dict[str, Any] = {**column.row, "form": column.form}
             score["value"] = None if known is None else known.mean
             score["standard_error"] = None if known is None else known.standard_error
+            score["integration_error"] = None if known is None else known.integration_error
+            if score["integration_error"] is None:
+                score["integration_unknown"] = entry.integration_unknown or entry.undefined
             score["values"] = None if known is None else known.values.tolist()
             score |= {"is_best": standing.is_best, "is_close": standing.is_close}
             score["difference"] = None if standing.against is None else against.value

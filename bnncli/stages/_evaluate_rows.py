@@ -116,12 +116,12 @@ def _described(group: Group, header: Header) -> dict[str, Any]:
         "integrator": group.integrator,
         "variant": group.variant,
         "settings": dict(header.meta.get("settings", {})),
-        "samples": _num_draws(group, header),
+        "samples": num_draws(group, header),
         "split": header.meta["split"],
     }
 
 
-def _num_draws(group: Group, header: Header) -> int | None:
+def num_draws(group: Group, header: Header) -> int | None:
     """Draws of a prediction: those that were asked for, but no more than a posterior that is draws has."""
     asked: int | None = header.meta["samples"]
     path = group.posterior_path

@@ -10,10 +10,12 @@ from typing import Any
 from bnncli.assertions import Quantity
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.detection_scores import PREDICTION_SCORES
-from bnncli.evaluation.standings import fewest_replicates, standings
+from bnncli.evaluation.standings import standings
 from bnncli.options import CompareOptions
+from bnncli.stages._compare_doubts import doubts
 from bnncli.stages._compare_measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages._compare_tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
+from bnncli.stages._evaluate_rows import num_draws
 from bnncli.stages._prediction_groups import Group, open_groups
 from bnncli.stages._run import Result, Run, source_json
 from bnncli.storage.provenance import Source
@@ -33,7 +35,7 @@ def run(run: Run, options: CompareOptions) -> Result:
     columns = measure(run, options, groups)
     _check_wanted(options, columns, [own[0] for own in groups.values()])
     comparison = _compare(options, groups, columns, baseline)
-    for text in _doubts(comparison, options):
+    for text in doubts(run, options, comparison, [own[0] for own in groups.values()]):
         run.console.warn(text)
     return Result(
         extra=as_json(comparison) | {"inputs": _inputs(groups)},
@@ -171,7 +173,7 @@ def _compare(
     ]
     firsts = [own[0] for own in groups.values()]
     return Comparison(
-        names=[Name(group.name, group.posterior, group.integrator, group.variant) for group in firsts],
+        names=[_name(own, options.split) for own in groups.values()],
         columns=list(columns),
         standings=judged,
         split=options.split,
@@ -183,21 +185,11 @@ def _compare(
     )
 
 
-def _doubts(comparison: Comparison, options: CompareOptions) -> list[str]:
-    """What limits the tests of this comparison."""
-    if comparison.num_checkpoints in (2, 3):
-        return [
-            f"{comparison.num_checkpoints} checkpoints: the paired t test can tell only differences that hardly vary "
-            "between them; that one is not significant says little"
-        ]
-    others = len(comparison.names) - 1
-    fewest = fewest_replicates(others, alpha=options.alpha, has_baseline=comparison.baseline is not None)
-    if comparison.num_checkpoints == 1 and options.bootstrap < fewest:
-        return [
-            f"--bootstrap {options.bootstrap}: too few replicates for p-values of {others} comparisons as small as --alpha "
-            f"{options.alpha:g}: nothing can be significant; use at least {fewest}"
-        ]
-    return []
+def _name(groups: Sequence[Group], split: str) -> Name:
+    """What the predictions of one posterior, for each checkpoint, are called."""
+    draws = {num_draws(group, group.splits(is_ood=False)[split]) for group in groups}
+    own = groups[0]
+    return Name(own.name, own.posterior, own.integrator, own.variant, draws.pop() if len(draws) == 1 else None)
 
 
 def _inputs(groups: dict[str, list[Group]]) -> list[dict[str, str]]:
