@@ -172,12 +172,13 @@ COMMANDS = (
         "than another: in each column, posteriors whose true scores are equally best are all marked but for a chance of "
         "--alpha, however many are compared. With --baseline: those that differ from it, by Holm's adjustment; the p-value "
         "is the share of bootstrap differences that lie as far from the difference observed as that lies from zero, itself "
-        "counted. Reads predictions; nothing is written.",
-        (o.CompareOptions, o.InputOptions, *READ),
+        "counted. Reads predictions; --plot alone writes.",
+        (o.CompareOptions, o.InputOptions, o.WriteOptions, *READ),
         (
             "bnncli compare ckpt.pt",
             "bnncli compare ckpt.pt --baseline map --metric nll --metric ece:equal-mass",
             "bnncli compare seed-1.pt seed-2.pt seed-3.pt --format latex > table.tex",
+            "bnncli compare seed-*.pt --plot figures",
         ),
         (
             Argument(

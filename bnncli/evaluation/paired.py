@@ -85,6 +85,18 @@ class Sample:
         sampling = self.sampling_error
         return None if sampling is None else math.sqrt(sampling**2 + self.integration_variance)
 
+    def interval(self, level: float) -> tuple[float, float] | None:
+        """The interval around the score alone: Student's over checkpoints, else as far as replicates and draws stray."""
+        if len(self.values) > 1:
+            found = t_difference(self.values, level=level)
+            return None if found.low is None or found.high is None else (found.low, found.high)
+        known = np.zeros(0) if self.replicates is None else self.strayed()
+        known = known[np.isfinite(known)]
+        if len(known) < 2:
+            return None
+        reach = float(np.quantile(np.abs(known), level))
+        return self.mean - reach, self.mean + reach
+
     def strayed(self) -> NDArray[np.float64]:
         """How far the score strays from the true one, (R,): its replicates from it, and the integration error."""
         assert self.replicates is not None

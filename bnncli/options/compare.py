@@ -54,6 +54,12 @@ class CompareOptions(Checked):
         1000, "Bootstrap replicates over examples, where there is one checkpoint.", minimum=100, numeric=False
     )
     bins: int = option(15, "Bins of calibration errors.", minimum=1)
+    plot: str | None = option(
+        None,
+        "Draw the comparison into this folder, compare-SPLIT.png: a panel for each score, a dot for each checkpoint.",
+        metavar="DIR",
+        numeric=False,
+    )
     format: str = option(
         "text", "Form of the table on stdout.", choices=("text", "csv", "markdown", "latex"), numeric=False
     )

@@ -114,7 +114,7 @@ class Comparison:
 
 def as_table(comparison: Comparison) -> Table:
     """The table for people; marks are stars in front, so that numbers stay aligned."""
-    titles = _titles(comparison)
+    titles = score_titles(comparison)
     cells = _cells(comparison, lambda text, is_marked: f"{'*' if is_marked else ' '} {text}", sign="+-")
     names = [name.cells for name in comparison.names]
     narrow = [
@@ -129,7 +129,7 @@ def as_table(comparison: Comparison) -> Table:
 def as_markdown(comparison: Comparison) -> list[str]:
     """A Markdown table with marked numbers in bold, and the notes below."""
     cells = _cells(comparison, lambda text, is_marked: f"**{text}**" if is_marked else text, sign="±")
-    head = [*_NAMES, *_titles(comparison)]
+    head = [*_NAMES, *score_titles(comparison)]
     lines = [head, ["---", "---", "---:", *("---:" for _ in comparison.columns)]]
     lines += [[*name.cells, *row] for name, row in zip(comparison.names, cells, strict=True)]
     table = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
@@ -151,7 +151,7 @@ def as_latex(comparison: Comparison) -> list[str]:
         "" if column.row["higher_is_better"] is None else arrow
         for column, arrow in zip(comparison.columns, arrows, strict=True)
     ]
-    titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(_titles(comparison), arrows, strict=True)]
+    titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(score_titles(comparison), arrows, strict=True)]
     lines = [f"% {note.replace('marked:', 'bold:')}" for note in comparison.notes()]
     lines += [rf"\begin{{tabular}}{{llr{'r' * len(titles)}}}", r"\toprule"]
     lines += [" & ".join([*_NAMES, *titles]) + r" \\", r"\midrule"]
@@ -234,7 +234,7 @@ def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
     return found
 
 
-def _titles(comparison: Comparison) -> list[str]:
+def score_titles(comparison: Comparison) -> list[str]:
     """The title of each column: its score's, and the choices that tell it from others."""
     return [" ".join([score_title(column.row), *column.form.split(":")[1:]]) for column in comparison.columns]
 

@@ -14,6 +14,7 @@ from bnncli.evaluation.standings import standings
 from bnncli.options import CompareOptions
 from bnncli.stages._compare_doubts import doubts
 from bnncli.stages._compare_measure import OF_TWO_SPLITS, Column, measure
+from bnncli.stages._compare_plot import draw_plot, plan, planned_plot
 from bnncli.stages._compare_tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
 from bnncli.stages._evaluate_rows import num_draws
 from bnncli.stages._prediction_groups import Group, open_groups
@@ -24,7 +25,7 @@ _FORMATS = {"csv": as_csv, "markdown": as_markdown, "latex": as_latex}
 
 
 def run(run: Run, options: CompareOptions) -> Result:
-    """Measure, test and print; nothing is written."""
+    """Measure, test and print; only --plot writes."""
     if run.console.options.json and options.format != "text":
         raise UsageError(f"--format {options.format} and --json exclude each other: give one")
     runs = _runs(run)
@@ -32,16 +33,22 @@ def run(run: Run, options: CompareOptions) -> Result:
     groups = _shared(runs, found, options.split)
     baseline = _baseline(runs[0], options, [own[0] for own in groups.values()])
     _check_same_examples(run, options, groups)
+    plot = None if options.plot is None else planned_plot(run, options.plot, options.split)
+    if run.write.dry_run:
+        return Result("planned") if plot is None else plan(plot)
     columns = measure(run, options, groups)
     _check_wanted(options, columns, [own[0] for own in groups.values()])
     comparison = _compare(options, groups, columns, baseline)
     for text in doubts(run, options, comparison, [own[0] for own in groups.values()]):
         run.console.warn(text)
-    return Result(
+    result = Result(
         extra=as_json(comparison) | {"inputs": _inputs(groups)},
         tables=[as_table(comparison)] if options.format == "text" else [],
         lines=[] if options.format == "text" else _FORMATS[options.format](comparison),
     )
+    if plot is not None:
+        result.add(draw_plot(run, plot, comparison))
+    return result
 
 
 def _runs(run: Run) -> list[Run]:
