@@ -29,6 +29,11 @@ _WEIGHT_VECTORS = (
 _FLOW_VECTORS = 10  # of its flows' parameters
 _ACTIVATION_VECTORS = 10  # of a batch's activations
 _SCALED_VECTORS = 3  # of a batch's inputs of each layer, once they are scaled by multipliers
+_BYTES_A_LAYER_NUMBER = (
+    60  # of refine's layers: in two precisions, gradient, Adam's two, products, states to resume from
+)
+_BYTES_A_TRAINING_DRAW = 150  # of each parameter: what a step through the layers keeps for its gradient
+_BATCH_VECTORS = 4  # of a minibatch's logits under every draw
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
 _SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
 _COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
@@ -54,10 +59,25 @@ def sampling_bytes(structure: str, layout: HeadLayout, *, num_chains: int, whole
     return fit_bytes(structure, layout, whole=whole) + 8 * num_chains * chain
 
 
-def refinement_bytes(structure: str, layout: HeadLayout, *, num_draws: int, whole: HeadLayout | None = None) -> int:
-    """Bytes that a stored Gaussian takes to refine: as read, in two precisions, and draws of it."""
+def refinement_bytes(
+    structure: str, layout: HeadLayout, *, num_draws: int, training: int = 0, whole: HeadLayout | None = None
+) -> int:
+    """Bytes that a stored Gaussian takes to refine: as read, in two precisions; the training, then draws to judge it."""
     matrices = _elements(structure, layout) + _basis_elements(layout, whole)
-    return 20 * matrices + _BYTES_A_DRAW * num_draws * (whole or layout).num_params
+    return 20 * matrices + max(training, _BYTES_A_DRAW * num_draws * (whole or layout).num_params)
+
+
+def training_bytes(layout: HeadLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
+    """Bytes that the training of a flow takes.
+
+    Args:
+        num_layer_params: numbers in all layers.
+        num_draws: a step.
+        batch_size: of minibatches; 0 where a step takes all data, block by block.
+    """
+    batch = layout.num_features + _BATCH_VECTORS * num_draws * layout.num_outputs
+    draws = _BYTES_A_TRAINING_DRAW * num_draws * layout.num_params
+    return _BYTES_A_LAYER_NUMBER * num_layer_params + draws + 4 * batch_size * batch
 
 
 def latent_bytes(layout: NetworkLayout, *, num_repeats: int, batch_size: int, num_flow_params: int = 0) -> int:
@@ -133,12 +153,20 @@ def require_sampling(
     require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
 
 
-def require_refinement(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
-    """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise."""
+def require_refinement(
+    structure: str, layout: HeadLayout, device: torch.device, *, training: int = 0, **sizes: Any
+) -> None:
+    """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise.
+
+    Args:
+        training: training_bytes of the flow.
+        sizes: as for refinement_bytes.
+    """
     there = budget(device)
+    sizes = {**sizes, "training": training}
     fitting = [name for name in STRUCTURES if refinement_bytes(name, layout, **sizes) <= there]
-    better = "refine a base fitted with --structure" if fitting else "use fewer --elbo-draws"
-    hint = " ".join([better, *fitting[:1]])
+    less = "use --flow radial" if training > there else "use fewer --elbo-draws"
+    hint = f"refine a base fitted with --structure {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from bnncli import memory
 from bnncli.stages._inputs import open_posterior
 
 Cli = Any
@@ -24,6 +26,41 @@ def test_params_record_the_settings_that_were_resolved(cli: Cli, small_run: Path
     path = refined(cli, small_run, "--flow", "affine", "--scale", "low-rank")
     params = cli("inspect", path, "--json").json["provenance"]["params"]
     assert (params["scale"], params["rank"], params["hidden"], params["space"]) == ("low-rank", 16, None, "whitened")
+
+
+def test_the_flow_is_affine_where_none_is_named(cli: Cli, small_run: Path) -> None:
+    path = refined(cli, small_run)
+    meta = cli("inspect", path, "--json").json
+    params = meta["provenance"]["params"]
+    assert (meta["meta"]["flow"], params["scale"], params["rank"]) == ("affine", "kron", None)
+    assert params["learning_rate"] == 0.03  # its own plan, not that of radial
+    aloud = cli("refine", small_run, "--name", "flow", *QUICK, "--flow", "affine")
+    assert "up to date" in aloud.stderr
+
+
+def test_radial_named_with_its_length_and_epochs_keeps_the_published_plan(cli: Cli, small_run: Path) -> None:
+    words = ("--flow", "radial", "--length", 5, "--epochs", 20, "--name", "published")
+    assert cli("refine", small_run, *words).code == 0
+    path = small_run.with_name("small.bnn") / "posteriors" / "published.safetensors"
+    params = cli("inspect", path, "--json").json["provenance"]["params"]
+    plan = {"batch_size": 128, "learning_rate": 0.001, "num_draws": 1, "space": "whitened", "scale": None}
+    assert plan.items() <= params.items()
+
+
+@pytest.mark.parametrize(("megabytes", "scale"), [(10, "low-rank"), (100, "kron")])
+def test_low_rank_takes_the_place_of_kron_where_that_does_not_fit(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megabytes: int, scale: str
+) -> None:
+    generator, run = np.random.default_rng(0), tmp_path / "wide"
+    arrays = {"features_train": generator.normal(size=(40, 300)), "labels_train": np.arange(40) % 2}
+    np.savez(tmp_path / "wide.npz", **arrays, head_weight=np.zeros((2, 300)), head_bias=np.zeros(2))
+    assert cli("extract-features", run, "--from-npz", tmp_path / "wide.npz").code == 0
+    assert cli("fit-laplace", run, "--structure", "diag", "--prior-precision", 1).code == 0
+    monkeypatch.setattr(memory, "available_memory", lambda device: megabytes * 10**6)
+    done = cli("refine", run, *QUICK, "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["metrics"]["settings"]["scale"] == scale
+    assert ("--scale low-rank: --scale kron, the default, needs about 11.2 MiB" in done.stderr) == (scale == "low-rank")
 
 
 def test_the_flows_own_default_said_aloud_is_the_same_request(cli: Cli, small_run: Path) -> None:
@@ -43,7 +80,7 @@ def test_another_setting_is_another_request(cli: Cli, small_run: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--rank", 4), "--rank: radial layers have none; flows that take it: affine"),
+        (("--flow", "radial", "--rank", 4), "--rank: radial layers have none; flows that take it: affine"),
         (("--flow", "planar", "--scale", "kron"), "--scale: planar layers have none; flows that take it: affine"),
         (("--flow", "affine", "--rank", 4), "--rank: --scale kron has none"),
         (("--flow", "affine", "--scale", "low-rank", "--rank", 99), "--rank: expected 1 to 18"),

@@ -90,6 +90,7 @@ COMMANDS = (
         "Writes posteriors/refine.safetensors.",
         (o.RefineOptions, o.NameOptions, o.InputOptions, *COMPUTE),
         (
+            "bnncli refine ckpt.pt",
             "bnncli refine ckpt.pt --flow radial --length 5 --epochs 20",
             "bnncli refine ckpt.pt --base prior --name naive",
         ),

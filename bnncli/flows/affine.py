@@ -71,6 +71,15 @@ class Affine(nn.Module):
             self.feature_factor = zeros(*blocks, num_columns, num_columns, generator=generator)
             self.output_factor = zeros(layout.num_outputs, layout.num_outputs, generator=generator)
 
+    @staticmethod
+    def num_elements(layout: HeadLayout, scale: str) -> int:
+        """Numbers in one layer, of the default rank where there is one."""
+        columns, outputs, size = layout.num_features + layout.has_bias, layout.num_outputs, layout.num_params
+        if scale == "low-rank":
+            rank = choose_rank(None, layout)
+            return 2 * size + rank * size + rank**2
+        return 2 * size + columns**2 * (outputs if scale == "block" else 1) + outputs**2
+
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The image of z (S, P) and log|det J|, the same number for all, (S,)."""
         if self.scale == "low-rank":

@@ -17,19 +17,27 @@ class RefineOptions(Checked):
         metavar="NAME|FILE|prior",
         numeric=False,
     )
-    flow: str = option("radial", "Flow layer.", family="flows")
-    length: int | None = option(None, "Number of flow layers; the flow's own choice by default (radial: 5).", minimum=1)
+    flow: str = option(
+        "affine",
+        "Flow layer. affine, a learned shift and linear scale, gains most where a Gaussian is not enough; radial is the published one.",
+        family="flows",
+    )
+    length: int | None = option(
+        None, "Number of flow layers; the flow's own choice by default (affine: 2, radial: 5).", minimum=1
+    )
     epochs: int | None = option(
-        None, "Passes over the training split, at most; the flow's own choice by default (radial: 20).", minimum=1
+        None,
+        "Passes over the training split, at most; the flow's own choice by default (affine: 600, radial: 20).",
+        minimum=1,
     )
     batch_size: int | None = option(
         None,
-        "Examples a step, all where it is larger than the split; the flow's own choice by default (radial: 128).",
+        "Examples a step, all where it is larger than the split; the flow's own choice by default (affine: 65536, radial: 128).",
         minimum=1,
     )
     learning_rate: float | None = option(
         None,
-        "First learning rate of Adam, which decays to 0 along a cosine; the flow's own choice by default (radial: 0.001).",
+        "First learning rate of Adam, which decays to 0 along a cosine; the flow's own choice by default (affine: 0.03, radial: 0.001).",
         minimum=1e-12,
     )
     patience: int = option(
@@ -48,9 +56,13 @@ class RefineOptions(Checked):
     hidden: int | None = option(
         None, "Hidden units of the flow's network (iaf, realnvp, spline); 64 by default.", minimum=1
     )
-    scale: str | None = option(None, "Linear part of affine; kron by default.", choices=("kron", "block", "low-rank"))
+    scale: str | None = option(
+        None,
+        "Linear part of affine; by default kron, or low-rank where kron does not fit in memory.",
+        choices=("kron", "block", "low-rank"),
+    )
     num_draws: int | None = option(
-        None, "Draws from the flow a step; the flow's own choice by default (radial: 1).", minimum=1
+        None, "Draws from the flow a step; the flow's own choice by default (affine: 8, radial: 1).", minimum=1
     )
     elbo_draws: int = option(
         256,

@@ -13,6 +13,7 @@ from bnncli.covariances._row_space import WithinRows
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, UsageError
 from bnncli.flows import build_layers, choose_recipe, choose_space, settings_of
+from bnncli.flows.affine import Affine
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.layout import HeadLayout
 from bnncli.options import RefineOptions
@@ -38,23 +39,33 @@ from bnncli.storage.provenance import Source
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import reduced_layout
 
-ALGO_REV = 1
+ALGO_REV = 2
 
 
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish; the result's metrics have the ELBO before and after."""
     train = load_split(run, "train").check_labeled()
-    base_path, sources, span = None, [train.source], None
+    base_path, sources, span, structure = None, [train.source], None, ""
     if options.base != "prior":
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
         structure, span = str(header.meta.get("structure")), _span(header)
-        sizes = {"num_draws": options.elbo_draws, "whole": train.layout if span else None}
-        memory.require_refinement(structure, span or train.layout, run.device, **sizes)
         sources.append(source)
-    layer = _one_layer(options, span or train.layout)
+    layout, num_examples = span or train.layout, len(train.content.features)
+    options = _choose_scale(run, options, layout, num_examples=num_examples)
+    layer = _one_layer(options, layout)
     options = _resolve(options, layer)
+    if base_path is not None:
+        num_layer_params = (options.length or 0) * sum(part.numel() for part in layer.parameters())
+        memory.require_refinement(
+            structure,
+            layout,
+            run.device,
+            num_draws=options.elbo_draws,
+            training=_training_bytes(options, layout, num_layer_params, num_examples),
+            whole=train.layout if span else None,
+        )
     prior = _prior(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
@@ -74,6 +85,33 @@ def _span(header: Header) -> HeadLayout | None:
     """The layout inside the span of the features where the base was fitted there; None for one over all of theta."""
     rank = header.meta.get("row_space_rank")
     return None if rank is None else reduced_layout(layout_from_meta(header.meta), int(rank))
+
+
+def _choose_scale(run: Run, options: RefineOptions, layout: HeadLayout, *, num_examples: int) -> RefineOptions:
+    """The options with the linear part of an affine flow that fits in memory, where none was asked for."""
+    if options.flow != "affine" or options.scale is not None or options.rank is not None:
+        return options
+    length = choose_recipe("affine", length=options.length).length
+    needed = {
+        scale: _training_bytes(options, layout, length * Affine.num_elements(layout, scale), num_examples)
+        for scale in ("kron", "low-rank")
+    }
+    budget = memory.budget(run.device)
+    if needed["kron"] <= budget or needed["low-rank"] >= needed["kron"]:
+        return options
+    run.console.warn(
+        f"--scale low-rank: --scale kron, the default, needs about {memory.bytes_text(needed['kron'])} of memory; "
+        f"{memory.bytes_text(budget)} can be used on {run.device}"
+    )
+    return replace(options, scale="low-rank")
+
+
+def _training_bytes(options: RefineOptions, layout: HeadLayout, num_layer_params: int, num_examples: int) -> int:
+    """Bytes that the training takes with these options."""
+    plan = choose_recipe(options.flow, batch_size=options.batch_size, num_draws=options.num_draws)
+    batch_size = plan.batch_size if plan.batch_size < num_examples else 0
+    sizes = {"num_layer_params": num_layer_params, "num_draws": plan.num_draws, "batch_size": batch_size}
+    return memory.training_bytes(layout, **sizes)
 
 
 def _one_layer(options: RefineOptions, layout: HeadLayout) -> Any:
