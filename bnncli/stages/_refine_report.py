@@ -15,6 +15,7 @@ from bnncli.options import RefineOptions
 from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.stages._run import Run
+from bnncli.stages._val_report import val_line
 from bnncli.targets.last_layer import LastLayerTarget
 
 IDLE_DRAWS = 64
@@ -57,6 +58,9 @@ def measure(
         "epochs": options.epochs,
         "epochs_run": len(fit.history),
         "ended_early": fit.is_early,
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
     }
 
 
@@ -69,6 +73,8 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     ]
     if metrics["ended_early"]:
         lines.append(f"ended after {metrics['epochs_run']} of {metrics['epochs']} epochs: the ELBO stands still")
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     spread = metrics["log_weight_sd_before"]
     if metrics["verdict"] == "helped":
         lines += _helped(metrics)

@@ -19,9 +19,10 @@ from bnncli.evaluation.excess import FALSE_ALARM, Scored, excesses, score
 from bnncli.inference.temperature import fit_temperature, held_out_losses
 from bnncli.integrators import SamplingIntegrator, load_integrator, prepare, supports
 from bnncli.posteriors.point import Point
-from bnncli.stages._inputs import Split
+from bnncli.stages._inputs import Split, load_split
 from bnncli.stages._predict_plan import default_integrator_of
 from bnncli.stages._run import Run
+from bnncli.storage.headers import read_header
 
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
 _WORDS = {
@@ -29,7 +30,14 @@ _WORDS = {
     "temperature": "the network at its best temperature",
     "plug-in": "its own centre (plug-in)",
     "probit": "probit",
+    "base": "the base that it refines",
 }
+
+
+def labeled_val(run: Run) -> Split | None:
+    """The run's val split; None where there is none, or it has no labels."""
+    path = run.folder.features("val")
+    return load_split(run, "val") if path.is_file() and read_header(path).meta.get("is_labeled") else None
 
 
 def measure_on_val(

@@ -33,6 +33,7 @@ from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._refine_report import measure, summary
 from bnncli.stages._resumable import Resumable
 from bnncli.stages._run import Result, Run
+from bnncli.stages._val_report import labeled_val, measure_on_val, warning, worse_than
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
@@ -45,7 +46,9 @@ ALGO_REV = 2
 def run(run: Run, options: RefineOptions) -> Result:
     """Refine and publish; the result's metrics have the ELBO before and after."""
     train = load_split(run, "train").check_labeled()
-    base_path, sources, span, structure = None, [train.source], None, ""
+    val = labeled_val(run)
+    sources = [train.source, *([val.source] if val is not None else [])]
+    base_path, span, structure = None, None, ""
     if options.base != "prior":
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         header, source = posterior_source(run, base_path, "base")
@@ -76,9 +79,9 @@ def run(run: Run, options: RefineOptions) -> Result:
 
     def compute() -> Computed:
         base = _base(run, train, base_path, prior)
-        return _compute(run, options, train, base, prior=prior, request=request)
+        return _compute(run, options, (train, val), base, prior=prior, request=request)
 
-    return produce(run, request, compute, when_fresh=_when_fresh)
+    return produce(run, request, compute, when_fresh=lambda header: _when_fresh(run, header))
 
 
 def _span(header: Header) -> HeadLayout | None:
@@ -212,8 +215,15 @@ def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> Refine
 
 
 def _compute(
-    run: Run, options: RefineOptions, train: Split, base: Gaussian, *, prior: Prior, request: Request
+    run: Run,
+    options: RefineOptions,
+    splits: tuple[Split, Split | None],
+    base: Gaussian,
+    *,
+    prior: Prior,
+    request: Request,
 ) -> Computed:
+    train, val = splits
     target = train.target(prior, run.device)
     # Random states of a CPU and of a GPU are not of one kind.
     also = {"device": run.device.type}
@@ -237,8 +247,12 @@ def _compute(
             progress=run.console,
         )
     metrics = measure(run, options, fit, base, target)
+    if val is not None:
+        others = {} if options.base == "prior" else {"base": base}
+        metrics |= measure_on_val(run, fit.posterior, val, method="refine", others=others)
     if metrics["verdict"] == "hurt":
         run.console.warn("the refined posterior is further from the target than its base")
+    _warn_if_worse(run, request.target, metrics, base=request.params["base"])
     tensors, meta = fit.posterior.to_tensors()
     tensors |= head_tensors(train)
     tensors |= prior.to_tensors()
@@ -261,6 +275,21 @@ def _compute(
     return Computed(publish, metrics, summary(metrics))
 
 
-def _when_fresh(header: Header) -> Computed:
+def _warn_if_worse(run: Run, path: Path, metrics: dict[str, Any], *, base: str) -> None:
+    """Say so where the refined posterior is worse on val than the network, its best temperature or the base."""
+    if metrics.get("val") is None:
+        return
+    also = [
+        f"{run.suggest('predict', '--posterior', name)} ({metrics['val'][key]['nll']:.4f})"
+        for key, name in (("base", base), ("network", "map"))
+        if key in worse_than(metrics)
+    ]
+    text = warning(run, metrics, name=path.stem, method="refine", also=also)
+    if text is not None:
+        run.console.warn(text)
+
+
+def _when_fresh(run: Run, header: Header) -> Computed:
     metrics = header.meta.get("metrics", {})
+    _warn_if_worse(run, header.path, metrics, base=str(header.provenance.get("params", {}).get("base")))
     return Computed(lambda provenance, may_replace: header.content_digest, metrics, summary(metrics))
