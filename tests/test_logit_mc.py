@@ -124,7 +124,7 @@ def test_predictions_agree_with_draws_of_theta(structure: str, layout: HeadLayou
 def test_a_single_logit_agrees_with_quadrature() -> None:
     gaussian = make_gaussian("full", LAYOUTS[2])
     found, exact = (
-        load_integrator(name, **settings).predict(gaussian, inputs(), num_samples=2**14, generator=seeded())
+        load_integrator(name, **settings).predict(gaussian, inputs(), num_samples=2**17, generator=seeded())
         for name, settings in (("logit-mc", {"qmc": True}), ("quadrature", {}))
     )
     torch.testing.assert_close(found.probs, exact.probs, atol=1e-5, rtol=0)
