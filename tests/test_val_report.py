@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bnncli.evaluation.excess import score
+from bnncli.integrators import load_integrator
 from bnncli.storage.headers import read_header
 from bnncli.storage.predictions import read_predictions
 from tests.conftest import make_arrays
@@ -52,7 +53,10 @@ def test_the_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> No
         expected = score(key, np.asarray(content.probs), np.asarray(content.labels))
         assert found[key]["nll"] == pytest.approx(expected.nll, rel=1e-6), key
         assert found[key]["ece"] == pytest.approx(expected.ece, abs=1e-6), key
-    assert (found["laplace"]["integrator"], found["laplace"]["samples"]) == ("mc", 20)
+    assert (found["laplace"]["integrator"], found["laplace"]["samples"]) == (
+        "mc",
+        load_integrator("mc").default_samples,
+    )
     assert (metrics["val_nll_laplace"], metrics["val_nll_network"]) == (
         found["laplace"]["nll"],
         found["network"]["nll"],
