@@ -168,3 +168,17 @@ def test_with_examples_of_all_classes_nothing_is_said_of_them(cli: Cli, tmp_path
     run = make_run(cli, tmp_path, make_arrays())
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     assert not [text for text in done["warnings"] if "classes (" in text]
+
+
+def test_in_the_span_of_few_examples_structures_are_compared_and_the_chosen_one_predicts(
+    cli: Cli, tmp_path: Path
+) -> None:
+    arrays = {name: part[:30] if name.endswith("_train") else part for name, part in few_arrays().items()}
+    run = make_run(cli, tmp_path, arrays)
+    metrics = cli("fit-laplace", run, "--json").json["metrics"]
+    assert set(metrics["structure_nll"]) == {"full", "block", "kron"}  # a diagonal there is none of theta's
+    lowest = min(metrics["structure_nll"].values())
+    assert metrics["structure_nll"][metrics["structure"]] <= 1.05 * lowest
+    assert metrics["row_space_rank"] == 30
+    assert cli("predict", run, "--split", "val", "--integrator", "mc", "--integrator", "probit").code == 0
+    assert cli("refine", run, "--epochs", "1", "--flow", "affine").code == 0
