@@ -1,8 +1,8 @@
 """Dirichlet distributions over class probabilities, one an example, and the Laplace bridge between them and Gaussians.
 
 Parameters travel as logarithms, (N, K): a bridge gives concentrations from 1e-30 to 1e17 and beyond. Everything is
-computed in float64. In the softmax basis a Dirichlet has its mode and curvature at the mean and covariance of
-`to_gaussian`; `from_gaussian` is the inverse: MacKay (1998), "Choice of basis for Laplace approximation"; Hennig, Stern,
+computed in float64. In the softmax basis a Dirichlet has the mode and the curvature of a Gaussian over logits that sum to
+zero; `from_gaussian` goes back from those: MacKay (1998), "Choice of basis for Laplace approximation"; Hennig, Stern,
 Herbrich and Graepel (2012), "Kernel topic models"; Hobbhahn (2020), arXiv 2003.01227, eq. (2.5) to (2.7).
 """
 
@@ -126,27 +126,11 @@ def merge(log_concentration: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     return torch.stack([log_alpha[:, part].logsumexp(dim=1) for part in parts], dim=1)
 
 
-def to_gaussian(log_concentration: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (N, K) and covariance (N, K, K), float64, of the Gaussian over logits that sum to zero; eq. (2.5), (2.6)."""
-    log_alpha = log_concentration.double()
-    inverse, num_classes = (-log_alpha).exp(), log_alpha.shape[1]
-    pairs = inverse.unsqueeze(1) + inverse.unsqueeze(2) - inverse.mean(dim=1)[:, None, None]
-    return log_alpha - log_alpha.mean(dim=1, keepdim=True), inverse.diag_embed() - pairs / num_classes
-
-
-def to_gaussian_marginals(log_concentration: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each logit, both (N, K) float64: `to_gaussian` with nothing of size K^2."""
-    log_alpha = log_concentration.double()
-    inverse, num_classes = (-log_alpha).exp(), log_alpha.shape[1]
-    variances = inverse * (1 - 2 / num_classes) + inverse.mean(dim=1, keepdim=True) / num_classes
-    return log_alpha - log_alpha.mean(dim=1, keepdim=True), variances
-
-
 def from_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
     """Log concentration (N, K) float64 of the Dirichlet that the bridge gives; eq. (2.7).
 
-    alpha_k = (1 - 2/K + e^{mu_k} / K^2 sum_l e^{-mu_l}) / S_kk, by logarithms, which no logit overflows. The inverse of
-    `to_gaussian` for logits that sum to zero. Adding a constant to all means changes nothing.
+    alpha_k = (1 - 2/K + e^{mu_k} / K^2 sum_l e^{-mu_l}) / S_kk, by logarithms, which no logit overflows. For logits
+    that sum to zero the inverse of MacKay's Gaussian. Adding a constant to all means changes nothing.
 
     Args:
         mean: of the logits, (N, K), K at least 2.

@@ -128,16 +128,6 @@ def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]) -> No
 
 
 @pytest.mark.parametrize("num_classes", SIZES)
-def test_there_and_back_again_is_the_same_dirichlet(num_classes: int) -> None:
-    log_alpha = log_concentration(num_classes)
-    mean, covariance = dirichlet.to_gaussian(log_alpha)
-    variance = covariance.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(dirichlet.from_gaussian(mean, variance), log_alpha, rtol=1e-12, atol=1e-12)
-    for got, expected in zip(dirichlet.to_gaussian_marginals(log_alpha), (mean, variance), strict=True):
-        torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("num_classes", SIZES)
 def test_gaussians_that_dirichlets_have_come_back_as_those_dirichlets(num_classes: int) -> None:
     """MacKay's Gaussian in the softmax basis, written out: Hobbhahn (2020), equations 2.5 and 2.6."""
     log_alpha = log_concentration(num_classes)
@@ -158,23 +148,10 @@ def test_gaussians_that_dirichlets_have_come_back_as_those_dirichlets(num_classe
 
 def test_the_thesis_formula_of_its_appendix_fails_the_round_trip() -> None:
     log_alpha = log_concentration(10)
-    mean, variance = dirichlet.to_gaussian_marginals(log_alpha)
+    mean, each = log_alpha - log_alpha.mean(dim=1, keepdim=True), (-log_alpha).exp()
+    variance = each * (1 - 2 / 10) + each.mean(dim=1, keepdim=True) / 10
     wrong = (1 - 2 / 10 + (-mean).exp() * (-mean).exp().sum(dim=1, keepdim=True) / 100) / variance  # eq. (7.29)
     assert (wrong.log() - log_alpha).abs().max() > np.log(2)
-
-
-@pytest.mark.parametrize("num_classes", [2, 3, 10])
-def test_the_gaussian_lies_at_the_mode_and_curvature_of_the_softmax_basis(num_classes: int) -> None:
-    log_alpha = log_concentration(num_classes, count=1)
-    mean, covariance = (part[0] for part in dirichlet.to_gaussian(log_alpha))
-    alpha = log_alpha[0].exp()
-
-    def log_density(logits: Tensor) -> Tensor:
-        return (alpha * torch.log_softmax(logits, dim=0)).sum()
-
-    torch.testing.assert_close(torch.func.grad(log_density)(mean), torch.zeros_like(mean), atol=1e-10, rtol=0)
-    hessian = torch.autograd.functional.hessian(log_density, mean)
-    torch.testing.assert_close(torch.linalg.pinv(-hessian), covariance, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(
