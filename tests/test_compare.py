@@ -64,7 +64,7 @@ def test_one_checkpoint_has_the_scores_and_standard_errors_of_evaluate(cli: Cli,
             both = np.hypot(expected[name]["standard_error"], score["integration_error"])
             assert score["standard_error"] == pytest.approx(both, rel=1e-9)
             assert (score["integration_error"] > 0) == (posterior != "map")
-    assert {row["posterior"]: row["draws"] for row in document["rows"]} == {"map": None, "laplace": 20, "refine": 20, "hmc": 128}  # fmt: skip
+    assert {row["posterior"]: row["draws"] for row in document["rows"]} == {"map": None, "laplace": 1000, "refine": 1000, "hmc": 128}  # fmt: skip
     assert (document["num_checkpoints"], document["replicates"], document["alpha"]) == (1, 1000, 0.05)
 
 
