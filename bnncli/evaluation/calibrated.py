@@ -109,7 +109,9 @@ def drawn_gaps(
 
 
 def largest_gap(size: NDArray, stated: NDArray, squares: NDArray, observed: NDArray, *, level: float) -> dict[str, Any]:
-    """The `interval` of the largest gap: of all bins at once, so that the least sure bin makes it wide.
+    """The `interval` of the largest gap of the bins that hold examples: of all at once, so that the least sure makes it wide.
+
+    A gap of the population in a bin that this sample does not reach is not in it.
 
     Clopper and Pearson's (1934) interval of each frequency, and the normal one of each mean probability, each bin at its
     share of 1 - level (Bonferroni, of twice as many intervals as bins). Arguments as of drawn_gaps.

@@ -18,7 +18,7 @@ from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
 
 MOST_PROBABILITIES = 1 << 25  # that are ranked: 128 MB
 FEW = 10  # examples of a class, below which its own scores say little
-_RANKING_COST = 16.0  # operations of an example, class and replicate
+_RANKING_COST = 40.0  # operations of an example, class and replicate
 _CHOICES = {"average": "macro", "classes": "present"}
 
 
@@ -104,9 +104,9 @@ def _areas(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
     """AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
     order = np.argsort(-scores, kind="stable")
     ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of tied scores
-    sorted_weights = weights[:, order].astype(np.float64)
-    total = sorted_weights.cumsum(axis=1)[:, ends]
-    found = (sorted_weights * is_positive[order]).cumsum(axis=1)[:, ends]
+    sorted_weights = weights.take(order, axis=1).astype(np.float64)
+    total = sorted_weights.cumsum(axis=1).take(ends, axis=1)
+    found = (sorted_weights * is_positive[order]).cumsum(axis=1).take(ends, axis=1)
     others = total - found
     positives, negatives = found[:, -1], others[:, -1]
     gained = np.diff(found, axis=1, prepend=0)
