@@ -116,15 +116,16 @@ def test_one_draw_has_no_level() -> None:
 
 @every_layout
 @pytest.mark.parametrize("budget", [2**19, 60])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_mc_gives_the_predicted_classs_interval(
-    layout: HeadLayout, budget: int, monkeypatch: pytest.MonkeyPatch
+    layout: HeadLayout, budget: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(integrators._CHUNK_LOGITS, "cpu", budget)
     monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 5)
     # A few draws lie far out, so that the class at their mean is often not the predicted one.
     draws = torch.randn(1, 48, layout.num_params, generator=seeded())
     draws[:, :6] *= 60
-    features = torch.randn(40, layout.num_features, generator=seeded(1))
+    features = torch.randn(40, layout.num_features, generator=seeded(1)).to(dtype)
     prediction = load_integrator("mc").predict(Samples(draws, layout), features, num_samples=None, generator=seeded())
     probs = naive_probs(draws[0], features, layout)
     predicted = probs.mean(axis=0).argmax(axis=1)

@@ -202,7 +202,7 @@ class _GroupMeans:
 def _probs_of_class(draws: LogitDraws, features: Tensor, classes: Tensor, draw_slices: list[slice]) -> Tensor:
     """Probabilities (S, n) under every draw of one class (n,) of each example."""
     block = draws.at(features)
-    kept = features.new_empty(draws.num_draws, features.shape[0])
+    kept = features.new_empty(draws.num_draws, features.shape[0], dtype=torch.float32)
     for some in draw_slices:
         probs = torch.softmax(with_reference_class(block.logits(some), dim=1), dim=1)
         kept[some] = probs.gather(1, classes.expand(len(probs), 1, -1)).squeeze(1)
