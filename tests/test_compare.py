@@ -214,6 +214,7 @@ def test_posteriors_of_different_examples_are_refused(
     monkeypatch.setattr(compare, "open_groups", changed)
     done = cli("compare", small_run)
     assert (done.code, "holds other examples for laplace.mc than for map.plug-in" in done.stderr) == (65, True)
+    assert f"bnncli predict {small_run} --force" in done.stderr
 
 
 def test_stale_predictions_are_left_out_with_a_warning(cli: Cli, small_run: Path) -> None:

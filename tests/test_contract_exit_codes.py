@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from bnncli import memory
+from bnncli.inference.prior_precision import NUM_DRAWS
 from bnncli.layout import HeadLayout
 from bnncli.registry import names
 
@@ -129,7 +130,7 @@ def test_69_is_a_device_that_is_absent(cli: Cli, small_run: Path) -> None:
 
 def memory_for(structure: str) -> int:
     """Bytes that must be free for fit-laplace on the small run to fit this structure and none that is larger."""
-    return int(memory.fit_bytes(structure, HeadLayout(3, 5), num_draws=200) / memory.SHARE) + 2
+    return int(memory.fit_bytes(structure, HeadLayout(3, 5), num_draws=NUM_DRAWS) / memory.SHARE) + 2
 
 
 @pytest.mark.parametrize(("wanted", "fits"), [("full", "block"), ("full", "kron"), ("block", "kron")])

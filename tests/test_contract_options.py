@@ -277,4 +277,4 @@ def test_the_resolved_options_are_recorded_in_the_artifact(cli: Cli, small_run: 
     params = cli("inspect", path, "--json").json["provenance"]["params"]
     numeric = {spec.name for spec in fields(o.RefineOptions) if spec.metadata["numeric"]}
     assert numeric <= set(params)
-    assert (params["length"], params["flow"], params["learning_rate"]) == (2, "radial", 1e-3)
+    assert (params["length"], params["flow"], params["learning_rate"]) == (2, "affine", 0.03)

@@ -74,6 +74,7 @@ def test_provenance_says_everything_that_made_the_numbers(cli: Cli, small_run: P
     assert provenance["threads"] >= 1
     assert {entry["role"]: entry["path"] for entry in provenance["inputs"]} == {
         "features.train": "../features/train.h5",
+        "features.val": "../features/val.h5",
         "base": "laplace.safetensors",
     }
 

@@ -80,7 +80,11 @@ def test_success_is_one_document(cli: Cli, run: Path, name: str) -> None:
     assert done.stdout.count("\n") == 1
     document = done.json
     assert (document["schema"], document["ok"], document["command"]) == ("bnncli.result/1", True, name)
-    assert document["warnings"] == []
+    said = " ".join(done.stderr.split())
+    assert all(f"WARNING {name} {' '.join(text.split())}" in said for text in document["warnings"])
+    assert "PosixPath" not in said
+    # On the small run its Gaussian predicts worse than its own centre, and its few examples leave draws their share.
+    assert bool(document["warnings"]) == (name in ("fit-laplace", "predict", "compare"))
     assert document["seconds"] >= 0
 
 

@@ -90,7 +90,7 @@ def test_a_bound_that_still_rises_is_told_at_a_constant_rate_only() -> None:
     assert still_rising(0.2, "cosine") is None
 
 
-@pytest.mark.parametrize(("repeats", "samples"), [(1, 10), (3, 12), (11, 11)])
+@pytest.mark.parametrize(("repeats", "samples"), [(1, 1000), (3, 1002), (11, 1001)])
 def test_predict_draws_every_repeat_as_often(cli: Cli, small_run: Path, repeats: int, samples: int) -> None:
     assert cli("fit-lbbnn", small_run, "--epochs", 1, "--slab-sd", "1", "--repeats", repeats).code == 0
     assert cli("predict", small_run, "--posterior", "lbbnn", "--split", "test").code == 0

@@ -108,7 +108,10 @@ def produce(
             checkpoint=request.checkpoint,
             environment=run.environment(),
             seconds=time.monotonic() - start,
-            warnings=run.console.warnings,
+            # What to run is said with the path that was given; an artifact names no folder but in its command.
+            warnings=[
+                text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings
+            ],
         )
         _check_sources(request.sources)
         digest = computed.publish(provenance, decision.action == "replace")

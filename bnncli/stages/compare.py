@@ -32,14 +32,14 @@ def run(run: Run, options: CompareOptions) -> Result:
     found = [open_groups(one, posteriors=options.posterior, integrators=options.integrator) for one in runs]
     groups = _shared(runs, found, options.split)
     baseline = _baseline(runs[0], options, [own[0] for own in groups.values()])
-    _check_same_examples(run, options, groups)
+    _check_same_examples(runs, options, groups)
     plot = None if options.plot is None else planned_plot(run, options.plot, options.split)
     if run.write.dry_run:
         return Result("planned") if plot is None else plan(plot)
     columns = measure(run, options, groups)
     _check_wanted(options, columns, [own[0] for own in groups.values()])
     comparison = _compare(options, groups, columns, baseline)
-    for text in doubts(run, options, comparison, [own[0] for own in groups.values()]):
+    for text in doubts(runs[0], options, comparison, [own[0] for own in groups.values()]):
         run.console.warn(text)
     result = Result(
         extra=as_json(comparison) | {"inputs": _inputs(groups)},
@@ -118,7 +118,7 @@ def _baseline(run: Run, options: CompareOptions, groups: list[Group]) -> int | N
     return found[0]
 
 
-def _check_same_examples(run: Run, options: CompareOptions, groups: dict[str, list[Group]]) -> None:
+def _check_same_examples(runs: Sequence[Run], options: CompareOptions, groups: dict[str, list[Group]]) -> None:
     """Raise DataError unless all posteriors of a checkpoint predict the same examples; warn where checkpoints differ."""
     identities: dict[str, set[Any]] = {}
     for place in range(len(next(iter(groups.values())))):
@@ -134,12 +134,12 @@ def _check_same_examples(run: Run, options: CompareOptions, groups: dict[str, li
                         f"{header.path}: split {name!r} holds other examples for {label} than for {other}: scores of "
                         "different examples cannot be paired",
                         code="different_examples",
-                        hint=run.suggest("predict", "--force") if len(run.arguments["ckpt"]) == 1 else None,
+                        hint=runs[0].suggest("predict", "--force") if len(runs) == 1 else None,
                         path=header.path,
                     )
     for name, found in identities.items():
         if len(found) > 1:
-            run.console.warn(f"split {name!r} holds other examples for some checkpoints than for others")
+            runs[0].console.warn(f"split {name!r} holds other examples for some checkpoints than for others")
 
 
 def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[Group]) -> None:
