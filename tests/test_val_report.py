@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bnncli.evaluation.excess import score
-from bnncli.integrators import load_integrator
+from bnncli.integrators import load_integrator, mc
 from bnncli.storage.headers import read_header
 from bnncli.storage.predictions import read_predictions
 from tests.conftest import make_arrays
@@ -61,6 +61,16 @@ def test_the_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> No
         found["laplace"]["nll"],
         found["network"]["nll"],
     )
+
+
+def test_a_wide_head_is_measured_with_as_few_draws_as_predict_takes(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mc, "_MOST_ELEMENTS", 2000)  # as if the head were far larger
+    run = make_run(cli, tmp_path, make_arrays())
+    found = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]["val"]["laplace"]
+    (output,) = cli("predict", run, "--posterior", "laplace", "--split", "val", "--json").json["outputs"]
+    assert found["samples"] == output["draws"] < load_integrator("mc").default_samples
 
 
 def test_temperatures_are_those_of_fit_temperature_and_their_nll_is_held_out(cli: Cli, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Plan:
             return None
         if header.kind == "samples":  # no more than there are
             return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
-        return self.samples or header.meta.get("default_samples") or _default_samples(integrator, header)
+        return self.samples or header.meta.get("default_samples") or default_samples(integrator, _num_params(header))
 
     def _check(self, chosen: set[str]) -> None:
         """Raise UsageError for what none of the chosen integrators has, or one refuses."""
@@ -153,12 +153,16 @@ def num_stored(header: Header) -> int:
     return int(metrics.get("chains", 0) * metrics.get("draws", 0))
 
 
-def _default_samples(integrator: Integrator, header: Header) -> int:
-    """The integrator's default for a posterior of this size."""
+def default_samples(integrator: Integrator, num_params: int) -> int:
+    """The draws that a sampling integrator takes by default of a posterior over P parameters."""
     if hasattr(integrator, "default_for"):
-        parts = header.meta.get("param_layout", [])
-        return int(integrator.default_for(sum(math.prod(part["shape"]) for part in parts)))
+        return int(integrator.default_for(num_params))
     return cast(SamplingIntegrator, integrator).default_samples
+
+
+def _num_params(header: Header) -> int:
+    """P of a posterior."""
+    return sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
 
 
 def gives_dirichlet(integrator: Integrator) -> bool:

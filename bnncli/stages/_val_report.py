@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bnncli.evaluation.excess import FALSE_ALARM, Scored, excesses, score
 from bnncli.inference.temperature import fit_temperature, held_out_losses
-from bnncli.integrators import SamplingIntegrator, load_integrator, prepare, supports
+from bnncli.integrators import load_integrator, prepare, supports
 from bnncli.posteriors.point import Point
 from bnncli.stages._inputs import Split, load_split
-from bnncli.stages._predict_plan import default_integrator_of
+from bnncli.stages._predict_plan import default_integrator_of, default_samples
 from bnncli.stages._run import Run
 from bnncli.storage.headers import read_header
 
@@ -169,7 +169,7 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
 def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
     """Probabilities (N, C) as predict gives them, and by what."""
     integrator = load_integrator(name)
-    size = cast(SamplingIntegrator, integrator).default_samples if integrator.is_sampling else None
+    size = default_samples(integrator, posterior.layout.num_params) if integrator.is_sampling else None
     ready = prepare(integrator, posterior, num_samples=size, generator=run.stream("predict/draws"))
     parts = []
     for features in val.feature_blocks(run.device):
