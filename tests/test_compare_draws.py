@@ -82,8 +82,9 @@ def test_other_seeds_of_one_posterior_are_all_marked_and_the_warning_says_what_t
         assert row["draws"] == (1000 if row["name"] == "laplace.mc" else 20)
         assert all(score["is_close"] and score["integration_error"] > 0 for score in row["scores"])
     assert "outweighs what the examples leave open of its difference in " in done.stderr
-    assert "bnncli predict " in done.stderr
-    assert "--posterior laplace --integrator mc --samples " in done.stderr
+    assert f"bnncli predict {small_run} --posterior laplace --integrator mc --samples " in done.stderr
+    wrong = cli("compare", small_run, "--baseline", "nothing")
+    assert f"bnncli predict {small_run} --posterior nothing" in wrong.stderr
 
 
 def test_a_prediction_without_draws_has_no_integration_error_and_one_draw_an_unknown_one(
