@@ -40,6 +40,11 @@ def test_of_structures_within_a_standard_error_the_first_is_taken() -> None:
     assert first_near_the_best({"block": base + 1, "kron": base + noise, "diag": base}) == "kron"
 
 
+def test_a_single_example_of_val_decides_nothing() -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    assert first_near_the_best({"full": one, "kron": 0.5 * one}) == "full"
+
+
 def test_equal_structures_lose_the_first_place_no_oftener_than_a_standard_error_does() -> None:
     generator = torch.Generator().manual_seed(2)
     rounds, lost = 1000, 0

@@ -61,13 +61,14 @@ def choose_structure(
 def first_near_the_best(losses: dict[str, Tensor]) -> str:
     """The first of losses (M,) by name whose mean is above the lowest by no more than counts.
 
-    That is one standard error of the paired differences, or WORSE_SHARE of the lowest where that is more.
+    That is one standard error of the paired differences, or WORSE_SHARE of the lowest where that is more. A single
+    example tells no error.
     """
     best = min(losses, key=lambda name: float(losses[name].mean()))
     lowest = float(losses[best].mean())
     for name, part in losses.items():
         gap = part - losses[best]
-        error = float(gap.std()) / math.sqrt(len(gap)) if len(gap) > 1 else 0.0
+        error = float(gap.std()) / math.sqrt(len(gap)) if len(gap) > 1 else math.inf
         if float(gap.mean()) <= max(error, WORSE_SHARE * lowest):
             return name
     return best
