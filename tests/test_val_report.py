@@ -82,6 +82,17 @@ def test_temperatures_are_those_of_fit_temperature_and_their_nll_is_held_out(cli
         assert 0 < found[key]["nll"] - fit["val_nll_after"]["value"] < 5 / 80  # about one part in N
 
 
+def test_a_temperature_that_val_does_not_bound_is_compared_with_nothing(cli: Cli, tmp_path: Path) -> None:
+    arrays = make_arrays()
+    logits = arrays["features_val"] @ arrays["head_weight"].T + arrays["head_bias"]
+    arrays["labels_val"] = logits.argmax(axis=1)  # the lower the temperature, the better
+    run = make_run(cli, tmp_path, arrays)
+    done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
+    assert "temperature" not in {**done["metrics"]["val"], **done["metrics"]["val_excess"]}
+    assert "network" in done["metrics"]["val_excess"]
+    assert not [text for text in done["warnings"] if "best temperature" in text]
+
+
 def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_commands(cli: Cli, tmp_path: Path) -> None:
     run = make_run(cli, tmp_path, wide_arrays())
     done = cli("fit-laplace", run, "--structure", "kron", "--json")

@@ -47,7 +47,7 @@ def measure_on_val(
 
     `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
     `plug-in`, `probit`, `plug-in-temperature` (the centre at its best temperature, held out: what `fit-temperature --base`
-    gives), and under `method` the posterior by its default integrator. `val_excess` has by how much that one is worse.
+    gives), both where val has a best temperature, and under `method` the posterior by its default integrator. `val_excess` has by how much that one is worse.
 
     Args:
         posterior: over the head, with what its default integrator needs, on the device.
@@ -65,7 +65,9 @@ def measure_on_val(
     if head is not None:
         network = Point(head.to(run.device), posterior.layout)
         references["network"] = score("network", _predicted(run, network, val, "plug-in")[0], labels)
-        references["temperature"], facts["temperature"] = _at_best_temperature(run, network, val, "temperature")
+        best = _at_best_temperature(run, network, val, "temperature")
+        if best is not None:
+            references["temperature"], facts["temperature"] = best
     for other in OTHER_INTEGRATORS:
         if other != name and supports(other, posterior):
             references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
@@ -74,8 +76,9 @@ def measure_on_val(
         references[key] = score(key, probs, labels)
     if supports("plug-in", posterior):
         centre = Point(posterior.center, posterior.layout)
-        scored, facts["plug-in-temperature"] = _at_best_temperature(run, centre, val, "plug-in-temperature")
-        found["plug-in-temperature"] = scored
+        best = _at_best_temperature(run, centre, val, "plug-in-temperature")
+        if best is not None:
+            found["plug-in-temperature"], facts["plug-in-temperature"] = best
     gaps = excesses(found[method], list(references.values()))
     entries = {key: {**one.to_json(), **facts.get(key, {})} for key, one in (references | found).items()}
     worse = [gap.reference for gap in gaps if gap.is_worse]
@@ -178,11 +181,16 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
     return torch.cat(parts).numpy(), {"integrator": name, "samples": size}
 
 
-def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[Scored, dict[str, Any]]:
-    """A point divided by the temperature that val prefers, scored by its losses held out."""
+def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[Scored, dict[str, Any]] | None:
+    """A point divided by the temperature that val prefers, scored by its losses held out.
+
+    None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
+    """
     assert val.content.labels is not None
     logits, labels = val.class_logits(point, run.device), val.labels(run.device)
     fit = fit_temperature(logits, labels)
+    if fit.unbounded == "separable":
+        return None
     losses = held_out_losses(logits, labels, fit).cpu().numpy()
     probs = torch.cat([_softmax(block, fit.temperature) for block in _blocks(logits)]).numpy()
     return score(key, probs, val.content.labels, losses=losses), {"temperature": fit.temperature}
