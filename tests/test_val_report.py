@@ -99,6 +99,7 @@ def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_comma
     metrics = done.json["metrics"]
     (text,) = [text for text in done.json["warnings"] if "predicts worse on val" in text]
     assert metrics["val_excess"]["network"]["is_worse"]
+    assert f"bnncli predict {run} --posterior map ({metrics['val']['network']['nll']:.4f})" in text
     assert metrics["recommended_integrator"] == "plug-in"
     for key in ("laplace", "network", "plug-in"):
         assert f"{metrics['val'][key]['nll']:.4f}" in text

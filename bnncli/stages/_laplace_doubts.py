@@ -11,7 +11,7 @@ import numpy as np
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.stages._inputs import Split
 from bnncli.stages._run import Run
-from bnncli.stages._val_report import warning
+from bnncli.stages._val_report import warn_if_worse
 
 JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
 
@@ -51,7 +51,7 @@ def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
         )
 
 
-def warn_if_worse(run: Run, path: Path, metrics: dict[str, Any]) -> None:
+def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     """Say so where what predict gives by default is worse on val than what is simpler."""
     if metrics.get("val") is None:
         return
@@ -62,6 +62,4 @@ def warn_if_worse(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     elif metrics["structure"] != "full":
         mend = run.suggest("refine", "--flow", "affine", *(() if path.stem == "laplace" else ("--base", path.stem)))
         also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
-    text = warning(run, metrics, name=path.stem, method="laplace", also=also)
-    if text is not None:
-        run.console.warn(text)
+    warn_if_worse(run, path, metrics, method="laplace", also=also)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,17 +99,23 @@ def worse_than(metrics: Mapping[str, Any]) -> list[str]:
     return sorted((name for name, gap in gaps.items() if gap["is_worse"]), key=lambda name: -gaps[name]["value"])
 
 
-def warning(run: Run, metrics: Mapping[str, Any], *, name: str, method: str, also: Sequence[str] = ()) -> str | None:
-    """What the user is to know where the default predictive is worse, and what to run; None where it is not worse.
+def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: str, also: Sequence[str] = ()) -> None:
+    """Say so where what predict gives by default is worse on val than what is simpler, and what to run.
 
     Args:
-        metrics: of the artifact, with what measure_on_val gives.
-        name: of the artifact.
+        path: of the artifact.
+        metrics: of the artifact, with what measure_on_val gives, where there was a val split.
+        method: as for measure_on_val.
         also: further commands that may help, in words.
     """
     worse = worse_than(metrics)
-    if not worse:
-        return None
+    if worse:
+        run.console.warn(_warning(run, metrics, worse, name=path.stem, method=method, also=also))
+
+
+def _warning(
+    run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, method: str, also: Sequence[str]
+) -> str:
     own = metrics["val"][method]
     found = [_against(metrics, reference) for reference in worse]
     share = f"{100 * metrics['val_false_alarm']:g} times in 100"
@@ -166,6 +173,8 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
     if best is not None and scaled[best] < own:
         base = ("--base", name) if best == "plug-in-temperature" else ()
         found.append(f"{run.suggest('fit-temperature', *base)} ({scaled[best]:.4f})")
+    if "network" in worse:
+        found.append(f"{run.suggest('predict', '--posterior', 'map')} ({entries['network']['nll']:.4f})")
     return found
 
 

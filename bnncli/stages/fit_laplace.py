@@ -15,7 +15,7 @@ from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
 from bnncli.prior import Prior
 from bnncli.stages._inputs import Split, head_tensors, load_split
-from bnncli.stages._laplace_doubts import warn_if_worse, warn_of_jitter, warn_of_missing_classes
+from bnncli.stages._laplace_doubts import warn_of_jitter, warn_of_missing_classes, warn_of_val
 from bnncli.stages._laplace_structure import structure_by_val, structure_to_fit
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._row_space import row_space, span_line, span_metrics, span_to_fit
@@ -180,7 +180,7 @@ def _compute(
     warn_of_jitter(run, fit.gaussian)
     metrics = _metrics(run, fit, found, criterion, train, val)
     metrics |= {"center": options.center, "structure_nll": compared}
-    warn_if_worse(run, path, metrics)
+    warn_of_val(run, path, metrics)
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
     tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
@@ -273,7 +273,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
 
 def _when_fresh(run: Run, header: Header) -> Computed:
     metrics = header.meta.get("metrics", {})
-    warn_if_worse(run, header.path, metrics)
+    warn_of_val(run, header.path, metrics)
     return Computed(
         lambda provenance, may_replace: header.content_digest, _with_curve(metrics, header.meta), _summary(metrics)
     )

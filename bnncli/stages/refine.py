@@ -33,7 +33,7 @@ from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._refine_report import measure, summary
 from bnncli.stages._resumable import Resumable
 from bnncli.stages._run import Result, Run
-from bnncli.stages._val_report import labeled_val, measure_on_val, warning, worse_than
+from bnncli.stages._val_report import labeled_val, measure_on_val, warn_if_worse, worse_than
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
@@ -252,7 +252,7 @@ def _compute(
         metrics |= measure_on_val(run, fit.posterior, val, method="refine", others=others)
     if metrics["verdict"] == "hurt":
         run.console.warn("the refined posterior is further from the target than its base")
-    _warn_if_worse(run, request.target, metrics, base=request.params["base"])
+    _warn_of_val(run, request.target, metrics, base=request.params["base"])
     tensors, meta = fit.posterior.to_tensors()
     tensors |= head_tensors(train)
     tensors |= prior.to_tensors()
@@ -275,21 +275,15 @@ def _compute(
     return Computed(publish, metrics, summary(metrics))
 
 
-def _warn_if_worse(run: Run, path: Path, metrics: dict[str, Any], *, base: str) -> None:
+def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) -> None:
     """Say so where the refined posterior is worse on val than the network, its best temperature or the base."""
-    if metrics.get("val") is None:
-        return
-    also = [
-        f"{run.suggest('predict', '--posterior', name)} ({metrics['val'][key]['nll']:.4f})"
-        for key, name in (("base", base), ("network", "map"))
-        if key in worse_than(metrics)
-    ]
-    text = warning(run, metrics, name=path.stem, method="refine", also=also)
-    if text is not None:
-        run.console.warn(text)
+    also = []
+    if "base" in worse_than(metrics):
+        also.append(f"{run.suggest('predict', '--posterior', base)} ({metrics['val']['base']['nll']:.4f})")
+    warn_if_worse(run, path, metrics, method="refine", also=also)
 
 
 def _when_fresh(run: Run, header: Header) -> Computed:
     metrics = header.meta.get("metrics", {})
-    _warn_if_worse(run, header.path, metrics, base=str(header.provenance.get("params", {}).get("base")))
+    _warn_of_val(run, header.path, metrics, base=str(header.provenance.get("params", {}).get("base")))
     return Computed(lambda provenance, may_replace: header.content_digest, metrics, summary(metrics))
