@@ -18,7 +18,7 @@ from problem import Problem, fit_laplace
 from report import Row, against, row_of
 
 from bnncli.devices import single_threaded
-from bnncli.inference.elbo import elbo, elbo_gain
+from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
@@ -132,7 +132,7 @@ def _time_to_elbo(
         while seconds < (best[2] if best else limit):
             run = lambda plan=plan, epochs=epochs: _refine(problem, base, plan, epochs)  # noqa: E731
             seconds, fit = machine.timed(run, device)
-            gain, _ = elbo_gain(target, bar, fit.posterior, generator=stream(0, "bench/elbo"), num_samples=256)
+            gain = measure_gain(target, bar, fit.posterior, generator=stream(0, "bench/elbo"), num_samples=256).value
             if gain >= 0:
                 seconds = min(seconds, machine.best_of(run, device, repeats=2)[0])
                 if best is None or seconds < best[2]:

@@ -65,21 +65,6 @@ def elbo(
     return ElboEstimate.of(log_weights(target, posterior, noise, progress))
 
 
-def elbo_gain(
-    target: LastLayerTarget,
-    before: Gaussian | Flow,
-    after: Gaussian | Flow,
-    *,
-    generator: torch.Generator,
-    num_samples: int = 512,
-    progress: Progress = SILENT,
-) -> tuple[float, float]:
-    """ELBO of after minus ELBO of before, and its standard error, nats: both from the same noise, draw by draw."""
-    noise = before.noise(num_samples, generator)
-    gains = log_weights(target, after, noise, progress) - log_weights(target, before, noise, progress)
-    return float(gains.mean()), float(gains.std()) / math.sqrt(num_samples)
-
-
 @dataclass(frozen=True)
 class Gain:
     """What one posterior's ELBO is above another's.
