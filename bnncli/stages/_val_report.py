@@ -35,10 +35,15 @@ _WORDS = {
 }
 
 
+def has_labeled_val(run: Run) -> bool:
+    """Whether the run has a val split with labels."""
+    path = run.folder.features("val")
+    return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
+
+
 def labeled_val(run: Run) -> Split | None:
     """The run's val split; None where there is none, or it has no labels."""
-    path = run.folder.features("val")
-    return load_split(run, "val") if path.is_file() and read_header(path).meta.get("is_labeled") else None
+    return load_split(run, "val") if has_labeled_val(run) else None
 
 
 def measure_on_val(

@@ -20,7 +20,7 @@ from bnncli.stages._laplace_structure import structure_by_val, structure_to_fit
 from bnncli.stages._produce import Computed, Request, produce
 from bnncli.stages._row_space import row_space, span_line, span_metrics, span_to_fit
 from bnncli.stages._run import Result, Run
-from bnncli.stages._val_report import measure_on_val, val_line
+from bnncli.stages._val_report import has_labeled_val, measure_on_val, val_line
 from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import write_posterior
@@ -38,7 +38,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     """Fit and publish; the result's metrics say what was chosen."""
     train = load_split(run, "train").check_labeled()
     criterion = _criterion(run, options)
-    val = load_split(run, "val") if criterion == "val" or _has_labeled_val(run) else None
+    val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
     span = _span(options, train, run)
     known: dict[str, Any] = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
     whole = train.layout if span else None
@@ -108,15 +108,10 @@ def _criterion(run: Run, options: FitLaplaceOptions) -> str:
     """number, val or marglik: how the prior precision is chosen."""
     wanted = options.prior_precision
     if wanted == "auto":
-        wanted = "val" if _has_labeled_val(run) else "marglik"
+        wanted = "val" if has_labeled_val(run) else "marglik"
         if wanted == "marglik":
             run.console.warn(MARGLIK_WARNING)
     return wanted if wanted in ("val", "marglik") else "number"
-
-
-def _has_labeled_val(run: Run) -> bool:
-    path = run.folder.features("val")
-    return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
 
 
 def _span(options: FitLaplaceOptions, train: Split, run: Run) -> HeadLayout | None:
