@@ -36,6 +36,13 @@ def test_differences_that_do_not_vary_tell_no_p_value_unless_they_are_zero() -> 
     assert t_difference(np.full(3, 0.25)).p_value is None
 
 
+def test_replicates_that_do_not_vary_tell_no_p_value_unless_the_scores_are_equal() -> None:
+    right, wrong = (Sample(np.full(1, value), np.full(200, value)) for value in (1.0, 0.0))  # each of few examples
+    found = difference(right, wrong)
+    assert (found.value, found.standard_error, found.low, found.p_value) == (1.0, None, None, None)
+    assert difference(right, right).p_value == 1
+
+
 def test_two_checkpoints_have_little_power() -> None:
     assert t_difference(np.array([0.10, 0.12])).p_value == pytest.approx(2 * stats.t.sf(11, 1), rel=1e-9)  # 0.058
 

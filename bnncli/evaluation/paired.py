@@ -118,6 +118,8 @@ class Difference:
 def difference(one: Sample, other: Sample, *, level: float = 0.95) -> Difference:
     """The difference of two scores, with its interval and the two-sided p-value of no difference.
 
+    Replicates that are all equal tell no variance, and so nothing of a difference that is not zero.
+
     Args:
         one, other: scores of the same checkpoints; replicates of the same resampled examples.
         level: of the interval.
@@ -132,7 +134,7 @@ def difference(one: Sample, other: Sample, *, level: float = 0.95) -> Difference
     sampling = one.replicates - other.replicates
     strayed = one.strayed() - other.strayed()
     sampling, strayed = sampling[np.isfinite(sampling)], strayed[np.isfinite(strayed)]
-    if len(strayed) < 2:
+    if len(strayed) < 2 or (value != 0 and np.ptp(strayed) == 0):
         return Difference(value)
     reach = float(np.quantile(np.abs(strayed), level))
     error = math.sqrt(np.var(sampling, ddof=1) + one.integration_variance + other.integration_variance)
