@@ -39,9 +39,6 @@ class Covariance(Protocol):
     def log_det_scale(self) -> float:
         """log|det L|: half the log determinant of Sigma."""
 
-    def variance(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
-
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """Exact variance of each logit, (n, K), at features (n, D): the diagonal alone, nothing of size K^2 an example."""
 

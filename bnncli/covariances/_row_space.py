@@ -81,15 +81,6 @@ class WithinRows:
         """log|det L|."""
         return self.inner.log_det_scale() - 0.5 * self.rows.num_outside * math.log(self.precision)
 
-    def variance(self) -> Tensor:
-        """The diagonal of Sigma, (P,): of a weight, that of the logit at its unit vector, less what the bias adds."""
-        layout, basis = self.rows.reduced, self.rows.basis
-        at_zero = self.inner.logit_variance(torch.zeros_like(basis[:1]), layout)
-        both = self.inner.logit_variance(basis, layout) + self.inner.logit_variance(-basis, layout)
-        outside = (1 - basis.square().sum(dim=1, keepdim=True)).clamp_min(0) / self.precision
-        weight = (both / 2 - at_zero + outside).T
-        return self.rows.layout.join(weight, at_zero[0] if layout.has_bias else None)
-
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K): the inner one at Phi Q, and the rest's length squared over the precision."""
         parts = [self.inner.logit_variance(*at) + rest.unsqueeze(1) for at, rest in self._divided(features)]

@@ -97,10 +97,6 @@ class Block:
         """log|det L|."""
         return float(self.scale_tril.diagonal(dim1=1, dim2=2).double().log().sum())
 
-    def variance(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
-        return self.layout.flatten(self.scale_tril.square().sum(dim=2))
-
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, |L_k^T x|^2, (n, K), O(K F^2) an example."""
         augmented = layout.augment_features(features).to(self.scale_tril)

@@ -71,10 +71,6 @@ class Diag:
         """log|det L|."""
         return float(0.5 * self.variances.double().log().sum())
 
-    def variance(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
-        return self.variances
-
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K), O(K F) an example."""
         squares = layout.augment_features(features).to(self.variances).square()

@@ -106,10 +106,6 @@ class Full:
         """log|det L|."""
         return float(self.scale_tril.diagonal().double().log().sum())
 
-    def variance(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
-        return self.scale_tril.square().sum(dim=1)
-
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K): quadratic forms x^T Sigma_kk x."""
         every = torch.arange(layout.num_outputs, device=features.device)

@@ -131,11 +131,6 @@ class Kron:
         """log|det L|."""
         return float(self.scales.double().log().sum()) + self.layout.num_outputs * math.log(self.bias_unit)
 
-    def variance(self) -> Tensor:
-        """The diagonal of Sigma, (P,)."""
-        squares = self.output_basis.square() @ self.scales.square() @ self.feature_basis.square().T
-        return self._scale_biases(self.layout.flatten(squares), self.bias_unit**2)
-
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K): O(F^2 + F K + K^2) an example."""
         return (self._eigen_variance(features, layout) @ self.output_basis.square().T).to(features.dtype)
