@@ -28,8 +28,12 @@ exists, 74 write failed, 75 locked, 77 untrusted, 78 config, 128+n signal n.
 """
 
 
-def build_app(execute: Execute) -> typer.Typer:
-    """The application; `execute` is called with the command and the parsed values."""
+def build_app(execute: Execute, *, only: Command | None = None) -> typer.Typer:
+    """The application; `execute` is called with the command and the parsed values.
+
+    Args:
+        only: the command that is named, where one is: the options of the others take longer to build than to run many a command.
+    """
     app = typer.Typer(
         name="bnncli",
         help=ABOUT,
@@ -40,7 +44,7 @@ def build_app(execute: Execute) -> typer.Typer:
     )
     app.callback()(_root)
     groups: dict[str, typer.Typer] = {}
-    for command in COMMANDS:
+    for command in COMMANDS if only is None else (only,):
         parent, name = app, command.name
         if command.parent:
             if command.parent not in groups:

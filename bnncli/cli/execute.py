@@ -86,7 +86,7 @@ class _Invocation:
     def _parse(self) -> list[tuple[Command, dict[str, Any]]]:
         """The command and its values; empty after --help. Raises BrokenPipeError where Typer would exit with 1."""
         chosen: list[tuple[Command, dict[str, Any]]] = []
-        app = build_app(lambda command, values: chosen.append((command, values)))
+        app = build_app(lambda command, values: chosen.append((command, values)), only=self._named_command())
         try:
             app(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=self._defaults())
         except SystemExit:

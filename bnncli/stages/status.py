@@ -10,7 +10,7 @@ from bnncli.options import StatusOptions
 from bnncli.stages._run import Result, Run, Table
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries
-from bnncli.storage.freshness import staleness
+from bnncli.storage.freshness import Followed, staleness
 from bnncli.storage.headers import read_header
 
 
@@ -29,7 +29,8 @@ def run(run: Run, options: StatusOptions) -> Result:
         + folder.prediction_files()
         + folder.metrics_files()
     )
-    entries = [_entry(run, path) for path in paths]
+    followed: Followed = {}
+    entries = [_entry(run, path, followed) for path in paths]
     entries += [_missing(path) for path in _expected(run, paths)]
     leftovers = [str(path) for path in temporaries(folder.root)]
     notes = [f"leftover of a dead run: {path} (bnncli clean removes it)" for path in leftovers]
@@ -50,7 +51,7 @@ def run(run: Run, options: StatusOptions) -> Result:
     return result
 
 
-def _entry(run: Run, path: Path) -> dict[str, Any]:
+def _entry(run: Run, path: Path, followed: Followed) -> dict[str, Any]:
     """One artifact's state."""
     entry: dict[str, Any] = {
         "name": str(path.relative_to(run.folder.root)),
@@ -71,7 +72,8 @@ def _entry(run: Run, path: Path) -> dict[str, Any]:
     except BnnError as error:
         changed = "the checkpoint has changed" if error.code == "wrong_checkpoint" else error.message
         return entry | {"state": "stale", "why": changed}
-    why = staleness(header, weights_digest=record["weights_digest"] if record else None)
+    weights_digest = record["weights_digest"] if record else None
+    why = staleness(header, weights_digest=weights_digest, followed=followed)
     return entry | {"state": "stale", "why": why} if why else entry
 
 

@@ -141,12 +141,18 @@ def _changes(header: Header, algo_rev: int, sources: Sequence[Source], weights_d
     return changes
 
 
-def staleness(header: Header, *, weights_digest: str | None = None) -> str | None:
+# What is known of files: (path, weights digest) -> (content digest, why it is stale).
+Followed = dict[tuple[Path, str | None], tuple[str | None, str | None]]
+
+
+def staleness(header: Header, *, weights_digest: str | None = None, followed: Followed | None = None) -> str | None:
     """Why an artifact is stale, or None when it is fresh; its inputs are followed to the end.
 
     Args:
         weights_digest: of the checkpoint as it is now; None does not compare.
+        followed: what is known of inputs already, added to: artifacts of a run share most of theirs.
     """
+    followed = {} if followed is None else followed
     if weights_digest is not None and header.weights_digest not in (None, weights_digest):
         return "the checkpoint has changed"
     newer = newer_request(header) if header.kind == "features" else None
@@ -158,13 +164,16 @@ def staleness(header: Header, *, weights_digest: str | None = None) -> str | Non
             continue
         if not path.is_file():
             return f"{entry['role']} ({path.name}) is missing"
-        try:
-            current = read_header(path)
-        except BnnError as error:
-            return f"{entry['role']}: {error.message}"
-        if current.content_digest != entry["content_digest"]:
+        if (path, weights_digest) not in followed:
+            try:
+                current = read_header(path)
+            except BnnError as error:
+                return f"{entry['role']}: {error.message}"
+            why = staleness(current, weights_digest=weights_digest, followed=followed)
+            followed[path, weights_digest] = (current.content_digest, why)
+        digest, deeper = followed[path, weights_digest]
+        if digest != entry["content_digest"]:
             return f"{entry['role']} ({path.name}) has changed"
-        deeper = staleness(current, weights_digest=weights_digest)
         if deeper is not None:
             return f"{entry['role']} ({path.name}) is stale: {deeper}"
     return None
