@@ -33,20 +33,15 @@ class Console:
     command: str
     options: CommonOptions
     warnings: list[str] = field(default_factory=list)
+    is_terminal: bool = field(init=False)  # asked once: a live bar stands in for stderr, and may deny it
     _file: TextIO | None = None
     _rich: Any = None
     _live: Any = None
 
     def __post_init__(self) -> None:
+        self.is_terminal = _can_redraw(sys.stderr)
         if self.options.log_file is not None:
             self._file = open(self.options.log_file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-
-    @property
-    def is_terminal(self) -> bool:
-        """True when stderr is a terminal that can redraw lines, outside CI."""
-        with contextlib.suppress(ValueError, AttributeError):
-            return sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and "CI" not in os.environ
-        return False
 
     def debug(self, text: str) -> None:
         """A line for -v."""
@@ -144,6 +139,13 @@ class Console:
             else:
                 encoding = sys.stderr.encoding or "ascii"
                 print(line.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr, flush=True)
+
+
+def _can_redraw(stream: TextIO) -> bool:
+    """True of a terminal that can redraw lines, outside CI."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return stream.isatty() and os.environ.get("TERM") != "dumb" and "CI" not in os.environ
+    return False
 
 
 class _QuietTask:

@@ -115,6 +115,7 @@ def test_another_structure_is_taken_where_it_predicts_better_and_the_summary_say
     assert set(metrics["structure_nll"]) == set(memory.STRUCTURES)
     assert metrics["structure"] == "kron"
     assert f"structure kron (val NLL at one precision: full {metrics['structure_nll']['full']:.4f}" in done.stderr
+    assert "nats, of the kron approximation of the Hessian\n" in done.stderr
     full = cli("fit-laplace", run, "--structure", "full", "--name", "full", "--json").json["metrics"]
     assert full["structure_nll"] is None
     own, other = (dict(found["prior_precision_curve"]) for found in (metrics, full))

@@ -256,7 +256,8 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
         )
     if metrics["log_marginal_likelihood"] is not None:
-        lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats")
+        of = "" if metrics["structure"] == "full" else f", of the {metrics['structure']} approximation of the Hessian"
+        lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
     elif metrics.get("log_marginal_likelihood_undefined"):
         lines.append(
             f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); --center mode has one"
