@@ -51,7 +51,7 @@ def wasserstein_distances(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     n, m = sizes["n"], sizes["m"]
     # In units of 1 / (n m): x jumps at multiples of m, y at multiples of n.
     jumps = torch.cat([torch.arange(n, device=x.device) * m, torch.arange(m, device=x.device) * n]).unique()
-    widths = torch.diff(jumps, append=jumps.new_tensor([n * m])).double() / (n * m)
+    widths = torch.diff(jumps, append=jumps.new_full((1,), n * m)).double() / (n * m)
     found = [x.new_empty(0, dtype=torch.float64)]
     for block in _parameters(sizes["P"], n + m):
         ours, theirs = (part[:, block].double().sort(dim=0).values for part in (x, y.to(x.device)))
