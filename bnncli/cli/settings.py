@@ -10,6 +10,7 @@ import os
 import tomllib
 import typing
 from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,16 @@ def option_fields(command: Command) -> dict[str, tuple[Field[Any], Any]]:
     """Every option of a command by name, with its dataclass field and its resolved type."""
     found: dict[str, tuple[Field[Any], Any]] = {}
     for group in command.groups:
-        hints = typing.get_type_hints(group)
+        hints = _hints_of(group)
         for spec in fields(group):
             found[spec.name] = (spec, hints[spec.name])
     return found
+
+
+@cache
+def _hints_of(group: type) -> dict[str, Any]:
+    """The resolved types of a group's fields: every command asks for those of all, and resolving is slow."""
+    return typing.get_type_hints(group)
 
 
 def default_of(spec: Field[Any]) -> Any:
