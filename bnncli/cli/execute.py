@@ -31,6 +31,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
+from bnncli.storage.checked import checks_remembered
 
 
 def run_command_line(argv: list[str], results: TextIO) -> int:
@@ -43,7 +44,8 @@ def run_command_line(argv: list[str], results: TextIO) -> int:
     stdout = sys.stdout
     sys.stdout = results
     try:
-        return invocation.run()
+        with checks_remembered():
+            return invocation.run()
     except BrokenPipeError:
         _forget(results)
         return 141

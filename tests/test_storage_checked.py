@@ -1,0 +1,168 @@
+"""What one command remembers of its checks: each file is checked once, and again as soon as it changes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from bnncli.errors import BnnError, DataError, Untrusted
+from bnncli.storage import checked, hdf5
+from bnncli.storage.checked import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
+from bnncli.storage.hdf5 import open_hdf5, write_hdf5
+
+Cli = Any
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the objects of each file were checked; and every file is old enough to be remembered."""
+    found: Counter[str] = Counter()
+    check = hdf5._check_objects
+
+    def count(path: Path, file: h5py.File) -> None:
+        found[str(path.resolve())] += 1
+        check(path, file)
+
+    monkeypatch.setattr(hdf5, "_check_objects", count)
+    monkeypatch.setattr(checked, "STEP_NS", -(1 << 62))
+    monkeypatch.setattr(checked, "_SECOND_NS", 1 << 62)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "x.h5")
+    return tmp_path / "x.h5"
+
+
+@pytest.fixture
+def command() -> Iterator[None]:
+    with checks_remembered():
+        yield
+
+
+def write(path: Path) -> None:
+    arrays = {"a": np.arange(6.0)}
+    write_hdf5(path, arrays, {}, kind="features", meta={}, provenance={}, may_replace=True)
+
+
+def look(path: Path) -> None:
+    with open_hdf5(path):
+        pass
+
+
+@pytest.mark.parametrize("words", [("evaluate",), ("evaluate", "--force"), ("compare",), ("status",)], ids=" ".join)
+def test_a_command_checks_each_file_once(
+    cli: Cli, small_run: Path, checks: Counter[str], words: tuple[str, ...]
+) -> None:
+    assert cli(words[0], small_run, *words[1:]).code == 0
+    assert len(checks) > 5
+    assert set(checks.values()) == {1}
+    assert cli(words[0], small_run, *words[1:]).code == 0  # another command trusts nothing that this one saw
+    assert set(checks.values()) == {2}
+
+
+def test_outside_a_command_nothing_is_remembered(path: Path, checks: Counter[str]) -> None:
+    look(path)
+    look(path)
+    assert checks[str(path)] == 2
+
+
+def damage(path: Path) -> None:
+    """Another byte in the structure, of the same length, with the file's times put back."""
+    found, content = path.stat(), bytearray(path.read_bytes())
+    content[40] ^= 1
+    time.sleep(2 * STEP_NS / 1e9)
+    with open(path, "r+b") as stream:
+        stream.write(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert path.stat().st_mtime_ns == found.st_mtime_ns
+
+
+def link_away(path: Path) -> None:
+    other = path.with_name("other.h5")
+    other.write_bytes(path.read_bytes())
+    with h5py.File(other, "r+") as file:
+        file["b"] = h5py.ExternalLink("/etc/hostname", "x")
+    os.replace(other, path)
+
+
+@pytest.mark.usefixtures("command", "checks")
+@pytest.mark.parametrize("change", [damage, link_away])
+def test_a_file_that_changes_during_the_command_is_checked_again(path: Path, change: Any) -> None:
+    look(path)
+    change(path)
+    with pytest.raises(BnnError, match=r"damaged|link"):
+        look(path)
+
+
+@pytest.mark.usefixtures("command", "checks")
+def test_a_file_that_failed_is_not_remembered(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["b"] = h5py.SoftLink("/a")
+    for _ in range(2):
+        with pytest.raises(BnnError, match=r"damaged|link|incomplete"):
+            look(path)
+
+
+@pytest.mark.usefixtures("command", "checks")
+@pytest.mark.parametrize(("has_seal", "error"), [(True, Untrusted), (False, DataError)])
+def test_a_file_put_in_place_just_before_it_is_opened_is_checked(
+    path: Path, monkeypatch: pytest.MonkeyPatch, has_seal: bool, error: type[BnnError]
+) -> None:
+    from bnncli.storage.seal import make_seal
+
+    look(path)
+    opened = h5py.File
+
+    def replace_and_open(name: Path, *words: Any, **keywords: Any) -> h5py.File:
+        monkeypatch.setattr(hdf5.h5py, "File", opened)
+        if has_seal:
+            link_away(path)
+            with open(path, "r+b") as stream:
+                stream.write(make_seal(stream, []))
+        else:
+            with opened(path.with_name("other.h5"), "w") as file:
+                file["a"], file.attrs["bnncli_complete"] = np.zeros(3), 1
+            os.replace(path.with_name("other.h5"), path)
+        return opened(name, *words, **keywords)
+
+    monkeypatch.setattr(hdf5.h5py, "File", replace_and_open)
+    with pytest.raises(error, match="is a link" if has_seal else "incomplete"):
+        look(path)
+
+
+def test_a_change_of_the_last_moment_and_a_coarse_clock_are_not_settled(path: Path) -> None:
+    state = state_of(path.stat())
+    now = time.time_ns()
+    fine = now - now % 1_000_000_000 + 7
+    assert is_settled((*state[:-1], fine - 2_000_000_000))
+    assert not is_settled((*state[:-1], now - STEP_NS // 2))
+    assert not is_settled((*state[:-1], now + STEP_NS))  # a clock that was put back
+    assert not is_settled((*state[:-1], fine - 7 - 10_000_000_000))
+
+
+def test_what_is_remembered_ends_with_the_command(path: Path) -> None:
+    state = state_of(path.stat())
+    with checks_remembered():
+        remember(state)
+        assert is_checked(state)
+        with checks_remembered():
+            assert not is_checked(state)
+        assert is_checked(state)
+    assert not is_checked(state)
+
+
+@pytest.mark.usefixtures("command")
+def test_a_file_just_written_is_checked_every_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked, "STEP_NS", 1 << 62)
+    look(path)
+    assert not is_checked(state_of(path.stat()))
