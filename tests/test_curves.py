@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +100,7 @@ def texts(figure: Any) -> str:
     return "\n".join(text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text")))
 
 
-@pytest.mark.parametrize("count", [1, 4, 5, 9])
+@pytest.mark.parametrize("count", [1, 4, 5])
 def test_a_reliability_diagram_has_two_axes_for_each_posterior_and_its_ece(count: int) -> None:
     names = [f"posterior-{place}" for place in range(count)]
     errors = {name: 0.01 * place for place, name in enumerate(names)}
@@ -132,7 +130,7 @@ def test_overlaid_curves_are_all_drawn_and_named_and_told_apart_without_colour(c
     assert "far" in figure.axes[0].get_xlabel()
 
 
-@pytest.mark.parametrize("count", [1, 8, 9, 12, 13, 30])
+@pytest.mark.parametrize("count", [8, 9, 30])  # the most inside the axes, the fewest beside them, many
 def test_nothing_is_cut_off_by_the_edge_of_a_figure(count: int) -> None:
     names = [f"posterior-{place} (bridge-none-normalize)" for place in range(count)]
     line = {"coverage": [0.1, 1.0], "risk": [0.0, 0.2], "fpr": [0.0, 1.0], "tpr": [0.0, 1.0]}
@@ -189,7 +187,7 @@ def test_plot_makes_a_figure_of_each_kind_and_lists_it(cli: Cli, small_run: Path
             pixels = np.asarray(image.convert("L"))
         assert min(pixels.shape) >= 500
         assert 0.005 < (pixels < 128).mean() < 0.5
-    again = cli("evaluate", small_run, "--plot", folder)
+    again = cli("evaluate", small_run, "--plot", folder, "--posterior", "map")
     assert (again.code, "6 figures in" in again.stderr) == (0, True)  # over its own, and those of val
 
 
@@ -220,7 +218,8 @@ def test_what_is_in_the_way_of_a_plot_is_told_before_the_work(cli: Cli, small_ru
     for folder, why in ((tmp_path / "file", "is not a folder"), (tmp_path / "plots", "is no figure of bnncli")):
         done = cli("evaluate", small_run, "--plot", folder)
         assert (done.code, why in done.stderr, list(stored.iterdir())) == (73, True, [])
-    assert cli("evaluate", small_run, "--plot", tmp_path / "plots", "--force").code == 0
+    words = ("--force", "--posterior", "map", "--split", "test")
+    assert cli("evaluate", small_run, "--plot", tmp_path / "plots", *words).code == 0
 
 
 def test_a_dry_run_names_the_figures_and_draws_none(cli: Cli, small_run: Path, tmp_path: Path) -> None:
@@ -230,20 +229,13 @@ def test_a_dry_run_names_the_figures_and_draws_none(cli: Cli, small_run: Path, t
 
 
 def test_a_failed_assertion_leaves_the_figures(cli: Cli, small_run: Path, tmp_path: Path) -> None:
-    done = cli("evaluate", small_run, "--plot", tmp_path / "plots", "--assert", "nll<0")
-    assert (done.code, len(list((tmp_path / "plots").iterdir()))) == (3, 6)
-
-
-def test_without_plot_matplotlib_is_not_imported(small_run: Path) -> None:
-    code = (
-        "import io, sys; from bnncli.cli.execute import run_command_line; "
-        f"assert run_command_line(['evaluate', {str(small_run)!r}, '--curves'], io.StringIO()) == 0; "
-        "assert 'matplotlib' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    words = ("--plot", tmp_path / "plots", "--assert", "nll<0", "--posterior", "map", "--split", "test")
+    done = cli("evaluate", small_run, *words)
+    assert (done.code, len(list((tmp_path / "plots").iterdir()))) == (3, 3)
 
 
 def test_plot_leaves_out_the_rows_of_features_which_have_no_curves(cli: Cli, small_run: Path, tmp_path: Path) -> None:
-    done = cli("evaluate", small_run, "--plot", tmp_path / "plots", "--split", "test", "--score", "knn")
+    words = ("--split", "test", "--score", "knn", "--posterior", "map")
+    done = cli("evaluate", small_run, "--plot", tmp_path / "plots", *words)
     assert done.code == 0, done.stderr
     assert len(list((tmp_path / "plots").iterdir())) == 3

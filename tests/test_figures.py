@@ -128,9 +128,11 @@ def test_a_dry_run_names_the_figure_and_draws_nothing(cli: Cli, name: Path, tmp_
 
 def test_without_plot_matplotlib_is_not_imported(name: Path) -> None:
     code = (
-        "import io, sys; from bnncli.cli.execute import run_command_line; "
-        f"assert run_command_line(['fit-laplace', {str(name)!r}], io.StringIO()) == 0; "
-        "assert 'torch' in sys.modules; assert 'matplotlib' not in sys.modules"
+        "import io, sys; from bnncli.cli.execute import run_command_line\n"
+        "for command in (['evaluate', '--curves', '--posterior', 'map'], ['fit-laplace']):\n"
+        f"    assert run_command_line([command[0], {str(name)!r}, *command[1:]], io.StringIO()) == 0\n"
+        "    assert 'torch' in sys.modules\n"
+        "    assert 'matplotlib' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
