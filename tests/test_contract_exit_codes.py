@@ -197,16 +197,17 @@ def test_74_is_a_write_that_failed(cli: Cli, small_run: Path, monkeypatch: pytes
         assert (done.code, "MiB are free" in done.stderr) == (74, True)
 
 
-def test_74_leaves_the_old_artifact_and_no_temporary(installed: Cli, small_run: Path) -> None:
+def test_74_leaves_the_old_artifact_and_no_temporary(cli: Cli, small_run: Path) -> None:
     import resource
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
     folder = small_run.with_name("small.bnn") / "posteriors"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = installed("fit-laplace", small_run, "--prior-precision", "10", "--force", preexec_fn=limit)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # Python ignores the signal of it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        done = cli("fit-laplace", small_run, "--prior-precision", "10", "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert done.code == 74
     assert "File too large" in done.stderr
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
