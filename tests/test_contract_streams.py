@@ -45,7 +45,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "convert": [name, run.with_name("net.pt"), run.with_name("out.safetensors")],
         "config-show": ["config", "show", "refine"],
         "integrals": [name, "--mean", "1.7", "--variance", "4"],
-        "fit-lbbnn": [name, run, "--epochs", 200, "--inclusion-rate", 0.1],
+        "fit-lbbnn": [name, run, "--epochs", 50, "--inclusion-rate", 0.1],
     }.get(name, [name, run])
 
 
