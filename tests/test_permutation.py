@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.evaluation.mmd import median_bandwidth, mmd2, permutation_p_value
+from bnncli.evaluation.mmd import _relabelled, median_bandwidth, mmd2, permutation_p_value
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -28,6 +28,15 @@ def test_the_p_value_is_that_of_a_loop_over_permutations(n: int, m: int) -> None
     found = permutation_p_value(x, y, 1.5, generator=seeded(5), num_permutations=60)
     assert 2 / 61 < expected < 1  # else nothing is compared
     assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "m"), [(600, 600), (300, 7)])
+def test_draws_are_relabelled_by_the_order_of_random_numbers(n: int, m: int) -> None:
+    numbers = torch.rand(200, n + m, generator=seeded(3))
+    assert m < 600 or any(len(row.unique()) < n + m for row in numbers)  # ties, in the order of their places
+    found = _relabelled(200, n, m, generator=seeded(3))
+    assert torch.equal(found, numbers.argsort(dim=1, stable=True) < n)
+    assert set(found.sum(dim=1).tolist()) == {n}
 
 
 def test_the_p_value_is_uniform_when_the_distributions_are_equal() -> None:

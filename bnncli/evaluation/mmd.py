@@ -203,8 +203,7 @@ def permutation_p_value_of(
     xx, yy, xy = kernels(distances, bandwidth)
     n, m = xy.shape
     kernel = torch.cat([torch.cat([xx, xy], dim=1), torch.cat([xy.T, yy], dim=1)]).fill_diagonal_(0)
-    order = torch.rand(num_permutations, n + m, generator=generator, device=generator.device).argsort(dim=1)
-    is_first = (order.to(kernel.device) < n).double()
+    is_first = _relabelled(num_permutations, n, m, generator=generator).to(kernel.device).double()
     # The seen labelling goes through the same products, so that ties are ties.
     is_first = torch.cat([(torch.arange(n + m, device=kernel.device) < n).double().unsqueeze(0), is_first])
     to_all, total = is_first @ kernel.sum(dim=1), kernel.sum()
@@ -213,6 +212,19 @@ def permutation_p_value_of(
     within_y = total - within_x - 2 * cross
     values = within_x / (n * (n - 1)) + within_y / (m * (m - 1)) - 2 * cross / (n * m)
     return (1 + int((values[1:] >= values[0] - TIE).sum())) / (1 + num_permutations)
+
+
+def _relabelled(num_permutations: int, n: int, m: int, *, generator: torch.Generator) -> Tensor:
+    """Which draws each permutation puts first (B, n + m), n in every row: argsort(random numbers) < n.
+
+    The bits of floats in [0, 1) are integers in the same order, below 2^30. With their label as the lowest bit they can be
+    sorted as values, in a tenth of the time; equal numbers stay in their order.
+    """
+    numbers = torch.rand(num_permutations, n + m, generator=generator, device=generator.device).cpu()
+    is_later = (torch.arange(n + m) >= n).to(torch.int32)
+    keys = numbers.view(torch.int32).mul_(2).add_(is_later).numpy()
+    keys.sort(axis=1)
+    return torch.from_numpy(keys % 2 == 0)
 
 
 def _squared_distances(x: Tensor, y: Tensor, *, center: Tensor) -> Tensor:
