@@ -38,6 +38,29 @@ def test_rows_say_how_they_were_predicted(cli: Cli, small_run: Path) -> None:
     }
 
 
+def test_each_input_of_the_inputs_is_read_once_until_something_is_written(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bnncli.stages import evaluate
+    from bnncli.storage import freshness, headers
+
+    read, known, produce = [], [], evaluate.produce
+    monkeypatch.setattr(freshness, "read_header", lambda path: read.append(path.resolve()) or headers.read_header(path))
+
+    def spied(run: Any, request: Any, *others: Any, **named: Any) -> Any:
+        before, result = len(run.followed), produce(run, request, *others, **named)
+        known.append((before > 0, len(run.followed) > 0))
+        return result
+
+    monkeypatch.setattr(evaluate, "produce", spied)
+    assert cli("evaluate", small_run).code == 0
+    followed = [path for path in read if path.parent.name in ("features", "posteriors")]
+    assert len(followed) == len(set(followed)) == 4 + 4
+    assert known == [(True, True)] * 4
+    cli("evaluate", small_run, "--posterior", "laplace", "--force", "--bootstrap", 0)
+    assert known[4:] == [(True, False)]
+
+
 def test_more_draws_than_a_posterior_has_are_not_told(cli: Cli, small_run: Path) -> None:
     assert cli("predict", small_run, "--posterior", "hmc", "--samples", 1000, "--split", "test", "--force").code == 0
     (row,) = cli("evaluate", small_run, "--posterior", "hmc", "--split", "test", "--json").json["rows"]

@@ -115,6 +115,7 @@ def produce(
         )
         _check_sources(request.sources)
         digest = computed.publish(provenance, decision.action == "replace")
+        run.followed.clear()
     action = "replaced" if decision.action == "replace" else "computed"
     return _result(request, action, digest, computed)
 

@@ -83,6 +83,7 @@ class Run:
 
     Attributes:
         is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
+        followed: what is known of files that artifacts were made from, until the command writes one.
     """
 
     command: str
@@ -99,6 +100,7 @@ class Run:
     is_named: bool = False
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
+    followed: dict[tuple[Path, str | None], tuple[str | None, str | None]] = field(default_factory=dict)
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -196,7 +198,8 @@ class Run:
 
         checkpoint = self.belongs(header)
         try:
-            check_fresh(header, weights_digest=checkpoint["weights_digest"] if checkpoint else None, remake=self.remake)
+            digest = checkpoint["weights_digest"] if checkpoint else None
+            check_fresh(header, weights_digest=digest, remake=self.remake, followed=self.followed)
         except DataError as error:
             if not self.inputs.allow_stale:
                 raise

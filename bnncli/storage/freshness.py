@@ -141,7 +141,7 @@ def _changes(header: Header, algo_rev: int, sources: Sequence[Source], weights_d
     return changes
 
 
-# What is known of files: (path, weights digest) -> (content digest, why it is stale).
+# What is known of files: (path without links, weights digest) -> (content digest, why it is stale).
 Followed = dict[tuple[Path, str | None], tuple[str | None, str | None]]
 
 
@@ -164,14 +164,15 @@ def staleness(header: Header, *, weights_digest: str | None = None, followed: Fo
             continue
         if not path.is_file():
             return f"{entry['role']} ({path.name}) is missing"
-        if (path, weights_digest) not in followed:
+        key = path.resolve(), weights_digest
+        if key not in followed:
             try:
                 current = read_header(path)
             except BnnError as error:
                 return f"{entry['role']}: {error.message}"
             why = staleness(current, weights_digest=weights_digest, followed=followed)
-            followed[path, weights_digest] = (current.content_digest, why)
-        digest, deeper = followed[path, weights_digest]
+            followed[key] = (current.content_digest, why)
+        digest, deeper = followed[key]
         if digest != entry["content_digest"]:
             return f"{entry['role']} ({path.name}) has changed"
         if deeper is not None:
@@ -185,10 +186,14 @@ def remake_command(header: Header) -> str:
 
 
 def check_fresh(
-    header: Header, *, weights_digest: str | None, remake: Callable[[Header], str] = remake_command
+    header: Header,
+    *,
+    weights_digest: str | None,
+    remake: Callable[[Header], str] = remake_command,
+    followed: Followed | None = None,
 ) -> None:
-    """Raise DataError when the artifact is stale, with the command that makes it again."""
-    why = staleness(header, weights_digest=weights_digest)
+    """Raise DataError when the artifact is stale, with the command that makes it again; arguments as of staleness."""
+    why = staleness(header, weights_digest=weights_digest, followed=followed)
     if why is not None:
         raise DataError(
             f"{header.path} is stale: {why}",
