@@ -21,8 +21,8 @@ from bnncli.prior import Prior
 from bnncli.registry import load_class
 
 
-def exact(mean: float, scale: float) -> tuple[float, float]:
-    """E sigma(f) and the expected Bernoulli entropy by adaptive quadrature with 30 digits."""
+def exact(mean: float, scale: float) -> tuple[float, float, float]:
+    """E sigma(f), for a mean of at most 0 small, and the expected Bernoulli entropy: by adaptive quadrature with 30 digits."""
 
     def entropy(f: mp.mpf) -> mp.mpf:
         return mp.log(1 + mp.exp(-abs(f))) + abs(f) / (1 + mp.exp(abs(f)))
@@ -34,7 +34,7 @@ def exact(mean: float, scale: float) -> tuple[float, float]:
         edges = sorted({mp.mpf(-14), s + 14, *(place for place in places if -14 < place < s + 14)})
         probability = mp.quad(lambda z: mp.npdf(z) / (1 + mp.exp(-m - s * z)), edges)
         expected = mp.quad(lambda z: mp.npdf(z) * entropy(m + s * z), edges)
-    return float(probability), float(expected)
+        return float(probability), float(1 - probability), float(expected)
 
 
 def vectors(*cases: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,14 +43,13 @@ def vectors(*cases: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
     return means, scales.square()
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 1.499, 1.501, 4.0, 10.0, 100.0])
-@pytest.mark.parametrize("mean", [-50.0, -8.0, 0.0, 0.7, 50.0])
+@pytest.mark.parametrize("scale", [0.01, 1.499, 1.501, 4.0, 100.0])
+@pytest.mark.parametrize("mean", [-50.0, -8.0, -0.7, 0.0])
 def test_trapezoid_is_exact_to_rounding_on_both_sides(mean: float, scale: float) -> None:
-    p, expected_entropy = exact(mean, scale)
-    q = exact(-mean, scale)[0]
-    probs, entropy = binary_probs(*vectors((mean, scale)))
-    np.testing.assert_allclose(probs[0], [q, p], rtol=1e-13)
-    assert entropy.item() == pytest.approx(expected_entropy, abs=1e-15, rel=1e-13)
+    p, q, expected_entropy = exact(mean, scale)
+    probs, entropy = binary_probs(*vectors((mean, scale), (-mean, scale)))
+    np.testing.assert_allclose(probs, [[q, p], [p, q]], rtol=1e-13)
+    assert entropy.numpy() == pytest.approx(expected_entropy, abs=1e-15, rel=1e-13)
 
 
 def test_the_error_falls_exponentially_with_the_points() -> None:
@@ -127,10 +126,16 @@ def test_two_logits_are_integrated_over_the_plane() -> None:
     layout = HeadLayout(2, 2)
     posterior, features = gaussian(layout), torch.tensor([[0.3, -1.0]], dtype=torch.float64)
     mean, covariance = (part[0].numpy() for part in posterior.logit_moments(features))
-    density = stats.multivariate_normal(mean, covariance)
+    (p, q), (_, r) = np.linalg.inv(covariance).tolist()
+    scale = 1 / (2 * math.pi * math.sqrt(np.linalg.det(covariance)))
+
+    def weighted(b: float, a: float) -> float:
+        x, y = a - float(mean[0]), b - float(mean[1])
+        return scale * math.exp(-(p * x * x + 2 * q * x * y + r * y * y) / 2) / (1 + math.exp(a - b))
+
     spread = 9 * np.sqrt(covariance.diagonal())
     expected, _ = integrate.dblquad(
-        lambda b, a: special.expit(b - a) * density.pdf([a, b]),
+        weighted,
         mean[0] - spread[0], mean[0] + spread[0], mean[1] - spread[1], mean[1] + spread[1], epsabs=1e-8,
     )  # fmt: skip
     found = load_integrator("quadrature").predict(posterior, features, num_samples=None, generator=torch.Generator())
