@@ -7,6 +7,7 @@ anything, so that `--help` stays fast; a part is imported when it is asked for.
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,14 @@ _PACKAGE = Path(__file__).parent
 
 def names(family: str) -> list[str]:
     """The names of a family, sorted; underscores of file names become dashes, files that start with `_` are not parts."""
+    return list(_listed(family))
+
+
+@cache
+def _listed(family: str) -> tuple[str, ...]:
+    """The folder, read once: commands look names up thousands of times."""
     files = sorted((_PACKAGE / family).glob("[!_]*.py"))
-    return [file.stem.replace("_", "-") for file in files]
+    return tuple(file.stem.replace("_", "-") for file in files)
 
 
 def check_name(family: str, name: str, *, option: str) -> str:
