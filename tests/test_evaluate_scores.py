@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,32 @@ def find(metrics: Metrics, name: str, **choices: str) -> dict[str, Any]:
     return found[0]
 
 
+@pytest.fixture(scope="module")
+def scored(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A finished run whose predictions have every score, made once, and the document that told them."""
+    from bnncli.cli.execute import run_command_line
+
+    folder, stdout = tmp_path_factory.mktemp("scored"), io.StringIO()
+    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
+    words = ("evaluate", folder / "small", "--score", "all", "--bootstrap", 50, "--force", "--json")
+    assert run_command_line([str(word) for word in words], stdout) == 0
+    return folder / "small", json.loads(stdout.getvalue())
+
+
 @pytest.fixture
-def everything(cli: Cli, small_run: Path) -> dict[str, Any]:
-    done = cli("evaluate", small_run, "--score", "all", "--bootstrap", 50, "--force", "--json")
-    assert done.code == 0, done.stderr
-    return done.json
+def everything(scored: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    return scored[1]
 
 
-def test_every_score_detects_the_other_split(everything: dict[str, Any], small_run: Path) -> None:
-    folder = small_run.with_name("small.bnn") / "predictions" / "laplace.mc"
+@pytest.fixture
+def scored_run(scored: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    """A copy of it that a test may change."""
+    shutil.copytree(scored[0].with_name("small.bnn"), tmp_path / "small.bnn")
+    return tmp_path / "small"
+
+
+def test_every_score_detects_the_other_split(everything: dict[str, Any], finished_run: Path) -> None:
+    folder = finished_run.with_name("small.bnn") / "predictions" / "laplace.mc"
     inside, outside = (read_predictions(folder / f"{name}.h5") for name in ("test", "far"))
     is_in = np.repeat([1, 0], [len(inside.probs), len(outside.probs)])
     expected = {
@@ -76,30 +95,30 @@ def test_scores_of_features_have_one_row_for_all_posteriors(everything: dict[str
 
 
 def test_scores_of_features_have_a_file_with_the_features_as_inputs(
-    everything: dict[str, Any], small_run: Path
+    scored: tuple[Path, dict[str, Any]], everything: dict[str, Any]
 ) -> None:
-    path = small_run.with_name("small.bnn") / "metrics" / "features.none.json"
+    path = scored[0].with_name("small.bnn") / "metrics" / "features.none.json"
     document = json.loads(path.read_text())
     roles = {entry["role"] for entry in document["provenance"]["inputs"]}
     assert roles == {f"features.{name}" for name in ("train", "val", "test", "far")}
     assert document["rows"] == [row for row in everything["rows"] if row["posterior"] == "features"]
 
 
-def test_the_same_request_again_is_up_to_date(cli: Cli, everything: dict[str, Any], small_run: Path) -> None:
-    again = cli("evaluate", small_run, "--score", "all", "--bootstrap", 50, "--json").json
+def test_the_same_request_again_is_up_to_date(cli: Cli, everything: dict[str, Any], scored_run: Path) -> None:
+    again = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--json").json
     assert {output["role"] for output in again["outputs"]} >= {"metrics.features", "metrics.laplace.mc"}
     assert again["action"] == "up_to_date"
     assert again["rows"] == everything["rows"]
-    other = cli("evaluate", small_run, "--score", "all", "--bootstrap", 50, "--neighbors", 3)
+    other = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--neighbors", 3)
     assert other.code == 73
     assert "neighbors: 50 there, 3 asked" in other.stderr
 
 
-def test_the_table_shows_the_scores_that_were_asked_for(cli: Cli, everything: dict[str, Any], small_run: Path) -> None:
-    done = cli("evaluate", small_run, "--score", "all", "--bootstrap", 50, "--metric", "auroc")
+def test_the_table_shows_the_scores_that_were_asked_for(cli: Cli, everything: dict[str, Any], scored_run: Path) -> None:
+    done = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--metric", "auroc")
     header = done.stdout.splitlines()[0] if done.stdout else ""
     assert all(f"AUROC far {name}" in done.stdout for name in (*PREDICTION_SCORES, *FEATURE_SCORES)), header
-    one = cli("evaluate", small_run, "--score", "energy", "--bootstrap", 50, "--force")
+    one = cli("evaluate", scored_run, "--score", "energy", "--bootstrap", 50, "--force", "--posterior", "laplace")
     assert "detection by energy" in one.stdout
     assert "features" not in one.stdout
     energy = find(rows_of(everything, "laplace"), "auroc", score="energy")["value"]
@@ -129,8 +148,8 @@ def test_assertions_reach_scores_of_features_and_others_pass_them_by(cli: Cli, s
     assert "add --score" in missing.stderr
 
 
-def test_distances_are_those_of_the_stored_posteriors(everything: dict[str, Any], small_run: Path) -> None:
-    folder = small_run.with_name("small.bnn") / "posteriors"
+def test_distances_are_those_of_the_stored_posteriors(everything: dict[str, Any], finished_run: Path) -> None:
+    folder = finished_run.with_name("small.bnn") / "posteriors"
     (laplace, _), (hmc, _) = (open_posterior(folder / name) for name in ("laplace.safetensors", "hmc.nc"))
     draws = hmc.draws.double().flatten(0, 1)
     gap = (laplace.mean - draws.mean(dim=0)) / draws.std(dim=0)
@@ -173,7 +192,7 @@ def test_without_another_split_features_have_nothing_to_detect(cli: Cli, small_r
     folder = small_run.with_name("small.bnn")
     for path in folder.glob("predictions/*/far.h5"):
         path.unlink()
-    done = cli("evaluate", small_run, "--score", "knn", "--force")
+    done = cli("evaluate", small_run, "--score", "knn", "--force", "--bootstrap", 0, "--posterior", "map")
     assert done.code == 0
     assert "there is no out-of-distribution split to detect by features" in done.stderr
 
