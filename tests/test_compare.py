@@ -34,7 +34,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         arrays["head_weight"] = (arrays["head_weight"] + 0.3 * noise).astype(np.float32)
         np.savez(folder / "features.npz", **arrays)
         name = folder / f"seed-{seed}"
-        for words in (["extract-features", name, "--from-npz", folder / "features.npz", "--ood", "far"], [STEPS[0][0], name, *STEPS[0][1:]], ["predict", name]):  # fmt: skip
+        for words in (["extract-features", name, "--from-npz", folder / "features.npz", "--ood", "far"], [STEPS[0][0], name, *STEPS[0][1:]], ["predict", name, "--split", "test", "--split", "far", "--samples", 100]):  # fmt: skip
             assert run_command_line([str(word) for word in words], io.StringIO()) == 0
         names.append(name)
     return names
@@ -45,9 +45,8 @@ def scores_of(document: dict[str, Any], posterior: str) -> dict[str, dict[str, A
     return {score["form"]: score for score in row["scores"]}
 
 
-def values_of(cli: Cli, run: Path, posterior: str) -> dict[str, dict[str, Any]]:
+def values_of(rows: list[dict[str, Any]], posterior: str) -> dict[str, dict[str, Any]]:
     """The scores of evaluate in their usual forms."""
-    rows = cli("evaluate", run, "--json").json["rows"]
     (row,) = [row for row in rows if row["posterior"] == posterior and row["split"] == "test"]
     usual = {"strategy": "equal-width", "score": "max_prob", "positive": "in", "norm": "l1"}
     kept = [m for m in row["metrics"] if all(m.get(key, value) == value for key, value in usual.items())]
@@ -57,8 +56,9 @@ def values_of(cli: Cli, run: Path, posterior: str) -> dict[str, dict[str, Any]]:
 def test_one_checkpoint_has_the_scores_and_standard_errors_of_evaluate(cli: Cli, small_run: Path) -> None:
     document = cli("compare", small_run, "--json", "--metric", "nll", "--metric", "ece", "--metric", "accuracy").json
     assert {row["posterior"] for row in document["rows"]} == {"map", "laplace", "refine", "hmc"}
+    rows = cli("evaluate", small_run, "--json").json["rows"]
     for posterior in ("map", "laplace", "hmc"):
-        expected = values_of(cli, small_run, posterior)
+        expected = values_of(rows, posterior)
         for name, score in scores_of(document, posterior).items():
             assert score["value"] == pytest.approx(expected[name]["value"], rel=1e-12)
             both = np.hypot(expected[name]["standard_error"], score["integration_error"])
@@ -103,9 +103,10 @@ def test_several_checkpoints_have_means_and_the_t_tests_of_scipy(cli: Cli, seeds
     done = cli("compare", *seeds, *words, "--json")
     document = done.json
     assert (document["num_checkpoints"], document["baseline"]) == (3, "map.plug-in")
+    evaluated = [cli("evaluate", seed, "--bootstrap", 0, "--json").json["rows"] for seed in seeds]
     for name in ("nll", "auroc"):
         own, base = (
-            np.array([values_of(cli, seed, posterior)[name]["value"] for seed in seeds])
+            np.array([values_of(rows, posterior)[name]["value"] for rows in evaluated])
             for posterior in ("laplace", "map")
         )
         form = "auroc:far" if name == "auroc" else name
@@ -170,7 +171,7 @@ def test_what_cannot_be_compared_is_told_in_one_line(
 
 
 def test_predictions_under_a_name_of_their_own_are_compared_by_it(cli: Cli, small_run: Path) -> None:
-    cli("predict", small_run, "--posterior", "laplace", "--name", "more", "--samples", 200)
+    cli("predict", small_run, "--posterior", "laplace", "--name", "more", "--samples", 200, "--split", "test")
     done = cli("compare", small_run, "--posterior", "laplace", "--metric", "nll", "--baseline", "more")
     assert [line.split("|")[0].strip() for line in done.stdout.splitlines()[2:4]] == ["laplace", "laplace (more)"]
     done = cli("compare", small_run, "--metric", "nll", "--baseline", "laplace")
@@ -190,7 +191,7 @@ def test_unlabelled_scores_that_are_named_are_an_error_and_dashes_otherwise(cli:
     del arrays["labels_test"]
     np.savez(tmp_path / "a.npz", **arrays)
     cli("extract-features", tmp_path / "a", "--from-npz", tmp_path / "a.npz", "--ood", "far")
-    cli("predict", tmp_path / "a")
+    cli("predict", tmp_path / "a", "--split", "test", "--split", "far")
     done = cli("compare", tmp_path / "a", "--metric", "nll")
     assert (done.code, "undefined on split 'test': no labels" in done.stderr) == (65, True)
     cells = [cell.strip() for cell in cli("compare", tmp_path / "a").stdout.splitlines()[2].split("|")]
@@ -234,8 +235,9 @@ def test_too_few_replicates_for_a_verdict_are_told(cli: Cli, small_run: Path) ->
 
 
 def test_csv_has_every_digit_and_the_same_numbers_as_json(cli: Cli, small_run: Path) -> None:
-    lines = list(csv.DictReader(io.StringIO(cli("compare", small_run, "--format", "csv").stdout)))
-    document = cli("compare", small_run, "--json").json
+    words = ("compare", small_run, "--bootstrap", 100)
+    lines = list(csv.DictReader(io.StringIO(cli(*words, "--format", "csv").stdout)))
+    document = cli(*words, "--json").json
     scores = [(row["posterior"], score) for row in document["rows"] for score in row["scores"]]
     assert len(lines) == len(scores) == 4 * 6
     for line, (posterior, score) in zip(lines, scores, strict=True):
@@ -312,9 +314,10 @@ def test_with_a_baseline_what_differs_significantly_is_marked() -> None:
 
 def test_the_same_seed_gives_the_same_document(cli: Cli, small_run: Path) -> None:
     def document(*words: object) -> dict[str, Any]:
-        found = cli("compare", small_run, "--metric", "ece", "--json", *words).json
+        found = cli("compare", small_run, "--metric", "ece", "--bootstrap", 100, "--json", *words).json
         del found["seconds"]
         return json.loads(json.dumps(found))
 
-    assert document() == document()
-    assert document() != document("--seed", 1)
+    first = document()
+    assert first == document()
+    assert first != document("--seed", 1)

@@ -68,7 +68,8 @@ def test_more_draws_than_a_posterior_has_are_not_told(cli: Cli, small_run: Path)
 
 
 def test_an_integrator_is_chosen_by_its_name_or_with_its_settings(cli: Cli, small_run: Path) -> None:
-    assert cli("predict", small_run, "--posterior", "laplace", "--integrator", "mc", "--qmc").code == 0
+    words = ("--integrator", "mc", "--qmc", "--samples", 16, "--split", "test")
+    assert cli("predict", small_run, "--posterior", "laplace", *words).code == 0
 
     def variants(name: str) -> set[str]:
         rows = cli("evaluate", small_run, "--posterior", "laplace", "--integrator", name, "--json").json["rows"]
@@ -112,7 +113,7 @@ def test_intervals_stand_beside_their_scores(cli: Cli, small_run: Path) -> None:
 
 
 def test_without_replicates_there_is_no_interval_to_show(cli: Cli, small_run: Path) -> None:
-    rows = cli("evaluate", small_run, "--bootstrap", 0, "--force", "--json").json["rows"]
+    rows = cli("evaluate", small_run, "--posterior", "laplace", "--bootstrap", 0, "--force", "--json").json["rows"]
     metrics = [metric for row in rows for metric in row["metrics"]]
     assert metrics
     assert not any("interval" in metric for metric in metrics)
@@ -124,7 +125,7 @@ def test_without_replicates_there_is_no_interval_to_show(cli: Cli, small_run: Pa
 
 
 def test_the_seed_moves_intervals_and_not_scores(cli: Cli, small_run: Path) -> None:
-    words = ("--posterior", "laplace", "--split", "test", "--metric", "nll", "--force", "--json")
+    words = ("--posterior", "laplace", "--split", "test", "--metric", "nll", "--bootstrap", 50, "--force", "--json")
     first, again, other = (
         cli("evaluate", small_run, *words, "--seed", seed).json["rows"][0]["metrics"][0] for seed in (0, 0, 1)
     )
@@ -134,7 +135,7 @@ def test_the_seed_moves_intervals_and_not_scores(cli: Cli, small_run: Path) -> N
 
 
 def test_the_same_predictions_under_two_names_are_resampled_alike(cli: Cli, small_run: Path) -> None:
-    assert cli("predict", small_run, "--posterior", "laplace", "--name", "again").code == 0
+    assert cli("predict", small_run, "--posterior", "laplace", "--name", "again", "--split", "test").code == 0
     rows = cli("evaluate", small_run, "--posterior", "laplace", "--split", "test", "--json").json["rows"]
     ours, theirs = (by_form(row) for row in rows)
     for name, metric in ours.items():
@@ -145,7 +146,7 @@ def test_the_same_predictions_under_two_names_are_resampled_alike(cli: Cli, smal
 def test_scores_do_not_depend_on_how_many_rows_are_read_at_once(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("evaluate", small_run, "--force", "--json", "--bootstrap", 20)
+    words = ("evaluate", small_run, "--posterior", "laplace", "--force", "--json", "--bootstrap", 20)
     whole = cli(*words).json["rows"]
     monkeypatch.setattr(probabilities, "BLOCK_VALUES", 3 * 11)
     for row, other in zip(whole, cli(*words).json["rows"], strict=True):
@@ -165,8 +166,8 @@ def test_a_head_with_one_logit_gets_every_two_class_score(
     run = tmp_path / "run"
     assert cli("extract-features", run, "--from-npz", tmp_path / "f.npz", "--ood", "far").code == 0
     assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
-    assert cli("predict", run, "--posterior", "laplace").code == 0
-    (row,) = cli("evaluate", run, "--split", "test", "--json").json["rows"]
+    assert cli("predict", run, "--posterior", "laplace", "--split", "test", "--samples", 100).code == 0
+    (row,) = cli("evaluate", run, "--split", "test", "--bootstrap", 0, "--json").json["rows"]
     found = {name: metric["value"] for name, metric in by_form(row).items()}
     parts = [found[f"{name}:nll"] for name in ("miscalibration", "discrimination", "uncertainty")]
     assert found["nll"] == pytest.approx(parts[0] - parts[1] + parts[2], rel=1e-6)
@@ -237,17 +238,15 @@ def test_other_options_of_the_same_scores_are_refused_with_what_helps(cli: Cli, 
 
 
 def test_predictions_with_a_name_of_their_own_have_it_in_the_table_and_in_assertions(cli: Cli, small_run: Path) -> None:
-    cli("predict", small_run, "--posterior", "laplace", "--name", "more", "--samples", 30)
+    cli("predict", small_run, "--posterior", "laplace", "--name", "more", "--samples", 30, "--split", "test")
     done = cli("evaluate", small_run, "--split", "test", "--posterior", "laplace")
     assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:4]] == ["laplace", "laplace (more)"]
     one = cli("evaluate", small_run, "--assert", "more.nll<0", "--json").json["checks"]
     assert [(check["name"], check["left"] > 0) for check in one] == [("more", True)]
     two = cli("evaluate", small_run, "--assert", "map.nll<laplace.nll")
     assert (two.code, "may mean laplace.mc.nll, more.nll; name one" in two.stderr) == (2, True)
-    first, second = (
-        cli("evaluate", small_run, "--assert", f"map.nll<{name}.nll", "--json").json["checks"][0]["right"]
-        for name in ("laplace.mc", "more")
-    )
+    words = [word for name in ("laplace.mc", "more") for word in ("--assert", f"map.nll<{name}.nll")]
+    first, second = (check["right"] for check in cli("evaluate", small_run, *words, "--json").json["checks"])
     assert first != second
 
 
