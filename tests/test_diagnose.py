@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,20 @@ def keep_only(run: Path, *names: str) -> None:
             path.unlink()
 
 
-def test_every_number_has_a_value_or_a_reason(cli: Cli, small_run: Path) -> None:
-    done = cli("diagnose", small_run, "--json")
-    assert (done.code, done.json["ok"], list(done.json["posteriors"])) == (0, True, ["map", "laplace", "refine", "hmc"])
-    for name, entry in done.json["posteriors"].items():
+@pytest.fixture(scope="module")
+def diagnosed(finished_run: Path) -> dict[str, Any]:
+    """What diagnose says of the finished run, as JSON; asked once."""
+    from bnncli.cli.execute import run_command_line
+
+    stdout = io.StringIO()
+    assert run_command_line(["diagnose", str(finished_run), "--json"], stdout) == 0
+    document: dict[str, Any] = json.loads(stdout.getvalue())
+    return document
+
+
+def test_every_number_has_a_value_or_a_reason(diagnosed: dict[str, Any]) -> None:
+    assert (diagnosed["ok"], list(diagnosed["posteriors"])) == (True, ["map", "laplace", "refine", "hmc"])
+    for name, entry in diagnosed["posteriors"].items():
         assert set(entry) >= NUMBERS
         for key in NUMBERS:
             assert entry[key]["value"] is not None or len(entry[key]["reason"]) > 5, (name, key)
@@ -38,20 +50,20 @@ def test_every_number_has_a_value_or_a_reason(cli: Cli, small_run: Path) -> None
         assert (entry["elbo"]["value"] is not None) == (entry["log_weight_sd"]["value"] is not None) == is_density
         assert (entry["r_hat"]["value"] is not None) == (name == "hmc")
         assert entry["val_nll"]["standard_error"] > 0
-    assert done.json["posteriors"]["laplace"]["prior_precision"] == 10.0
-    assert {"sentence", "use", "is_good", "run"} <= set(done.json["verdict"])
+    assert diagnosed["posteriors"]["laplace"]["prior_precision"] == 10.0
+    assert {"sentence", "use", "is_good", "run"} <= set(diagnosed["verdict"])
 
 
-def test_numbers_are_those_of_the_artifacts(cli: Cli, small_run: Path) -> None:
-    posteriors = cli("diagnose", small_run, "--json").json["posteriors"]
-    stored = cli("inspect", folder_of(small_run) / "posteriors/refine.safetensors", "--json").json["meta"]["metrics"]
+def test_numbers_are_those_of_the_artifacts(cli: Cli, diagnosed: dict[str, Any], finished_run: Path) -> None:
+    posteriors = diagnosed["posteriors"]
+    stored = cli("inspect", folder_of(finished_run) / "posteriors/refine.safetensors", "--json").json["meta"]["metrics"]
     for name, key in (("laplace", "elbo_before"), ("refine", "elbo_after")):
         error = np.hypot(stored[key]["standard_error"], posteriors[name]["elbo"]["standard_error"])
         assert abs(posteriors[name]["elbo"]["value"] - stored[key]["value"]) < 4 * error
-    chains = cli("inspect", folder_of(small_run) / "posteriors/hmc.nc", "--json").json["meta"]["metrics"]
+    chains = cli("inspect", folder_of(finished_run) / "posteriors/hmc.nc", "--json").json["meta"]["metrics"]
     assert posteriors["hmc"]["r_hat"]["value"] == chains["max_rhat"]
     assert posteriors["hmc"]["lowest_chain_acceptance"]["value"] == pytest.approx(chains["lowest_chain_acceptance"])
-    fit = cli("inspect", folder_of(small_run) / "posteriors/laplace.safetensors", "--json").json["meta"]["metrics"]
+    fit = cli("inspect", folder_of(finished_run) / "posteriors/laplace.safetensors", "--json").json["meta"]["metrics"]
     assert posteriors["laplace"]["log_evidence"]["laplace"] == fit["log_marginal_likelihood"]
     assert posteriors["laplace"]["log_evidence"]["value"] >= posteriors["laplace"]["elbo"]["value"]
     assert posteriors["laplace"]["val_nll"]["value"] == pytest.approx(fit["val_nll_laplace"], abs=0.01)
@@ -81,18 +93,19 @@ def test_the_error_of_an_excess_on_val_is_paired(cli: Cli, small_run: Path) -> N
 def test_what_was_tuned_on_val_is_said_to_be(cli: Cli, small_run: Path) -> None:
     cli("fit-laplace", small_run, "--prior-precision", "val", "--name", "tuned")
     cli("fit-temperature", small_run)
-    done = cli("diagnose", small_run, "--json")
+    words = [w for name in ("laplace", "temperature", "tuned", "map") for w in ("--posterior", name)]
+    done = cli("diagnose", small_run, *words, "--json")
     seen = {name: entry["val_nll"]["tuned_on_val"] for name, entry in done.json["posteriors"].items()}
     assert {name for name in seen if seen[name]} == {"tuned", "temperature"}
-    text = " ".join(cli("diagnose", small_run).stdout.split())
+    text = " ".join(cli("diagnose", small_run, *words).stdout.split())
     assert "val NLL of temperature, tuned: on the examples they were tuned on" in text
     assert "tuned on val itself" in done.json["verdict"]["sentence"]
-    plain = cli("diagnose", small_run, "--posterior", "laplace", "--posterior", "hmc")
+    plain = cli("diagnose", small_run, "--posterior", "laplace")
     assert "tuned on" not in plain.stdout
 
 
-def test_pairs_have_distances_with_p_values(cli: Cli, small_run: Path) -> None:
-    pairs = {tuple(pair["posteriors"]): pair for pair in cli("diagnose", small_run, "--json").json["pairs"]}
+def test_pairs_have_distances_with_p_values(diagnosed: dict[str, Any]) -> None:
+    pairs = {tuple(pair["posteriors"]): pair for pair in diagnosed["pairs"]}
     assert len(pairs) == 6
     assert all(pair["bandwidth_of"] == "hmc" for pair in pairs.values())
     far, near = pairs["map", "laplace"], pairs["laplace", "refine"]
@@ -102,22 +115,21 @@ def test_pairs_have_distances_with_p_values(cli: Cli, small_run: Path) -> None:
     assert near["n"] == [600, 600]
 
 
-def test_chains_are_compared_as_blocks(cli: Cli, small_run: Path) -> None:
-    document = cli("diagnose", small_run, "--json").json
-    pair = next(pair for pair in document["pairs"] if pair["posteriors"] == ["laplace", "hmc"])
+def test_chains_are_compared_as_blocks(cli: Cli, diagnosed: dict[str, Any], finished_run: Path) -> None:
+    pair = next(pair for pair in diagnosed["pairs"] if pair["posteriors"] == ["laplace", "hmc"])
     assert (pair["n"], pair["blocks"]) == ([600, 128], 8)
     assert pair["p_value"] >= 0.001
     assert pair["standard_error"] > 0
-    point = next(pair for pair in document["pairs"] if set(pair["posteriors"]) == {"map", "hmc"})
+    point = next(pair for pair in diagnosed["pairs"] if set(pair["posteriors"]) == {"map", "hmc"})
     assert point["p_value"] == pytest.approx(2**-7, abs=0.01)  # all draws of hmc on one side, or all exchanged
-    assert "+- one standard error" in cli("diagnose", small_run).stdout
+    words = ("--posterior", "laplace", "--posterior", "hmc")
+    assert "+- one standard error" in cli("diagnose", finished_run, *words).stdout
 
 
-def test_only_good_draws_are_a_reference(cli: Cli, small_run: Path) -> None:
-    document = cli("diagnose", small_run, "--json").json
-    assert document["posteriors"]["hmc"]["doubts"] != []
-    assert document["verdict"]["use"] == "laplace"
-    assert "MMD^2" not in document["verdict"]["sentence"]
+def test_only_good_draws_are_a_reference(cli: Cli, diagnosed: dict[str, Any], small_run: Path) -> None:
+    assert diagnosed["posteriors"]["hmc"]["doubts"] != []
+    assert diagnosed["verdict"]["use"] == "laplace"
+    assert "MMD^2" not in diagnosed["verdict"]["sentence"]
     words = ("hmc", small_run, "--chains", 16, "--warmup", 30, "--draws", 150, "--name", "long")
     assert cli(*words).code == 0
     sentence = cli("diagnose", small_run, "--json").json["verdict"]["sentence"]
@@ -132,25 +144,30 @@ def test_posteriors_do_not_share_their_draws(cli: Cli, small_run: Path) -> None:
     assert pair["p_value"] > 0.001
 
 
-def test_nothing_is_written_and_a_seed_gives_the_same_numbers(cli: Cli, small_run: Path) -> None:
+def test_nothing_is_written_and_a_seed_gives_the_same_numbers(
+    cli: Cli, diagnosed: dict[str, Any], finished_run: Path, small_run: Path
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder_of(small_run).rglob("*")}
-    first, again = (cli("diagnose", small_run, "--json").json for _ in range(2))
-    other = cli("diagnose", small_run, "--json", "--seed", 7).json
+    again = cli("diagnose", small_run, "--json").json
+    other = cli("diagnose", small_run, "--posterior", "laplace", "--json", "--seed", 7).json
     assert {path: path.stat().st_mtime_ns for path in folder_of(small_run).rglob("*")} == before
-    assert all(first[key] == again[key] for key in ("posteriors", "pairs", "verdict"))
-    assert first["posteriors"]["laplace"]["elbo"] != other["posteriors"]["laplace"]["elbo"]
+    assert all(diagnosed[key] == again[key] for key in ("posteriors", "pairs"))
+    assert diagnosed["verdict"] == json.loads(json.dumps(again["verdict"]).replace(str(small_run), str(finished_run)))
+    assert diagnosed["posteriors"]["laplace"]["elbo"] != other["posteriors"]["laplace"]["elbo"]
 
 
-def test_text_is_tables_of_at_most_100_columns_and_one_sentence(cli: Cli, small_run: Path) -> None:
-    done = cli("diagnose", small_run)
+def test_text_is_tables_of_at_most_100_columns_and_one_sentence(
+    cli: Cli, diagnosed: dict[str, Any], finished_run: Path
+) -> None:
+    done = cli("diagnose", finished_run)
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines[:-1]) <= 100
-    assert lines[-1] == cli("diagnose", small_run, "--json").json["verdict"]["sentence"]
+    assert lines[-1] == diagnosed["verdict"]["sentence"]
     assert "use it, predict with mc" in lines[-1] or "run bnncli hmc" in lines[-1]
 
 
 def test_the_command_of_the_verdict_runs(cli: Cli, small_run: Path) -> None:
-    verdict = cli("diagnose", small_run, "--json").json["verdict"]
+    verdict = cli("diagnose", small_run, "--posterior", "laplace", "--json").json["verdict"]
     words = shlex.split(verdict["run"])
     assert words[:2] == ["bnncli", "predict"]
     assert verdict["run"] in verdict["sentence"]
@@ -158,7 +175,7 @@ def test_the_command_of_the_verdict_runs(cli: Cli, small_run: Path) -> None:
 
 
 def test_strict_is_3_when_nothing_is_good_and_prints_all_the_same(cli: Cli, small_run: Path) -> None:
-    assert cli("diagnose", small_run, "--strict").code == 0
+    assert cli("diagnose", small_run, "--posterior", "laplace", "--strict").code == 0
     done = cli("diagnose", small_run, "--posterior", "hmc", "--strict", "--json")  # 16 draws a chain are too few
     assert (done.code, done.json["exit"], done.json["error"]["code"]) == (3, 3, "no_good_posterior")
     assert done.json["posteriors"]["hmc"]["doubts"]
@@ -204,7 +221,8 @@ def test_without_chains_the_bandwidth_is_that_of_the_first_distribution(cli: Cli
 
 def test_each_posterior_is_measured_on_its_own_target(cli: Cli, small_run: Path) -> None:
     assert cli("fit-laplace", small_run, "--prior-precision", 40, "--name", "other").code == 0
-    document = cli("diagnose", small_run, "--json").json
+    words = ("--posterior", "laplace", "--posterior", "other")
+    document = cli("diagnose", small_run, *words, "--json").json
     other = document["posteriors"]["other"]
     assert other["prior_precision"] == 40
     assert other["log_evidence"]["value"] == pytest.approx(other["log_evidence"]["laplace"], abs=0.5)
