@@ -17,7 +17,7 @@ from bnncli.evaluation.detection import Ranking
 from bnncli.evaluation.paired import Sample, holm
 from bnncli.evaluation.standings import standings
 
-Draw = Callable[[np.random.Generator, int, int], NDArray]
+Draw = Callable[[np.random.Generator, tuple[int, int], int], NDArray]  # (examples, trials) and posteriors
 
 
 def limit(trials: int) -> float:
@@ -33,11 +33,11 @@ def unmarked(samples: list[Sample], *, higher: bool = False) -> list[bool]:
 
 @pytest.mark.parametrize("spread", [1.0, 20.0], ids=["equal", "unequal"])
 @pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("size", [3, 5, 10])
+@pytest.mark.parametrize("size", [3, 10])
 def test_over_seeds_no_equal_posterior_goes_unmarked_more_often_than_alpha(
     size: int, count: int, spread: float
 ) -> None:
-    generator, trials = np.random.default_rng(0), 500
+    generator, trials = np.random.default_rng(0), 300
     falsely = 0
     for _ in range(trials):
         seeds = 3 * generator.normal(size=(size, 1))
@@ -57,35 +57,36 @@ def test_the_best_are_marked_as_often_where_others_are_behind_by_any_length() ->
         assert falsely / trials <= limit(trials)
 
 
-def correlated(generator: np.random.Generator, size: int, count: int) -> NDArray:
-    shared, own = (generator.standard_normal((size, width), dtype=np.float32) for width in (1, count))
+def correlated(generator: np.random.Generator, shape: tuple[int, int], count: int) -> NDArray:
+    shared, own = (generator.standard_normal((*shape, width), dtype=np.float32) for width in (1, count))
     return shared + 0.1 * own
 
 
-def skewed(generator: np.random.Generator, size: int, count: int) -> NDArray:
+def skewed(generator: np.random.Generator, shape: tuple[int, int], count: int) -> NDArray:
     """Losses with a long tail, of unequal spreads and of mean 1."""
-    own = generator.standard_exponential((size, count), dtype=np.float32) ** 2 - 2
-    return generator.standard_exponential((size, 1), dtype=np.float32) + own * np.geomspace(0.05, 0.3, count)
+    own = generator.standard_exponential((*shape, count), dtype=np.float32) ** 2 - 2
+    spreads = np.geomspace(0.05, 0.3, count, dtype=np.float32)
+    return generator.standard_exponential((*shape, 1), dtype=np.float32) + own * spreads
 
 
-def hits(generator: np.random.Generator, size: int, count: int) -> NDArray:
+def hits(generator: np.random.Generator, shape: tuple[int, int], count: int) -> NDArray:
     """Who is right: all together on nine in ten, with a few of their own."""
-    shared, own, swapped = (generator.random((size, width), dtype=np.float32) for width in (1, count, count))
+    shared, own, swapped = (generator.random((*shape, width), dtype=np.float32) for width in (1, count, count))
     return np.where(swapped < 0.03, own < 0.9, shared < 0.9)
 
 
 @pytest.mark.parametrize("draw", [correlated, skewed, hits])
-@pytest.mark.parametrize(("size", "count", "trials"), [(2000, 3, 250), (2000, 8, 250), (8000, 8, 80)])
+@pytest.mark.parametrize(("size", "count", "trials"), [(2000, 3, 250), (2000, 8, 150)])
 def test_over_examples_no_equal_posterior_goes_unmarked_more_often_than_alpha(
     draw: Draw, size: int, count: int, trials: int
 ) -> None:
     generator, falsely = np.random.default_rng(2), 0
     weights = np.concatenate([block[0] for block in Bootstrap(199).weights(("test", size))])
-    for _ in range(trials):
-        columns = draw(generator, size, count).astype(np.float32)
-        replicates = (weights @ columns / size).astype(np.float64)
-        values = columns.mean(axis=0, dtype=np.float64)
-        samples = [Sample(values[[place]], replicates[:, place]) for place in range(count)]
+    columns = draw(generator, (size, trials), count).astype(np.float32)
+    replicates = (weights @ columns.reshape(size, -1) / size).astype(np.float64).reshape(-1, trials, count)
+    values = columns.mean(axis=0, dtype=np.float64)
+    for trial in range(trials):
+        samples = [Sample(values[trial, [place]], replicates[:, trial, place]) for place in range(count)]
         falsely += any(unmarked(samples, higher=draw is hits))
     assert falsely / trials <= limit(trials)
 
@@ -124,7 +125,7 @@ def test_equal_calibration_errors_go_unmarked_no_more_often_than_alpha() -> None
     assert falsely / trials <= limit(trials)
 
 
-@pytest.mark.parametrize("degrees", [1, 4, 9])
+@pytest.mark.parametrize("degrees", [1, 9])
 @pytest.mark.parametrize("count", [2, 8])
 def test_integration_errors_told_by_few_groups_keep_the_level(count: int, degrees: int) -> None:
     generator, trials = np.random.default_rng(5), 150
