@@ -94,27 +94,34 @@ def test_rounding_does_not_tell_a_tie_from_a_difference() -> None:
     assert bootstrap_p_value(0.003, 0.003 + steps + jitter) == bootstrap_p_value(0.003, 0.003 + steps)
 
 
+NUM_WEIGHTS = 20  # sets of resampled weights, each for as many trials
+NUM_REPLICATES = 299
+
+
 def simulate(draw: Any, statistic: Any, trials: int, size: int) -> NDArray:
     """P-values (trials,) of the difference of a statistic of two models, whose true difference is zero."""
     generator = np.random.default_rng(7)
     p_values = []
-    for trial in range(trials):
-        data = draw(generator, size)
-        found = Bootstrap(299, seed=trial).replicates(lambda w, d=data: statistic(w, d), ("test", size))
-        p_values.append(bootstrap_p_value(float(statistic(np.ones((1, size)), data)[0]), found))
+    for seed in range(NUM_WEIGHTS):
+        data = np.stack([draw(generator, size) for _ in range(trials // NUM_WEIGHTS)], axis=1)
+        seen = statistic(np.ones((1, size)), data)[0]
+        found = Bootstrap(NUM_REPLICATES, seed=seed).replicates(lambda w, d=data: statistic(w, d), ("test", size))
+        p_values += [bootstrap_p_value(float(one), drawn) for one, drawn in zip(seen, found.T, strict=True)]
     return np.array(p_values)
 
 
 def accuracy_gap(weights: NDArray, data: NDArray) -> NDArray:
-    return weights @ (data[0] - data[1]) / data.shape[1]
+    """Accuracy of the first model minus that of the second (R, T); data: hits of both in every trial, (2, T, N)."""
+    return weights @ (data[0] - data[1]).T / data.shape[2]
 
 
 def ece_gap(weights: NDArray, data: NDArray) -> NDArray:
-    """ECE in 5 bins of the first model minus that of the second; data: confidences and hits of both, (4, N)."""
+    """ECE in 5 bins of the first model minus that of the second (R, T); data: confidences and hits of both, (4, T, N)."""
     errors = []
     for confidence, is_right in (data[:2], data[2:]):
-        bins = np.eye(5)[np.minimum((confidence * 5).astype(int), 4)]
-        errors.append(np.abs(weights @ (bins * (confidence - is_right)[:, None])).sum(axis=1) / data.shape[1])
+        gaps = np.eye(5)[np.minimum((confidence * 5).astype(int), 4)] * (confidence - is_right)[..., None]  # (T, N, 5)
+        columns = gaps.transpose(1, 0, 2).reshape(data.shape[2], -1)
+        errors.append(np.abs(weights @ columns).reshape(len(weights), -1, 5).sum(axis=2) / data.shape[2])
     return errors[0] - errors[1]
 
 
@@ -137,12 +144,14 @@ def draw_confidences(generator: np.random.Generator, size: int) -> NDArray:
     ("draw", "statistic"), [(draw_hits, accuracy_gap), (draw_confidences, ece_gap)], ids=["accuracy", "ece"]
 )
 def test_under_the_null_a_share_alpha_of_the_p_values_is_below_alpha(draw: Any, statistic: Any) -> None:
-    trials = 2000
+    trials = 1000
     p_values = simulate(draw, statistic, trials, 300)
     for level in (0.05, 0.2):
         share = float(np.mean(p_values <= level))
-        # 3.3 binomial standard errors: one test in a thousand fails by chance. Discrete scores may be more careful.
-        assert share <= level + 3.3 * math.sqrt(level * (1 - level) / trials)
+        # 3.3 standard errors, of the trials and of the replicates they share: one test in a thousand fails by chance.
+        # Discrete scores may be more careful.
+        variance = level * (1 - level) * (1 / trials + 1 / (NUM_WEIGHTS * NUM_REPLICATES))
+        assert share <= level + 3.3 * math.sqrt(variance)
         assert share >= 0.6 * level
 
 
@@ -201,7 +210,7 @@ def test_the_error_of_few_groups_has_the_tails_of_students_t() -> None:
     assert found.high == pytest.approx(stats.t.ppf(0.975, 3), rel=0.06)
 
 
-@pytest.mark.parametrize("degrees", [4, 9])
+@pytest.mark.parametrize("degrees", [4])
 def test_with_a_baseline_holm_keeps_its_level_where_integration_dominates(degrees: int) -> None:
     """Seven equal posteriors against one, all with integration errors that few groups told."""
     generator, trials = np.random.default_rng(13), 150
@@ -229,7 +238,7 @@ def noisy_scores(generator: np.random.Generator, count: int, degrees: int, trial
 
 
 @pytest.mark.parametrize("count", [2, 8])
-@pytest.mark.parametrize("size", [3, 5, 10])
+@pytest.mark.parametrize("size", [3, 10])
 def test_with_a_baseline_the_t_tests_over_checkpoints_keep_their_level(count: int, size: int) -> None:
     generator, trials = np.random.default_rng(14), 500
     falsely = 0
