@@ -102,7 +102,7 @@ def test_the_test_of_calibration_rejects_as_often_as_it_says(classes: int, monke
 
 
 QUICK = {"classes": 4}
-CASES = [{}, {"temperature": 1.15}, {"temperature": 0.8}, {"temperature": 0.5}, {"temperature": 2.0}, {"shift": 1.0}]
+CASES = [{}, {"temperature": 1.15}, {"temperature": 0.5}, {"temperature": 2.0}, {"shift": 1.0}]
 
 
 @pytest.mark.parametrize("choices", CASES, ids=str)
@@ -112,7 +112,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(
     # Of 40 intervals of 90 %: three standard errors below. benchmarks/calibration.py has the long simulation.
     monkeypatch.setattr(calibrated, "NUM_DRAWS", 250)
     generator, trials = np.random.default_rng(4), 40
-    truth = plain_errors(*world(np.random.default_rng(9), 100_000, **QUICK, **choices))
+    truth = plain_errors(*world(np.random.default_rng(9), 40_000, **QUICK, **choices))
     hits = dict.fromkeys([*FORMS, ("equal-mass", "mce")], 0)
     for _ in range(trials):
         for group in groups_of(*world(generator, 500, **QUICK, **choices)):
