@@ -17,6 +17,7 @@ from bnncli.evaluation.integration_error import DrawGroups, integration_errors
 from bnncli.evaluation.paired import Sample, integration
 
 Cli = Any
+TWO = ("--split", "test", "--split", "far")  # what is compared; val is not
 
 
 def scores_of(document: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
@@ -62,7 +63,7 @@ def is_any_unmarked(samples: list[Sample], *, higher: bool) -> bool:
 @pytest.mark.parametrize("seeds", [2, 4])
 def test_the_same_posterior_with_other_draws_differs_in_alpha_of_the_comparisons(seeds: int) -> None:
     generator, trials = np.random.default_rng(0), 120
-    weights = np.concatenate([b[0] for b in Bootstrap(199).weights(("test", 1000))]).astype(np.float64)
+    weights = np.concatenate([b[0] for b in Bootstrap(199).weights(("test", 400))]).astype(np.float64)
     falsely, without = np.zeros(2), 0
     for trial in range(trials):
         nll, accuracy = samples_of(generator, seeds, 20, weights, trial)
@@ -76,7 +77,19 @@ def test_other_seeds_of_one_posterior_are_all_marked_and_the_warning_says_what_t
     cli: Cli, small_run: Path
 ) -> None:
     for seed in (1, 2, 3):
-        cli("predict", small_run, "--posterior", "laplace", "--seed", seed, "--samples", 20, "--name", f"seed-{seed}")
+        cli(
+            "predict",
+            small_run,
+            "--posterior",
+            "laplace",
+            "--seed",
+            seed,
+            "--samples",
+            20,
+            "--name",
+            f"seed-{seed}",
+            *TWO,
+        )
     done = cli("compare", small_run, "--posterior", "laplace", "--metric", "nll", "--metric", "auroc", "--json")
     for row in done.json["rows"]:
         assert row["draws"] == (1000 if row["name"] == "laplace.mc" else 20)
@@ -90,8 +103,8 @@ def test_other_seeds_of_one_posterior_are_all_marked_and_the_warning_says_what_t
 def test_a_prediction_without_draws_has_no_integration_error_and_one_draw_an_unknown_one(
     cli: Cli, small_run: Path
 ) -> None:
-    cli("predict", small_run, "--posterior", "laplace", "--integrator", "probit")
-    cli("predict", small_run, "--posterior", "laplace", "--samples", 1, "--name", "one")
+    cli("predict", small_run, "--posterior", "laplace", "--integrator", "probit", *TWO)
+    cli("predict", small_run, "--posterior", "laplace", "--samples", 1, "--name", "one", *TWO)
     done = cli(
         "compare", small_run, "--posterior", "laplace", "--metric", "nll", "--metric", "auroc:mutual_info", "--json"
     )
@@ -111,7 +124,7 @@ def test_over_checkpoints_the_spread_contains_the_integration_error(cli: Cli, sm
     np.savez(tmp_path / "a.npz", **make_other())
     cli("extract-features", other, "--from-npz", tmp_path / "a.npz", "--ood", "far")
     cli("fit-laplace", other, "--prior-precision", "3")
-    cli("predict", other)
+    cli("predict", other, *TWO)
     document = cli(
         "compare", small_run, other, "--posterior", "laplace", "--posterior", "map", "--metric", "nll", "--json"
     ).json
