@@ -59,7 +59,7 @@ def test_a_csv_table_has_every_prediction_of_the_command(cli: Cli, small_run: Pa
 
 
 def test_an_npz_table_says_the_same_as_the_csv_one(cli: Cli, small_run: Path) -> None:
-    words = (*BRIDGE, "--top-k", "neighbor", "--merge", "ab=0,2")
+    words = (*BRIDGE, "--top-k", "neighbor", "--merge", "ab=0,2", "--split", "test", "--split", "far")
     rows = rows_of(make(cli, small_run, "t.csv", *words))
     with np.load(make(cli, small_run, "t.npz", *words), allow_pickle=False) as file:
         table = dict(file)
@@ -109,7 +109,7 @@ def test_a_table_says_what_its_intervals_hold(cli: Cli, small_run: Path) -> None
 
 
 def test_blocks_do_not_change_a_table(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (*BRIDGE, "--top-k", "best", "--merge", "ab=0,1")
+    words = (*BRIDGE, "--top-k", "best", "--merge", "ab=0,1", "--split", "test", "--split", "far")
     whole = [make(cli, small_run, name, *words).read_bytes() for name in ("a.csv", "a.npz")]
     monkeypatch.setattr(_predict_table, "BLOCK_PROBABILITIES", 21)
     assert [make(cli, small_run, name, *words).read_bytes() for name in ("b.csv", "b.npz")] == whole
