@@ -17,107 +17,68 @@ from bnncli.layout import HeadLayout
 # Sizes at which the matrices outweigh the rest.
 FITS = {"full": (10, 150), "block": (30, 200), "kron": (30, 800), "diag": (30, 800)}
 CHAINS = 1000
+LATENT = [
+    ((784, 400, 600, 10), 1, 100, "lrt"),
+    ((784, 400, 600, 10), 1, 100, "concrete"),
+    ((300, 500, 10), 1, 5000, "lrt"),
+    ((84, 10), 50, 1000, "mnf"),
+]
+FLOWS = [(10, 600, "kron"), (400, 150, "kron"), (40, 900, "low-rank")]
 
+# What each kind of work takes, measured from where it starts; small work of each kind first, which loads libraries.
 PROBE = """
-import re, sys, torch
+import ctypes, re, sys, torch
 from pathlib import Path
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.laplace import fit_gaussian, lift_fit
+from bnncli.inference.latent_fit import Plan, fit_latent
+from bnncli.inference.latent_steps import Settings
+from bnncli.inference.refine import fit_flow
+from bnncli.latent.factors import initial_factors
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.multiplier import initial_model
+from bnncli.latent.prior import SpikeAndSlab
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
 
 def now(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-def target(layout):
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(layout.num_outputs, (300,), generator=generator)
-    return LastLayerTarget(torch.randn(300, layout.num_features, generator=generator), labels, layout, Prior(100.0))
-
-def measure(name, work):
+def peak(work, *words):
+    ctypes.CDLL(None).malloc_trim(0)  # nothing that is free already is taken
     start = now("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-    result = work()
-    print(name, now("VmHWM") - start)
-    return result
+    result = work(*words)
+    return now("VmHWM") - start
 
-def fit(one, structure):
+def target(layout, count=300):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(layout.num_outputs, (count,), generator=generator)
+    return LastLayerTarget(torch.randn(count, layout.num_features, generator=generator), labels, layout, Prior(100.0))
+
+def fit(structure, *sizes):
+    return fitted(target(HeadLayout(*sizes)), structure)
+
+def fitted(one, structure):
     result = fit_gaussian(one, start=torch.zeros(one.layout.num_params, dtype=torch.float64), structure=structure)
     result.gaussian.covariance.to_tensors()
     return result.gaussian
 
-fit(target(HeadLayout(10, 30)), "full")  # libraries are loaded
-fit(target(HeadLayout(10, 300)), "kron")
-for words in sys.argv[1:]:
-    structure, outputs, features = words.split(",")
-    measure(structure, lambda: fit(target(HeadLayout(int(outputs), int(features))), structure))
-one = target(HeadLayout(10, 99))
-def sample():
-    base, generator = fit(one, "full"), torch.Generator().manual_seed(0)
-    common = {"num_chains": %d, "num_warmup": 1, "num_draws": 1, "generator": generator}
+def sample(num_features, num_chains):
+    one = target(HeadLayout(10, num_features))
+    base, generator = fitted(one, "full"), torch.Generator().manual_seed(0)
+    common = {"num_chains": num_chains, "num_warmup": 1, "num_draws": 1, "generator": generator}
     return sample_hmc(one, mode=base.mean, covariance=base.covariance, **common)
-measure("hmc", sample)
-"""
-
-
-def test_estimates_are_within_a_factor_of_two_of_measured_peaks() -> None:
-    words = [f"{name},{outputs},{features}" for name, (outputs, features) in FITS.items()]
-    # Large arrays get pages of their own, so that what is freed is seen to be free.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROBE % CHAINS, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stderr == ""
-    measured = {name: int(size) for name, size in (line.split() for line in done.stdout.splitlines())}
-    expected = {name: memory.fit_bytes(name, HeadLayout(*sizes)) for name, sizes in FITS.items()}
-    expected["hmc"] = memory.sampling_bytes("full", HeadLayout(10, 99), num_chains=CHAINS)
-    ratios = {name: expected[name] / measured[name] for name in expected}
-    assert all(0.5 < ratio < 2 for ratio in ratios.values()), (ratios, measured)
-
-
-SPAN_PROBE = (
-    PROBE[: PROBE.index("fit(target(")]
-    + """
-from bnncli.inference.laplace import lift_fit
-from bnncli.targets.row_space import RowSpace
 
 def fit_in_span(one):
     rows = RowSpace.of(one.features, one.layout)
     start = torch.zeros(rows.reduced.num_params, dtype=torch.float64)
     lift_fit(fit_gaussian(rows.target(one), start=start, structure="full"), rows).gaussian.to_tensors()
 
-fit_in_span(target(HeadLayout(2, 400)))  # libraries are loaded
-one = target(HeadLayout(3, 3000))
-measure("span", lambda: fit_in_span(one))
-"""
-)
-
-
-def test_the_estimate_of_a_fit_in_the_row_space_is_within_a_factor_of_two_of_its_peak() -> None:
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SPAN_PROBE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stderr == ""
-    measured = int(done.stdout.split()[1])
-    expected = memory.fit_bytes("full", HeadLayout(3, 300), whole=HeadLayout(3, 3000))
-    assert 0.5 < expected / measured < 2, (expected, measured)
-
-
-LATENT_PROBE = """
-import re, sys, torch
-from pathlib import Path
-from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_steps import Settings
-from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import initial_model
-from bnncli.latent.prior import SpikeAndSlab
-
-def now(name):
-    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-def fit(sizes, repeats, batch_size, estimator):
+def fit_network(sizes, repeats, batch_size, estimator):
     layout, generator = NetworkLayout(sizes), torch.Generator().manual_seed(0)
     factors = initial_factors(layout, repeats, generator)
     flows = [initial_model(n, repeats, generator) for _, n in layout.shapes] if estimator == "mnf" else []
@@ -126,75 +87,74 @@ def fit(sizes, repeats, batch_size, estimator):
     plan = Plan(epochs=2, batch_size=batch_size, learning_rate=1e-3, settings=Settings(estimator))
     fit_latent(model, features, labels, plan, generator=generator)
 
-fit((5, 4), 1, 10, "lrt")  # libraries are loaded
-start = now("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-fit(*eval(sys.argv[1]))
-print(now("VmHWM") - start)
+def refine(one, base, scale):
+    generator = torch.Generator().manual_seed(0)
+    fit_flow(one, base, generator=generator, flow="affine", epochs=2, settings={"scale": scale})
+
+def flow_peak(num_outputs, num_features, scale):
+    one = target(HeadLayout(num_outputs, num_features), 100)
+    return peak(refine, one, fitted(one, "diag"), scale)
+
+fits, chains, networks, flows = eval(sys.argv[1])
+fit("full", 10, 30), fit("kron", 10, 300)
+for structure, sizes in fits.items():
+    print(structure, peak(fit, structure, *sizes))
+print("hmc", peak(sample, 99, chains))
+fit_in_span(target(HeadLayout(2, 400)))
+one = target(HeadLayout(3, 3000))
+print("span", peak(fit_in_span, one))
+flow_peak(10, 30, "kron")
+for case in flows:
+    print(str(case).replace(" ", ""), flow_peak(*case))
+fit_network((5, 4), 1, 10, "lrt")
+for case in networks:
+    print(str(case).replace(" ", ""), peak(fit_network, *case))
 """
 
 
-@pytest.mark.parametrize(
-    ("sizes", "repeats", "batch_size", "estimator"),
-    [
-        ((784, 400, 600, 10), 1, 100, "lrt"),
-        ((784, 400, 600, 10), 1, 100, "concrete"),
-        ((300, 500, 10), 1, 10_000, "lrt"),
-        ((84, 10), 100, 1000, "mnf"),
-    ],
-    ids=str,
-)
-def test_the_estimate_of_a_latent_fit_is_within_a_factor_of_two_of_its_peak(
-    sizes: tuple[int, ...], repeats: int, batch_size: int, estimator: str
-) -> None:
+@pytest.fixture(scope="module")
+def measured() -> dict[str, int]:
+    """Peaks of all the work, bytes, by what names it: one process does it, which has nothing else in its memory."""
+    # Large arrays get pages of their own, so that what is freed is seen to be free.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LATENT_PROBE, repr((sizes, repeats, batch_size, estimator))]
+    command = [sys.executable, "-c", PROBE, repr((FITS, CHAINS, LATENT, FLOWS))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.stderr == ""
+    return {name: int(size) for name, size in (line.split() for line in done.stdout.splitlines())}
+
+
+def named(case: tuple[object, ...]) -> str:
+    return str(case).replace(" ", "")
+
+
+def test_estimates_are_within_a_factor_of_two_of_measured_peaks(measured: dict[str, int]) -> None:
+    expected = {name: memory.fit_bytes(name, HeadLayout(*sizes)) for name, sizes in FITS.items()}
+    expected["hmc"] = memory.sampling_bytes("full", HeadLayout(10, 99), num_chains=CHAINS)
+    expected["span"] = memory.fit_bytes("full", HeadLayout(3, 300), whole=HeadLayout(3, 3000))
+    ratios = {name: expected[name] / measured[name] for name in expected}
+    assert all(0.5 < ratio < 2 for ratio in ratios.values()), (ratios, measured)
+
+
+@pytest.mark.parametrize("case", LATENT, ids=str)
+def test_the_estimate_of_a_latent_fit_is_within_a_factor_of_two_of_its_peak(
+    measured: dict[str, int], case: tuple[tuple[int, ...], int, int, str]
+) -> None:
+    sizes, repeats, batch_size, estimator = case
     flows = sum(num_params(inputs) for inputs in sizes[:-1]) if estimator == "mnf" else 0
     layout = NetworkLayout(sizes)
     expected = memory.latent_bytes(layout, num_repeats=repeats, batch_size=batch_size, num_flow_params=flows)
-    assert 0.5 < expected / int(done.stdout) < 2, (expected, done.stdout)
+    assert 0.5 < expected / measured[named(case)] < 2, (expected, measured)
 
 
-FLOW_PROBE = """
-import re, sys, torch
-from pathlib import Path
-from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.refine import fit_flow
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
-from bnncli.targets.last_layer import LastLayerTarget
-
-def now(name):
-    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-def fit(num_outputs, num_features, scale):
-    layout, generator = HeadLayout(num_outputs, num_features), torch.Generator().manual_seed(0)
-    labels = torch.randint(num_outputs, (100,), generator=generator)
-    one = LastLayerTarget(torch.randn(100, num_features, generator=generator), labels, layout, Prior(100.0))
-    base = fit_gaussian(one, start=torch.zeros(layout.num_params, dtype=torch.float64), structure="diag").gaussian
-    start = now("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    fit_flow(one, base, generator=generator, flow="affine", epochs=2, settings={"scale": scale})
-    return now("VmHWM") - start
-
-fit(10, 30, "kron")  # libraries are loaded
-print(fit(*eval(sys.argv[1])))
-"""
-
-
-@pytest.mark.parametrize("case", [(10, 900, "kron"), (400, 150, "kron"), (40, 900, "low-rank")], ids=str)
-def test_the_estimate_of_a_flows_training_is_within_a_factor_of_two_of_its_peak(case: tuple[int, int, str]) -> None:
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FLOW_PROBE, repr(case)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stderr == ""
+@pytest.mark.parametrize("case", FLOWS, ids=str)
+def test_the_estimate_of_a_flows_training_is_within_a_factor_of_two_of_its_peak(
+    measured: dict[str, int], case: tuple[int, int, str]
+) -> None:
     layout = HeadLayout(*case[:2])
     num_layer_params = Affine.recipe.length * Affine.num_elements(layout, case[2])
     expected = memory.training_bytes(layout, num_layer_params=num_layer_params, num_draws=8)
     # Too much for low-rank, whose products are few: only where kron does not fit is it looked at.
-    assert 0.5 < expected / int(done.stdout) < (3 if case[2] == "low-rank" else 2), (expected, done.stdout)
+    assert 0.5 < expected / measured[named(case)] < (3 if case[2] == "low-rank" else 2), (expected, measured)
 
 
 def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
