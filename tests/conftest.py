@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,21 +121,3 @@ def small_run(finished_run: Path, tmp_path: Path) -> Path:
 def arrays() -> dict[str, np.ndarray]:
     """What --from-npz reads: three overlapping classes, a head, an unlabelled split `far`."""
     return make_arrays()
-
-
-def state_of(run: Path, name: str) -> Path:
-    """The resume state of a posterior of `small_run`."""
-    return run.with_name("small.bnn") / "posteriors" / f".{name}.resume.safetensors"
-
-
-def kill_midway(run: Path, name: str, *command: str) -> None:
-    """A fit of `small_run` that is killed as soon as it has saved a state."""
-    first, *words = command
-    line = [str(SCRIPT), first, str(run), *words, "--name", name, "--save-every", "0", "--progress", "none"]
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not state_of(run, name).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    process.wait(timeout=60)
-    assert state_of(run, name).exists()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kills import kill_midway
 
 from bnncli import signals
 from bnncli.evaluation.bfmi import bfmi
@@ -80,18 +78,10 @@ def joined(words: list[Any]) -> str:
 
 
 def test_a_killed_run_continues_to_the_same_bits(cli: Cli, small_run: Path) -> None:
-    words = ["hmc", str(small_run), "--chains", "4", "--warmup", "5", "--draws", "600", "--threads", "1", "--name"]
-    state = posteriors(small_run) / ".cut.resume.safetensors"
-    process = subprocess.Popen([sys.executable, "-m", "bnncli", *words, "cut", "--save-every", "0", "-q"])
-    deadline = time.monotonic() + 60
-    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(0.1)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    done = cli(*words, "cut", "--resume", "--json")
-    assert "resuming after" in done.stderr
-    assert digest_of(done) == digest_of(cli(*words, "whole", "--json"))
+    kill_midway(small_run, "cut", "hmc", *SMALL, saves=25)
+    done = cli("hmc", small_run, *SMALL, "--name", "cut", "--resume", "--json")
+    assert "resuming after 25 transitions" in done.stderr
+    assert digest_of(done) == digest_of(cli("hmc", small_run, *SMALL, "--name", "whole", "--json"))
     assert hidden_files(small_run) == []
 
 

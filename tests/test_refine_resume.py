@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Cli, kill_midway, state_of
+from conftest import Cli
+from kills import kill_midway, state_of
 
-PLAN = ["--flow", "affine", "--epochs", "1500", "--patience", "0", "--elbo-draws", "8"]
+PLAN = ["--flow", "affine", "--epochs", "80", "--patience", "0", "--elbo-draws", "8"]
 
 
 def test_a_killed_refine_resumes_to_the_bits_of_an_uninterrupted_one(cli: Cli, small_run: Path) -> None:
