@@ -1,5 +1,6 @@
 """HMC: the laws of its dynamics, Gaussians, and a two-parameter posterior on a grid; NUTS beside it."""
 
+import functools
 import math
 from typing import Any
 
@@ -72,15 +73,15 @@ def assert_moments(draws: Tensor, mean: Tensor, covariance: Tensor) -> None:
 def test_draws_have_the_moments_of_the_posterior_on_a_grid(dynamics: str, structure: str, layout: HeadLayout) -> None:
     target = make_target(layout)
     base = make_base(target, structure)
-    result = run(target, base, dynamics, num_chains=64, num_warmup=60, num_draws=200)
-    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(64, 200, 2)
+    result = run(target, base, dynamics, num_chains=320, num_warmup=30, num_draws=40)
+    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(320, 40, 2)
     assert_moments(z, *grid_moments(target, base))
 
 
 @every_dynamics
 def test_a_gaussian_posterior_gets_its_moments(dynamics: str) -> None:
     target = make_target(LAYOUTS[0], likelihood_scale=0.0)
-    result = run(target, make_base(target), dynamics, num_chains=64, num_warmup=60, num_draws=200)
+    result = run(target, make_base(target), dynamics, num_chains=320, num_warmup=30, num_draws=40)
     assert_moments(result.draws.double(), torch.zeros(2), torch.eye(2) / 0.3)
 
 
@@ -184,9 +185,9 @@ def test_acceptance_tends_to_one_with_the_square_of_the_step(dynamics: str) -> N
 def test_energies_kept_are_a_chi_square_above_the_potential(dynamics: str) -> None:
     """In equilibrium half the squared momentum of P coordinates has mean P / 2, kept moves or not."""
     target = make_target(LAYOUTS[0])
-    result = run(target, make_base(target), dynamics, num_chains=64, num_warmup=60, num_draws=100)
+    result = run(target, make_base(target), dynamics, num_chains=256, num_warmup=30, num_draws=25)
     kinetic = (result.energy + result.log_joint).mean(dim=1)  # of each chain
-    assert abs(float(kinetic.mean()) - 1) < 4 * float(kinetic.std()) / 8
+    assert abs(float(kinetic.mean()) - 1) < 4 * float(kinetic.std()) / 16
 
 
 @every_dynamics
@@ -244,8 +245,8 @@ def test_leapfrog_reaches_the_acceptance_asked_for() -> None:
             covariance=base.covariance,
             generator=seeded(),
             num_chains=16,
-            num_warmup=100,
-            num_draws=30,
+            num_warmup=60,
+            num_draws=20,
             target_accept=goal,
             dynamics="leapfrog",
         )
@@ -294,9 +295,9 @@ def test_nuts_has_the_moments_of_the_posterior_on_a_grid() -> None:
     base = make_base(target)
     before = torch.get_rng_state()
     result = sample_nuts(
-        target, mode=base.mean, covariance=base.covariance, seed=1, num_chains=12, num_warmup=60, num_draws=60
+        target, mode=base.mean, covariance=base.covariance, seed=1, num_chains=8, num_warmup=20, num_draws=40
     )
-    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(12, 60, 2)
+    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(8, 40, 2)
     assert_moments(z, *grid_moments(target, base))
     assert torch.equal(torch.get_rng_state(), before)
     assert result.energy is None
@@ -309,11 +310,11 @@ def nearly_separable_target() -> LastLayerTarget:
     return LastLayerTarget(features, (5 * features[:, :4]).argmax(dim=1), layout, Prior(1e-3))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_no_chain_stays_at_its_over_dispersed_start(seed: int) -> None:
     target = nearly_separable_target()
     base = make_base(target)
-    result = sample_hmc(target, mode=base.mean, covariance=base.covariance, generator=seeded(seed), num_draws=40)
+    result = sample_hmc(target, mode=base.mean, covariance=base.covariance, generator=seeded(seed), num_draws=15)
     assert float(result.acceptance_rate.mean(dim=1).min()) > 0.5
     assert int(result.diverging.sum()) == 0
 
@@ -384,28 +385,39 @@ class MemoryCheckpoint:
             raise Interrupted(15, "interrupted")
 
 
+def sample_until_fifth_look(dynamics: str, checkpoint: MemoryCheckpoint, seen: list[int]) -> HmcRun:
+    """A run that is enough at its fifth look; the draws that each look saw are added to `seen`."""
+    target = make_target(LAYOUTS[0])
+    base = make_base(target)
+
+    def is_enough(draws: Tensor) -> bool:
+        seen.append(draws.shape[1])
+        return len(seen) > 4
+
+    return sample_hmc(
+        target, mode=base.mean, covariance=Full(4 * base.covariance.scale_tril), generator=seeded(),  # type: ignore[attr-defined]
+        num_chains=3, num_warmup=15, num_draws=8, is_enough=is_enough,
+        dynamics=dynamics, store=checkpoint.store, checkpoint=checkpoint,
+    )  # fmt: skip
+
+
+@functools.cache
+def uninterrupted(dynamics: str) -> HmcRun:
+    seen: list[int] = []
+    whole = sample_until_fifth_look(dynamics, MemoryCheckpoint(MemoryDraws(), None), seen)
+    assert seen == [8, 12, 16, 20, 24]
+    return whole
+
+
 @every_dynamics
 @pytest.mark.parametrize("stop_at", [1, 7, 9, 18, 27, 33])
 def test_an_interrupted_sampler_goes_on_to_the_same_bits(dynamics: str, stop_at: int) -> None:
-    target = make_target(LAYOUTS[0])
-    base = make_base(target)
-    judged: list[int] = []
-
-    def sample(checkpoint: MemoryCheckpoint) -> HmcRun:
-        return sample_hmc(
-            target, mode=base.mean, covariance=Full(4 * base.covariance.scale_tril), generator=seeded(),  # type: ignore[attr-defined]
-            num_chains=3, num_warmup=15, num_draws=8, is_enough=lambda draws: judged.append(draws.shape[1]) or len(judged) > 4,  # type: ignore[func-returns-value]
-            dynamics=dynamics, store=checkpoint.store, checkpoint=checkpoint,
-        )  # fmt: skip
-
-    whole = sample(MemoryCheckpoint(MemoryDraws(), None))
-    assert judged == [8, 12, 16, 20, 24]
-    judged.clear()
-    cut = MemoryCheckpoint(MemoryDraws(), None, stop_at)
+    cut, seen = MemoryCheckpoint(MemoryDraws(), None, stop_at), list[int]()
     with pytest.raises(Interrupted):
-        sample(cut)
-    again = sample(MemoryCheckpoint(cut.store, cut.stored))
-    assert judged == [8, 12, 16, 20, 24]
+        sample_until_fifth_look(dynamics, cut, seen)
+    again = sample_until_fifth_look(dynamics, MemoryCheckpoint(cut.store, cut.stored), seen)
+    assert seen == [8, 12, 16, 20, 24]
+    whole = uninterrupted(dynamics)
     for name in ("draws", "log_joint", "energy", "acceptance_rate", "diverging", "n_steps"):
         assert torch.equal(getattr(again, name), getattr(whole, name))
     assert again.step_size == whole.step_size
