@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from conftest import Cli
 from sklearn.metrics import log_loss
 
+from bnncli.cli.execute import run_command_line
 from bnncli.errors import DataError
 from bnncli.inference.latent_fit import History, Plan
 from bnncli.options import FitLbbnnOptions
@@ -98,12 +101,19 @@ def test_predict_draws_every_repeat_as_often(cli: Cli, small_run: Path, repeats:
     assert header.meta["samples"] == samples
 
 
-@pytest.fixture
-def thinned(cli: Cli, small_run: Path) -> Path:
-    assert cli("fit-lbbnn", small_run, "--epochs", 30, "--learning-rate", "0.05", "--repeats", 2).code == 0
-    assert cli("prune", small_run, "--name", "sparse").code == 0
-    assert cli("predict", small_run, "--posterior", "lbbnn", "--posterior", "sparse", "--integrator", "all").code == 0
-    return small_run
+@pytest.fixture(scope="module")
+def thinned(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """finished_run with a latent binary network, the sparse one of it, and their predictions."""
+    folder = tmp_path_factory.mktemp("thinned")
+    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
+    run = str(folder / "small")
+    for line in (
+        f"fit-lbbnn {run} --epochs 20 --learning-rate 0.05 --repeats 2 --slab-sd 1",
+        f"prune {run} --name sparse",
+        f"predict {run} --posterior lbbnn --posterior sparse --integrator all --split test --split val",
+    ):
+        assert run_command_line(line.split(), io.StringIO()) == 0
+    return folder / "small"
 
 
 def test_the_density_of_a_row_is_that_of_its_networks(cli: Cli, thinned: Path) -> None:

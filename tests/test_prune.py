@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from scipy import sparse as sparse_arrays
 from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
 
+from bnncli.cli.execute import run_command_line
 from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
@@ -31,10 +34,20 @@ from bnncli.storage.predictions import read_predictions
 FIT = ("--epochs", "20", "--learning-rate", "0.03", "--hidden", "6")
 
 
+@pytest.fixture(scope="module")
+def fitted_run(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """finished_run with a latent binary network, made once."""
+    folder = tmp_path_factory.mktemp("latent")
+    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
+    assert run_command_line(["fit-lbbnn", str(folder / "small"), *FIT], io.StringIO()) == 0
+    return folder / "small"
+
+
 @pytest.fixture
-def latent_run(cli: Cli, small_run: Path) -> Path:
-    assert cli("fit-lbbnn", small_run, *FIT).code == 0
-    return small_run
+def latent_run(fitted_run: Path, tmp_path: Path) -> Path:
+    """A copy of fitted_run that a test may change."""
+    shutil.copytree(fitted_run.with_name("small.bnn"), tmp_path / "small.bnn")
+    return tmp_path / "small"
 
 
 def posterior_file(run: Path, name: str) -> Path:
