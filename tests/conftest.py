@@ -85,6 +85,21 @@ def make_arrays(seed: int = 0, num_classes: int = 3, num_features: int = 5) -> d
     return arrays
 
 
+def make_wide_arrays(num_test: int = 0) -> dict[str, np.ndarray]:
+    """Fewer training examples than features, and a head that generalises: what spreads round it hedges without need."""
+    generator = np.random.default_rng(0)
+    centers = generator.normal(size=(4, 60)) / 3
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in (("train", 50), ("val", 400), ("test", num_test)):
+        labels = generator.integers(4, size=count)
+        features = centers[labels] + generator.normal(size=(count, 60)) / 2
+        if count:
+            arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
+    arrays["head_weight"] = (4 * centers).astype(np.float32)
+    arrays["head_bias"] = (-2 * (centers**2).sum(axis=1)).astype(np.float32)
+    return arrays
+
+
 STEPS: tuple[tuple[object, ...], ...] = (
     ("fit-laplace", "--prior-precision", "10"),
     ("refine", "--epochs", 1, "--length", 2),

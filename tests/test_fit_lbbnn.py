@@ -55,7 +55,8 @@ def test_every_estimator_gives_a_posterior_that_every_later_command_takes(
     assert (errors[0] > errors[1], errors[0] == errors[1]) == (estimator == "mnf", estimator != "mnf")
     assert 0 < metrics["density"] < 1
     assert len(metrics["density_by_layer"]) == 1 + 2 * bool(hidden)
-    assert cli("predict", small_run, "--posterior", "lbbnn", "--integrator", "all").code == 0
+    words = ("--posterior", "lbbnn", "--integrator", "all", "--split", "test")
+    assert cli("predict", small_run, *words).code == 0
     folder = small_run.with_name("small.bnn") / "predictions"
     assert {entry.name for entry in folder.glob("lbbnn.*")} == {"lbbnn.mc", "lbbnn.mean", "lbbnn.plug-in"}
     done = cli("evaluate", small_run, "--posterior", "lbbnn", "--json")
@@ -68,9 +69,12 @@ def test_every_estimator_gives_a_posterior_that_every_later_command_takes(
     }
     discrepancy = next(metric for metric in rows[0]["metrics"] if metric["name"] == "mmd2")
     assert (discrepancy["value"] is None) == bool(hidden)  # another theta than that of hmc
+    if estimator != "mnf":  # each pair of posteriors that is judged takes as long as a fit
+        path.with_name("refine.safetensors").unlink()
+        path.with_name("hmc.nc").unlink()
     judged = cli("diagnose", small_run, "--json")
     assert judged.code == 0, judged.stderr
-    assert "lbbnn" in judged.json["posteriors"] or "lbbnn" in judged.stderr
+    assert "lbbnn" in (judged.stderr if hidden else judged.json["posteriors"])
 
 
 def test_repeats_are_one_ensemble(cli: Cli, small_run: Path) -> None:
@@ -105,7 +109,7 @@ def test_two_classes_without_a_head_are_one_logit(cli: Cli, tmp_path: Path) -> N
     np.savez(tmp_path / "two.npz", **arrays)
     run = tmp_path / "two"
     assert cli("extract-features", run, "--from-npz", tmp_path / "two.npz").code == 0
-    done = cli("fit-lbbnn", run, "--epochs", 150, "--learning-rate", "0.05", "--repeats", 4)
+    done = cli("fit-lbbnn", run, "--epochs", 60, "--learning-rate", "0.1", "--repeats", 4, "--slab-sd", 2)
     assert done.code == 0, done.stderr
     posterior = open_posterior(tmp_path / "two.bnn/posteriors/lbbnn.safetensors")[0]
     assert posterior.layout.num_outputs == 1
@@ -201,7 +205,8 @@ def test_the_inputs_that_are_in_are_told(cli: Cli, two_class_run: Path) -> None:
 
 @pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
 def test_every_estimator_selects_the_inputs_that_matter(cli: Cli, two_class_run: Path, estimator: str) -> None:
-    words = ("--repeats", 6, "--prior-inclusion", "0.3", "--learning-rate", "0.05", "--epochs", 120)
+    words = ("--repeats", 6, "--prior-inclusion", "0.3", "--learning-rate", "0.1", "--epochs", 40)
+    words = (*words, "--batch-size", 150, "--slab-sd", 1)
     done = cli("fit-lbbnn", two_class_run, *words, "--estimator", estimator, "--json")
     assert done.code == 0, done.stderr
     shares = [part["share_in"] for part in done.json["metrics"]["inputs"]]
@@ -324,7 +329,18 @@ def test_the_slab_of_standardised_inputs_is_chosen_on_a_val_split_scaled_alike(c
         arrays |= {f"features_{split}": 1000 + 50 * features, f"labels_{split}": labels}
     np.savez(tmp_path / "far.npz", **arrays)  # type: ignore[arg-type]
     assert cli("extract-features", tmp_path / "far", "--from-npz", tmp_path / "far.npz").code == 0
-    done = cli("fit-lbbnn", tmp_path / "far", "--epochs", 40, "--batch-size", 20, "--standardize", "--json")
+    done = cli(
+        "fit-lbbnn",
+        tmp_path / "far",
+        "--epochs",
+        20,
+        "--batch-size",
+        50,
+        "--learning-rate",
+        "0.1",
+        "--standardize",
+        "--json",
+    )
     assert done.code == 0, done.stderr
     losses = [one["val_nll"] for one in done.json["metrics"]["slab_sd_search"]]
     assert max(losses) < 0.8  # log 2 is that of a network that knows nothing

@@ -6,27 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Cli, make_arrays
+from conftest import Cli, make_arrays, make_wide_arrays
 
 from bnncli.evaluation.excess import score
 from bnncli.storage.headers import read_header
 from bnncli.storage.predictions import read_predictions
 
 QUICK = ("--epochs", 30, "--elbo-draws", 16)
-
-
-def wide_arrays() -> dict[str, np.ndarray]:
-    """Fewer training examples than features, and a head that generalises: under a weak prior the posterior hedges."""
-    generator = np.random.default_rng(0)
-    centers = generator.normal(size=(4, 60)) / 3
-    arrays: dict[str, np.ndarray] = {}
-    for split, count in (("train", 50), ("val", 400)):
-        labels = generator.integers(4, size=count)
-        features = centers[labels] + generator.normal(size=(count, 60)) / 2
-        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
-    arrays["head_weight"] = (4 * centers).astype(np.float32)
-    arrays["head_bias"] = (-2 * (centers**2).sum(axis=1)).astype(np.float32)
-    return arrays
 
 
 def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray], precision: float) -> Path:
@@ -57,7 +43,7 @@ def test_numbers_on_val_are_those_of_predict_and_of_fit_temperature(cli: Cli, tm
 
 
 def test_a_refinement_that_helped_and_is_worse_than_the_network_is_warned_of(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, wide_arrays(), 1e-3)
+    run = make_run(cli, tmp_path, make_wide_arrays(), 1e-3)
     done = cli("refine", run, *QUICK, "--json").json
     assert done["metrics"]["verdict"] == "helped"
     excess = done["metrics"]["val_excess"]["network"]

@@ -7,28 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import make_arrays, make_wide_arrays
 
 from bnncli.evaluation.excess import score
 from bnncli.integrators import load_integrator, mc
 from bnncli.storage.headers import read_header
 from bnncli.storage.predictions import read_predictions
-from tests.conftest import make_arrays
 
 Cli = Any
-
-
-def wide_arrays() -> dict[str, np.ndarray]:
-    """Fewer training examples than features, and a head that generalises: a rough covariance hedges without need."""
-    generator = np.random.default_rng(0)
-    centers = generator.normal(size=(4, 60)) / 3
-    arrays: dict[str, np.ndarray] = {}
-    for split, count in (("train", 50), ("val", 400), ("test", 40)):
-        labels = generator.integers(4, size=count)
-        features = centers[labels] + generator.normal(size=(count, 60)) / 2
-        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
-    arrays["head_weight"] = (4 * centers).astype(np.float32)
-    arrays["head_bias"] = (-2 * (centers**2).sum(axis=1)).astype(np.float32)
-    return arrays
 
 
 def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray]) -> Path:
@@ -94,7 +80,7 @@ def test_a_temperature_that_val_does_not_bound_is_compared_with_nothing(cli: Cli
 
 
 def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_commands(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, wide_arrays())
+    run = make_run(cli, tmp_path, make_wide_arrays(num_test=40))
     done = cli("fit-laplace", run, "--structure", "kron", "--json")
     metrics = done.json["metrics"]
     (text,) = [text for text in done.json["warnings"] if "predicts worse on val" in text]
@@ -114,7 +100,7 @@ def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_comma
 
 
 def test_predict_says_that_its_default_is_not_the_recommended_integrator(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, wide_arrays())
+    run = make_run(cli, tmp_path, make_wide_arrays(num_test=40))
     val = cli("fit-laplace", run, "--structure", "kron", "--json").json["metrics"]["val"]
     bare = cli("predict", run, "--json").json
     (text,) = [text for text in bare["warnings"] if "plug-in predicted better than mc" in text]
