@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from conftest import make_arrays
 from torch import Tensor
 
 from bnncli import memory
+from bnncli.cli.execute import run_command_line
 from bnncli.covariances._row_space import WithinRows
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_draws import complete
@@ -33,23 +36,33 @@ FEATURES, EXAMPLES, PRIOR = 30, 12, 4.0
 LAYOUT = HeadLayout(3, FEATURES)
 
 
-def make_run(cli: Cli, folder: Path, *, seed: int = 0, name: str = "run") -> Path:
+def save_few(path: Path, seed: int = 0) -> None:
+    """A dozen examples of more features."""
     arrays = make_arrays(seed, num_features=FEATURES)
     few: dict[str, Any] = {
         part: values[:EXAMPLES] if part.endswith("train") else values for part, values in arrays.items()
     }
-    np.savez(folder / f"{name}.npz", **few)
-    run = folder / name
-    assert cli("extract-features", run, "--from-npz", folder / f"{name}.npz", "--ood", "far").code == 0
-    return run
+    np.savez(path, **few)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with features of a dozen examples as `run`, fitted with a given prior precision."""
+    folder = tmp_path_factory.mktemp("fitted")
+    save_few(folder / "run.npz")
+    for line in (
+        f"extract-features {folder}/run --from-npz {folder}/run.npz --ood far",
+        f"fit-laplace {folder}/run --prior-precision {PRIOR}",
+    ):
+        assert run_command_line(line.split(), io.StringIO()) == 0
+    return folder
 
 
 @pytest.fixture
-def run(cli: Cli, tmp_path: Path) -> Path:
-    """Features of a dozen examples, fitted with a given prior precision."""
-    run = make_run(cli, tmp_path)
-    assert cli("fit-laplace", run, "--prior-precision", PRIOR).code == 0
-    return run
+def run(fitted: Path, tmp_path: Path) -> Path:
+    """A copy of the fitted run that a test may change."""
+    shutil.copytree(fitted, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
 
 
 def stored(run: Path, name: str) -> Any:
@@ -168,7 +181,8 @@ def test_refined_draws_are_the_prior_outside_whatever_the_base_had(cli: Cli, run
 
 
 def test_a_base_of_other_features_is_not_refined(cli: Cli, run: Path, tmp_path: Path) -> None:
-    make_run(cli, tmp_path, seed=1, name="another")
+    save_few(tmp_path / "another.npz", seed=1)
+    assert cli("extract-features", tmp_path / "another", "--from-npz", tmp_path / "another.npz").code == 0
     base = run.with_name("run.bnn") / "posteriors" / "laplace.safetensors"
     done = cli("refine", tmp_path / "another", "--base", base, "--epochs", 1, "--json")
     assert (done.code, done.json["error"]["code"]) == (65, "wrong_row_space")
