@@ -20,6 +20,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the console script sets it
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))  # all cores, shared
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file that makes something once for all of them go to one worker, and first; the others one by one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    sharing = {path.name for path in Path(__file__).parent.glob("test_*.py") if 'scope="module"' in path.read_text()}
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if Path(file).name in sharing else nodeid
+
+    return Scheduler(config, log)
+
+
 SCRIPT = Path(sys.executable).with_name("bnncli")
 
 

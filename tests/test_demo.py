@@ -11,8 +11,6 @@ import pytest
 
 from bnncli.cli.execute import run_command_line
 
-pytestmark = pytest.mark.xdist_group("demo")  # one worker runs the demo, once
-
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:

@@ -16,7 +16,6 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 pytestmark = [
     pytest.mark.shared,
-    pytest.mark.xdist_group("reference"),  # one worker makes the scores, once
     pytest.mark.skipif(not (SHARED / "data/fmnist-train.npz").is_file(), reason="the full-size data are not here"),
 ]
 
