@@ -51,6 +51,14 @@ def test_k_is_the_shape_of_pareto_weights(shape: float) -> None:
     assert found == pytest.approx(shrunk, abs=4 * (1 + shape) / math.sqrt(tail))
 
 
+def test_a_draw_that_outweighs_all_others_leaves_no_tail_and_no_evidence() -> None:
+    spread = torch.linspace(0, 1, 200, dtype=torch.float64) ** 8 * 1e5  # the next is hundreds of nats behind the first
+    found = diagnose_weights(spread)
+    assert (found.pareto_k, found.log_evidence, found.log_evidence_error) == (None, None, None)
+    assert found.undefined == found.evidence_undefined
+    assert "outweigh all others" in str(found.undefined)
+
+
 def test_the_evidence_is_the_logarithm_of_the_mean_weight_within_its_error() -> None:
     scores = []
     for seed in range(40):

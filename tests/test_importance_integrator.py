@@ -153,10 +153,21 @@ def test_without_a_target_there_are_no_weights() -> None:
         )
 
 
-def test_weights_that_are_not_finite_are_an_error() -> None:
+def test_weights_beyond_float64_leave_plain_mc_and_a_warning() -> None:
+    spread = torch.linspace(0, 1, 200, dtype=torch.float64) ** 8 * 1e5  # the next is hundreds of nats behind the first
+    infinite = torch.cat([torch.zeros(199, dtype=torch.float64), torch.tensor([-math.inf], dtype=torch.float64)])
+    for log_weights, reason in ((spread, "outweigh all others"), (infinite, "1 of 200 log weights are not finite")):
+        weights, pareto_k, warning = importance_weights(log_weights)
+        assert weights is None
+        assert math.isnan(pareto_k)
+        assert reason in str(warning)
+        assert "averaged unweighted" in str(warning)
+
+
+def test_a_posterior_that_is_not_finite_is_an_error_with_any_weights() -> None:
     posterior = laplace(make_target(LAYOUT), shift=math.inf)
-    with pytest.raises(NumericError, match="expected finite importance weights, 30 of 30 are not"):
-        ready(make_target(LAYOUT), posterior, 30)
+    with pytest.raises(NumericError, match="expected finite class probabilities"):
+        ready(make_target(LAYOUT), posterior, 30).predict(posterior, torch.ones(2, 2, dtype=torch.float64))
 
 
 def test_weighted_draws_are_not_kept() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from arviz_stats.base import array_stats
 from torch import Tensor
@@ -102,6 +103,9 @@ def diagnose_weights(log_weights: Tensor) -> ImportanceDiagnostics:
         few = f"needs at least {MIN_TAIL_DRAWS} draws, got {size}"
         return ImportanceDiagnostics(*known, None, threshold, None, None, few, few)
     smoothed, pareto_k = pareto_smooth(values)
+    if not bool(torch.isfinite(smoothed).all()):
+        reason = "a few draws outweigh all others beyond the range of float64, so the tail has no fit"
+        return ImportanceDiagnostics(*known, None, threshold, None, None, reason, reason)
     if not pareto_k <= threshold:
         reason = f"Pareto k {pareto_k:.2f} is above {threshold:.2f}: {size} weights do not tell their mean"
         return ImportanceDiagnostics(*known, pareto_k, threshold, None, None, evidence_undefined=reason)
@@ -124,8 +128,9 @@ def _wants_more(estimate: ElboEstimate) -> bool:
 
 
 def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:
-    """Pareto-smoothed log weights (S,), float64, and Pareto k."""
-    normalized, pareto_k = array_stats.psislw(-log_weights.numpy())
+    """Pareto-smoothed log weights (S,), float64, and Pareto k; not finite where all but a few weights underflow."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        normalized, pareto_k = array_stats.psislw(-log_weights.numpy())
     smoothed = torch.from_numpy(normalized)
     # arviz-stats normalises the weights; the smallest one is never in the tail and tells the constant.
     lowest = int(log_weights.argmin())

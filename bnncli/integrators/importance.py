@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from bnncli.errors import NumericError, UsageError
+from bnncli.errors import UsageError
 from bnncli.inference.elbo import log_weights
 from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto_smooth
 from bnncli.integrators import HasLayout, Prediction, require_support
@@ -65,7 +65,6 @@ class Importance:
 
         Raises:
             UsageError: the posterior has no density, there is no target, or no draw was asked for.
-            NumericError: weights that are not finite.
         """
         require_support("importance", posterior)
         check_num_samples(num_samples)
@@ -73,12 +72,6 @@ class Importance:
             raise UsageError("--integrator importance needs the features of the training split")
         noise = posterior.noise(num_samples or self.default_samples, generator)
         found = log_weights(target, posterior, noise, progress).cpu()
-        num_bad = int((~torch.isfinite(found)).sum())
-        if num_bad:
-            raise NumericError(
-                f"expected finite importance weights, {num_bad} of {len(found)} are not",
-                hint="the posterior or the features are not finite, bnncli verify says which file; or use --integrator mc",
-            )
         weights, pareto_k, warning = importance_weights(found)
         theta, groups = posterior.from_noise(noise)[0].float(), Groups.of(group_ends(len(noise)), weights)
         return WeightedMc(DrawnMc(posterior.layout, theta, groups, weights), pareto_k, warning)
@@ -149,14 +142,14 @@ def importance_weights(log_weights: Tensor) -> tuple[Tensor | None, float, str |
     """Weights (S,) float64 that sum to one, Pareto k, and a warning; None for weights when all are equal or useless.
 
     Args:
-        log_weights: (S,), finite, on the CPU.
+        log_weights: (S,), on the CPU.
     """
     if len(log_weights) < 2:
         return None, math.nan, _unweighted(f"they need at least {MIN_TAIL_DRAWS} draws, got {len(log_weights)}")
     found = diagnose_weights(log_weights)
     if found.pareto_k is None:
-        few = len(log_weights) < MIN_TAIL_DRAWS and found.log_evidence is None
-        return None, math.nan, _unweighted(f"{found.undefined}") if few else None
+        is_known = found.log_evidence is not None  # equal weights
+        return None, math.nan, None if is_known else _unweighted(f"{found.undefined}")
     if found.evidence_undefined is not None:
         return None, found.pareto_k, _unweighted(found.evidence_undefined)
     smoothed, _ = pareto_smooth(log_weights.double())
