@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from bnncli.errors import DeviceError, UsageError
+from bnncli.names import printable
 
 
 def resolve_device(name: str) -> torch.device:
@@ -23,24 +25,42 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
+    if re.fullmatch(r"cuda(:[0-9]{1,4})?", name) is None:
         raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
+    index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
-        raise DeviceError(
-            f"--device {name}: this machine has {count} CUDA device(s)",
-            hint="use --device auto or --device cpu",
-        )
-    return torch.device("cuda", int(index or 0))
+    if index >= count:
+        found = f"there are {count} CUDA devices, from cuda:0" if count else f"no CUDA device: {_why_no_gpu()}"
+        raise DeviceError(f"--device {name}: {found}", hint="use --device auto or --device cpu")
+    return torch.device("cuda", index)
+
+
+def _why_no_gpu() -> str:
+    """What keeps PyTorch from a CUDA device, as far as can be told without one."""
+    if torch.version.cuda is None:
+        return f"this PyTorch ({torch.__version__}) was built without CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES is {printable(visible)!r}"
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return "the system has no NVIDIA GPU, or its driver is not loaded"
+    return f"the driver does not work with CUDA {torch.version.cuda}, which PyTorch was built for; nvidia-smi says more"
+
+
+def select_device(device: torch.device) -> None:
+    """Make a GPU the current one of this process: streams and graphs that name none belong to it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def configure_torch(*, threads: int | None, deterministic: bool) -> None:
     """Set the number of CPU threads and, when asked, deterministic kernels, for this process.
 
-    Products of float32 are float32 on every device: TF32 has three digits, and energies of 10,000 nats need seven.
+    Products and convolutions of float32 are float32 on every device: TF32 has three digits, and energies of 10,000 nats
+    need seven.
     """
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     if threads is not None:
         torch.set_num_threads(threads)
     if deterministic:

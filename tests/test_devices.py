@@ -6,13 +6,59 @@ import pytest
 import torch
 
 from bnncli import devices
+from bnncli.errors import DeviceError, UsageError
 
 
-def test_products_are_never_coarser_than_float32() -> None:
+def test_products_and_convolutions_are_never_coarser_than_float32() -> None:
     torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.allow_tf32 = True
     devices.configure_torch(threads=None, deterministic=False)
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("name", ["cuda:", "cuda:²", "cuda:-1", "cuda:1.0", "gpu", "cuda0", "", "cuda:99999999999"])
+def test_a_device_that_means_nothing_is_a_wrong_option(name: str) -> None:
+    with pytest.raises(UsageError, match="expected auto, cpu, cuda or cuda:N"):
+        devices.resolve_device(name)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_a_gpu_is_found_by_its_number_and_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    assert devices.resolve_device("auto") == devices.resolve_device("cuda") == torch.device("cuda:0")
+    assert devices.resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(DeviceError, match="there are 2 CUDA devices, from cuda:0"):
+        devices.resolve_device("cuda:2")
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cuda:1", "cpu"):
+        devices.select_device(devices.resolve_device(name))
+    assert current == [torch.device("cuda:1")]
+
+
+def test_why_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(DeviceError, match=r"no CUDA device: this PyTorch \(.*\) was built without CUDA"):
+        devices.resolve_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES is ''"):
+        devices.resolve_device("cuda:0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([]))
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    with pytest.raises(DeviceError, match="has no NVIDIA GPU, or its driver is not loaded"):
+        devices.resolve_device("cuda")
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
+    with pytest.raises(DeviceError, match=r"does not work with CUDA 13\.0"):
+        devices.resolve_device("cuda")
 
 
 @pytest.mark.parametrize(("limit", "left"), [("1000000", 400_000), ("max", 1 << 62), ("100", 0), ("?", 1 << 62)])

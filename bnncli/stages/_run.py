@@ -139,10 +139,11 @@ class Run:
     @cached_property
     def device(self) -> torch.device:
         """The device to compute on, resolved once; threads and determinism are set with it."""
-        from bnncli.devices import configure_torch, resolve_device
+        from bnncli.devices import configure_torch, resolve_device, select_device
 
         configure_torch(threads=self.compute.threads, deterministic=self.compute.deterministic)
         device = resolve_device(self.compute.device)
+        select_device(device)
         if self.compute.device == "auto" and device.type == "cpu":
             self.console.debug("no GPU found: computing on the CPU")
         return device
