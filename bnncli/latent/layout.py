@@ -77,6 +77,17 @@ class NetworkLayout:
         """The same as a head, where there is one layer alone."""
         return HeadLayout(self.num_outputs, self.num_features) if self.num_layers == 1 else None
 
+    def to_json(self) -> list[dict[str, object]]:
+        """The layout as posterior files state it: name, shape and offset of each part."""
+        parts: list[dict[str, object]] = []
+        offset = 0
+        for index, (outputs, inputs) in enumerate(self.shapes):
+            parts.append({"name": f"layers.{index}.weight", "shape": [outputs, inputs], "offset": offset})
+            offset += outputs * inputs
+            parts.append({"name": f"layers.{index}.bias", "shape": [outputs], "offset": offset})
+            offset += outputs
+        return parts
+
     def weights(self, flat: Tensor) -> list[Tensor]:
         """Each layer's weight (..., out, in), a view of the weights of all layers (..., W)."""
         parts = flat.split([outputs * inputs for outputs, inputs in self.shapes], dim=-1)

@@ -198,7 +198,7 @@ def _compute(
         "method": "lbbnn",
         "estimator": options.estimator,
         "variance": options.variance,
-        "param_layout": _param_layout(layout),
+        "param_layout": layout.to_json(),
         "num_examples": len(features),
         "metrics": metrics,
         "classes": train.content.classes,
@@ -260,18 +260,6 @@ def default_samples(layout: NetworkLayout, num_repeats: int) -> int:
     """Draws of a prediction when nobody says: as many of each repeat, of a head as of any other posterior's."""
     wanted = DEFAULT_NETWORKS if layout.num_layers > 1 else Mc().default_samples
     return num_repeats * math.ceil(affordable_draws(wanted, layout.num_params) / num_repeats)
-
-
-def _param_layout(layout: NetworkLayout) -> list[dict[str, Any]]:
-    """Where each layer lies in theta."""
-    parts: list[dict[str, Any]] = []
-    offset = 0
-    for index, (outputs, inputs) in enumerate(layout.shapes):
-        parts.append({"name": f"layers.{index}.weight", "shape": [outputs, inputs], "offset": offset})
-        offset += outputs * inputs
-        parts.append({"name": f"layers.{index}.bias", "shape": [outputs], "offset": offset})
-        offset += outputs
-    return parts
 
 
 def _when_fresh(header: Header) -> Computed:

@@ -67,10 +67,17 @@ def check_artifact(path: Path) -> Header:
         read_metrics(path)
     else:
         posterior, _ = open_posterior(path)
-        if posterior.layout.to_json() != header.meta.get("param_layout"):
+        if _places(posterior.layout.to_json()) != _places(header.meta.get("param_layout")):
             raise DataError(
                 f"{path}: its tensors do not fit its layout {header.meta.get('param_layout')}",
                 code="damaged",
                 path=path,
             )
     return header
+
+
+def _places(param_layout: Any) -> list[tuple[Any, Any]] | None:
+    """Shape and offset of each part, whatever it is called: a latent network's only layer is a head; None if malformed."""
+    if not isinstance(param_layout, list) or not all(isinstance(part, dict) for part in param_layout):
+        return None
+    return [(part.get("shape"), part.get("offset")) for part in param_layout]
