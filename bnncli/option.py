@@ -112,12 +112,20 @@ def check_suffix(path: str, flag: str, allowed: tuple[str, ...]) -> str:
     return suffix
 
 
+SMALLEST, LARGEST = (
+    1e-30,
+    1e30,
+)  # of numbers whose squares and quotients must stay within float64, themselves in float32
+
+
 def parse_positive(text: str, flag: str, expected: str = "a positive number") -> float:
-    """The positive finite number that `text` says. Raises UsageError otherwise."""
+    """The positive number that `text` says, from SMALLEST to LARGEST. Raises UsageError otherwise."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
     if not 0 < value < float("inf"):
         raise UsageError(f"{flag}: expected {expected}; got {text!r}")
+    if not SMALLEST <= value <= LARGEST:
+        raise UsageError(f"{flag}: expected a number from {SMALLEST:g} to {LARGEST:g}; got {text!r}")
     return value

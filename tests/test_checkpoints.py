@@ -399,6 +399,13 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path, message: str) -> None:
         load_checkpoint(save(tmp_path / "a.pt", NOT_STATES[message]))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    with pytest.raises(DataError, match="'w' is a sparse, nested, quantized or empty tensor, expected a plain one"):
+        load_checkpoint(save(tmp_path / "a.pt", {"w": nested}))
+
+
 def test_weights_that_are_not_finite_are_counted_and_named(tmp_path: Path) -> None:
     bad = torch.tensor([1.0, float("nan"), float("inf")], dtype=torch.bfloat16)
     with pytest.raises(DataError, match="'b' has 2 NaN or infinite values, and 1 other"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,10 @@ from bnncli.progress import Progress
 # Deflate cannot shrink data further than this; what claims more is a bomb.
 _MAX_RATIO = 1032
 _SLACK = 4096
-_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, OSError, MemoryError)
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError,
+    ValueError, EOFError, KeyError, NotImplementedError, OSError, MemoryError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

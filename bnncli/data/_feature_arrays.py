@@ -115,8 +115,9 @@ def _check_shapes(
 ) -> None:
     """Raises DataError unless all features have the same D, the head's, and the bias fits the weight."""
     for split, array in features.items():
-        if array.ndim != 2 or len(array) == 0:
-            raise DataError(f"{path}: features_{split} has shape {array.shape}, expected (N, D) with N > 0", path=path)
+        if array.ndim != 2 or 0 in array.shape:
+            expected = "expected (N, D) with N > 0 and D > 0"
+            raise DataError(f"{path}: features_{split} has shape {array.shape}, {expected}", path=path)
     shapes = {split: array.shape[1] for split, array in features.items()}
     if len(set(shapes.values())) > 1:
         raise DataError(f"{path}: splits differ in the number of features D: {shapes}", path=path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from bnncli.errors import UsageError
 from bnncli.option import Checked, check_artifact_name, option
@@ -90,7 +91,9 @@ class ComputeOptions(Checked):
     device: str = option(
         "auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", numeric=False, env_common=True
     )
-    threads: int | None = option(None, "CPU threads; all cores by default.", minimum=1, numeric=False, env_common=True)
+    threads: int | None = option(
+        None, "CPU threads; all cores by default.", minimum=1, maximum=1024, numeric=False, env_common=True
+    )
     deterministic: bool = option(False, "Use deterministic kernels only.", numeric=False, env_common=True)
 
 
@@ -114,5 +117,7 @@ class NameOptions(Checked):
         super().__post_init__()
         if self.name is not None and self.out is not None:
             raise UsageError("--name and --out exclude each other: give one")
+        if self.out is not None and Path(self.out).name in ("", ".."):
+            raise UsageError(f"--out: expected a file; got {self.out!r}", hint="add a file name: --out FOLDER/NAME")
         if self.name is not None:
             check_artifact_name(self.name, "--name")

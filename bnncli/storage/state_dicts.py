@@ -106,9 +106,9 @@ def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
             continue
         if not isinstance(value, Tensor):
             raise DataError(f"{quoted(name)} is {type(value).__name__}, expected a tensor", code="no_state_dict")
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
             raise DataError(
-                f"{quoted(name)} is a sparse, quantized or empty tensor, expected a plain one",
+                f"{quoted(name)} is a sparse, nested, quantized or empty tensor, expected a plain one",
                 code="odd_tensor",
             )
         state[name] = value.detach()
