@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import io
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_a_single_candidate_can_be_drawn() -> None:
 
 @pytest.mark.parametrize("form", ["png", "svg", "pdf"])
 def test_the_same_numbers_give_the_same_bytes(form: str) -> None:
-    first, second = (render(draw(CURVE, criterion="val", at_edge=False), form) for _ in range(2))
+    first, second = (render(draw(CURVE[:1], criterion="val", at_edge=False), form) for _ in range(2))
     assert first == second
 
 
@@ -127,14 +128,15 @@ def test_a_dry_run_names_the_figure_and_draws_nothing(cli: Cli, name: Path, tmp_
 
 
 def test_without_plot_matplotlib_is_not_imported(name: Path) -> None:
-    code = (
-        "import io, sys; from bnncli.cli.execute import run_command_line\n"
-        "for command in (['evaluate', '--curves', '--posterior', 'map'], ['fit-laplace']):\n"
-        f"    assert run_command_line([command[0], {str(name)!r}, *command[1:]], io.StringIO()) == 0\n"
-        "    assert 'torch' in sys.modules\n"
-        "    assert 'matplotlib' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    with patch.dict(sys.modules):  # as it was, afterwards
+        for module in [each for each in sys.modules if each.split(".")[0] in ("bnncli", "matplotlib")]:
+            del sys.modules[module]
+        from bnncli.cli.execute import run_command_line
+
+        for command, *words in (["evaluate", "--curves", "--posterior", "map"], ["fit-laplace"]):
+            assert run_command_line([command, str(name), *words], io.StringIO()) == 0
+        assert "bnncli.stages.fit_laplace" in sys.modules
+        assert "matplotlib" not in sys.modules
 
 
 def test_a_plot_that_cannot_be_written_says_that_the_fit_is_complete(
