@@ -18,7 +18,7 @@ Case = tuple[int, int, float, str]  # chains, draws of each, their correlation, 
 CASES: list[Case] = [
     (chains, length, correlation, other)
     for chains, length in ((16, 75), (4, 260), (16, 260))
-    for correlation in (-0.5, 0.0, 0.5)
+    for correlation in (-0.5, 0.5)
     for other in ("draws", "chains")
     if length < 260 or chains < 16 or correlation == 0.5
 ]
@@ -180,7 +180,7 @@ def test_estimate_is_unbiased_and_its_error_stated_whatever_happens_within_chain
     assert 0.8 * values.std() < stated < 1.8 * values.std()
 
 
-@pytest.mark.parametrize("sizes", [(3, 4), (5, 2), (8, 8)])
+@pytest.mark.parametrize("sizes", [(5, 2), (8, 8)])
 def test_p_values_of_few_draws_are_valid(sizes: tuple[int, int]) -> None:
     n, m = sizes
     p_values = []
