@@ -257,8 +257,9 @@ def test_weights_that_are_nearly_surely_in_are_told_apart() -> None:
 
 
 def test_evaluate_has_densities_and_the_curve_of_pruning(cli: Cli, latent_run: Path, tmp_path: Path) -> None:
-    assert cli("predict", latent_run, "--posterior", "lbbnn").code == 0
-    done = cli("evaluate", latent_run, "--posterior", "lbbnn", "--curves", "--plot", tmp_path / "figures", "--json")
+    assert cli("predict", latent_run, "--posterior", "lbbnn", "--split", "test", "--split", "far").code == 0
+    words = ("--split", "test", "--curves", "--plot", tmp_path / "figures", "--json")
+    done = cli("evaluate", latent_run, "--posterior", "lbbnn", *words)
     assert done.code == 0, done.stderr
     row = next(row for row in done.json["rows"] if row["split"] == "test")
     densities = {(m["layer"], m["kind"]): m["value"] for m in row["metrics"] if m["name"] == "density"}
@@ -278,5 +279,5 @@ def test_evaluate_has_densities_and_the_curve_of_pruning(cli: Cli, latent_run: P
     assert split.labels is not None
     assert curve["accuracy"][0] == pytest.approx(accuracy_score(split.labels, predicted))
     assert (tmp_path / "figures/density-test.png").stat().st_size > 10_000
-    asserted = cli("evaluate", latent_run, "--posterior", "lbbnn", "--assert", "density<=0.000001")
+    asserted = cli("evaluate", latent_run, "--posterior", "lbbnn", "--split", "test", "--assert", "density<=0.000001")
     assert asserted.code == 3
