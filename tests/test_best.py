@@ -32,7 +32,7 @@ def unmarked(samples: list[Sample], *, higher: bool = False) -> list[bool]:
 
 
 @pytest.mark.parametrize("spread", [1.0, 20.0], ids=["equal", "unequal"])
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("size", [3, 10])
 def test_over_seeds_no_equal_posterior_goes_unmarked_more_often_than_alpha(
     size: int, count: int, spread: float
