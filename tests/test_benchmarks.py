@@ -7,7 +7,7 @@ import math
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+Report = Callable[..., dict[str, Any]]
 
 
 def words_of(script: str, folder: Path, words: Sequence[object]) -> list[str]:
@@ -31,12 +32,17 @@ def report_of(script: str, folder: Path, *words: object) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())
 
 
-def report_here(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[str, Any]:
-    """The same without the process that report_of starts, for another case of a script."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "argv", words_of(script, folder, words))
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    return json.loads((folder / "report.json").read_text())
+@pytest.fixture
+def report_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """The same without the process that report_of starts and its imports."""
+
+    def run(script: str, *words: object) -> dict[str, Any]:
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        monkeypatch.setattr(sys, "argv", words_of(script, tmp_path, words))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return json.loads((tmp_path / "report.json").read_text())
+
+    return run
 
 
 @pytest.fixture
@@ -51,9 +57,9 @@ def tiny_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "train.h5"
 
 
-def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: Path, tmp_path: Path) -> None:
+def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: Path, report_here: Report) -> None:
     words = (tiny_features, "--prior-precision", 1, "--seconds-nuts", 1)
-    report = report_of("engine.py", tmp_path, *words)
+    report = report_here("engine.py", *words)
     assert report["problem"] == {"N": 400, "D": 6, "K": 3, "P": 21, "prior_precision": 1.0}
     jobs = {row["job"]: row for row in report["rows"]}
     assert {"fit-laplace", "refine, equal steps", "hmc", "hmc, same target"} <= set(jobs)
@@ -73,9 +79,9 @@ def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: 
     assert equal["elbo"] <= equal["elbo_at_mode"] + 1
 
 
-def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path) -> None:
+def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path, report_here: Report) -> None:
     words = ("--base", "300,8,4", "--doublings", 1, "--from", "disk", "--dir", tmp_path)
-    report = report_of("scaling.py", tmp_path, *words)
+    report = report_here("scaling.py", *words)
     rows = report["rows"]
     assert {(row["axis"], row["job"]) for row in rows} == {
         (axis, job) for axis in "NDK" for job in ("gradient", "kron", "full", "mode", "hmc", "refine")
@@ -91,8 +97,8 @@ def test_scaling_grows_each_axis_and_expects_what_the_work_says(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
 
 
-def test_predict_times_every_integrator_and_says_how_far_it_is_off(tmp_path: Path) -> None:
-    rows = report_of("predict.py", tmp_path)["rows"]
+def test_predict_times_every_integrator_and_says_how_far_it_is_off(report_here: Report) -> None:
+    rows = report_here("predict.py")["rows"]
     for row in rows:
         assert 0 < row["seconds"] < math.inf
         assert 0 < row["mean_off"] <= row["largest_off"] < 1
@@ -112,13 +118,13 @@ def test_predict_times_every_integrator_and_says_how_far_it_is_off(tmp_path: Pat
 
 @pytest.mark.parametrize("is_given", [False, True])
 def test_lbbnn_times_every_estimator_beside_a_dense_network(
-    tmp_path: Path, is_given: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_given: bool, report_here: Report
 ) -> None:
     words: tuple[object, ...] = ("--sizes", "6,5,3", "--batch-size", 4, "--examples", 42)
     if is_given:
         rng = np.random.default_rng(0)
         np.savez(tmp_path / "d.npz", features_train=rng.normal(size=(9, 6)), labels_train=rng.integers(0, 3, 9))
-        report = report_here("lbbnn.py", tmp_path, monkeypatch, *words, "--data", tmp_path / "d.npz")
+        report = report_here("lbbnn.py", *words, "--data", tmp_path / "d.npz")
     else:
         report = report_of("lbbnn.py", tmp_path, *words)
     assert report["data"] == ("given" if is_given else "synthetic")
@@ -166,8 +172,8 @@ def test_given_moments_are_those_of_the_posterior(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(mine, posterior.logit_marginals(features[2:5], is_projected=is_projected))
 
 
-def test_the_coverage_of_calibration_errors_is_reported_for_every_form(tmp_path: Path) -> None:
-    rows = report_of("calibration.py", tmp_path)["rows"]
+def test_the_coverage_of_calibration_errors_is_reported_for_every_form(report_here: Report) -> None:
+    rows = report_here("calibration.py")["rows"]
     assert len(rows) == 7
     for row in rows:
         assert row["trials"] == 20
