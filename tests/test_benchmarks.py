@@ -58,7 +58,7 @@ def tiny_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_engine_compares_every_job_and_says_how_far_the_floor_is(tiny_features: Path, report_here: Report) -> None:
-    words = (tiny_features, "--prior-precision", 1, "--seconds-nuts", 1)
+    words = (tiny_features, "--prior-precision", 1, "--seconds-nuts", 0.2)
     report = report_here("engine.py", *words)
     assert report["problem"] == {"N": 400, "D": 6, "K": 3, "P": 21, "prior_precision": 1.0}
     jobs = {row["job"]: row for row in report["rows"]}
