@@ -65,7 +65,8 @@ def named(case: tuple[object, ...]) -> str:
     return str(case)
 
 
-def _now(name: str) -> int:
+def now(name: str) -> int:
+    """A figure of this process's memory, bytes."""
     found = re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024
@@ -73,10 +74,10 @@ def _now(name: str) -> int:
 
 def _peak(work: Callable[..., Any], *words: Any) -> int:
     ctypes.CDLL(None).malloc_trim(0)  # nothing that is free already is taken
-    start = _now("VmRSS")
+    start = now("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     result = work(*words)
-    peak = _now("VmHWM") - start
+    peak = now("VmHWM") - start
     del result
     return peak
 

@@ -1,8 +1,5 @@
 """Features that lie elsewhere than the work is done: in a file, or beside a GPU that is too small for them."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from streaming import private_peaks
 from torch import Tensor
 
 from bnncli.errors import DataError, DeviceError
@@ -87,54 +85,14 @@ def test_rows_that_are_not_finite_are_found_block_by_block(tmp_path: Path, monke
         read_features(tmp_path / "train.h5")
 
 
-PROBE = """
-import re, sys, torch
-from pathlib import Path
-from bnncli.inference.curvature import ggn
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
-from bnncli.storage.features import read_features
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.stream import FeatureBlocks
-from bnncli.prior import Prior
-
-def private():  # memory that the system cannot take back, as it can a mapped file's pages
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-peak, plain = 0, FeatureBlocks.map
-def watched(self, work, **rest):
-    def look(rows, block):
-        global peak
-        parts = work(rows, block)
-        peak = max(peak, private())
-        return parts
-    return plain(self, look, **rest)
-FeatureBlocks.map = watched
-torch.ones(300, 300) @ torch.ones(300, 300)
-start = private()
-for name in sys.argv[1:]:
-    split = read_features(Path(name))
-    target = LastLayerTarget(torch.from_numpy(split.features), torch.from_numpy(split.labels), HeadLayout(3, 256), Prior(1.0))
-    theta = torch.zeros(1, 3 * 257)
-    target.log_joint_and_grad(theta)
-    ggn(target, theta[0], "diag")
-    print(peak - start)
-"""
-
-
 def test_files_of_any_size_take_little_memory(tmp_path: Path) -> None:
     files = []
     for dtype in ("float32", "float16"):
-        features = np.ones((160_000, 256), dtype)
         files.append(tmp_path / f"{dtype}.h5")
-        write_split(files[-1], features)
-    command = [sys.executable, "-c", PROBE, *map(str, files)]
-    # Large arrays get pages of their own, so that what is freed is seen to be free.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert done.stderr == ""
-    # The workspace of products and a few blocks of 8 MB; the files: 164 and 82 MB.
-    assert max(map(int, done.stdout.split())) < 72e6
+        write_split(files[-1], np.ones((48_000, 256), dtype))
+    # A few blocks of 2 MB, and the workspace of products; the files: 49 and 25 MB.
+    peaks = private_peaks(files, tmp_path)
+    assert max(peaks) < 20e6, peaks
 
 
 def test_probabilities_that_do_not_fit_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
