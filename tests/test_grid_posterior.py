@@ -189,10 +189,10 @@ def test_the_evidence_of_importance_weights_is_that_of_the_grid() -> None:
 def test_hmc_draws_have_the_exact_means_and_variances(prior: Prior) -> None:
     target = make_target(12, prior)
     base = fit_gaussian(target, start=torch.zeros(2)).gaussian
-    num_chains = 64
+    num_chains = 160
     drawn = sample_hmc(
         target, mode=base.mean, covariance=base.covariance, generator=seeded(), num_chains=num_chains,
-        num_warmup=60, num_draws=150,
+        num_warmup=30, num_draws=40,
     )  # fmt: skip
     intercept_precision = float(prior.diagonal(LAYOUT)[1])
     mean, covariance = make_grid(12, intercept_precision=intercept_precision).moments()
