@@ -35,10 +35,10 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, floa
     run("extract-features", checkpoint, "--model", "lenet5", *data, "--hold-out", "val=test:2000")
     run("fit-laplace", checkpoint, "--prior-precision", "510")
     run("fit-laplace", checkpoint, "--prior-precision", "510", "--center", "checkpoint", "--name", "at-checkpoint")
-    run("predict", checkpoint, "--split", "test", "--samples", "100", "--posterior", "laplace")
-    run("predict", checkpoint, "--split", "test", "--samples", "100", "--posterior", "at-checkpoint")
+    run("predict", checkpoint, "--split", "test", "--samples", "50", "--posterior", "laplace")
+    run("predict", checkpoint, "--split", "test", "--samples", "50", "--posterior", "at-checkpoint")
     run("predict", checkpoint, "--split", "test", "--posterior", "map")
-    rows = run("evaluate", checkpoint)["rows"]
+    rows = run("evaluate", checkpoint, "--split", "test", "--bootstrap", "20")["rows"]
     # The usual form of a score comes first.
     return {row["posterior"]: {m["name"]: m["value"] for m in reversed(row["metrics"])} for row in rows}
 
