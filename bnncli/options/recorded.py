@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,7 +12,7 @@ from bnncli.option import Checked, flag_of
 
 def argument_place(words: Sequence[str]) -> int | None:
     """The place of the argument (CKPT) in the words of a command, `bnncli COMMAND ...`; None where there is none."""
-    alone, with_value = _flags()
+    alone, with_value = _flags(tuple(Checked.__subclasses__()))
     place = 2
     while place < len(words):
         word = words[place]
@@ -23,11 +24,12 @@ def argument_place(words: Sequence[str]) -> int | None:
     return None
 
 
-def _flags() -> tuple[set[str], set[str]]:
-    """The flags that stand alone, and those that a value follows."""
+@functools.cache
+def _flags(groups: tuple[type[Checked], ...]) -> tuple[set[str], set[str]]:
+    """The flags of groups of options that stand alone, and those that a value follows."""
     alone: set[str] = set()
     with_value: set[str] = set()
-    for group in Checked.__subclasses__():
+    for group in groups:
         hints = typing.get_type_hints(group)
         for spec in fields(group):  # type: ignore[arg-type]
             is_alone = hints[spec.name] is bool or spec.name == "verbose"  # -v is counted
