@@ -1,17 +1,23 @@
-"""Fits that are killed midway, each in a process of its own that begins with all imports done."""
+"""Commands in processes of their own that begin with all imports done: killed midway, stopped, or watched from outside."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import io
 import multiprocessing
 import os
+import random
+import runpy
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 # One process a session imports torch and is forked for every kill: it has no threads, and no GPU in use.
 SERVER = multiprocessing.get_context("forkserver")
-STAGES = [f"bnncli.stages.{name}" for name in ("refine", "fit_lbbnn", "hmc")]
+STAGES = [f"bnncli.stages.{name}" for name in ("refine", "fit_lbbnn", "hmc", "predict", "extract_features")]
 SERVER.set_forkserver_preload(["pytest", "torch._dynamo", "bnncli.cli.execute", *STAGES])  # optimizers import _dynamo
 
 
@@ -45,3 +51,95 @@ def fit_until_killed(argv: list[str], saves: int) -> None:
 
     _resumable.write_state = counted
     run_command_line(argv, io.StringIO())
+
+
+def start(work: Any, *words: Any) -> Any:
+    """A process that calls `work(*words)`; `work` is a function of this module."""
+    process = SERVER.Process(target=work, args=words)
+    process.start()
+    return process
+
+
+def run_to_files(argv: list[str], folder: Path) -> None:
+    """In the child: the installed command in `folder`, its stdout and stderr in the files `out` and `err` there."""
+    from bnncli.__main__ import main
+
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["bnncli", *argv]
+    main()
+
+
+def run_python(words: list[str]) -> None:
+    """In the child: what `python -c CODE ...` or `python -m MODULE ...` does, without the imports."""
+    sys.argv = words[1:]
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+
+
+def run_stopped_once(argv: list[str]) -> None:
+    """In the child: a fit that stops itself where it saves its state first; SIGCONT lets it go on."""
+    from bnncli.cli.execute import run_command_line
+    from bnncli.stages import _resumable
+
+    write = _resumable.write_state
+
+    def stop(*words: Any) -> None:
+        _resumable.write_state = write
+        os.kill(os.getpid(), signal.SIGSTOP)
+        write(*words)
+
+    _resumable.write_state = stop
+    sys.exit(run_command_line(argv, io.StringIO()))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process waits for SIGCONT."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def run_killed_at(argv: list[str], module: str, name: str) -> None:
+    """In the child: the command, killed where it calls a function of a module."""
+    from bnncli.cli.execute import run_command_line
+
+    setattr(importlib.import_module(module), name, lambda *words, **names: os.kill(os.getpid(), signal.SIGKILL))
+    run_command_line(argv, io.StringIO())
+
+
+def kill_at_any_moment(argv: list[str], target: Path) -> None:
+    """In the child: a command that writes `target` again and again, killed at twenty moments; fails where it is damaged."""
+    from bnncli.cli.execute import run_command_line
+    from bnncli.storage import atomic
+
+    reserve, moments = atomic.reserve, random.Random(0)
+
+    def slowly(descriptor: int, size: int) -> None:
+        reserve(descriptor, size)
+        time.sleep(0.03)  # a slow disk: many a kill comes while a file is written
+
+    atomic.reserve = slowly
+    assert run_command_line(argv, io.StringIO()) == 0  # imports what the children need
+    gc.collect()
+    gc.freeze()  # a collection of everything takes longer than the command, and every child would begin with one
+    begin = time.monotonic()
+    assert run_command_line(argv, io.StringIO()) == 0
+    longest = 2 * (time.monotonic() - begin)  # however busy the machine is, some children finish a command
+    target.unlink()
+    states = set()
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            while run_command_line(argv, io.StringIO()) == 0:
+                pass
+            os._exit(1)
+        time.sleep(moments.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        states.add(target.exists())
+        assert not target.exists() or run_command_line(["verify", str(target), "-q"], io.StringIO()) == 0
+    assert run_command_line(argv, io.StringIO()) == 0
+    assert [path.name for path in target.parent.iterdir()] == ["test.h5"]
+    assert True in states

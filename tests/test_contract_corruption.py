@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from kills import kill_at_any_moment, start
 
 Cli = Any
 ARTIFACTS = {
@@ -37,28 +36,38 @@ def test_a_whole_artifact_passes(cli: Cli, small_run: Path, kind: str) -> None:
     assert cli("verify", artifact(small_run, kind)).code == 0
 
 
+def refused_by_verify(cli: Cli, path: Path, damaged: dict[int, bytes]) -> None:
+    """Every damaged version of an artifact is refused, each as a file of its own and all by one command."""
+    copies = {offset: path.with_name(f"at-{offset}{path.suffix}") for offset in damaged}
+    for offset, content in damaged.items():
+        copies[offset].write_bytes(content)
+    done = cli("verify", *copies.values(), path, "--json")
+    assert (done.code, "Traceback" in done.stderr) == (65, False)
+    found = {Path(entry["path"]): entry["is_valid"] for entry in done.json["files"]}
+    assert found.pop(path)
+    assert found == dict.fromkeys(copies.values(), False)
+
+
 @pytest.mark.parametrize("kind", ARTIFACTS)
 def test_verify_refuses_an_artifact_truncated_anywhere(cli: Cli, small_run: Path, kind: str) -> None:
     path = artifact(small_run, kind)
     content = path.read_bytes()
-    for offset in offsets(content):
-        path.write_bytes(content[:offset])
-        for command in ("verify", "inspect"):
-            done = cli(command, path)
-            assert done.code == 65, (offset, done.stderr)
-            assert "Traceback" not in done.stderr
-            assert str(path) in done.stderr
+    damaged = {offset: content[:offset] for offset in offsets(content)}
+    refused_by_verify(cli, path, damaged)
+    for offset, part in damaged.items():
+        path.write_bytes(part)
+        done = cli("inspect", path)
+        assert done.code == 65, (offset, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert str(path) in done.stderr
 
 
 @pytest.mark.parametrize("kind", ARTIFACTS)
 def test_verify_sees_one_flipped_byte_anywhere(cli: Cli, small_run: Path, kind: str) -> None:
     path = artifact(small_run, kind)
     content = path.read_bytes()
-    for offset in offsets(content, 25):
-        path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
-        done = cli("verify", path)
-        assert "Traceback" not in done.stderr
-        assert done.code == 65, (offset, content[offset - 20 : offset + 20])
+    flipped = {at: content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in offsets(content, 25)}
+    refused_by_verify(cli, path, flipped)
 
 
 COMMANDS = {
@@ -137,44 +146,23 @@ def test_status_says_which_artifact_is_invalid(cli: Cli, small_run: Path) -> Non
     assert states["posteriors/refine.safetensors"] == "stale"
 
 
-KILL = """
-import gc, io, os, random, signal, sys, time
-from pathlib import Path
-import torch
-from bnncli.cli.execute import run_command_line
-torch.set_num_threads(1)
-run, moments = sys.argv[1], random.Random(0)
-words = ["predict", run, "--posterior", "laplace", "--split", "test", "--name", "killed", "-q", "--force"]
-target = Path(run + ".bnn/predictions/killed/test.h5")
-assert run_command_line(words, io.StringIO()) == 0  # imports what the children need
-gc.collect()
-gc.freeze()  # a collection of everything takes longer than the command, and every child would begin with one
-start = time.monotonic()
-assert run_command_line(words, io.StringIO()) == 0
-longest = 3 * (time.monotonic() - start)  # however busy the machine is, some children finish a command
-target.unlink()
-states = set()
-for attempt in range(20):
-    child = os.fork()
-    if child == 0:
-        while run_command_line(words, io.StringIO()) == 0:
-            pass
-        os._exit(1)
-    time.sleep(moments.uniform(0, longest))
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    states.add(target.exists())
-    assert not target.exists() or run_command_line(["verify", str(target), "-q"], io.StringIO()) == 0
-assert run_command_line(words, io.StringIO()) == 0
-assert [path.name for path in target.parent.iterdir()] == ["test.h5"]
-assert True in states
-"""
-
-
 def test_a_command_killed_at_any_moment_leaves_nothing_or_a_whole_artifact(small_run: Path) -> None:
-    words = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", KILL, str(small_run)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    words = [
+        "predict",
+        str(small_run),
+        "--posterior",
+        "laplace",
+        "--split",
+        "test",
+        "--name",
+        "killed",
+        "-q",
+        "--force",
+    ]
+    words += ["--threads", "1"]
+    process = start(kill_at_any_moment, words, small_run.with_name("small.bnn") / "predictions" / "killed" / "test.h5")
+    process.join(timeout=120)
+    assert process.exitcode == 0
 
 
 def test_leftovers_of_a_killed_run_are_shown_and_cleaned(cli: Cli, small_run: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kills import run_to_files, start
 
 from bnncli import memory
 from bnncli.inference.prior_precision import NUM_DRAWS
@@ -243,15 +244,16 @@ def test_78_is_a_wrong_configuration_file(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_terminated_refine_exits_143_and_says_how_to_go_on(small_run: Path) -> None:
-    words = ["refine", small_run, "--name", "endless", "--epochs", "10000000", "--progress", "log", "--save-every", "0"]
-    process = subprocess.Popen([SCRIPT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = ["refine", str(small_run), "--name", "endless", "--epochs", "10000000", "--progress", "log"]
+    process = start(run_to_files, [*words, "--save-every", "0"], small_run.parent)
     state = small_run.with_name("small.bnn") / "posteriors" / ".endless.resume.safetensors"
-    deadline = time.monotonic() + 60
-    while not state.exists() and time.monotonic() < deadline:
+    while not state.exists() and process.is_alive():
         time.sleep(0.02)
     process.terminate()
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (143, "")
+    process.join(timeout=60)
+    process.kill()  # where the signal was not heeded
+    stdout, stderr = ((small_run.parent / name).read_text() for name in ("out", "err"))
+    assert (process.exitcode, stdout) == (143, "")
     error, hint = stderr.splitlines()[-2:]
     assert error.startswith("error: interrupted by SIGTERM at")
     assert hint.endswith("--save-every 0 --resume")

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kills import is_stopped, run_stopped_once, start
 
 Cli = Any
-SCRIPT = Path(sys.executable).with_name("bnncli")
 REQUESTS = {
     "extract-features": ("--from-npz", "features.npz", "--ood", "far"),
     "fit-laplace": ("--prior-precision", "10"),
     "refine": ("--epochs", 1, "--length", 2),
     "hmc": ("--chains", 8, "--warmup", 8, "--draws", 16),
     "predict": (),
-    "evaluate": (),
+    "evaluate": ("--posterior", "map"),
 }
 
 
@@ -228,22 +227,21 @@ def test_the_run_folder_can_be_anywhere(cli: Cli, small_run: Path, monkeypatch: 
 def test_of_two_at_once_one_computes_and_the_other_waits_or_leaves_and_both_would_give_the_same(
     cli: Cli, small_run: Path
 ) -> None:
-    words = ["refine", small_run, "--name", "two", "--epochs", 300, "--batch-size", 240, "--elbo-draws", 2, "-q"]
-    lock = small_run.with_name("small.bnn") / ".locks" / "posteriors-two.safetensors"
-    with subprocess.Popen([SCRIPT, *map(str, words)], stdout=subprocess.PIPE) as first:
-        while not (lock.exists() and lock.stat().st_size):
-            assert first.poll() is None
-            time.sleep(0.01)
-        first.send_signal(signal.SIGSTOP)  # however short it is, it ends after what is asked meanwhile
-        try:
-            refused = cli(*words)
-            other = cli("fit-laplace", small_run, "--name", "other", "--prior-precision", "10")
-        finally:
-            first.send_signal(signal.SIGCONT)
-        assert (refused.code, f"pid {first.pid}" in refused.stderr) == (75, True)
-        assert other.code == 0
-        waited = cli(*words, "--wait", 60, "--json")
-    assert first.returncode == 0
+    words = ["refine", str(small_run), "--name", "two", "--epochs", "4", "--elbo-draws", "2", "-q", "--save-every", "0"]
+    first = start(run_stopped_once, words)
+    while not is_stopped(first.pid):
+        assert first.is_alive()
+        time.sleep(0.01)
+    try:
+        refused = cli(*words)
+        other = cli("fit-laplace", small_run, "--name", "other", "--prior-precision", "10")
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    assert (refused.code, f"pid {first.pid}" in refused.stderr) == (75, True)
+    assert other.code == 0
+    waited = cli(*words, "--wait", 60, "--json")
+    first.join(timeout=60)
+    assert first.exitcode == 0
     assert (waited.code, waited.json["action"]) == (0, "up_to_date")
     here = cli(*words, "--force", "--threads", 1, "--json").json
     assert (here["action"], digests(here)) == ("replaced", digests(waited.json))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kills import run_to_files, start
 
 from bnncli.cli.commands import COMMANDS
+from bnncli.evaluation.mmd import permutation_p_value_of
 
 Cli = Any
 SCRIPT = Path(sys.executable).with_name("bnncli")
@@ -61,15 +64,35 @@ def broken_words_of(name: str, run: Path) -> list[object]:
     }.get(name, [name, missing])
 
 
+@pytest.fixture(autouse=True)
+def few_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What diagnose finds is not looked at here."""
+    monkeypatch.setitem(permutation_p_value_of.__kwdefaults__, "num_permutations", 99)
+
+
 PIPELINE = ("extract-features", "fit-laplace", "refine", "hmc", "predict")
 NAMES = [command.name for command in COMMANDS]
+
+
+@pytest.fixture(scope="module")
+def lbbnn(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The posterior of fit-lbbnn on finished_run, as words_of asks for it."""
+    from bnncli.cli.execute import run_command_line
+
+    run = tmp_path_factory.mktemp("lbbnn") / "small"
+    shutil.copytree(finished_run.with_name("small.bnn"), run.with_name("small.bnn"))
+    assert run_command_line([*map(str, words_of("fit-lbbnn", run)), "-q"], io.StringIO()) == 0
+    return run.with_name("small.bnn") / "posteriors" / "lbbnn.safetensors"
 
 
 @pytest.fixture
 def run(small_run: Path, request: pytest.FixtureRequest, cli: Cli) -> Path:
     torch.save({"w": torch.zeros(2)}, small_run.with_name("net.pt"))
-    if "name" in request.fixturenames and request.getfixturevalue("name") == "prune":
+    name = request.getfixturevalue("name") if "name" in request.fixturenames else None
+    if name == "prune":
         assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
+    if name == "fit-lbbnn":
+        shutil.copy(request.getfixturevalue("lbbnn"), small_run.with_name("small.bnn") / "posteriors")
     return small_run
 
 
@@ -166,17 +189,20 @@ def test_log_lines_can_be_json_and_go_to_a_file_as_well(cli: Cli, run: Path) -> 
     assert any("up to date" in entry["message"] for entry in entries)
 
 
-def test_nothing_that_user_code_prints_reaches_stdout(installed: Cli, tmp_path: Path) -> None:
+def test_nothing_that_user_code_prints_reaches_stdout(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NOISY)
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     torch.save(network.state_dict(), tmp_path / "net.pt")
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).random((9, 1, 2, 2), np.float32), y=np.arange(9) % 3)
     words = ["extract-features", "net.pt", "--model", "net.py:make", "--data", "train=npz:d.npz", "--json"]
-    done = installed(*words, cwd=tmp_path, env={**os.environ, "PYTHONWARNINGS": "always", "LC_ALL": "C"})
-    assert done.code == 0
-    assert [output["role"] for output in done.json["outputs"]] == ["features.train", "map"]
+    process = start(run_to_files, words, tmp_path)
+    process.join(timeout=60)
+    assert process.exitcode == 0
+    document = json.loads((tmp_path / "out").read_text())
+    assert [output["role"] for output in document["outputs"]] == ["features.train", "map"]
+    said = (tmp_path / "err").read_text()
     for text in ("a print at import", "a print of the factory", "a write of C code", "a warning of the factory"):
-        assert text in done.stderr
+        assert text in said
 
 
 @pytest.mark.parametrize("descriptor", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kills import run_python, start
 
 from bnncli import data
 from bnncli import options as o
@@ -157,6 +156,13 @@ def save_shards(folder: Path, state: dict[str, torch.Tensor], suffix: str) -> li
     return paths
 
 
+def run_hint(words: list[str]) -> None:
+    assert words[0] == "python"
+    process = start(run_python, words[1:])
+    process.join(timeout=60)
+    assert process.exitcode == 0
+
+
 STATE = {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.ones(2)}
 
 
@@ -169,7 +175,7 @@ def test_shards_are_called_so_and_the_hint_joins_them(cli: Cli, tmp_path: Path, 
         assert (done.code, done.json["error"]["code"]) == (code, "sharded")
         assert "2 shards" in done.json["error"]["message"]
     words = shlex.split(done.json["error"]["hint"].removeprefix("make one file of them: "))
-    subprocess.run([sys.executable, *words[1:]], check=True, timeout=120)
+    run_hint(words)
     joined = load_checkpoint(Path(words[3])).state
     assert joined.keys() == STATE.keys()
     assert all(torch.equal(joined[name], STATE[name]) for name in STATE)
@@ -193,7 +199,7 @@ def test_a_distributed_checkpoint_is_called_so_and_the_hint_converts_it(cli: Cli
             load_checkpoint(path)
         assert caught.value.hint == done.json["error"]["hint"]
     words = shlex.split(done.json["error"]["hint"].removeprefix("make one file of it: "))
-    subprocess.run([sys.executable, *words[1:]], check=True, timeout=120, capture_output=True)
+    run_hint(words)
     state = load_checkpoint(Path(words[-1])).state
     assert all(torch.equal(state[name], STATE[name]) for name in STATE)
 

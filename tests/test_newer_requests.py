@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from kills import run_killed_at, start
 
 from bnncli.digests import canonical_json
 from bnncli.storage.hdf5 import write_hdf5
@@ -21,7 +22,6 @@ from bnncli.storage.newer_request import leave_note, note_path, request_digest
 from bnncli.storage.provenance import Source, params_hash
 
 Cli = Any
-SCRIPT = Path(sys.executable).with_name("bnncli")
 
 
 def features(run: Path, split: str = "new") -> Path:
@@ -39,18 +39,34 @@ def extract(cli: Cli, run: Path, *words: object, spec: str = "batch.npz") -> Any
     return cli("extract-features", run, "--model", "flatten", "--data", new, *words, "--json")
 
 
-@pytest.fixture
-def run(cli: Cli, tmp_path: Path) -> Path:
-    """A run without a network, fitted and predicted, with a split `new` that is unlabelled."""
-    run, generator = tmp_path / "daily", np.random.default_rng(0)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without a network, fitted and predicted, with a split `new` that is unlabelled."""
+    from bnncli.cli.execute import run_command_line
+
+    folder = tmp_path_factory.mktemp("daily")
+    run, generator = folder / "daily", np.random.default_rng(0)
     labels = generator.integers(3, size=60)
     rows = (generator.normal(size=(60, 3)) + 2 * np.eye(3)[labels]).astype(np.float32)
-    np.savez(tmp_path / "train.npz", x=rows, y=labels)
-    batch(tmp_path)
-    assert extract(cli, run, "--data", f"train=npz:{tmp_path}/train.npz").code == 0
-    assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
-    assert cli("predict", run, "--table", tmp_path / "t.csv").code == 0
-    return run
+    np.savez(folder / "train.npz", x=rows, y=labels)
+    batch(folder)
+    data = [word for split in ("new=npz:batch", "train=npz:train") for word in ("--data", f"{split}.npz")]
+    with contextlib.chdir(folder):
+        for words in (
+            ["extract-features", run, "--model", "flatten", *data],
+            ["fit-laplace", run, "--prior-precision", 1],
+            ["predict", run, "--table", folder / "t.csv"],
+        ):
+            assert run_command_line([str(word) for word in words], io.StringIO()) == 0
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run that a test may change."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)  # the recorded command names its data from there
+    return tmp_path / "daily"
 
 
 @pytest.mark.parametrize("rows", [20, 31, 7])
@@ -181,16 +197,10 @@ def test_a_split_behind_one_that_fails_is_noted_too(cli: Cli, run: Path) -> None
 
 def test_a_killed_extraction_leaves_the_note(cli: Cli, run: Path) -> None:
     batch(run.parent, rows=25, seed=2)
-    code = (
-        "import os, signal, sys\n"
-        "import bnncli.stages.extract_features as stage\n"
-        "from bnncli.__main__ import main\n"
-        "stage.write_features = lambda *words, **names: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sys.exit(main())\n"
-    )
     words = ["extract-features", run, "--model", "flatten", "--data", f"new=npz:{run.with_name('batch.npz')}"]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, timeout=60)
-    assert done.returncode == -signal.SIGKILL
+    process = start(run_killed_at, [str(word) for word in words], "bnncli.stages.extract_features", "write_features")
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGKILL
     killed = cli("predict", run, "--json")
     assert (killed.code, killed.json["error"]["code"]) == (65, "stale_input")
     assert extract(cli, run).json["action"] == "replaced"
