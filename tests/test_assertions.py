@@ -315,7 +315,9 @@ def test_a_dry_run_checks_names_and_holds_nothing(cli: Cli, small_run: Path) -> 
     assert cli("evaluate", small_run, "--dry-run", "--assert", "nobody.nll<0").code == 66
 
 
-def test_a_stale_posterior_is_not_passed_over_by_an_assertion(cli: Cli, small_run: Path) -> None:
+def test_a_stale_posterior_is_not_passed_over_by_an_assertion(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import numpy as np
 
     arrays = dict(np.load(small_run.with_name("features.npz")))
@@ -324,7 +326,8 @@ def test_a_stale_posterior_is_not_passed_over_by_an_assertion(cli: Cli, small_ru
     words = ("--from-npz", small_run.with_name("other.npz"), "--ood", "far", "--force")
     assert cli("extract-features", small_run, *words).code == 0
     assert cli("predict", small_run).code == 0
-    assert cli("evaluate", small_run).code == 0
+    assert cli("evaluate", small_run, "--bootstrap", 20, "--force").code == 0
+    monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
     done = cli("evaluate", small_run, "--assert", "nll<100")
     assert done.code == 3
     assert "nll of laplace.mc is not known (" in done.stderr
@@ -347,6 +350,7 @@ def test_ends_of_intervals_and_excess_are_asserted_from_the_command_line(cli: Cl
     words = ("--assert", "map.ece-low<=0.5", "--assert", "map.ece-excess:class-wise<=0.5", "--assert", "map.mce-high>0")
     assert cli("evaluate", small_run, *words).code == 0
     assert cli("evaluate", small_run, "--assert", "map.ece-excess>1").code == 3
-    refused = cli("evaluate", small_run, "--bootstrap", 0, "--force", "--assert", "ece-low<1")
+    none = ("--bootstrap", 0, "--force", "--posterior", "map", "--assert")
+    refused = cli("evaluate", small_run, *none, "ece-low<1")
     assert (refused.code, "--assert: there are no intervals with --bootstrap 0" in refused.stderr) == (2, True)
-    assert cli("evaluate", small_run, "--bootstrap", 0, "--force", "--assert", "ece-floor<1").code == 0
+    assert cli("evaluate", small_run, *none, "ece-floor<1").code == 0

@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 
 from bnncli import registry
+from bnncli.evaluation import calibrated
 
 Cli = Any
 Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture
+def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How sure a score is, is not looked at here."""
+    monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
+    monkeypatch.setattr(calibrated, "NUM_DRAWS", 200)
 
 
 def good_arrays() -> Arrays:
@@ -95,6 +103,7 @@ def one_example(arrays: Arrays) -> Arrays:
     }
 
 
+@pytest.mark.usefixtures("few_replicates")
 @pytest.mark.parametrize("structure", registry.names("covariances"))
 @pytest.mark.parametrize(
     "arrays",

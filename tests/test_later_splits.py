@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from bnncli.evaluation import calibrated
 from bnncli.storage.predictions import read_predictions
 
 Cli = Any
@@ -22,6 +23,13 @@ import torch
 def make():
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 4), torch.nn.Linear(4, 3))
 """
+
+
+@pytest.fixture(autouse=True)
+def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How sure a score is, is not looked at here."""
+    monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
+    monkeypatch.setattr(calibrated, "NUM_DRAWS", 200)
 
 
 def draw_images(folder: Path, count: int, seed: int) -> None:

@@ -10,32 +10,32 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WARNS = """
-import sys, warnings
+import warnings
 
-def test_it():
-    warnings.warn_explicit("text", {category}, "file", 1, module="{module}")
+def test_{number}():
+    warnings.warn_explicit("text {number}", {category}, "file", 1, module="{module}")
 """
+CASES = [
+    ("bnncli.latent.fit", "RuntimeWarning", True),
+    ("bnncli", "ResourceWarning", True),
+    ("bnncli.latent.fit", "FutureWarning", False),
+    ("bnncli.latent.fit", "UserWarning", False),
+    ("torch._dynamo.guards", "RuntimeWarning", False),
+    ("bnnclient", "RuntimeWarning", False),
+    ("test_x", "DeprecationWarning", False),
+]
 
 
-@pytest.mark.parametrize(
-    ("module", "category", "is_error"),
-    [
-        ("bnncli.latent.fit", "RuntimeWarning", True),
-        ("bnncli", "ResourceWarning", True),
-        ("bnncli.latent.fit", "FutureWarning", False),
-        ("bnncli.latent.fit", "UserWarning", False),
-        ("torch._dynamo.guards", "RuntimeWarning", False),
-        ("bnnclient", "RuntimeWarning", False),
-        ("test_x", "DeprecationWarning", False),
-    ],
-)
-def test_only_faults_in_our_own_code_make_a_warning_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, category: str, is_error: bool
-) -> None:
+def test_only_faults_in_our_own_code_make_a_warning_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     test = tmp_path / "test_x.py"
-    test.write_text(WARNS.format(module=module, category=category))
-    words = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, test]
+    cases = list(enumerate(CASES))
+    test.write_text("".join(WARNS.format(number=n, module=one[0], category=one[1]) for n, one in cases))
+    words = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, test, "-rA"]
     done = subprocess.run([*words, "-p", "no:cacheprovider"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == is_error, done.stdout
-    assert "1 failed" in done.stdout if is_error else "1 passed, 1 warning" in done.stdout
+    lines = done.stdout.splitlines()
+    for number, (_, category, is_error) in cases:
+        passed = f"PASSED test_x.py::test_{number}" in lines
+        warned = f"  file:1: {category}: text {number}" in lines
+        assert (passed, warned) == (not is_error, not is_error), done.stdout
+    assert "2 failed, 5 passed, 5 warnings" in lines[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import shutil
 from pathlib import Path
@@ -37,19 +38,29 @@ def draw(folder: Path, names: list[str]) -> None:
         Image.fromarray(pixels).save(folder / name, format="png")
 
 
-@pytest.fixture
-def run(cli: Cli, tmp_path: Path) -> Path:
-    """A run without a network on images: class folders for train, a flat folder with odd names for new."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without a network on images: class folders for train, a flat folder with odd names for new."""
+    from bnncli.cli.execute import run_command_line
+
+    tmp_path = tmp_path_factory.mktemp("names")
     for name in ("cat", "dog; big", "owl"):
         draw(tmp_path / "train" / name, [f"{number}.png" for number in range(4)])
     draw(tmp_path / "new", ODD)
     np.savez(tmp_path / "rows.npz", x=np.random.default_rng(0).random((6, 9), dtype=np.float32))
     specs = {"train": f"images:{tmp_path}/train", "new": f"images:{tmp_path}/new", "rows": f"npz:{tmp_path}/rows.npz"}
     words = [word for split, spec in specs.items() for word in ("--data", f"{split}={spec}")]
-    assert (
-        cli("extract-features", tmp_path / "run", "--model", "flatten", *words, "--hold-out", "val=train:3").code == 0
-    )
-    assert cli("fit-laplace", tmp_path / "run", "--prior-precision", 1).code == 0
+    run = str(tmp_path / "run")
+    first = ["extract-features", run, "--model", "flatten", *words, "--hold-out", "val=train:3"]
+    for argv in (first, ["fit-laplace", run, "--prior-precision", "1"]):
+        assert run_command_line(argv, io.StringIO()) == 0
+    return tmp_path
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may change."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 

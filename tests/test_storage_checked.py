@@ -59,7 +59,9 @@ def look(path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("words", [("evaluate",), ("evaluate", "--force"), ("compare",), ("status",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("evaluate",), ("evaluate", "--force", "--bootstrap=0"), ("compare",), ("status",)], ids=" ".join
+)
 def test_a_command_checks_each_file_once(
     cli: Cli, small_run: Path, checks: Counter[str], words: tuple[str, ...]
 ) -> None:
