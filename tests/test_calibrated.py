@@ -102,7 +102,7 @@ def test_the_test_of_calibration_rejects_as_often_as_it_says(classes: int, monke
 
 
 QUICK = {"classes": 4}
-CASES = [{}, {"temperature": 1.15}, {"temperature": 0.5}, {"shift": 1.0}]
+CASES = [{}, {"temperature": 1.15}, {"temperature": 0.5}, {"temperature": 2.0}, {"shift": 1.0}]
 
 
 @pytest.mark.parametrize("choices", CASES, ids=str)
