@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from bnncli.errors import OutputExists, WriteError
+from bnncli.storage import atomic
 from bnncli.storage.atomic import (
     check_free_space,
     check_writable,
@@ -154,6 +155,24 @@ def test_a_read_only_file_system_is_refused_before_the_work(small_disk: Path) ->
 def test_a_file_in_the_place_of_the_folder_is_refused(old: Path) -> None:
     with pytest.raises(OutputExists, match="is not a folder"):
         check_writable(old / "run.bnn")
+
+
+def test_a_folder_that_cannot_be_synced_is_an_error_that_says_the_file_is_there(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = atomic.sync
+
+    def fail(path: Path) -> None:
+        if path.is_dir():
+            raise OSError(errno.EIO, "x")
+        plain(path)
+
+    monkeypatch.setattr(atomic, "sync", fail)
+    with pytest.raises(WriteError, match="is written and in place, but its folder could not be synced") as caught:
+        publish_bytes(old, NEW, may_replace=True)
+    assert "nothing was changed" not in caught.value.message
+    assert old.read_bytes() == NEW
+    assert sorted(old.parent.iterdir()) == [old]
 
 
 @pytest.mark.parametrize(

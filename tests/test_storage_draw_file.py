@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bnncli.digests import tensor_digest
-from bnncli.errors import DataError, WriteError
+from bnncli.errors import DataError, OutputExists, WriteError
 from bnncli.storage import draw_file
 from bnncli.storage.draw_file import DrawFile
 
@@ -89,6 +89,21 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     store = open_file(tmp_path, buffer_bytes=1)
     with pytest.raises(WriteError, match="No space left on device"):
         store.append(records(1)[0])
+    store.remove()
+
+
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(bytes(1000))
+    store = open_file(tmp_path)
+    store.path.symlink_to(victim)
+    with pytest.raises(OutputExists, match="is a symbolic link"):
+        store.continue_from(2)
+    store.append(records(1)[0])
+    store.flush()
+    assert victim.read_bytes() == bytes(1000)
+    assert not store.path.is_symlink()
+    assert torch.equal(store.draws()[:, 0], records(1)[0])
     store.remove()
 
 

@@ -107,3 +107,18 @@ def test_a_lock_file_that_others_of_the_group_may_use_follows_the_umask(tmp_path
     finally:
         os.umask(before)
     assert (tmp_path / "locks" / "x").stat().st_mode & 0o777 == 0o664
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_planted_link_is_not_followed(tmp_path: Path, is_there: bool) -> None:
+    victim, lock = tmp_path / "victim", tmp_path / "x"
+    if is_there:
+        victim.write_text("precious")
+    lock.symlink_to(victim)
+    with (
+        pytest.raises(OutputExists, match="x is a symbolic link, which is not followed") as caught,
+        artifact_lock(lock, wait=0, poll=nothing),
+    ):
+        pass
+    assert caught.value.hint == "remove it"
+    assert (victim.read_text() if is_there else victim.exists()) == ("precious" if is_there else False)

@@ -33,6 +33,10 @@ def write_error(error: OSError, path: Path) -> BnnError:
         return OutputExists(
             message, hint="choose another place with --run-dir or --out", code="not_writable", path=path
         )
+    if error.errno == errno.ELOOP:
+        return OutputExists(
+            f"{path} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
+        )
     hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
     return WriteError(f"writing {path} failed: {reason}; nothing was changed", hint=hint, path=path)
 
@@ -48,7 +52,8 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
 
     Raises:
         OutputExists: the folder cannot be written, or the target appeared and may not be replaced.
-        WriteError: disk full, quota, input/output error. The old file is untouched.
+        WriteError: disk full, quota, input/output error: the old file is untouched; or only the folder could not be
+            synced: the new file is in place, and the message says so.
     """
     stem = os.fsdecode(os.fsencode(target.name)[:150])
     temporary = target.with_name(f".{stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -64,7 +69,6 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
             os.replace(temporary, target)
         else:
             _link(temporary, target)
-        sync(target.parent)
     except FileExistsError:
         raise OutputExists(
             f"{target} was written by somebody else meanwhile", hint="run the command again", path=target
@@ -74,6 +78,21 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+    _sync_name(target)
+
+
+def _sync_name(target: Path) -> None:
+    """Wait until the name of a file that was renamed into place is on the disk itself. Raises WriteError when it is not."""
+    try:
+        sync(target.parent)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise WriteError(
+            f"{target} is written and in place, but its folder could not be synced: {reason}; "
+            "the file may be gone after a power failure",
+            hint="check the file system, and run the command again with --force",
+            path=target,
+        ) from None
 
 
 def publish_bytes(target: Path, content: bytes, *, may_replace: bool, poll: bool = True) -> None:

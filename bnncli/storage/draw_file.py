@@ -5,6 +5,7 @@ A draw is on disk before the resume state that counts it. Nothing is read back b
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,7 +47,7 @@ class DrawFile:
         if num_draws == 0:
             return
         try:
-            stream = open(self.path, "r+b")  # noqa: SIM115 - closed by close
+            stream = self._open(os.O_RDWR)
         except FileNotFoundError:
             raise unusable(self._state, f"its draws ({self.path.name}) are gone") from None
         except OSError as error:
@@ -56,6 +57,10 @@ class DrawFile:
             raise unusable(self._state, f"its draws ({self.path.name}) are truncated")
         stream.truncate(num_draws * self._record)
         stream.seek(0, 2)
+
+    def _open(self, flags: int) -> BinaryIO:
+        """The file itself, never what a link in its place points to."""
+        return os.fdopen(os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
 
     def append(self, theta: Tensor) -> None:
         """Keep one draw (C, P) of every chain."""
@@ -73,7 +78,8 @@ class DrawFile:
             if self._stream is None:
                 remove_state(self._state)  # of an earlier run, whose draws this file takes the place of
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._stream = open(self.path, "w+b")  # noqa: SIM115 - closed by close
+                self.path.unlink(missing_ok=True)
+                self._stream = self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
             if self._buffer:
                 records = torch.stack(self._buffer).to("cpu", torch.float32).contiguous().numpy()
                 self._stream.write(records.astype("<f4", copy=False).data)

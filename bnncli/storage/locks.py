@@ -38,7 +38,7 @@ def artifact_lock(path: Path, *, wait: float, poll: Callable[[], None]) -> Itera
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise write_error(error, path) from None
     try:
