@@ -136,13 +136,17 @@ def test_a_state_of_another_whitening_is_refused(
     assert (done.code, "it was saved with another whitening" in done.stderr) == (65, True)
 
 
-@pytest.mark.parametrize("damage", ["state", "draws", "no draws"])
+@pytest.mark.parametrize("damage", ["state", "draws", "one bit", "no draws"])
 def test_a_damaged_state_is_refused(cli: Cli, small_run: Path, stop_after: Any, damage: str) -> None:
     stop_after(20)
     assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
     path = posteriors(small_run) / (".cut.resume.safetensors" if damage == "state" else ".cut.resume.draws")
     if damage == "no draws":
         path.unlink()
+    elif damage == "one bit":
+        content = bytearray(path.read_bytes())
+        content[17] ^= 4
+        path.write_bytes(content)
     else:
         path.write_bytes(path.read_bytes()[:-10])
     done = cli("hmc", small_run, *SMALL, "--name", "cut", "--resume")

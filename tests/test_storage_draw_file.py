@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ def records(count: int) -> list[torch.Tensor]:
 
 def open_file(folder: Path, **options: Any) -> DrawFile:
     return DrawFile(folder / "hmc.nc", num_chains=3, num_params=5, **options)
+
+
+def digest_of(draws: list[torch.Tensor]) -> bytes:
+    return hashlib.sha256(torch.stack(draws).numpy().tobytes()).digest()
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 130, 1 << 20])
@@ -61,7 +66,7 @@ def test_what_came_after_the_state_is_dropped(tmp_path: Path) -> None:
         first.append(record)
     first.flush()
     second = open_file(tmp_path)
-    second.continue_from(3)
+    second.continue_from(3, digest_of(expected[:3]))
     for record in expected[4:]:
         second.append(record)
     assert torch.equal(second.draws(), torch.stack([*expected[:3], *expected[4:]], dim=1))
@@ -72,12 +77,35 @@ def test_what_came_after_the_state_is_dropped(tmp_path: Path) -> None:
 def test_a_file_shorter_than_its_state_is_refused(tmp_path: Path) -> None:
     first, second = open_file(tmp_path), open_file(tmp_path)
     with pytest.raises(DataError, match="are gone"):
-        second.continue_from(1)
+        second.continue_from(1, b"")
     first.append(records(1)[0])
     first.flush()
     with pytest.raises(DataError, match="are truncated"):
-        second.continue_from(2)
+        second.continue_from(2, b"")
     first.remove()
+    second.remove()
+
+
+def test_draws_that_were_changed_are_refused_and_the_digest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_file, "BUFFER_BYTES", 70)  # read again in several pieces
+    first, expected = open_file(tmp_path), records(5)
+    for record in expected[:4]:
+        first.append(record)
+    first.flush()
+    assert first.digest == digest_of(expected[:4])
+    second = open_file(tmp_path)
+    second.continue_from(3, digest_of(expected[:3]))
+    second.append(expected[4])
+    second.flush()
+    assert second.digest == digest_of([*expected[:3], expected[4]])
+    content = bytearray(second.path.read_bytes())
+    content[100] ^= 1
+    second.path.write_bytes(content)
+    with pytest.raises(DataError, match="are damaged"):
+        open_file(tmp_path).continue_from(4, second.digest)
+    first.close()
     second.remove()
 
 
@@ -98,7 +126,7 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     store = open_file(tmp_path)
     store.path.symlink_to(victim)
     with pytest.raises(OutputExists, match="is a symbolic link"):
-        store.continue_from(2)
+        store.continue_from(2, b"")
     store.append(records(1)[0])
     store.flush()
     assert victim.read_bytes() == bytes(1000)

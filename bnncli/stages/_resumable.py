@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from bnncli.errors import Interrupted
@@ -15,6 +16,9 @@ from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.resume import SaveClock, identity_of, read_state, remove_state, state_path, write_state
 
 State = Mapping[str, Tensor]
+
+
+_DIGEST = "draws_digest"  # of the draws in the file beside the state
 
 
 class Resumable:
@@ -103,7 +107,8 @@ class ResumableDraws:
         """The state to continue from, the store cut to its draws; None to start afresh."""
         state = self._resumable.restore(lambda state: f" after {int(state['num_done'])} transitions")
         if state is not None:
-            self._store.continue_from(len(state["num_steps"]))
+            digest = bytes(state.pop(_DIGEST, torch.empty(0, dtype=torch.uint8)).tolist())
+            self._store.continue_from(len(state["num_steps"]), digest)
         return state
 
     def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
@@ -111,7 +116,7 @@ class ResumableDraws:
 
         def state() -> State:
             self._store.flush()
-            return tensors()
+            return {**tensors(), _DIGEST: torch.frombuffer(bytearray(self._store.digest), dtype=torch.uint8)}
 
         self._resumable.offer(state, is_last=is_last)
 

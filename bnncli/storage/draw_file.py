@@ -5,6 +5,7 @@ A draw is on disk before the resume state that counts it. Nothing is read back b
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -37,12 +38,17 @@ class DrawFile:
         self._buffer: list[Tensor] = []
         self._stream: BinaryIO | None = None
         self._written = 0
+        self._hash = hashlib.sha256()
 
-    def continue_from(self, num_draws: int) -> None:
+    def continue_from(self, num_draws: int, digest: bytes) -> None:
         """Go on after that many draws of the file that is there; what was written later is dropped.
 
+        Args:
+            num_draws: that the state counts.
+            digest: of these draws, as `digest` said when the state was saved.
+
         Raises:
-            DataError: the file is gone, or shorter.
+            DataError: the file is gone, shorter, or its draws are others.
         """
         if num_draws == 0:
             return
@@ -55,8 +61,18 @@ class DrawFile:
         self._stream, self._written = stream, num_draws
         if stream.seek(0, 2) < num_draws * self._record:
             raise unusable(self._state, f"its draws ({self.path.name}) are truncated")
+        stream.seek(0)
+        for first in range(0, num_draws * self._record, BUFFER_BYTES):
+            self._hash.update(stream.read(min(BUFFER_BYTES, num_draws * self._record - first)))
+        if self.digest != digest:
+            raise unusable(self._state, f"its draws ({self.path.name}) are damaged")
         stream.truncate(num_draws * self._record)
         stream.seek(0, 2)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the draws on disk."""
+        return self._hash.digest()
 
     def _open(self, flags: int) -> BinaryIO:
         """The file itself, never what a link in its place points to."""
@@ -82,7 +98,9 @@ class DrawFile:
                 self._stream = self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
             if self._buffer:
                 records = torch.stack(self._buffer).to("cpu", torch.float32).contiguous().numpy()
-                self._stream.write(records.astype("<f4", copy=False).data)
+                content = records.astype("<f4", copy=False).data
+                self._stream.write(content)
+                self._hash.update(content)
                 self._written += len(self._buffer)
                 self._buffer.clear()
             self._stream.flush()
