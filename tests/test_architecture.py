@@ -96,6 +96,17 @@ def test_nothing_imports_click() -> None:
     assert all("click" not in external(path) for path in MODULES)
 
 
+def test_no_module_imports_what_is_slow_to_import() -> None:
+    """scipy.stats takes more than a second: scipy.special has its distributions, and a function may import it."""
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "scipy":
+                names = {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+                assert not any(str(name).startswith("scipy.stats") for name in names), path
+            if isinstance(node, ast.Import):
+                assert not any(name.name.startswith("scipy.stats") for name in node.names), path
+
+
 @pytest.mark.parametrize("words", [["--help"], ["refine", "--help"], ["--version"]], ids=" ".join)
 def test_help_imports_no_heavy_library(words: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "bnncli", *words]

@@ -402,7 +402,9 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path, message: str) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused(tmp_path: Path) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
-    with pytest.raises(DataError, match="'w' is a sparse, nested, quantized or empty tensor, expected a plain one"):
+    # Files of torch 2.15 and newer name a function that would have to be called.
+    refusals = r"'w' is a sparse, nested, quantized or empty tensor, expected a plain one|_rebuild_nested_tensor"
+    with pytest.raises((DataError, Untrusted), match=refusals):
         load_checkpoint(save(tmp_path / "a.pt", {"w": nested}))
 
 

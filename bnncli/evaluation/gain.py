@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from scipy import stats
+from scipy.special import ndtr, stdtrit  # scipy.stats takes a second to import
 
 ERROR_RATE = 0.01
 LOOKS = 5
@@ -29,7 +29,7 @@ def reach(num_draws: int) -> float:
     Args:
         num_draws: that the standard error comes from, at least 2.
     """
-    return float(stats.t.isf(stats.norm.sf(NUM_STANDARD_ERRORS), num_draws - 1))
+    return float(-stdtrit(num_draws - 1, ndtr(-NUM_STANDARD_ERRORS)))
 
 
 def judge_gain(gain: float, standard_error: float, num_draws: int, *, is_last: bool) -> str | None:
