@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 import zipfile
 from pathlib import Path
 
@@ -64,3 +66,16 @@ def test_a_damaged_header_in_an_npz_file_is_called_damaged(cli: Cli, tmp_path: P
     done = cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz")
     assert done.code == 65
     assert "array 'features_train' is truncated or damaged" in done.stderr
+
+
+def test_a_configuration_without_end_is_refused_and_a_pipe_is_read(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    done = cli("fit-laplace", small_run, "--config", "/dev/zero")
+    assert done.code == 78
+    assert "expected at most" in done.stderr
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("[fit-laplace]\nprior-precision = 3\n",))
+    writer.start()
+    done = cli("fit-laplace", small_run, "--config", pipe, "--name", "piped", "--json")
+    writer.join()
+    assert done.json["metrics"]["prior_precision"] == 3

@@ -69,11 +69,12 @@ def read_config(path: Path | None) -> dict[str, dict[str, Any]]:
     if path is None:
         return {}
     try:
-        raw = path.read_bytes()
+        with open(path, "rb") as stream:  # a pipe of the shell too, but never without end
+            raw = stream.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise MissingInput(f"cannot read the configuration file {path}: {error.strerror}", path=path) from None
     if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes; got {len(raw)}", path=path)
+        raise ConfigError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes; got more", path=path)
     try:
         tables = tomllib.loads(raw.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
