@@ -62,6 +62,7 @@ def _entry(run: Run, path: Path, followed: Followed) -> dict[str, Any]:
         "content_digest": None,
         "remake": None,
     }
+    run.console.poll(f"status of {entry['name']}")
     try:
         header = read_header(path)
     except BnnError as error:
@@ -81,6 +82,7 @@ def _expected(run: Run, paths: list[Path]) -> list[Path]:
     """What every run has and this one lacks: the training features, or inputs that its artifacts name."""
     named = [run.folder.features("train")]
     for path in paths:
+        run.console.poll(f"inputs of {path.name}")
         try:
             header = read_header(path)
         except BnnError:
