@@ -103,7 +103,7 @@ def diagnose_weights(log_weights: Tensor) -> ImportanceDiagnostics:
         few = f"needs at least {MIN_TAIL_DRAWS} draws, got {size}"
         return ImportanceDiagnostics(*known, None, threshold, None, None, few, few)
     smoothed, pareto_k = pareto_smooth(values)
-    if not bool(torch.isfinite(smoothed).all()):
+    if not (math.isfinite(pareto_k) and bool(torch.isfinite(smoothed).all())):  # either, by arviz-stats's release
         reason = "a few draws outweigh all others beyond the range of float64, so the tail has no fit"
         return ImportanceDiagnostics(*known, None, threshold, None, None, reason, reason)
     if not pareto_k <= threshold:
