@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,6 +124,12 @@ STEPS: tuple[tuple[object, ...], ...] = (
     ("predict",),
     ("evaluate",),
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hangups_end_what_runs() -> None:
+    """A suite under nohup, as a CI machine may run it, ignores them, and its children with it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
