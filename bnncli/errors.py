@@ -6,6 +6,7 @@ the text of a message may change, the code does not. 65 to 78 are the values of 
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class MissingInput(BnnError):
 
 
 class DeviceError(BnnError):
-    """The device asked for is absent, or its memory is too small."""
+    """The device asked for is absent, or the machine lacks what the command takes: memory, open files."""
 
     exit = Exit.DEVICE
     default_code = "device"
@@ -117,6 +118,13 @@ class WriteError(BnnError):
 
     exit = Exit.IO
     default_code = "write_failed"
+
+
+class ReadError(BnnError):
+    """Reading failed: an input/output error of the disk or the network, which says nothing about the file's content."""
+
+    exit = Exit.IO
+    default_code = "read_failed"
 
 
 class Locked(BnnError):
@@ -148,3 +156,20 @@ class Interrupted(BnnError):
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.exit = 128 + signum
+
+
+def resource_error(error: OSError, where: str = "") -> DeviceError | None:
+    """The error for a machine that lacks memory or open files; None for every other error of the operating system."""
+    place = f"{where}: " if where else ""
+    if error.errno == errno.ENOMEM:
+        hint = "free memory, or use fewer rows, draws or chains"
+        return DeviceError(f"{place}out of memory", code="out_of_memory", hint=hint)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "allow more with ulimit -n, or end other programs"
+        return DeviceError(f"{place}too many files are open", code="too_many_files", hint=hint)
+    return None
+
+
+def is_short_of_memory(error: BaseException) -> bool:
+    """Whether an allocation in the machine's own memory failed, as Python, NumPy or torch say it."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

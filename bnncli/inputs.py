@@ -1,7 +1,12 @@
-"""Input files, opened so that a folder, a pipe or a device in their place is an error and not an endless wait."""
+"""Input files: opened so that a folder, a pipe or a device in their place is an error and not an endless wait.
+
+What an error of the operating system means for a reader is decided here: the file cannot be had (66), the machine lacks
+memory or open files (69), or the disk failed (74). None of them says that the content is bad.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -9,8 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from bnncli.errors import MissingInput
+from bnncli.errors import BnnError, MissingInput, ReadError, resource_error
 from bnncli.names import quoted
+
+_CANNOT_BE_HAD = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
+    errno.ENODEV,
+}  # fmt: skip
+_OF_ODD_CONTENT = {0, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG}  # a place in the file that cannot be
 
 
 @contextmanager
@@ -19,17 +30,52 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
 
     Raises:
         MissingInput: there is no such file, it cannot be read, or it is a folder, pipe, socket or device.
+        DeviceError, ReadError: as read_error says, here and for what is read inside the block.
     """
     shown = quoted(path, limit=300)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        what = "no file" if isinstance(error, FileNotFoundError) else f"cannot read ({error.strerror})"
-        raise MissingInput(f"{what} {shown}", path=path) from error
+        raise read_error(error, path) from error
+    except ValueError:  # NUL in it
+        raise MissingInput(f"no file {shown}", path=path) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
         raise MissingInput(f"{shown} is {kind}, expected a file", code="not_a_file", path=path)
-    with open(descriptor, "rb") as stream:
+    with open(descriptor, "rb") as stream, reading(path):
         yield stream
+
+
+def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
+    """The error a user sees for a file that could not be read: of the machine, of the place, or of the disk.
+
+    Args:
+        what: what is read, to stand before the path; ends with a space.
+    """
+    shown = f"{what}{quoted(path, limit=300)}"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if (resource := resource_error(error, shown)) is not None:
+        return resource
+    if isinstance(error, FileNotFoundError):
+        return MissingInput(f"no file {shown}", path=path)
+    if error.errno in _CANNOT_BE_HAD:
+        return MissingInput(f"cannot read {shown}: {reason}", path=path)
+    return ReadError(
+        f"reading {shown} failed: {reason}", hint="check the disk or the network, and try again", path=path
+    )
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an exception that came while content was parsed is the system's, and says nothing about the content."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_ODD_CONTENT
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors of the operating system inside the block are those of reading `path`: raised as read_error says."""
+    try:
+        yield
+    except OSError as error:
+        raise read_error(error, path) from error

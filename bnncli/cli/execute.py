@@ -19,7 +19,17 @@ from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.settings import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
-from bnncli.errors import BnnError, DeviceError, Exit, MissingInput, OutputExists, UsageError, WriteError
+from bnncli.errors import (
+    BnnError,
+    DeviceError,
+    Exit,
+    MissingInput,
+    OutputExists,
+    UsageError,
+    WriteError,
+    is_short_of_memory,
+    resource_error,
+)
 from bnncli.option import flag_of
 from bnncli.options import (
     CommonOptions,
@@ -273,7 +283,7 @@ def _as_bnn_error(error: Exception) -> BnnError | None:
             f"the device failed: {' '.join(str(error).split())[:200]}",
             hint="use a smaller --batch-size, or --device cpu",
         )
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+    if is_short_of_memory(error):
         return DeviceError(
             "out of memory", hint="use fewer rows, draws or chains, or a smaller --structure", code="out_of_memory"
         )
@@ -281,14 +291,17 @@ def _as_bnn_error(error: Exception) -> BnnError | None:
 
 
 def _from_os_error(error: OSError) -> BnnError:
-    name = error.filename if error.filename is not None else "a file"
+    """What an error of the operating system that nobody expected means; those of files that are read are known before."""
+    name = str(error.filename) if error.filename is not None else "a file"
+    if (resource := resource_error(error, name)) is not None:
+        return resource
     reason = os.strerror(error.errno) if error.errno else str(error)
     message = f"{name}: {reason}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
-        return WriteError(message)
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
         return OutputExists(message, code="not_writable")
-    return MissingInput(message)
+    if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+        return MissingInput(message)
+    return WriteError(message)
 
 
 def _value_of(argv: list[str], flag: str) -> str | None:

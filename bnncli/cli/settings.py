@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.cli.commands import COMMANDS, Command
-from bnncli.errors import ConfigError, MissingInput, UsageError
+from bnncli.errors import ConfigError, UsageError
+from bnncli.inputs import read_error
 from bnncli.option import check_value, flag_of
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -72,7 +73,7 @@ def read_config(path: Path | None) -> dict[str, dict[str, Any]]:
         with open(path, "rb") as stream:  # a pipe of the shell too, but never without end
             raw = stream.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
-        raise MissingInput(f"cannot read the configuration file {path}: {error.strerror}", path=path) from None
+        raise read_error(error, path, what="the configuration file ") from None
     if len(raw) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes; got more", path=path)
     try:

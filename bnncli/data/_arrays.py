@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from bnncli.data._labels import check_labels
-from bnncli.errors import DataError, Untrusted
-from bnncli.inputs import open_regular
+from bnncli.devices import available_memory
+from bnncli.errors import DataError, DeviceError, Untrusted
+from bnncli.inputs import is_failure, open_regular
 from bnncli.names import listed, quoted
 from bnncli.progress import Progress
 
@@ -25,7 +26,7 @@ _MAX_RATIO = 1032
 _SLACK = 4096
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError,
-    ValueError, EOFError, KeyError, NotImplementedError, OSError, MemoryError,
+    ValueError, EOFError, KeyError, NotImplementedError, OSError, RuntimeError,
 )  # fmt: skip
 
 
@@ -92,6 +93,8 @@ def npz_names(path: Path) -> list[str]:
             with zipfile.ZipFile(stream) as archive:
                 names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
         except _DAMAGE as error:
+            if is_failure(error):
+                raise
             raise DataError(f"{quoted(path, limit=300)} is not an npz file ({error})", path=path) from error
     return names
 
@@ -116,9 +119,26 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
             try:
                 arrays[name] = _read_member(archive, f"{name}.npy", path)
             except _DAMAGE as error:
+                if is_failure(error):
+                    raise
                 where = f"{quoted(path, limit=300)}: array {quoted(name)}"
                 raise DataError(f"{where} is truncated or damaged ({error})", path=path) from error
     return arrays
+
+
+def can_hold(compressed: int, size: int) -> bool:
+    """Whether so many bytes of Deflate can be made into `size` bytes; where they cannot, the size is a lie."""
+    return size <= _MAX_RATIO * compressed + _SLACK
+
+
+def check_memory(size: int, what: str) -> None:
+    """Raise DeviceError, before anything is allocated, when `size` bytes do not fit into the memory that is free."""
+    free = available_memory(torch.device("cpu"))
+    if size > free:
+        raise DeviceError(
+            f"{what} has {size >> 20} MiB, and {free >> 20} MiB of memory are free", code="out_of_memory",
+            hint="free memory, or save fewer rows",
+        )  # fmt: skip
 
 
 def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
@@ -136,8 +156,9 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
         )  # fmt: skip
     if start + math.prod(shape) * dtype.itemsize != info.file_size:
         raise ValueError(f"shape {shape} does not fit {info.file_size} bytes")
-    if info.file_size > _MAX_RATIO * info.compress_size + _SLACK:
+    if not can_hold(info.compress_size, info.file_size):
         raise ValueError(f"{info.compress_size} bytes cannot hold the {info.file_size} they claim")
+    check_memory(info.file_size, f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))}")
     with archive.open(name) as member:
         array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
     return array

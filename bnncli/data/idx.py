@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import IO, cast
 
 import numpy as np
 
-from bnncli.data._arrays import ArraySource, array_source
+from bnncli.data._arrays import ArraySource, array_source, can_hold, check_memory
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError
-from bnncli.inputs import open_regular
+from bnncli.inputs import is_failure, open_regular
 from bnncli.names import quoted
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_MOST_AXES = 8
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -45,21 +47,30 @@ def read_idx(path: Path) -> np.ndarray:
     with open_regular(path) as stream:
         is_zipped = stream.read(2) == _GZIP_MAGIC
         stream.seek(0)
+        size = os.fstat(stream.fileno()).st_size
         plain = cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if is_zipped else stream
         try:
-            return _parse(plain)
+            return _parse(plain, size, is_zipped=is_zipped)
         except (ValueError, EOFError, OSError, zlib.error, struct.error) as error:
+            if is_failure(error):
+                raise
             raise DataError(f"{quoted(path, limit=300)} is not a whole idx file: {error}", path=path) from error
 
 
-def _parse(stream: IO[bytes]) -> np.ndarray:
+def _parse(stream: IO[bytes], size: int, *, is_zipped: bool) -> np.ndarray:
+    """The array of an open file of `size` bytes; nothing is read that the header does not ask for."""
     zeros, code, num_axes = struct.unpack(">HBB", stream.read(4))
     if zeros != 0 or code not in _TYPES or num_axes == 0:
         raise ValueError("it does not begin with the idx magic number")
+    if num_axes > _MOST_AXES:
+        raise ValueError(f"it claims {num_axes} axes, expected at most {_MOST_AXES}")
     shape = struct.unpack(f">{num_axes}I", stream.read(4 * num_axes))
     dtype = np.dtype(_TYPES[code])
     expected = math.prod(shape) * dtype.itemsize
-    # Read in blocks: the claimed size may be far more than what is there.
+    most = size - 4 - 4 * num_axes
+    if expected > most and not (is_zipped and can_hold(size, expected)):
+        raise ValueError(f"shape {shape} needs {expected} bytes, there are {most}{' compressed' if is_zipped else ''}")
+    check_memory(2 * expected, f"shape {shape}")  # as it is stored, and in native byte order
     data = bytearray()
     while block := stream.read(min(1 << 24, expected + 1 - len(data))):
         data += block

@@ -5,9 +5,11 @@ Classes are the folder names, sorted. Images are grey when the first image of ev
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +19,18 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from bnncli.data._preprocess import Preprocess
+from bnncli.digests import file_sha256
 from bnncli.errors import DataError, MissingInput
+from bnncli.inputs import is_failure, open_regular, reading
 from bnncli.names import quoted
 from bnncli.progress import Progress
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".gif"}
 _GREY = {"L", "1", "LA"}
-_DAMAGE = (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+_DAMAGE = (
+    UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, OverflowError,
+    Image.DecompressionBombError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,21 +76,16 @@ class ImageSource:
         hashes = []
         task = progress.task("hash images", len(self))
         for name in self.files:
-            with open(self.folder / name, "rb") as stream:
-                hashes.append(hashlib.file_digest(stream, "sha256").hexdigest())
+            with open_regular(self.folder / name) as stream:
+                hashes.append(file_sha256(stream))
             task.advance()
         return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode])}
 
     def _decode(self, name: str) -> np.ndarray:
         """One image (H, W, C), resized and cropped."""
-        try:
-            with Image.open(self.folder / name) as image:
-                check_mode(image, self.mode, name)
-                return self._sized(image.convert(self.mode), name)
-        except _DAMAGE as error:
-            raise DataError(
-                f"cannot decode {quoted(name)} in {self.folder}: {error}", path=self.folder / name
-            ) from error
+        with _opened(self.folder, name) as image:
+            check_mode(image, self.mode, name)
+            return self._sized(image.convert(self.mode), name)
 
     def _sized(self, image: Image.Image, name: str) -> np.ndarray:
         width, height = image.size
@@ -115,8 +117,10 @@ def open_source(place: str, preprocess: Preprocess) -> ImageSource:
     folder = Path(place).expanduser()
     if not folder.is_dir():
         raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    loose = sorted(entry.name for entry in folder.iterdir() if _is_image(entry.name) and entry.is_file())
+    with reading(folder):
+        entries = list(folder.iterdir())
+        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        loose = sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
     if loose and classes:
         raise DataError(f"{folder} has both images and folders; expected one folder for each class", path=folder)
     groups = [_images_under(folder, name) for name in classes] if classes else [loose]
@@ -137,15 +141,31 @@ def check_mode(image: Image.Image, mode: str, name: str) -> None:
         raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are grey")
 
 
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
+    """An image file, opened: what cannot be decoded, here or inside the block, is a DataError.
+
+    Raises:
+        MissingInput, DeviceError, ReadError: it cannot be read, as open_regular says.
+        DataError: it is no image, is damaged, or has more pixels than any camera's (PIL's own limit).
+    """
+    path = folder / name
+    with open_regular(path) as stream:
+        try:
+            with Image.open(stream) as image:
+                yield image
+        except _DAMAGE as error:
+            if is_failure(error):
+                raise
+            raise DataError(f"cannot decode {quoted(name)} in {folder}: {error}", path=path) from error
+
+
 def _mode(folder: Path, first_files: list[str]) -> str:
     """L when the first image of every class is grey, else RGB."""
     modes = set()
     for name in first_files:
-        try:
-            with Image.open(folder / name) as image:
-                modes.add(image.mode)
-        except _DAMAGE as error:
-            raise DataError(f"cannot decode {quoted(name)} in {folder}: {error}", path=folder / name) from error
+        with _opened(folder, name) as image:
+            modes.add(image.mode)
     return "L" if modes <= _GREY else "RGB"
 
 

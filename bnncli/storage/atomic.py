@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bnncli import signals
-from bnncli.errors import BnnError, OutputExists, WriteError
+from bnncli.errors import BnnError, OutputExists, WriteError, resource_error
 
 SPARE_BYTES = 64 << 20
 _TEMPORARY = re.compile(r"^\..+\.(\d+)\.[0-9a-f]{8}\.tmp$")
@@ -26,7 +26,11 @@ _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, err
 
 
 def write_error(error: OSError, path: Path) -> BnnError:
-    """The error a user sees for a failed write: 73 for a place that cannot be written, 74 for the rest."""
+    """The error a user sees for a failed write: 73 for a place that cannot be written, 69 for a machine that lacks memory
+    or open files, 74 for the rest.
+    """
+    if (resource := resource_error(error, f"writing {path}")) is not None:
+        return resource
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _NOT_WRITABLE:
         message = f"cannot write {path}: {reason}"

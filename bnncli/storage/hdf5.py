@@ -20,6 +20,7 @@ import numpy as np
 
 from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError, Untrusted
+from bnncli.inputs import is_failure, read_error, reading
 from bnncli.storage.atomic import publish, publish_bytes
 from bnncli.storage.checked import is_checked, is_settled, remember, state_of
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
@@ -142,12 +143,14 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
         Untrusted: links, external storage or virtual datasets.
     """
     check_is_file(path)
-    before = state_of(path.stat())
+    with reading(path):
+        before = state_of(path.stat())
     is_settled_file, is_known = is_settled(before), is_checked(before)
     has_seal = is_known or is_sealed(path)
     try:
         file = h5py.File(path, "r", locking=False)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        _raise_if_unreadable(path, error)
         raise DataError(
             f"{path} is truncated, or not HDF5", code="truncated", hint="make it again", path=path
         ) from None
@@ -175,8 +178,16 @@ def _check_whole(path: Path, file: h5py.File, *, has_seal: bool) -> None:
 
 
 def _damaged(path: Path, error: BaseException) -> DataError:
+    """The error for what the HDF5 library could not make sense of. Raises where the operating system is to blame."""
+    _raise_if_unreadable(path, error)
     what = " ".join(str(error).split())[:120]
     return DataError(f"{path} is damaged: {what}", code="damaged", hint="make it again", path=path)
+
+
+def _raise_if_unreadable(path: Path, error: BaseException) -> None:
+    """Raise what the operating system's error means, where the HDF5 library passes one on."""
+    if isinstance(error, OSError) and is_failure(error):
+        raise read_error(error, path) from None
 
 
 def _check_objects(path: Path, file: h5py.File) -> None:

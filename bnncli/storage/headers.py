@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
+from bnncli.inputs import read_error, reading
 
 SCHEMA = "1.0"
 KINDS = ("features", "posterior", "samples", "predictions", "metrics")
@@ -148,10 +150,14 @@ def parse_document(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_
 
 
 def check_is_file(path: Path) -> None:
-    """Raise MissingInput unless `path` is a readable regular file."""
-    if not path.exists():
-        raise MissingInput(f"{path} does not exist", path=path)
-    if not path.is_file():
+    """Raise MissingInput unless `path` is a regular file, whose state can be asked for."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # NUL in it
+        raise MissingInput(f"{path} does not exist", path=path) from None
+    except OSError as error:
+        raise read_error(error, path) from error
+    if not stat.S_ISREG(mode):
         raise MissingInput(f"{path} is not a regular file", path=path)
 
 
@@ -159,16 +165,14 @@ def read_header(path: Path) -> Header:
     """The header of any artifact, by its magic bytes; data are not read.
 
     Raises:
-        MissingInput: no such file.
+        MissingInput: no such file, or it cannot be read.
+        DeviceError, ReadError: the machine or the disk failed.
         DataError: not one of ours, truncated, incomplete, of another schema.
         Untrusted: an HDF5 file with links to other files.
     """
     check_is_file(path)
-    try:
-        with open(path, "rb") as stream:
-            magic = stream.read(16)
-    except OSError as error:
-        raise MissingInput(f"cannot read {path}: {error.strerror}", path=path) from None
+    with reading(path), open(path, "rb") as stream:
+        magic = stream.read(16)
     if magic.startswith(b"\x89HDF\r\n\x1a\n"):
         from bnncli.storage.hdf5 import read_hdf5_header
 

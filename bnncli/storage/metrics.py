@@ -9,6 +9,7 @@ from typing import Any
 
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError
+from bnncli.inputs import reading
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, with_digest
 
@@ -53,7 +54,12 @@ def read_metrics_header(path: Path) -> Header:
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     check_is_file(path)
-    text = path.read_bytes()
+    with reading(path), open(path, "rb") as stream:
+        text = stream.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise DataError(
+            f"{path}: expected at most {MAX_BYTES} bytes of metrics; got more", code="bad_header", path=path
+        )
     if not text.endswith(b"\n"):
         raise DataError(f"{path} is truncated", code="truncated", hint="make it again", path=path)
     return parse_document(path, text, most_bytes=MAX_BYTES), text

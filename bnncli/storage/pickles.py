@@ -19,7 +19,8 @@ from typing import IO, Any
 
 import torch
 
-from bnncli.errors import DataError, Untrusted
+from bnncli.errors import DataError, Untrusted, is_short_of_memory
+from bnncli.inputs import is_failure
 from bnncli.names import listed
 from bnncli.storage.sniff import sniff
 
@@ -46,6 +47,7 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
     Raises:
         Untrusted: loading it would need code; the message lists which.
         DataError: truncated or damaged.
+        OSError, MemoryError, RuntimeError: the disk or the machine failed, as is_failure and is_short_of_memory tell.
     """
     with torch.serialization.safe_globals([argparse.Namespace]):
         if unsafe := _unsafe_globals(stream, kind):
@@ -56,6 +58,8 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
                 warnings.simplefilter("ignore")  # torch warns of odd pickles; what cannot be read is an error anyway
                 return torch.load(stream, map_location="cpu", weights_only=True)
         except _DAMAGE as error:
+            if is_failure(error) or (kind == "torch-zip" and is_short_of_memory(error)):
+                raise
             if suspicious := harmful(list_globals(stream, kind)):
                 raise needs_trust(suspicious) from None
             raise DataError(
@@ -96,7 +100,9 @@ def list_globals(stream: IO[bytes], kind: str) -> list[str]:
             with zipfile.ZipFile(stream) as archive:
                 names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
                 return sorted({found for name in names for found in _scan(archive.open(name))})
-        except (zipfile.BadZipFile, OSError, ValueError):
+        except (zipfile.BadZipFile, OSError, ValueError) as error:
+            if is_failure(error):
+                raise
             return []
     return sorted(_scan(stream))
 
@@ -113,7 +119,9 @@ def _unsafe_globals(stream: IO[bytes], kind: str) -> list[str]:
     stream.seek(0)
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
-    except _DAMAGE:
+    except _DAMAGE as error:
+        if is_failure(error):
+            raise
         return harmful(list_globals(stream, kind))
 
 

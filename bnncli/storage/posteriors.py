@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
+from bnncli.inputs import reading
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, parse_json, with_digest
 
@@ -70,8 +71,10 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
     header = read_posterior_header(path)
     if header.kind != "posterior":
         raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
+    with reading(path):
+        content = path.read_bytes()
     try:
-        tensors = load(path.read_bytes())
+        tensors = load(content)
     except (SafetensorError, ValueError, KeyError) as error:
         raise DataError(f"{path} is damaged: {' '.join(str(error).split())[:120]}", code="damaged", path=path) from None
     if _digest(tensors, header.meta) != header.content_digest:
@@ -102,8 +105,9 @@ def read_document(path: Path) -> dict[str, Any]:
         DataError: truncated, damaged, or without our metadata.
     """
     check_is_file(path)
-    size = path.stat().st_size
-    with open(path, "rb") as stream:
+    with reading(path), open(path, "rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(size - 8, MAX_HEADER_BYTES):
@@ -138,7 +142,7 @@ def _digest(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
 
 def tensor_shapes(path: Path) -> dict[str, str]:
     """Name to type and shape of every tensor, without reading data."""
-    with open(path, "rb") as stream:
+    with reading(path), open(path, "rb") as stream:
         length = struct.unpack("<Q", stream.read(8))[0]
         entries = json.loads(stream.read(length))
     return {

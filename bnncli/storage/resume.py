@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
+from bnncli.inputs import reading
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, with_digest
 from bnncli.storage.posteriors import METADATA_KEY, read_document
@@ -100,9 +101,11 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
 
     if not path.exists():
         return None
+    with reading(path):
+        content = path.read_bytes()
     try:
         document = read_document(path)
-        tensors = load(path.read_bytes())
+        tensors = load(content)
     except (DataError, SafetensorError, ValueError, KeyError) as error:
         raise unusable(path, " ".join(str(error).removeprefix(str(path)).strip(": ").split())[:120]) from None
     if document.get("kind") != KIND or document.get("schema") != SCHEMA:

@@ -14,6 +14,7 @@ from typing import IO
 
 from bnncli.digests import canonical_json
 from bnncli.errors import DataError
+from bnncli.inputs import reading
 
 MARK = b"\nbnncli-seal/1 "
 MAX_SEAL_BYTES = 1 << 16
@@ -40,7 +41,7 @@ def is_sealed(path: Path) -> bool:
     Raises:
         DataError: the structure does not match the seal.
     """
-    with open(path, "rb") as stream:
+    with reading(path), open(path, "rb") as stream:
         start = max(0, stream.seek(0, 2) - MAX_SEAL_BYTES)
         stream.seek(start)
         tail = stream.read()

@@ -1,0 +1,164 @@
+"""Inputs that cannot be read: 66 where the file cannot be had, 69 where the machine is short, 74 where the disk fails."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import Cli
+
+from bnncli.errors import WriteError
+from bnncli.inputs import read_error
+from bnncli.storage.atomic import write_error
+
+CODES = {
+    errno.EACCES: (66, "missing_input", "Permission denied"),
+    errno.EPERM: (66, "missing_input", "Operation not permitted"),
+    errno.ELOOP: (66, "missing_input", "symbolic links"),
+    errno.EMFILE: (69, "too_many_files", "too many files are open"),
+    errno.ENFILE: (69, "too_many_files", "too many files are open"),
+    errno.ENOMEM: (69, "out_of_memory", "out of memory"),
+    errno.EIO: (74, "read_failed", "Input/output error"),
+    errno.ESTALE: (74, "read_failed", "Stale file handle"),
+}
+FILES = {
+    "features": ("features/train.h5", ("fit-laplace", "RUN", "--name", "new")),
+    "posterior": ("posteriors/laplace.safetensors", ("refine", "RUN", "--name", "new")),
+    "draws": ("posteriors/hmc.nc", ("predict", "RUN", "--posterior", "hmc", "--name", "new")),
+    "predictions": ("predictions/map.plug-in/test.h5", ("verify", "FILE")),
+    "metrics": ("metrics/map.plug-in.json", ("verify", "FILE")),
+}
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, number: int) -> None:
+    """Let every way to open `path` fail, as the system would: a test that runs as root is let in everywhere."""
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(file: Any, *words: Any, **named: Any) -> Any:
+            if isinstance(file, str | os.PathLike) and os.fspath(file) == str(path):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(file, *words, **named)
+
+        return checked
+
+    monkeypatch.setattr(builtins, "open", failing(builtins.open))
+    monkeypatch.setattr(io, "open", failing(io.open))
+    monkeypatch.setattr(os, "open", failing(os.open))
+
+
+def check(done: Any, number: int) -> None:
+    exit_code, code, said = CODES[number]
+    assert done.code == exit_code, done.stderr
+    assert done.json["error"]["code"] == code
+    assert said in done.json["error"]["message"]
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()][:1] == ["error"]
+    assert "Traceback" not in done.stderr
+
+
+SOME = [errno.EACCES, errno.EMFILE, errno.EIO]  # one of each kind; all of them in one place below
+
+
+@pytest.mark.parametrize("number", SOME, ids=errno.errorcode.get)
+@pytest.mark.parametrize("file", FILES)
+def test_an_artifact_that_cannot_be_opened(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int
+) -> None:
+    place, words = FILES[file]
+    path = small_run.with_name("small.bnn") / place
+    refuse(monkeypatch, path, number)
+    check(cli(*({"RUN": small_run, "FILE": path}.get(word, word) for word in words), "--json"), number)
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_what_an_error_of_the_system_means_for_a_reader(number: int) -> None:
+    error = read_error(OSError(number, "x"), Path("f"))
+    exit_code, code, said = CODES[number]
+    assert (error.exit, error.code) == (exit_code, code)
+    assert said in error.message
+    assert "'f'" in error.message
+
+
+@pytest.mark.parametrize("number", SOME, ids=errno.errorcode.get)
+@pytest.mark.parametrize("kind", ["checkpoint", "npz", "idx", "images", "config"])
+def test_a_file_of_the_users_that_cannot_be_opened(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "net.pt")
+    for name in ("x", "a.png"):
+        (tmp_path / name).write_bytes(b"some bytes")
+    spec = {"npz": f"npz:{tmp_path}/x", "idx": f"idx:{tmp_path}/x", "images": f"images:{tmp_path}"}.get(kind)
+    words: tuple[object, ...] = ("inspect", tmp_path / "net.pt")
+    if spec is not None:
+        words = ("extract-features", tmp_path / "run", "--model", "flatten", "--data", f"train={spec}")
+    if kind == "config":
+        words = (*words, "--config", tmp_path / "x")
+    refuse(monkeypatch, tmp_path / {"checkpoint": "net.pt", "images": "a.png"}.get(kind, "x"), number)
+    check(cli(*words, "--json"), number)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM], ids=errno.errorcode.get)
+def test_a_read_that_fails_midway_is_no_damage(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", fail)
+    check(cli("evaluate", small_run, "--force", "--json"), number)
+    check(cli("verify", small_run.with_name("small.bnn") / "features" / "train.h5", "--json"), number)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "no file"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert", "fit-laplace"])
+def test_what_is_no_regular_file_is_66(cli: Cli, tmp_path: Path, kind: str, command: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    path = "/dev/zero" if kind == "device" else tmp_path / kind
+    done = cli(command, path, *([tmp_path / "out.safetensors"] if command == "convert" else []), "--json")
+    assert done.code == 66, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_features_that_may_not_be_read_are_66_whoever_asks(installed: Cli, small_run: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything; the same with open replaced is tested above")
+    (small_run.with_name("small.bnn") / "features" / "train.h5").chmod(0)
+    assert installed("fit-laplace", small_run, "--name", "new").code == 66
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
+def test_a_write_for_which_the_machine_is_short_is_69(number: int) -> None:
+    assert write_error(OSError(number, "x"), Path("f")).exit == 69
+    assert isinstance(write_error(OSError(errno.EIO, "x"), Path("f")), WriteError)
+
+
+def test_a_limit_on_open_files_is_told_with_what_helps(cli: Cli, tmp_path: Path) -> None:
+    import resource
+
+    np.savez(tmp_path / "x.npz", x=np.ones((3, 2), np.float32))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[Any] = []
+    words = ("extract-features", tmp_path / "run", "--model", "flatten", "--data", f"train=npz:{tmp_path}/x.npz")
+    assert cli(*words, "--dry-run").code == 0  # everything is imported
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            done = cli(*words, "--json")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    check(done, errno.EMFILE)
+    assert "ulimit -n" in done.json["error"]["hint"]
