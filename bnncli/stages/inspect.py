@@ -93,6 +93,7 @@ def _checkpoint(path: Path) -> Result:
         ["file sha256", checkpoint.file_sha256],
         ["parameters", str(sum(tensor.numel() for tensor in checkpoint.state.values()))],
     ]
+    facts += [["note", note] for note in checkpoint.notes]
     arrays = {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         for name, tensor in checkpoint.state.items()
@@ -105,6 +106,7 @@ def _checkpoint(path: Path) -> Result:
         "stripped_prefixes": list(checkpoint.stripped_prefixes),
         "weights_digest": checkpoint.weights_digest,
         "file_sha256": checkpoint.file_sha256,
+        "notes": list(checkpoint.notes),
         "arrays": arrays,
     }
     return Result(extra=document, tables=[Table(["what", "value"], facts[:MAX_ROWS], title=str(path))])

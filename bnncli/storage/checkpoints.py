@@ -25,7 +25,9 @@ from bnncli.storage.pickles import TRUST_HINT, list_globals, load_tensors, load_
 from bnncli.storage.shards import sharded_file
 from bnncli.storage.sniff import HINTS, describe_wrong_kind, sniff, sniff_zip
 from bnncli.storage.state_dicts import clean_names, select_state
+from bnncli.storage.zip_checksums import UNCHECKED, check_checksums
 
+_SHARED, _SMALL = 16, 1 << 24
 _CODE_KINDS = {
     "torchscript": "a TorchScript program",
     "pt2": "an exported program (.pt2)",
@@ -67,20 +69,24 @@ def load_checkpoint(path: Path | str, *, progress: Progress = SILENT) -> Checkpo
 
     Raises:
         MissingInput: no such file, not readable, not a regular file.
-        DataError: empty, truncated, damaged, another kind of file, no state dict in it, NaN or infinite weights.
+        DataError: empty, truncated, damaged, another kind of file, no state dict in it, NaN or infinite weights. Of a
+            torch file since version 1.6 every changed byte of the content shows by its checksums; a safetensors file or
+            an older torch file has none, and only sizes, types and places can be checked.
         Untrusted: the file is a program, or loading it would call code that it names.
     """
     path = Path(path)
     with open_regular(path) as stream:
         try:
             kind = _checkpoint_kind(stream, path)
+            content_notes = _check_content(stream, kind, progress)
             saved = _load_safetensors(stream) if kind == "safetensors" else load_tensors(stream, kind=kind)
             state, selected_key, notes = select_state(saved)
             state, stripped, name_notes = clean_names(state)
+            check_sizes(state, stream.seek(0, 2))
             return Checkpoint(
                 state=state, format=kind, selected_key=selected_key, stripped_prefixes=stripped,
                 file_sha256=file_sha256(stream, progress), weights_digest=tensor_digest(state),
-                size=stream.seek(0, 2), path=path, notes=(*notes, *name_notes),
+                size=stream.seek(0, 2), path=path, notes=(*notes, *name_notes, *content_notes),
             )  # fmt: skip
         except (DataError, Untrusted) as error:
             raise _about(error, path) from error.__cause__
@@ -100,9 +106,11 @@ def convert_checkpoint(path: Path | str, *, trust_pickle: bool) -> dict[str, Ten
             kind = sniff(stream)
             if kind != "pickle":
                 kind = _checkpoint_kind(stream, path)
+                _check_content(stream, kind, SILENT)
             saved = _load_safetensors(stream) if kind == "safetensors" else load_trusted(stream)
             state, _, _ = select_state(saved.state_dict() if isinstance(saved, torch.nn.Module) else saved)
             state, _, _ = clean_names(state)
+            check_sizes(state, stream.seek(0, 2))
             check_finite(state)
         except (DataError, Untrusted) as error:
             raise _about(error, path) from error.__cause__
@@ -126,6 +134,19 @@ def check_finite(state: Mapping[str, Tensor]) -> None:
         )  # fmt: skip
 
 
+def check_sizes(state: Mapping[str, Tensor], size: int) -> None:
+    """Raise DataError when the tensors claim far more bytes than the file has: one number may stand for very many.
+
+    Tensors may share their numbers (tied weights), so that more is claimed than is there; hardly sixteen times as much.
+    """
+    claimed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
+    if claimed > _SHARED * size + _SMALL:
+        raise DataError(
+            f"the tensors claim {claimed} bytes, of a file of {size}", code="size_mismatch",
+            hint="save them with .contiguous().clone()",
+        )  # fmt: skip
+
+
 def _checkpoint_kind(stream: IO[bytes], path: Path) -> str:
     """torch-zip, torch-legacy or safetensors; raises for everything else, a part of a checkpoint in several files too."""
     if (sharded := sharded_file(path)) is not None:
@@ -144,6 +165,13 @@ def _checkpoint_kind(stream: IO[bytes], path: Path) -> str:
     if kind == "pickle":
         raise Untrusted(_raw_pickle(stream), code="needs_code", hint=TRUST_HINT)
     raise DataError(describe_wrong_kind(kind), code=f"is_{kind}", hint=HINTS.get(kind))
+
+
+def _check_content(stream: IO[bytes], kind: str, progress: Progress) -> tuple[str, ...]:
+    """What a reader should be told of the file's checksums. Raises DataError when they say that it is damaged."""
+    is_checked = kind != "torch-zip" or check_checksums(stream, progress)
+    stream.seek(0)
+    return () if is_checked else (UNCHECKED,)
 
 
 def _raw_pickle(stream: IO[bytes]) -> str:
