@@ -116,6 +116,10 @@ class _Clock:
         """Itself."""
         return self
 
+    def warn(self, text: str) -> None:
+        """A line: the seconds are not what they could be."""
+        print(f"warning: {text}")
+
     def advance(self, amount: int = 1, note: str = "") -> None:
         """A step is done, or none was before a fit."""
         if amount:

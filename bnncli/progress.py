@@ -6,6 +6,7 @@ draws a bar, or writes log lines, and that raises `Interrupted` after a signal: 
 
 from __future__ import annotations
 
+import warnings
 from typing import Protocol
 
 
@@ -22,6 +23,9 @@ class Progress(Protocol):
     def task(self, name: str, total: int) -> Task:
         """A task called `name` that will advance `total` units; total 0 means unknown."""
 
+    def warn(self, text: str) -> None:
+        """Something that the user should know, and that does not end the loop; the same text counts once."""
+
 
 class _SilentTask:
     def advance(self, amount: int = 1, note: str = "") -> None:
@@ -34,6 +38,10 @@ class SilentProgress:
     def task(self, name: str, total: int) -> Task:
         """A task that reports nowhere."""
         return _SilentTask()
+
+    def warn(self, text: str) -> None:
+        """Python's own warning: nobody else is there to tell."""
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 SILENT = SilentProgress()

@@ -236,6 +236,9 @@ class StopAfter:
     def task(self, name: str, total: int) -> "StopAfter":
         return self
 
+    def warn(self, text: str) -> None:
+        """Nothing is expected."""
+
     def advance(self, amount: int = 1, note: str = "") -> None:
         self.left -= amount
         if self.left < 0:

@@ -6,19 +6,19 @@ numbers of a whole epoch travel back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bnncli.inference._step_graph import StepGraph
 from bnncli.inference.objective import Objective
-from bnncli.progress import Task
+from bnncli.progress import SILENT, Task
 from bnncli.targets.likelihood import label_indicators
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the rows and of the draws that are laid out at once
 _MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once
-_WARM_UP_STEPS = 3  # that torch wants to see before a capture; they are ordinary steps
 
 
 class StepRunner:
@@ -30,6 +30,7 @@ class StepRunner:
         optimizer: of their parameters, its learning rate a tensor on the device.
         batch_size: B; N for all data a step.
         num_draws: S a step.
+        warn: told where steps cannot be captured.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class StepRunner:
         optimizer: torch.optim.Optimizer,
         batch_size: int,
         num_draws: int,
+        *,
+        warn: Callable[[str], None] = SILENT.warn,
     ) -> None:
         self.objective, self.layers, self.optimizer = objective, layers, optimizer
         self.batch_size, self.num_draws = batch_size, num_draws
@@ -50,9 +53,11 @@ class StepRunner:
         most = max(1, _CHUNK_BYTES.get(target.device.type, 2**26) // step_bytes)
         self.chunk = min(_MAX_FULL_CHUNK if self.is_full else self.num_batches, most)
         self._allocate()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._is_capturable = True
-        self._warm = 0
+        # A graph needs its data where they are: features that travel block by block cannot be captured.
+        is_resident = not self.is_full or target.features.device.type == "cuda"
+        self._graph: StepGraph[None] | None = None
+        if target.device.type == "cuda" and is_resident:
+            self._graph = StepGraph(self._counted_step, optimizer, target.device, warn=warn)
 
     def run(self, rates: Sequence[float], generator: torch.Generator, task: Task) -> Tensor:
         """The steps' estimates of the ELBO, float64, one for each rate: one pass over the data, or steps on all data.
@@ -115,43 +120,11 @@ class StepRunner:
 
     def _one_step(self) -> None:
         """The next whole step of the chunk: replayed on a GPU, once it has been captured."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif self.noise.device.type != "cuda" or not self._can_capture:
-            self._step(self.place, slice(self.place * self.batch_size, (self.place + 1) * self.batch_size))
-        elif self._warm < _WARM_UP_STEPS:
-            self._warm += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._counted_step()
-            torch.cuda.current_stream().wait_stream(side)
+        if self._graph is not None and not self._graph.is_refused:
+            self._graph()
         else:
-            self._graph = self._capture()
-            if self._graph is None:
-                self._counted_step()
-            else:
-                self._graph.replay()
+            self._step(self.place, slice(self.place * self.batch_size, (self.place + 1) * self.batch_size))
         self.place += 1
-
-    def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """The counted step as a graph; None, and none is tried again, where some kernel of it cannot be captured."""
-        graph = torch.cuda.CUDAGraph()
-        self.optimizer.zero_grad()
-        try:
-            with torch.cuda.graph(graph):
-                self._counted_step()
-        except RuntimeError:
-            torch.cuda.synchronize()
-            self._is_capturable = False
-            return None
-        return graph
-
-    @property
-    def _can_capture(self) -> bool:
-        """A graph needs its data where they are: features that travel block by block cannot be captured."""
-        is_resident = not self.is_full or self.objective.target.features.device.type == "cuda"
-        return self._is_capturable and is_resident
 
     def _step(self, place: int, rows: slice) -> None:
         """Step `place` of the chunk, on these rows of it."""

@@ -130,7 +130,7 @@ def fit_latent(
     Raises:
         NumericError: when the bound of an epoch is not finite.
     """
-    fit = _Fit(model, (features, labels), plan, on_device(generator, model.device), scaling)
+    fit = _Fit(model, (features, labels), plan, on_device(generator, model.device), scaling, warn=progress.warn)
     if state is not None:
         fit.load(state)
     task = progress.task(what, plan.epochs * fit.num_batches)
@@ -161,6 +161,8 @@ class _Fit:
         plan: Plan,
         generator: torch.Generator,
         scaling: Scaling | None,
+        *,
+        warn: Callable[[str], None] = SILENT.warn,
     ) -> None:
         self.model, self.plan, self.generator, self.scaling = model, plan, generator, scaling
         self.expected = model.prior  # before anything of it is learnt
@@ -186,7 +188,7 @@ class _Fit:
         self.optimizer = torch.optim.Adam(groups, fused=True, capturable=is_cuda)
         self.history = History()
         self.workspace = workspace_of(model)
-        self.steps = GraphSteps(self, plan.batch_size) if is_cuda else None
+        self.steps = GraphSteps(self, plan.batch_size, warn=warn) if is_cuda else None
 
     def run_epoch(self, task: Task) -> None:
         """One pass over the data."""

@@ -92,7 +92,7 @@ def train(
     Raises:
         NumericError: when the ELBO of an epoch is not finite.
     """
-    trainer = _Trainer(objective, layers, plan, generator)
+    trainer = _Trainer(objective, layers, plan, generator, progress)
     if state is not None:
         trainer.load(state)
     kept = trainer.state()
@@ -114,7 +114,9 @@ def train(
 class _Trainer:
     """Layers, optimizer, random state and history: all that a state holds."""
 
-    def __init__(self, objective: Objective, layers: Sequence[Any], plan: Plan, generator: torch.Generator) -> None:
+    def __init__(
+        self, objective: Objective, layers: Sequence[Any], plan: Plan, generator: torch.Generator, progress: Progress
+    ) -> None:
         self.layers, self.plan, self.generator = layers, plan, generator
         num_examples = objective.target.num_examples
         self.parameters = [parameter for layer in layers for parameter in layer.parameters()]
@@ -125,7 +127,8 @@ class _Trainer:
             fused=True,
             capturable=device.type == "cuda",
         )
-        self.runner = StepRunner(objective, layers, self.optimizer, min(plan.batch_size, num_examples), plan.num_draws)
+        batch_size = min(plan.batch_size, num_examples)
+        self.runner = StepRunner(objective, layers, self.optimizer, batch_size, plan.num_draws, warn=progress.warn)
         self.num_batches = self.runner.num_batches
         self.history = History(plan.epochs)
 

@@ -1,0 +1,139 @@
+"""Training steps as a captured graph on a pretend GPU: on any device, with any torch, and where none can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pretend_cuda
+import pytest
+import torch
+from torch import Tensor
+
+from bnncli.covariances.diag import Diag
+from bnncli.inference._step_graph import StepGraph
+from bnncli.inference.refine import fit_flow
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
+
+NUM_STEPS = 8
+
+
+class Descent:
+    """Adam on a noisy parabola."""
+
+    def __init__(self, device: str) -> None:
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.parameter = torch.zeros(3, device=device, requires_grad=True)
+        self.optimizer = torch.optim.Adam(
+            [self.parameter], lr=torch.tensor(0.1, device=device), fused=True, capturable=device != "cpu"
+        )
+
+    def step(self) -> Tensor:
+        noise = torch.randn(3, generator=self.generator, device=self.generator.device)
+        loss = (self.parameter - 2 + noise).square().sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def run(self, step: Callable[[], Tensor]) -> Tensor:
+        """The losses of all steps, on the CPU."""
+        return torch.stack([step().clone() for _ in range(NUM_STEPS)]).cpu()
+
+
+def plain() -> Tensor:
+    descent = Descent("cpu")
+    return descent.run(descent.step)
+
+
+def graphed(device: str, said: list[str]) -> Tensor:
+    descent = Descent(device)
+    return descent.run(
+        StepGraph(descent.step, descent.optimizer, torch.device(device), warn=said.append, drawing=descent)
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("current", [0, 1])
+def test_steps_are_replayed_on_their_device_whichever_is_current(device: str, current: int) -> None:
+    with pretend_cuda.pretend(device) as gpu:
+        torch.cuda.set_device(current)
+        assert torch.equal(graphed(device, said := []), plain())
+        assert torch.cuda.current_device() == current
+    assert (said, gpu.problems()) == ([], [])
+    assert (gpu.num_captures, gpu.num_replays) == (1, NUM_STEPS - 3)
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (
+            {"capture_error": RuntimeError("operation not permitted when\n stream is capturing")},
+            "operation not permitted",
+        ),
+        ({"captures_nothing": True}, "the captured graph does nothing"),
+    ],
+)
+def test_steps_go_on_one_by_one_where_there_can_be_no_graph(failure: dict[str, Any], why: str) -> None:
+    with pretend_cuda.pretend(**failure) as gpu:
+        before = torch.cuda.current_stream()
+        assert torch.equal(graphed("cuda:0", said := []), plain())
+        assert torch.cuda.current_stream() is before
+    assert gpu.num_captures == len(said) == 1
+    assert why in said[0]
+
+
+def test_a_capture_on_another_devices_stream_takes_its_step_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretend_cuda.pretend("cuda:1") as gpu:
+        plain_graph = torch.cuda.graph
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: plain_graph(graph, stream=torch.cuda.Stream(0)))
+        assert torch.equal(graphed("cuda:1", said := []), plain())
+        monkeypatch.undo()
+    assert len(said) == gpu.num_captures == 1
+
+
+def test_no_memory_for_a_graph_is_an_error_and_leaves_the_stream_as_it_was() -> None:
+    with pretend_cuda.pretend(capture_error=torch.OutOfMemoryError("CUDA out of memory")):
+        before = torch.cuda.current_stream()
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            graphed("cuda:0", [])
+        assert torch.cuda.current_stream() is before
+
+
+@pytest.mark.parametrize(
+    ("version", "registers_lazily"), [("2.13.1+cu130", False), ("2.14.0", True), ("2.15.0+cu132", True)]
+)
+def test_generators_are_registered_where_torch_does_not_do_it(
+    monkeypatch: pytest.MonkeyPatch, version: str, registers_lazily: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pretend_cuda.pretend(registers_lazily=registers_lazily) as gpu:
+        assert torch.equal(graphed("cuda:0", said := []), plain())
+    assert (said, gpu.problems(), gpu.num_replays) == ([], [], NUM_STEPS - 3)
+
+
+@pytest.mark.parametrize("batch_size", [16, 60])
+def test_a_flow_learns_the_same_on_a_second_gpu(batch_size: int) -> None:
+    """With the first GPU current, as where a library's user has chosen no other."""
+
+    def history(device: str) -> Tensor:
+        features, labels = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+        layout, prior = HeadLayout(3, 4), Prior(2.0)
+        target = LastLayerTarget(features.to(device), labels.to(device), layout, prior)
+        zeros = torch.zeros(layout.num_params, dtype=torch.float64)
+        base = Gaussian(zeros, Diag.from_hessian({"hessian.diag": zeros}, prior, layout), layout, prior)
+        generator = torch.Generator(device).manual_seed(1)
+        fit = fit_flow(
+            target, base.to(torch.device(device)), generator=generator, flow="householder", length=1, epochs=8,
+            batch_size=batch_size, num_draws=4, learning_rate=0.3,
+        )  # fmt: skip
+        return fit.history
+
+    with pretend_cuda.pretend("cuda:1") as gpu:
+        learnt = history("cuda:1")
+    assert (gpu.problems(), gpu.num_captures) == ([], 1)
+    assert gpu.num_replays > 1
+    assert torch.equal(learnt, history("cpu"))
