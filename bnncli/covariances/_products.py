@@ -1,38 +1,170 @@
-"""Products x x^T of feature vectors, packed: the upper triangle, row by row, D (D + 1) / 2 numbers an example.
+"""Weighted Gram matrices under many weights, and quadratic forms under many matrices, by one of two routes.
 
-Weighted Gram matrices under many weights, and quadratic forms under many matrices, are then one matrix product each,
-at half the work of full squares.
+Packed: the products x x^T of every example, the upper triangle alone, are made once, and one matrix product takes all
+weights (or matrices) at half the work of full squares. Square: one matrix product for each weight, (w X)^T X, or for each
+matrix, row sums of (X M) * X; nothing of the size F^2 an example is made. Which is cheaper is a matter of operations:
+see `is_packed`. Sums over the examples are float64, products within a slice of examples are of the features' precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
+from bnncli.targets.stream import BLOCK_ELEMENTS, slices
+
+Weights = Callable[[slice], Tensor]
+
+_BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}  # of one sum in the features' precision
+_FEWEST_EXAMPLES = 64
+_FEWEST_FEATURES = 32  # of the square route
+_PACKED_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
+_PANELS = 32  # launches that make the packed products of a slice, whatever F is; 1/32 more products than a triangle has
+# What it takes to make one packed product, to make one feature times its weight, and to add one number to a sum, in
+# operations of a matrix product: all go through memory. Of the same order on a CPU (3 ns, 5e10 operations a second) and on
+# a GPU (2 ps, 6e13). Measured on one core: as fast at 20 weights of 85 features, 50 of 257, more than 100 of 513.
+_PACKED_OPERATIONS, _WEIGHTED_OPERATIONS, _SUM_OPERATIONS = 150, 220, 150
+
+
+def is_packed(count: int, features: Tensor) -> bool:
+    """Whether the packed route is the cheaper one for `count` weights (or matrices) and features (n, F).
+
+    Operations an example: F^2 / 2 packed products and 2 F^2 / 2 with them for each weight, against F weighted features and
+    2 F^2 with those; a weight's matrix is added to its sum once a slice. Launches do not decide: each route has a few tens
+    of them a slice at most. Few features stay packed whatever it costs: products of such narrow matrices add up one
+    example after the other, and their float32 sums lose twice the digits.
+    """
+    size, kind = features.shape[1], features.device.type
+    square_rows, packed_rows = _BLOCK_EXAMPLES.get(kind, 1024), _packed_rows(size, kind)
+    packed = size**2 / 2 * (_PACKED_OPERATIONS + count * (2 + _SUM_OPERATIONS / packed_rows))
+    square = count * size * (_WEIGHTED_OPERATIONS + size * (2 + _SUM_OPERATIONS / square_rows))
+    return size <= _FEWEST_FEATURES or packed <= square
+
+
+def weighted_grams(weights: Weights, features: Tensor, *, count: int) -> Tensor:
+    """sum_n w_mn x_n x_n^T for `count` weights, of features (n, F): (M, F, F) float64, symmetric but for rounding.
+
+    Args:
+        weights: of a slice of the examples, (M, n).
+        features: (n, F).
+    """
+    size = features.shape[1]
+    total = features.new_zeros(count, size, size, dtype=torch.float64)
+    for rows in example_slices(features):
+        block, here = features[rows], weights(rows)
+        for some in _tiles(features, count):
+            weighted = (here[some].unsqueeze(1) * block.T).flatten(0, 1)
+            total[some] += (weighted @ block).view(-1, size, size)
+    return total
+
+
+def packed_grams(weights: Weights, features: Tensor) -> Tensor:
+    """The same, packed: (M, T) float64, to be unpacked by unpack_symmetric."""
+    total: Tensor | None = None
+    for rows in _packed_slices(features):
+        product = weights(rows) @ packed_products(features[rows]).T
+        total = product.double() if total is None else total.add_(product)
+    assert total is not None
+    return total
+
+
+def quadratic_forms(features: Tensor, matrices: Tensor) -> Tensor:
+    """x^T M x for each of the matrices (M, F, F) at features (n, F), (n, M), in the matrices' precision."""
+    count, size = matrices.shape[:2]
+    features = features.to(matrices)
+    out = features.new_empty(count, features.shape[0])
+    if is_packed(count, features):
+        forms = pack_quadratic_form(matrices)
+        for rows in _packed_slices(features):
+            torch.mm(forms, packed_products(features[rows]), out=out[:, rows])
+        return out.T
+    for rows in example_slices(features):
+        block = features[rows].T
+        for some in _tiles(features, count):
+            images = (matrices[some].reshape(-1, size) @ block).view(-1, *block.shape)
+            out[some, rows] = images.mul_(block).sum(dim=1)
+    return out.T
+
 
 def packed_products(features: Tensor) -> Tensor:
-    """x_i x_j for i <= j, (F (F + 1) / 2, n), of features (n, F)."""
+    """x_i x_j, (T, n), of features (n, F): for every j from the first row of i's panel on, T about F^2 / 2.
+
+    A panel is a few rows i that are multiplied at once; where they are one each, j >= i is the upper triangle.
+    """
     rows = features.T.contiguous()
     size, num_examples = rows.shape
-    out = rows.new_empty(size * (size + 1) // 2, num_examples)
+    out = rows.new_empty(_num_packed(size), num_examples)
     start = 0
-    for i in range(size):
-        torch.mul(rows[i:], rows[i], out=out[start : start + size - i])
-        start += size - i
+    for panel in slices(0, size, _panel_rows(size)):
+        height, width = panel.stop - panel.start, size - panel.start
+        place = out[start : start + height * width].view(height, width, num_examples)
+        torch.mul(rows[panel].unsqueeze(1), rows[panel.start :], out=place)
+        start += height * width
     return out
 
 
-def unpack_symmetric(packed: Tensor, size: int) -> Tensor:
-    """Symmetric matrices (..., F, F) of packed upper triangles (..., F (F + 1) / 2)."""
-    rows, columns = torch.triu_indices(size, size, device=packed.device)
-    out = packed.new_empty(*packed.shape[:-1], size, size)
-    out[..., rows, columns] = packed
-    out[..., columns, rows] = packed
-    return out
+def unpack_symmetric(packed: Tensor, places: Tensor) -> Tensor:
+    """Symmetric matrices (..., F, F) of packed ones (..., T), with the first of packed_places (F, F)."""
+    return packed[..., places]
 
 
 def pack_quadratic_form(matrices: Tensor) -> Tensor:
-    """Coefficients (..., F (F + 1) / 2) whose product with packed_products is x^T M x, for M (..., F, F)."""
-    rows, columns = torch.triu_indices(matrices.shape[-1], matrices.shape[-1], device=matrices.device)
-    both = matrices[..., rows, columns] + matrices[..., columns, rows]
-    return torch.where(rows == columns, 0.5 * both, both)
+    """Coefficients (..., T) whose product with packed_products is x^T M x, for M (..., F, F)."""
+    size = matrices.shape[-1]
+    places, is_twice = packed_places(size, matrices.device)
+    out = matrices.new_empty(*matrices.shape[:-2], _num_packed(size))
+    out[..., places] = torch.where(is_twice, matrices, matrices + matrices.mT)
+    return out
+
+
+def packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where x_i x_j lies among the packed products, (F, F), symmetric but within a panel, which has x_j x_i as well: (F, F)."""
+    height, rows = _panel_rows(size), torch.arange(size, device=device)
+    panel = rows // height
+    first = panel * height
+    starts = height * (panel * size - height * (panel * (panel - 1) // 2)) + (rows - first) * (size - first)
+    places = (starts - first).unsqueeze(1) + rows
+    return torch.where(panel.unsqueeze(1) <= panel, places, places.T), panel.unsqueeze(1) == panel
+
+
+def tiles(features: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of examples and of weights whose products with the features (n, F) stay in the cache."""
+    for rows in example_slices(features):
+        for some in _tiles(features, count):
+            yield rows, some
+
+
+def example_slices(features: Tensor) -> Iterator[slice]:
+    """Slices of examples whose sums may be taken in the features' precision."""
+    return slices(0, features.shape[0], _BLOCK_EXAMPLES.get(features.device.type, 1024))
+
+
+def _tiles(features: Tensor, count: int) -> Iterator[slice]:
+    """Slices of weights whose products with a slice of the features (n, F) stay in the cache."""
+    kind, size = features.device.type, features.shape[1]
+    examples = _BLOCK_EXAMPLES.get(kind, 1024)  # however few there are: sums are F^2 numbers for each weight
+    return slices(0, count, max(1, BLOCK_ELEMENTS.get(kind, 2**19) // (examples * size)))
+
+
+def _packed_slices(features: Tensor) -> Iterator[slice]:
+    """Slices of examples for the packed route."""
+    return slices(0, features.shape[0], _packed_rows(features.shape[1], features.device.type))
+
+
+def _packed_rows(size: int, kind: str) -> int:
+    """Examples whose packed products fit the cache, or hide the cost of adding what they give."""
+    most = _PACKED_ELEMENTS.get(kind, 2**22) // _num_packed(size)
+    return min(max(most, _FEWEST_EXAMPLES), _BLOCK_EXAMPLES.get(kind, 1024))
+
+
+def _panel_rows(size: int) -> int:
+    """Rows of a panel of the packed products; the last may have fewer."""
+    return -(-size // _PANELS)
+
+
+def _num_packed(size: int) -> int:
+    """T."""
+    height = _panel_rows(size)
+    return sum((panel.stop - panel.start) * (size - panel.start) for panel in slices(0, size, height))

@@ -6,7 +6,6 @@ of the K outputs. Where a full covariance has K^2 F^2 numbers, this has K F^2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,13 +14,11 @@ from torch import Tensor
 
 from bnncli.covariances import project_independent
 from bnncli.covariances._logit_root import LogitRoot
+from bnncli.covariances._products import tiles, weighted_grams
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
-from bnncli.targets.stream import BLOCK_ELEMENTS, slices
-
-_BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,8 @@ class Block:
     @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
         """sum_n p_k (1 - p_k) x x^T, (K, F, F)."""
-        weights, size = probabilities * (1 - probabilities), features.shape[1]
-        total = features.new_zeros(weights.shape[0], size, size, dtype=torch.float64)
-        for rows, outputs in _tiles(features, weights.shape[0]):
-            block = features[rows]
-            weighted = (weights[outputs, rows].unsqueeze(1) * block.T).flatten(0, 1)
-            total[outputs] += (weighted @ block).view(-1, size, size)
-        return (total,)
+        weights = probabilities * (1 - probabilities)
+        return (weighted_grams(lambda rows: weights[:, rows], features, count=weights.shape[0]),)
 
     @staticmethod
     def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
@@ -102,7 +94,7 @@ class Block:
         augmented = layout.augment_features(features).to(self.scale_tril)
         num_outputs, size = self.scale_tril.shape[:2]
         variances = augmented.new_empty(len(augmented), num_outputs)
-        for rows, outputs in _tiles(augmented, num_outputs):
+        for rows, outputs in tiles(augmented, num_outputs):
             roots = self.scale_tril[outputs].transpose(0, 1).reshape(size, -1)
             variances[rows, outputs] = (augmented[rows] @ roots).unflatten(1, (-1, size)).square().sum(dim=2)
         return variances.to(features.dtype)
@@ -140,13 +132,3 @@ class Block:
         """x (S, P) with each output's parameters, as a row vector, times its matrix of (K, F, F)."""
         rows = self.layout.augment(x.to(self.scale_tril)).transpose(0, 1)
         return self.layout.flatten((rows @ matrices).transpose(0, 1))
-
-
-def _tiles(features: Tensor, num_outputs: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of examples and of outputs whose product with the features (n, F) stays in the cache."""
-    kind = features.device.type
-    examples = _BLOCK_EXAMPLES.get(kind, 1024)
-    outputs = max(1, BLOCK_ELEMENTS.get(kind, 2**19) // (examples * features.shape[1]))
-    for rows in slices(0, features.shape[0], examples):
-        for some in slices(0, num_outputs, outputs):
-            yield rows, some

@@ -7,7 +7,6 @@ matrix is the Hessian.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -16,15 +15,17 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
-from bnncli.covariances._products import pack_quadratic_form, packed_products, unpack_symmetric
+from bnncli.covariances._products import (
+    is_packed,
+    packed_grams,
+    packed_places,
+    quadratic_forms,
+    unpack_symmetric,
+    weighted_grams,
+)
 from bnncli.covariances._roots import inverse_root
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
-from bnncli.targets.stream import slices
-
-_BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}
-_FEWEST_EXAMPLES = 64
-_PACKED_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 
 
 @dataclass(frozen=True)
@@ -52,30 +53,33 @@ class Full:
 
     @staticmethod
     def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-        """sum_n p_k p_l x x^T for each pair k < l (p (1 - p) for a single output), packed, (pairs, F (F + 1) / 2)."""
-        total: Tensor | None = None
-        for rows in _example_slices(features):
-            product = _pair_weights(probabilities[:, rows]) @ packed_products(features[rows]).T
-            total = product.double() if total is None else total.add_(product)
-        assert total is not None
-        return (total,)
+        """sum_n p_k p_l x x^T for each pair k < l (p (1 - p) for a single output): (pairs, F, F), or packed (pairs, T)."""
+        outputs = probabilities.shape[0]
+        count = max(1, outputs * (outputs - 1) // 2)
+
+        def weights(rows: slice) -> Tensor:
+            return _pair_weights(probabilities[:, rows])
+
+        if is_packed(count, features):
+            return (packed_grams(weights, features),)
+        return (weighted_grams(weights, features, count=count),)
 
     @staticmethod
     def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
         """`hessian.full`, (P, P) float64, written in place, one output's rows at a time."""
-        pairs, outputs, size = sums[0], layout.num_outputs, layout.num_features + layout.has_bias
-        places = layout.augment(torch.arange(layout.num_params, device=pairs.device))
+        pairs, outputs = sums[0], layout.num_outputs
+        places = _theta_places(layout, pairs.device)
+        packed = packed_places(places.shape[1], pairs.device)[0] if pairs.ndim == 2 else None
         matrix = pairs.new_empty(layout.num_params, layout.num_params)
         if outputs == 1:
-            return {"hessian.full": _put(matrix, unpack_symmetric(pairs, size), places, places[0])}
-        first, second = torch.triu_indices(outputs, outputs, 1, device=pairs.device)
-        number = torch.zeros(outputs, outputs, dtype=torch.int64, device=pairs.device)
-        number[first, second] = number[second, first] = torch.arange(len(first), device=pairs.device)
+            matrix[places[0]] = layout.flatten(_symmetric(pairs, packed).transpose(0, 1))
+            return {"hessian.full": matrix}
+        number = _pair_numbers(outputs, pairs.device)
         for k in range(outputs):
-            blocks = unpack_symmetric(pairs[number[k]], size).neg_()
+            blocks = _symmetric(pairs[number[k]], packed).neg_()
             blocks[k] = 0
             blocks[k] = -blocks.sum(dim=0)
-            _put(matrix, blocks, places, places[k])
+            matrix[places[k]] = layout.flatten(blocks.transpose(0, 1))  # all columns of theta in their order
         return {"hessian.full": matrix}
 
     @classmethod
@@ -109,26 +113,25 @@ class Full:
     def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K): quadratic forms x^T Sigma_kk x."""
         every = torch.arange(layout.num_outputs, device=features.device)
-        return torch.cat(list(_forms_at(features, layout, self._blocks(layout)[every, :, every])))
+        return _forms_at(features, layout, self._blocks(layout, every, every))
 
     def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
         """The diagonal of P J Sigma J^T P, (n, K): the projection acts on Sigma's blocks, before any example."""
-        every, blocks = torch.arange(layout.num_outputs, device=features.device), self._blocks(layout)
-        means = blocks.mean(dim=2)  # of Sigma_kl over l, (K, F, F)
+        every = torch.arange(layout.num_outputs, device=features.device)
+        places = _theta_places(layout, self.scale_tril.device)
+        columns = self._sigma[:, places].mean(dim=1)  # of theta with the mean over the outputs, (P, F)
+        means = columns[places]
         # A matrix and its transpose have the same quadratic form.
-        matrices = blocks[every, :, every] - 2 * means + means.mean(dim=0)
-        return torch.cat(list(_forms_at(features, layout, matrices))).clamp_min(0)
+        matrices = self._blocks(layout, every, every) - 2 * means + means.mean(dim=0)
+        return _forms_at(features, layout, matrices).clamp_min(0)
 
     def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Exact J Sigma J^T, (n, K, K): quadratic forms x^T Sigma_kl x, all pairs of outputs in one product."""
+        """Exact J Sigma J^T, (n, K, K): quadratic forms x^T Sigma_kl x, one for each pair of outputs."""
         first, second = torch.triu_indices(layout.num_outputs, layout.num_outputs, device=features.device)
         out = features.new_empty(features.shape[0], layout.num_outputs, layout.num_outputs)
-        start = 0
-        for values in _forms_at(features, layout, self._blocks(layout)[first, :, second]):
-            block_out = out[start : start + len(values)]
-            block_out[:, first, second] = values
-            block_out[:, second, first] = values
-            start += len(values)
+        values = _forms_at(features, layout, self._blocks(layout, first, second))
+        out[:, first, second] = values
+        out[:, second, first] = values
         return out
 
     def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
@@ -149,23 +152,19 @@ class Full:
         """A copy elsewhere or in another precision."""
         return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
 
-    def _blocks(self, layout: HeadLayout) -> Tensor:
-        """Sigma as (K, F, K, F), in the order of the augmented matrix."""
-        size, outputs = layout.num_features + layout.has_bias, layout.num_outputs
-        place = _theta_places(layout, self.scale_tril.device)
-        return self._sigma[place][:, place].view(outputs, size, outputs, size)
+    def _blocks(self, layout: HeadLayout, first: Tensor, second: Tensor) -> Tensor:
+        """Sigma's blocks of the outputs first (M,) and second (M,), (M, F, F), in the order of the augmented matrix."""
+        places = _theta_places(layout, self.scale_tril.device)
+        return self._sigma[places[first].unsqueeze(2), places[second].unsqueeze(1)]
 
     @cached_property
     def _sigma(self) -> Tensor:
         return self.scale_tril @ self.scale_tril.T
 
 
-def _forms_at(features: Tensor, layout: HeadLayout, matrices: Tensor) -> Iterator[Tensor]:
-    """x^T M x for each of the matrices (M, F, F), in blocks (n, M) of the features' rows."""
-    forms = pack_quadratic_form(matrices)
-    for rows in _example_slices(layout.augment_features(features[:1]), features.shape[0]):
-        block = layout.augment_features(features[rows]).to(forms.dtype)
-        yield (forms @ packed_products(block)).T.to(features.dtype)
+def _forms_at(features: Tensor, layout: HeadLayout, matrices: Tensor) -> Tensor:
+    """x^T M x for each of the matrices (M, F, F), (n, M), at features (n, D)."""
+    return quadratic_forms(layout.augment_features(features), matrices).to(features.dtype)
 
 
 def _pair_weights(probabilities: Tensor) -> Tensor:
@@ -177,21 +176,19 @@ def _pair_weights(probabilities: Tensor) -> Tensor:
     return probabilities[first] * probabilities[second]
 
 
-def _example_slices(features: Tensor, num_examples: int | None = None) -> Iterator[slice]:
-    """Slices of examples whose packed products fit the cache, or hide the cost of adding what they give."""
-    size, kind = features.shape[1], features.device.type
-    most = _PACKED_ELEMENTS.get(kind, 2**22) // (size * (size + 1) // 2)
-    length = min(max(most, _FEWEST_EXAMPLES), _BLOCK_EXAMPLES.get(kind, 1024))
-    return slices(0, features.shape[0] if num_examples is None else num_examples, length)
+def _pair_numbers(outputs: int, device: torch.device) -> Tensor:
+    """The place of the pair k, l among all pairs k < l, (K, K), symmetric; 0 on the diagonal."""
+    first, second = torch.triu_indices(outputs, outputs, 1, device=device)
+    number = torch.zeros(outputs, outputs, dtype=torch.int64, device=device)
+    number[first, second] = number[second, first] = torch.arange(len(first), device=device)
+    return number
+
+
+def _symmetric(sums: Tensor, packed: Tensor | None) -> Tensor:
+    """Matrices (M, F, F), exactly symmetric, of curvature_sums: unpacked where they are packed, by packed_places."""
+    return (sums + sums.mT).mul_(0.5) if packed is None else unpack_symmetric(sums, packed)
 
 
 def _theta_places(layout: HeadLayout, device: torch.device) -> Tensor:
-    """For each parameter in augmented order (output by output, the bias last), its place in theta, (P,)."""
-    return layout.augment(torch.arange(layout.num_params, device=device)).flatten()
-
-
-def _put(matrix: Tensor, blocks: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """The matrix (P, P), with blocks (K, F, F) in the given rows (F,) and each output's places (K, F)."""
-    for block, columns in zip(blocks, places, strict=True):
-        matrix[rows.unsqueeze(1), columns] = block
-    return matrix
+    """Where each output's parameters (the bias last) lie in theta, (K, F)."""
+    return layout.augment(torch.arange(layout.num_params, device=device))
