@@ -10,6 +10,10 @@ import zlib
 import numpy as np
 import torch
 
+# Numbers of one draw up to which it is made on the CPU, in float64, whatever the device, so that draws agree between
+# devices. Longer ones took six times as long to make and to move as the gradient they were for (P of 2 million).
+LARGE = 2**15
+
 
 def stream_seed(seed: int, name: str) -> int:
     """A 63-bit seed for the stream `name` (such as "refine/shuffle") under the user's seed."""
@@ -28,3 +32,12 @@ def on_device(generator: torch.Generator, device: torch.device) -> torch.Generat
         return generator
     seed = int(torch.randint(2**62, (1,), generator=generator))
     return torch.Generator(device).manual_seed(seed)
+
+
+def source_of(generator: torch.Generator, num_numbers: int, device: torch.device) -> torch.Generator:
+    """What makes draws of so many numbers each: the given generator up to LARGE, above it one where they are needed.
+
+    The one place that decides it. One on a GPU is seeded anew by the given one at every call, so that the given one's state
+    is all that a run has to store of its stream.
+    """
+    return on_device(generator, device) if num_numbers > LARGE else generator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bnncli import registry
+from bnncli import registry, seeds
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
 from bnncli.evaluation.convergence import convergence
@@ -421,6 +421,26 @@ def test_an_interrupted_sampler_goes_on_to_the_same_bits(dynamics: str, stop_at:
     for name in ("draws", "log_joint", "energy", "acceptance_rate", "diverging", "n_steps"):
         assert torch.equal(getattr(again, name), getattr(whole, name))
     assert again.step_size == whole.step_size
+
+
+@pytest.mark.parametrize("has_own_generators", [False, True])
+@pytest.mark.parametrize("stop_at", [7, 18])
+def test_an_interrupted_sampler_of_long_draws_goes_on_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, has_own_generators: bool, stop_at: int
+) -> None:
+    monkeypatch.setattr(seeds, "LARGE", 1)
+    if has_own_generators:  # as a GPU has
+        monkeypatch.setattr(
+            seeds, "on_device", lambda generator, device: seeded(int(torch.randint(2**62, (1,), generator=generator)))
+        )
+    whole = sample_until_fifth_look("split", MemoryCheckpoint(MemoryDraws(), None), [])
+    cut, seen = MemoryCheckpoint(MemoryDraws(), None, stop_at), list[int]()
+    with pytest.raises(Interrupted):
+        sample_until_fifth_look("split", cut, seen)
+    again = sample_until_fifth_look("split", MemoryCheckpoint(cut.store, cut.stored), seen)
+    assert torch.equal(again.draws, whole.draws)
+    monkeypatch.undo()
+    assert not torch.equal(whole.draws, uninterrupted("split").draws)
 
 
 def test_what_is_stored_of_a_walk_comes_back() -> None:

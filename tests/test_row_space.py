@@ -22,7 +22,6 @@ from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
-from bnncli.progress import SILENT
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 
@@ -252,5 +251,5 @@ def test_weights_of_draws_are_those_inside() -> None:
     _, base, rows = both(CASES[1])
     target, noise = CASES[1].target, base.noise(6, seeded(4))
     inner = Gaussian(rows.reduce(base.mean), inner_of(base), rows.reduced, base.prior)
-    inside = log_weights(rows.target(target), inner, rows.reduce(noise), SILENT)
-    close(log_weights(target, base, noise, SILENT), inside)
+    inside = log_weights(rows.target(target), inner, rows.reduce(noise))
+    close(log_weights(target, base, noise), inside)

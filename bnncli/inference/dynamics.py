@@ -1,8 +1,8 @@
 """Hamiltonian motion of many chains in whitened coordinates: the potential, trajectories, one transition.
 
 Neal (2011), arXiv:1206.1901; the split of the Hamiltonian into a Gaussian and the rest: Shahbaba, Lan, Johnson and Neal
-(2014), arXiv:1106.5941, section 3.1. On a GPU nothing here waits for it: steps are counted, and random numbers made, on
-the CPU.
+(2014), arXiv:1106.5941, section 3.1. On a GPU nothing here waits for it: steps are counted on the CPU, and random numbers
+made there, or on the GPU where they are many (posteriors.standard_normal).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def transition(
     """New momenta, a trajectory of jittered length, and each chain's acceptance by the exact energy.
 
     Args:
-        generator: of momenta, length and acceptances, on the CPU.
+        generator: of momenta, length and acceptances, on the CPU; its state is all there is to store of them.
         step_size: the largest allowed; the steps divide the trajectory evenly.
     """
     num_chains, dim = state.z.shape

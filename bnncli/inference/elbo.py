@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from bnncli.evaluation.gain import LOOKS, judge_gain
+from bnncli.posteriors import noise_blocks
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.progress import SILENT, Progress
+from bnncli.progress import SILENT, Progress, Task
 from bnncli.targets.last_layer import LastLayerTarget
 
 _BLOCK_DRAWS = 64
@@ -61,8 +62,9 @@ def elbo(
         num_samples: S; the standard error is log_weight_sd / sqrt(S).
         progress: advanced once a draw.
     """
-    noise = posterior.noise(num_samples, generator)
-    return ElboEstimate.of(log_weights(target, posterior, noise, progress))
+    task = progress.task("importance weights", num_samples)
+    parts = [log_weights(target, posterior, noise, task) for noise in noise_blocks(posterior, num_samples, generator)]
+    return ElboEstimate.of(torch.cat(parts))
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,10 @@ def measure_gain(
     drawn: list[tuple[Tensor, Tensor]] = []
     for look in range(LOOKS):
         for _ in range(max(1, 2 ** (look - 1))):  # as many again as there are
-            noise = before.noise(num_samples, generator)
-            first, second = (log_weights(target, posterior, noise, progress) for posterior in (before, after))
-            drawn.append((first, second))
+            task = progress.task("importance weights", 2 * num_samples)
+            for noise in noise_blocks(before, num_samples, generator):
+                first, second = (log_weights(target, posterior, noise, task) for posterior in (before, after))
+                drawn.append((first, second))
         old, new = (ElboEstimate.of(torch.cat(part)) for part in zip(*drawn, strict=True))
         difference = ElboEstimate.of(new.log_weights - old.log_weights)
         value, error = difference.value, difference.standard_error
@@ -112,12 +115,12 @@ def measure_gain(
     raise AssertionError("the last look decides")
 
 
-def log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, progress: Progress) -> Tensor:
-    """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P)."""
-    task = progress.task("importance weights", noise.shape[0])
+def log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, task: Task | None = None) -> Tensor:
+    """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P); task counts draws."""
     parts = []
     for block in noise.split(_BLOCK_DRAWS):
         theta, log_density = posterior.from_noise(block)
         parts.append(target.log_joint(theta) - log_density)
-        task.advance(block.shape[0])
+        if task is not None:
+            task.advance(block.shape[0])
     return torch.cat(parts)

@@ -125,7 +125,7 @@ def sample_hmc(
         target: the log posterior, with all data.
         mode: (P,), the mode or a point near it.
         covariance: of a Gaussian there; any gives the right distribution, a good one gives it soon.
-        generator: of starts, momenta, trajectory lengths and acceptances; on the CPU.
+        generator: of starts, momenta, trajectory lengths and acceptances; on the CPU, and its state is stored.
         num_chains: all in one matrix product, started from N(mode, 2^2 Sigma).
         num_warmup: transitions a chain makes first, in which the step size is found.
         num_draws: transitions kept, a chain.

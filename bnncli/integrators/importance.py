@@ -20,6 +20,7 @@ from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto
 from bnncli.integrators import HasLayout, Prediction, require_support
 from bnncli.integrators._groups import Groups, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
+from bnncli.posteriors import sample_from_noise
 from bnncli.progress import SILENT, Progress
 
 
@@ -70,10 +71,15 @@ class Importance:
         check_num_samples(num_samples)
         if target is None:
             raise UsageError("--integrator importance needs the features of the training split")
-        noise = posterior.noise(num_samples or self.default_samples, generator)
-        found = log_weights(target, posterior, noise, progress).cpu()
-        weights, pareto_k, warning = importance_weights(found)
-        theta, groups = posterior.from_noise(noise)[0].float(), Groups.of(group_ends(len(noise)), weights)
+        size = num_samples or self.default_samples
+        task, found = progress.task("importance weights", size), list[Tensor]()
+
+        def weigh(noise: Tensor) -> None:
+            found.append(log_weights(target, posterior, noise, task))
+
+        theta = sample_from_noise(posterior, size, generator, also=weigh)
+        weights, pareto_k, warning = importance_weights(torch.cat(found).cpu())
+        groups = Groups.of(group_ends(size), weights)
         return WeightedMc(DrawnMc(posterior.layout, theta, groups, weights), pareto_k, warning)
 
     def predict(

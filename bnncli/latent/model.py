@@ -12,6 +12,7 @@ from bnncli.latent.factors import Factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.seeds import source_of
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class LatentModel:
             multipliers: z of each layer's inputs, (S, in), where they are given; else they are drawn as well.
         """
         factors, count = self.factors, len(repeats)
+        generator = source_of(generator, self.layout.num_weights, self.device)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=generator.device).to(self.device)

@@ -17,6 +17,7 @@ from bnncli import registry
 from bnncli.covariances._row_space import WithinRows
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.layout import HeadLayout
+from bnncli.posteriors import sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
 
@@ -72,7 +73,7 @@ class Flow:
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
         """Draws (S, P), float32."""
-        return self.from_noise(self.noise(num_samples or 1, generator))[0].float()
+        return sample_from_noise(self, num_samples or 1, generator)
 
     @torch.no_grad()
     def log_density(self, theta: Tensor) -> Tensor:

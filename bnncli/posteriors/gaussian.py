@@ -13,7 +13,7 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._logit_root import LogitRoot
 from bnncli.covariances._row_space import WithinRows, read_covariance
 from bnncli.layout import HeadLayout
-from bnncli.posteriors import layout_from_meta, layout_to_meta, move, standard_normal
+from bnncli.posteriors import layout_from_meta, layout_to_meta, move, sample_from_noise, standard_normal
 from bnncli.prior import Prior
 from bnncli.shapes import check_shapes
 from bnncli.sobol import quasi_normal
@@ -63,7 +63,7 @@ class Gaussian:
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
         """Draws (S, P), float32."""
-        return self.from_noise(self.noise(num_samples or 1, generator))[0].float()
+        return sample_from_noise(self, num_samples or 1, generator)
 
     def log_density(self, theta: Tensor) -> Tensor:
         """log N(theta | mean, Sigma), (S,) float64, for theta (S, P)."""
