@@ -11,6 +11,7 @@ import torch
 from streaming import private_peaks
 from torch import Tensor
 
+from bnncli import devices
 from bnncli.errors import DataError, DeviceError
 from bnncli.inference.curvature import ggn
 from bnncli.layout import HeadLayout
@@ -99,7 +100,33 @@ def test_probabilities_that_do_not_fit_are_made_again(tmp_path: Path, monkeypatc
     target = stored(tmp_path / "train.h5", "float32")
     vectors = torch.randn(2, LAYOUT.num_params, generator=torch.Generator().manual_seed(1))
     kept = target.hessian_vector_product(vectors[0], vectors)
-    monkeypatch.setattr(last_layer, "_PROBABILITIES_SHARE", 0.0)
+    monkeypatch.setitem(last_layer._KEPT_BYTES, "cpu", 0)
+    torch.testing.assert_close(target.hessian_vector_product(vectors[0], vectors), kept, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("free", [1 << 10, 1 << 50])
+def test_products_do_not_depend_on_free_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    layout, generator = HeadLayout(10, 84), torch.Generator().manual_seed(2)
+    features = torch.randn(9000, 84, generator=generator)
+    target = LastLayerTarget(features, torch.arange(9000) % 10, layout, Prior(2.0))
+    vectors = torch.randn(8, layout.num_params, generator=generator)
+    expected = target.hessian_vector_product(vectors[0], vectors)
+    monkeypatch.setattr(devices, "_system_memory", lambda: free)
+    assert torch.equal(target.hessian_vector_product(vectors[0], vectors), expected)
+
+
+def test_probabilities_that_the_device_refuses_are_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = stored(tmp_path / "train.h5", "float32")
+    vectors = torch.randn(2, LAYOUT.num_params, generator=torch.Generator().manual_seed(1))
+    kept = target.hessian_vector_product(vectors[0], vectors)
+    plain = LastLayerTarget.probabilities
+
+    def refuse(self: LastLayerTarget, theta: Tensor, features: Tensor | None = None) -> Tensor:
+        if features is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, theta, features)
+
+    monkeypatch.setattr(LastLayerTarget, "probabilities", refuse)
     torch.testing.assert_close(target.hessian_vector_product(vectors[0], vectors), kept, rtol=1e-5, atol=1e-4)
 
 
@@ -190,7 +217,7 @@ def test_pinned_buffers_bring_every_row_once_and_in_order(monkeypatch: pytest.Mo
     features = torch.arange(2002.0).view(1001, 2)
     blocks = FeatureBlocks(features, torch.device("cuda"))
     got = [(rows, block.clone()) for rows, block in blocks._blocks(0, 70)]
-    assert [rows.start for rows, _ in got] == [at + 70 * i for at in (0, 300, 600, 900) for i in range(5)][: len(got)]
+    assert [rows for rows, _ in got] == list(stream.slices(0, 1001, 70))  # as where the features lie on the GPU
     assert torch.equal(torch.cat([block for _, block in got]), features)
 
 

@@ -8,6 +8,7 @@ blocks of examples in float64. Features may lie elsewhere than the work is done:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.devices import available_memory
 from bnncli.errors import DataError
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
@@ -34,7 +34,8 @@ from bnncli.targets.stream import FeatureBlocks, Work
 
 ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-_PROBABILITIES_SHARE = 0.25  # of free memory that probabilities (K, N) may take; where they do not fit, made again
+# Of probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
+_KEPT_BYTES = {"cpu": 2**30, "cuda": 2**33}
 
 
 class ValueWithGradient(torch.autograd.Function):
@@ -173,11 +174,9 @@ class LastLayerTarget:
         """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
 
         (diag(p) - p p^T) x x x^T summed over the examples, plus the prior's precisions; exact for a linear layer. The
-        probabilities (K, N) are kept where they fit in memory, so that each product streams over the features once.
+        probabilities (K, N) are kept where they are not too large, so that each product streams over the features once.
         """
-        size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
-        fits = size <= _PROBABILITIES_SHARE * available_memory(self.device)
-        kept = self.probabilities(theta) if fits else None
+        kept = self._kept_probabilities(theta)
 
         def probabilities(rows: slice, block: Tensor) -> Tensor:
             return self.probabilities(theta, block) if kept is None else kept[:, rows]
@@ -201,6 +200,15 @@ class LastLayerTarget:
         other = copy.copy(self)  # what is known of the data is kept: checking them again would be a pass over a file
         object.__setattr__(other, "prior", prior)
         return other
+
+    def _kept_probabilities(self, theta: Tensor) -> Tensor | None:
+        """Probabilities (K, N) under theta (P,); None where they are large, or the device has no memory for them."""
+        size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
+        if size > _KEPT_BYTES.get(self.device.type, _KEPT_BYTES["cuda"]):
+            return None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return self.probabilities(theta)
+        return None
 
     def _check(self, theta: Tensor) -> None:
         check_shapes(theta=(theta, f"S {self.layout.num_params}"))
