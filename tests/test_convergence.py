@@ -146,7 +146,8 @@ def make_a_shifted_chain(draws: NDArray) -> NDArray:
 @pytest.mark.parametrize("correlation", [-0.7, 0.0, 0.95])
 def test_every_statistic_is_that_of_arviz_stats(change: Any, shape: tuple[int, int], correlation: float) -> None:
     draws = change(chains(*shape, 8, correlation=correlation))
-    each = np.delete(np.moveaxis(draws, 2, 0), module._stuck(draws), axis=0)
+    each = np.moveaxis(draws, 2, 0)
+    each = np.delete(each, module._stuck(torch.from_numpy(each)), axis=0)
     assert len(each) >= 2
     got = rank_statistics(torch.from_numpy(each))
     expected = array_stats.ess(each, method="bulk"), array_stats.ess(each, method="tail", prob=(0.05, 0.95))
@@ -177,7 +178,7 @@ def test_parts_of_a_mapped_file_are_judged_like_the_whole(
     draws.transpose(1, 0, 2).tofile(tmp_path / "draws")
     mapped = np.memmap(tmp_path / "draws", np.float32, "r", shape=(20, 3, 7)).transpose(1, 0, 2)
     monkeypatch.setattr(module, "_READ_VALUES", read)
-    monkeypatch.setattr(module, "_WORK_VALUES", work)
+    monkeypatch.setitem(module._WORK_VALUES, "cpu", work)
     result = convergence(mapped)
     assert result.worst_parameter == expected.worst_parameter == 4
     for name in ("r_hat", "ess_bulk", "ess_tail"):

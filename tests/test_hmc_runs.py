@@ -17,6 +17,7 @@ from bnncli.evaluation.bfmi import bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.held_out import log_probabilities
 from bnncli.layout import HeadLayout
+from bnncli.stages import hmc
 from bnncli.stages._hmc_report import hmc_warnings
 from bnncli.stages._resumable import ResumableDraws
 from bnncli.storage.samples import read_samples
@@ -229,6 +230,19 @@ def test_predictions_on_held_out_rows_are_judged(cli: Cli, small_run: Path, arra
     assert metrics["heldout_max_rhat"] == pytest.approx(expected.r_hat, abs=1e-4)
     assert metrics["heldout_min_ess_bulk"] == pytest.approx(expected.ess_bulk, rel=1e-2)
     assert metrics["heldout_min_ess_tail"] == pytest.approx(expected.ess_tail, rel=1e-2)
+
+
+def test_chains_are_judged_on_the_device(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def spied(name: str, where: Any) -> None:
+        plain = getattr(hmc, name)
+        monkeypatch.setattr(hmc, name, lambda *args, **rest: seen.append(where(args, rest)) or plain(*args, **rest))
+
+    spied("convergence", lambda args, rest: rest["device"])
+    spied("held_out_convergence", lambda args, rest: args[1].device)
+    assert cli("hmc", small_run, *SMALL, "--name", "d", "--until", "ess>=1", "--device", "cpu").code == 0
+    assert seen == 2 * [torch.device("cpu")]
 
 
 def test_without_a_val_split_no_predictions_are_judged(cli: Cli, small_run: Path) -> None:

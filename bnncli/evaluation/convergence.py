@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation.rank_statistics import RankStatistics, rank_statistics
@@ -22,7 +23,9 @@ GOOD_RHAT = 1.05  # above it the chains do not agree well enough to be quoted
 STUCK_ACCEPTANCE = 0.05  # a chain that accepts less of its moves has not sampled anything
 MIN_DRAWS = 4  # per chain: fewer cannot be split into halves that have a variance
 _READ_VALUES = 1 << 25  # of draws taken at a time from an array that may lie on disk, and may not fit in memory
-_WORK_VALUES = 1 << 18  # judged at a time, so that the sorts stay in cache
+# Judged at a time: on a CPU the sorts stay in cache; a GPU wants few, large kernels (25 copies in float64, 1.6 GiB).
+_WORK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 23}
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,14 @@ class Convergence:
     undefined: str | None = None
 
 
-def convergence(draws: NDArray, *, progress: Progress = SILENT) -> Convergence:
+def convergence(draws: NDArray, *, device: torch.device = CPU, progress: Progress = SILENT) -> Convergence:
     """The worst R-hat and smallest bulk and tail ESS over the last axis of draws.
 
     Any quantity with a chain and a draw axis can be judged: parameters, log probabilities of held-out labels.
 
     Args:
         draws: (C, T, P): C chains, T draws each; may be memory-mapped, it is read some parameters at a time.
+        device: where they are judged, in float64: the numbers are the same up to rounding.
         progress: advances once per parameter.
 
     Raises:
@@ -58,16 +62,20 @@ def convergence(draws: NDArray, *, progress: Progress = SILENT) -> Convergence:
     """
     if draws.ndim != 3:
         raise DataError(f"draws: expected shape (C, T, P), got {draws.shape}")
-    return convergence_of(lambda block: draws[:, :, block], draws.shape, progress=progress)
+
+    def quantities(block: slice) -> Tensor:
+        return torch.from_numpy(np.array(draws[:, :, block])).to(device)
+
+    return convergence_of(quantities, draws.shape, progress=progress)
 
 
 def convergence_of(
-    quantities: Callable[[slice], NDArray], shape: tuple[int, ...], *, progress: Progress = SILENT
+    quantities: Callable[[slice], Tensor], shape: tuple[int, ...], *, progress: Progress = SILENT
 ) -> Convergence:
     """The same for quantities that are made a block at a time.
 
     Args:
-        quantities: the draws (C, T, m) of those in a slice.
+        quantities: the draws (C, T, m) of those in a slice, on the device where they are to be judged.
         shape: (C, T, M), of all of them.
         progress: advances once per quantity.
     """
@@ -79,19 +87,20 @@ def convergence_of(
         return Convergence(None, None, None, None, undefined=reason)
     task = progress.task("convergence", num_params)
     size = max(1, _READ_VALUES // (num_chains * num_draws))
-    found, stuck = [], []
+    found: list[RankStatistics] = []
+    stuck: list[int] = []
     for begin in range(0, num_params, size):
-        block = np.asarray(quantities(slice(begin, min(begin + size, num_params))))
-        if not np.isfinite(block).all():
+        block = quantities(slice(begin, min(begin + size, num_params))).permute(2, 0, 1).contiguous()
+        if not bool(torch.isfinite(block).all()):
             raise DataError("draws: expected finite values, got NaN or infinity")
-        stuck += [begin + int(index) for index in _stuck(block)]
+        stuck += [begin + index for index in _stuck(block).tolist()]
         if not stuck:
-            found += _judge(torch.from_numpy(np.ascontiguousarray(np.moveaxis(block, 2, 0))))
-        task.advance(block.shape[2])
+            found += _judge(block)
+        task.advance(len(block))
     if stuck:
         reason = f"constant draws: parameter {stuck[0]} does not move within any half-chain ({len(stuck)} such)"
         return Convergence(None, None, None, None, undefined=reason)
-    r_hat, ess_bulk, ess_tail = (torch.cat(part) for part in zip(*found, strict=True))
+    r_hat, ess_bulk, ess_tail = (torch.cat(part).cpu() for part in zip(*found, strict=True))
     smallest = float(ess_bulk.min()), float(ess_tail.min())
     if num_chains == 1:
         return Convergence(None, int(ess_bulk.argmin()), *smallest, undefined="R-hat needs at least two chains, got 1")
@@ -102,14 +111,15 @@ def convergence_of(
     return Convergence(float(r_hat.max()), int(r_hat.argmax()), *smallest)
 
 
-def _judge(quantities: torch.Tensor) -> list[RankStatistics]:
+def _judge(quantities: Tensor) -> list[RankStatistics]:
     """Statistics of quantities (m, C, T), some at a time."""
-    size = max(1, _WORK_VALUES // (quantities.shape[1] * quantities.shape[2]))
+    most = _WORK_VALUES.get(quantities.device.type, _WORK_VALUES["cuda"])
+    size = max(1, most // (quantities.shape[1] * quantities.shape[2]))
     return [rank_statistics(part) for part in quantities.split(size)]
 
 
-def _stuck(draws: NDArray) -> NDArray:
-    """Which of the quantities in draws (C, T, m) move in no half-chain: R-hat divides by the variance within those."""
-    half = draws.shape[1] // 2
-    moves = (np.ptp(draws[:, :half], axis=1) > 0) | (np.ptp(draws[:, -half:], axis=1) > 0)
-    return np.flatnonzero(~moves.any(axis=0))
+def _stuck(quantities: Tensor) -> Tensor:
+    """Which of quantities (m, C, T) move in no half-chain: R-hat divides by the variance within those."""
+    half = quantities.shape[2] // 2
+    moves = [part.amax(dim=2) > part.amin(dim=2) for part in (quantities[:, :, :half], quantities[:, :, -half:])]
+    return (~(moves[0] | moves[1]).any(dim=1)).nonzero().flatten()

@@ -5,9 +5,7 @@ Parameters may mix badly along directions that change no prediction, and the oth
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bnncli.evaluation.convergence import Convergence, convergence_of
@@ -16,7 +14,7 @@ from bnncli.progress import SILENT, Progress
 from bnncli.targets.likelihood import block_logits
 
 MAX_ROWS = 512
-_LOGIT_VALUES = 1 << 22  # made at a time
+_LOGIT_VALUES = {"cpu": 1 << 22, "cuda": 1 << 26}  # made at a time
 
 
 def held_out_convergence(
@@ -26,26 +24,28 @@ def held_out_convergence(
 
     Args:
         draws: (C, T, P); may be mapped from a file.
-        features: (N, D). labels: (N,) int64.
+        features: (N, D), where the work is to be done. labels: (N,) int64, there too.
         layout: how weight and bias lie in theta.
     """
 
-    def quantities(rows: slice) -> NDArray:
+    def quantities(rows: slice) -> Tensor:
         return log_probabilities(draws, features[rows], labels[rows], layout=layout)
 
     return convergence_of(quantities, (*draws.shape[:2], features.shape[0]), progress=progress)
 
 
-def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout) -> NDArray:
-    """log p(y_n | x_n, theta), (C, T, N) float64, for draws (C, T, P)."""
+def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout) -> Tensor:
+    """log p(y_n | x_n, theta), (C, T, N) float64 on the features' device, for draws (C, T, P)."""
     num_chains, num_draws = draws.shape[:2]
-    out = np.empty((num_chains, num_draws, len(labels)), dtype=np.float64)
-    size = max(1, _LOGIT_VALUES // (num_chains * len(labels) * layout.num_outputs))
+    features = features.float()
+    out = features.new_empty(num_chains, num_draws, len(labels), dtype=torch.float64)
+    most = _LOGIT_VALUES.get(features.device.type, _LOGIT_VALUES["cuda"])
+    size = max(1, most // (num_chains * len(labels) * layout.num_outputs))
     for start in range(0, num_draws, size):
-        theta = draws[:, start : start + size].float()
-        logits = block_logits(features.float(), theta.flatten(0, 1), layout).double()
+        theta = draws[:, start : start + size].to(features)
+        logits = block_logits(features, theta.flatten(0, 1), layout).double()
         values = _log_probability_of_labels(logits, labels)
-        out[:, start : start + size] = values.view(num_chains, -1, len(labels)).numpy()
+        out[:, start : start + size] = values.view(num_chains, -1, len(labels))
     return out
 
 

@@ -33,7 +33,7 @@ def rank_statistics(draws: Tensor) -> RankStatistics:
     scores = _normal_scores(ordered, order).view_as(halves)
     r_hat = torch.full(draws.shape[:1], math.nan, dtype=torch.float64, device=draws.device)
     if num_chains > 1:
-        middle = ordered[:, [(ordered.shape[1] - 1) // 2, ordered.shape[1] // 2]].mean(dim=1)
+        middle = 0.5 * (ordered[:, (ordered.shape[1] - 1) // 2] + ordered[:, ordered.shape[1] // 2])
         folded = (halves - middle.view(-1, 1, 1)).abs().flatten(1).sort(dim=1)
         r_hat = torch.maximum(_r_hat(scores), _r_hat(_normal_scores(*folded).view_as(halves)))
     everything = ordered if num_draws % 2 == 0 else draws.flatten(1).sort(dim=1).values

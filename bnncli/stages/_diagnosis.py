@@ -148,7 +148,7 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     if all(name in metrics for name in names.values()):
         found = {key: _value(metrics[name], metrics.get("undefined")) for key, name in names.items()}
     else:
-        worst = convergence(draws.numpy(), progress=run.console)
+        worst = convergence(draws.numpy(), device=run.device, progress=run.console)
         values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
         found = {key: _value(value, worst.undefined) for key, value in values.items()}
     stats = content.stats

@@ -144,7 +144,7 @@ class Sampling:
         judgements: dict[int, Convergence] = {}
 
         def is_enough(draws: torch.Tensor) -> bool:
-            judged = judgements[draws.shape[1]] = convergence(draws.numpy(), progress=run.console)
+            judged = judgements[draws.shape[1]] = self._judge(draws)
             run.console.info(_round_line(draws.shape[1], judged))
             values = {"rhat": judged.r_hat, "ess": judged.ess_bulk, "ess-tail": judged.ess_tail}
             return not unmet(options.conditions, values)
@@ -164,7 +164,7 @@ class Sampling:
         finally:
             checkpoint.close()
         judged = judgements.get(drawn.draws.shape[1])
-        return drawn, judged or convergence(drawn.draws.numpy(), progress=run.console), checkpoint.remove
+        return drawn, judged or self._judge(drawn.draws), checkpoint.remove
 
     def _sample_nuts(
         self, target: LastLayerTarget, rows: RowSpace | None, **common: Any
@@ -179,18 +179,22 @@ class Sampling:
             shape = drawn.draws.shape[:2]
             log_joint = drawn.log_joint + outside.to(drawn.log_joint.device).view(shape)
             drawn = replace(drawn, draws=theta.float().unflatten(0, shape), log_joint=log_joint)
-        return drawn, convergence(drawn.draws.cpu().numpy(), progress=self.run.console), lambda: None
+        return drawn, self._judge(drawn.draws.cpu()), lambda: None
+
+    def _judge(self, draws: torch.Tensor) -> Convergence:
+        """How the chains agree on every parameter, for draws (C, T, P) on the CPU; judged on the device."""
+        return convergence(draws.numpy(), device=self.run.device, progress=self.run.console)
 
     def _judge_held_out(self, drawn: HmcRun) -> Convergence | None:
         """How the chains agree on a few hundred seeded examples of the val split; None without labels there."""
         if self.held_out is None or self.held_out.content.labels is None:
             return None
-        labels = self.held_out.labels(torch.device("cpu"))
+        device, labels = self.run.device, self.held_out.labels(torch.device("cpu"))
         order = torch.randperm(len(labels), generator=self.run.stream("hmc/held-out"))
         rows = order[:MAX_ROWS].sort().values
-        features = torch.from_numpy(self.held_out.content.features)[rows]
+        features = torch.from_numpy(self.held_out.content.features)[rows].to(device)
         return held_out_convergence(
-            drawn.draws.cpu(), features, labels[rows], layout=self.train.layout, progress=self.run.console
+            drawn.draws, features, labels[rows].to(device), layout=self.train.layout, progress=self.run.console
         )
 
     def _publish(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
