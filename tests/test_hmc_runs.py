@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from bnncli.layout import HeadLayout
 from bnncli.stages import hmc
 from bnncli.stages._hmc_report import hmc_warnings
 from bnncli.stages._resumable import ResumableDraws
+from bnncli.storage import draw_file
 from bnncli.storage.samples import read_samples
 
 Cli = Any
@@ -84,6 +86,27 @@ def test_a_killed_run_continues_to_the_same_bits(cli: Cli, small_run: Path) -> N
     assert "resuming after 25 transitions" in done.stderr
     assert digest_of(done) == digest_of(cli("hmc", small_run, *SMALL, "--name", "whole", "--json"))
     assert hidden_files(small_run) == []
+
+
+def test_a_run_that_cannot_write_its_draws_continues_once_it_can(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, left = draw_file._Writer._write, iter(range(12, -1, -1))
+
+    def full(self: Any, batch: Any) -> None:
+        if not next(left, 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(self, batch)
+
+    words = ("hmc", small_run, *SMALL, "--save-every", 0)
+    monkeypatch.setattr(draw_file._Writer, "_write", full)
+    done = cli(*words, "--name", "cut")
+    assert (done.code, ".cut.resume.draws failed: No space left" in done.stderr) == (74, True)
+    assert not (posteriors(small_run) / "cut.nc").exists()
+    monkeypatch.undo()
+    done = cli(*words, "--name", "cut", "--resume", "--json")
+    assert "resuming after 22 transitions" in done.stderr  # 10 of the warm-up, and the 12 draws that are on disk
+    assert digest_of(done) == digest_of(cli(*words, "--name", "whole", "--json"))
 
 
 def test_until_continues_where_it_was_stopped(cli: Cli, small_run: Path, stop_after: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +42,90 @@ def test_draws_come_back_with_the_chain_axis_first(tmp_path: Path, buffer_bytes:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_holds_no_more_than_the_buffer(tmp_path: Path) -> None:
-    store = open_file(tmp_path, buffer_bytes=150)
-    sizes = []
-    for record in records(6):
-        store.append(record)
-        sizes.append(store.path.stat().st_size if store.path.exists() else 0)
+def slow_writer(monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
+    """Have `before` called by the writer's thread ahead of each batch."""
+    plain = draw_file._Writer._write
+    monkeypatch.setattr(draw_file._Writer, "_write", lambda self, batch: (before(), plain(self, batch)))
+
+
+def test_memory_holds_no_more_than_a_few_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, taken = threading.Semaphore(0), []
+    slow_writer(monkeypatch, gate.acquire)
+    store, expected = open_file(tmp_path, buffer_bytes=1), records(9)
+    chains = threading.Thread(target=lambda: [(store.append(record), taken.append(1)) for record in expected])
+    chains.start()
+    for at_work in range(3):
+        chains.join(timeout=0.1)
+        assert len(taken) == draw_file.QUEUED + 1 + at_work  # one with the writer, the others wait
+        gate.release()
+    gate.release(10)
+    chains.join()
+    assert torch.equal(store.draws(), torch.stack(expected, dim=1))
     store.remove()
-    assert sizes == [0, 0, 180, 180, 180, 360]
+
+
+def test_after_a_flush_every_draw_is_on_disk_and_in_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[Path, int]] = []
+    slow_writer(monkeypatch, lambda: time.sleep(0.005))
+    monkeypatch.setattr(draw_file, "sync", lambda path: synced.append((path, path.stat().st_size)))
+    store, expected = open_file(tmp_path, buffer_bytes=1), records(8)
+    for record in expected[:6]:
+        store.append(record)
+    assert synced == []
+    store.flush()
+    assert synced == [(store.path, 6 * 60)]  # once, and of all of them
+    assert store.digest == digest_of(expected[:6])
+    assert store.path.read_bytes() == torch.stack(expected[:6]).numpy().tobytes()
+    store.append(expected[6])
+    store.close()
+    assert len(synced) == 1
+    assert [thread.name for thread in threading.enumerate()].count("draws") == 0
+
+
+def test_the_writer_waits_for_a_copy_before_it_reads_it(tmp_path: Path) -> None:
+    expected = records(4)
+    late = [torch.full((3, 5), torch.nan) for _ in expected]
+
+    class Arrival:
+        def __init__(self, place: int) -> None:
+            self.place = place
+
+        def synchronize(self) -> None:
+            late[self.place].copy_(expected[self.place])
+
+    store = open_file(tmp_path)
+    for place, record in enumerate(late):
+        store._send().put(draw_file._Batch([record], Arrival(place)))
+    store.flush()
+    assert store.digest == digest_of(expected)
+    store.remove()
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(errno.ENOSPC, WriteError), (errno.EIO, WriteError), (errno.EACCES, OutputExists)]
+)
+def test_what_the_writer_fails_with_is_raised_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    count = iter(range(100))
+
+    def fail_at_the_third() -> None:
+        if next(count) == 2:
+            raise OSError(number, os.strerror(number))
+
+    slow_writer(monkeypatch, fail_at_the_third)
+    store, expected = open_file(tmp_path, buffer_bytes=1), records(3)
+    for record in expected[:2]:
+        store.append(record)
+    store.flush()
+    with pytest.raises(error, match=os.strerror(number)):
+        all(store.append(record) is None for record in 10 * expected)
+    with pytest.raises(error, match=os.strerror(number)):
+        store.flush()  # so that no state counts draws behind the hole
+    store.close()
+    assert store.path.stat().st_size == 2 * 60
+    store.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_written_before_the_first_flush_and_then_an_old_state_goes(tmp_path: Path) -> None:
@@ -109,14 +188,15 @@ def test_draws_that_were_changed_are_refused_and_the_digest_goes_on(
     second.remove()
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_when_it_is_synced_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(draw_file, "sync", fail)
-    store = open_file(tmp_path, buffer_bytes=1)
+    store = open_file(tmp_path)
+    store.append(records(1)[0])
     with pytest.raises(WriteError, match="No space left on device"):
-        store.append(records(1)[0])
+        store.flush()
     store.remove()
 
 
