@@ -1,0 +1,169 @@
+"""The runs that commands are tried on, and the lines of each: every command, and every member of every family, by registry."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bnncli import registry
+from bnncli.cli.commands import COMMANDS
+from bnncli.storage.fixtures import fixture_path
+from gpu_parts.commands import command_of
+
+_PRIOR = "--prior-precision 10"
+ESTIMATORS = ("lrt", "mnf", "concrete")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run and the lines that fill it, in their order.
+
+    Args:
+        arrays: what --from-npz reads; empty for the embedded network on its images.
+    """
+
+    name: str
+    lines: tuple[str, ...]
+    arrays: dict[str, np.ndarray]
+
+    def prepare(self, folder: Path) -> None:
+        """Put what the first line reads into a new folder."""
+        folder.mkdir(parents=True)
+        if self.arrays:
+            np.savez(folder / "arrays.npz", **self.arrays)  # type: ignore[arg-type]
+        else:
+            shutil.copy(fixture_path("lenet5-fmnist.pt"), folder / "run")
+
+
+def cases(*, is_quick: bool) -> list[Case]:
+    """All runs: the embedded network, and heads of every shape; a small one alone where it is quick."""
+    if is_quick:
+        return [Case("small", tuple(_quick_lines()), head_arrays(num_train=60))]
+    images = Case("images", tuple(_lines(_extract_images())), {})
+    heads = {
+        "single-logit": head_arrays(num_classes=2, is_single=True),
+        "two-classes": head_arrays(num_classes=2),
+        "no-bias": head_arrays(has_bias=False),
+        "half": head_arrays(is_half=True),
+        "wide": head_arrays(num_train=50, num_features=60),
+    }
+    return [images, *(Case(name, tuple(_head_lines()), arrays) for name, arrays in heads.items())]
+
+
+def without_line(all_cases: list[Case]) -> list[str]:
+    """Commands that no line of any case runs."""
+    there = {command_of(line) for case in all_cases for line in case.lines}
+    return sorted({command.name for command in COMMANDS} - there)
+
+
+def head_arrays(
+    *, num_train: int = 300, num_features: int = 6, num_classes: int = 3, is_single: bool = False,
+    has_bias: bool = True, is_half: bool = False,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Features of a head that fits them, with labels that its logits and noise choose."""
+    generator = np.random.default_rng(0)
+    outputs = 1 if is_single else num_classes
+    weight = generator.normal(size=(outputs, num_features)) * 2 / np.sqrt(num_features)
+    bias = generator.normal(size=outputs) * has_bias
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in (("train", num_train), ("val", 60), ("test", 50), ("far", 40)):
+        features = generator.normal(size=(count, num_features))
+        logits = features @ weight.T + bias + generator.gumbel(size=(count, outputs))
+        labels = logits[:, 0] > 0 if is_single else logits.argmax(axis=1)
+        arrays |= {
+            f"features_{split}": features.astype(np.float16 if is_half else np.float32),
+            f"labels_{split}": labels.astype(np.int64),
+        }
+    arrays["head_weight"] = weight.astype(np.float32)
+    if has_bias:
+        arrays["head_bias"] = bias.astype(np.float32)
+    return arrays
+
+
+def _extract_images() -> str:
+    rows = {"train": 2000, "val": 500, "test": 500}
+    data = " ".join(f"--data {split}=npz:{fixture_path(f'{split}.npz')}@{count}" for split, count in rows.items())
+    return f"extract-features FOLDER/run --model lenet5 {data} --ood mnist=npz:{fixture_path('mnist.npz')}@300"
+
+
+EXTRACT_ARRAYS = "extract-features FOLDER/run --from-npz FOLDER/arrays.npz --ood far"
+
+
+def _lines(extract: str) -> list[str]:
+    """Every command, and every member of every family."""
+    structures, flows = registry.names("covariances"), registry.names("flows")
+    return [
+        extract,
+        f"fit-laplace FOLDER/run {_PRIOR}",
+        *(f"fit-laplace FOLDER/run {_PRIOR} --structure {name} --name {name}" for name in structures),
+        "fit-laplace FOLDER/run --name by-val",
+        "fit-laplace FOLDER/run --prior-precision marglik --name by-evidence",
+        f"fit-laplace FOLDER/run {_PRIOR} --center checkpoint --name beside",
+        f"fit-laplace FOLDER/run {_PRIOR} --bias-precision 3 --structure kron --name bias",
+        "fit-temperature FOLDER/run",
+        *(f"refine FOLDER/run --flow {name} --name {name}" for name in flows),
+        "refine FOLDER/run --base diag --scale block --name from-diag",
+        "refine FOLDER/run --base kron --scale low-rank --name from-kron",
+        "hmc FOLDER/run",
+        "hmc FOLDER/run --dynamics leapfrog --name leapfrog",
+        *(f"fit-lbbnn FOLDER/run --estimator {name} --repeats 4 --epochs 60 --name {name}" for name in ESTIMATORS),
+        "fit-lbbnn FOLDER/run --hidden 20 --standardize --epochs 20 --name hidden",
+        "prune FOLDER/run --posterior lrt",
+        "prune FOLDER/run --posterior mnf --rule density --density 0.2",
+        "predict FOLDER/run --integrator all --samples 100",
+        "predict FOLDER/run --integrator mc --integrator logit-mc --qmc --posterior laplace",
+        "evaluate FOLDER/run --score all --bootstrap 100",
+        *_readers(),
+        "integrals --grid-size 20",
+        "demo --dir FOLDER/demo",
+    ]
+
+
+def _head_lines() -> list[str]:
+    """The pipeline, each command once or twice, for a head of another shape."""
+    return [
+        EXTRACT_ARRAYS,
+        f"fit-laplace FOLDER/run {_PRIOR}",
+        f"fit-laplace FOLDER/run {_PRIOR} --structure kron --name kron",
+        "refine FOLDER/run",
+        "refine FOLDER/run --base kron --flow spline --epochs 50 --name spline",
+        "hmc FOLDER/run",
+        "fit-lbbnn FOLDER/run --epochs 60",
+        "predict FOLDER/run --integrator all --samples 100",
+        "evaluate FOLDER/run --score all --bootstrap 50",
+        "diagnose FOLDER/run",
+    ]
+
+
+def _quick_lines() -> list[str]:
+    """Every command once, as little as it can do."""
+    test = "--split test --posterior laplace"
+    return [
+        EXTRACT_ARRAYS,
+        f"fit-laplace FOLDER/run {_PRIOR}",
+        "fit-temperature FOLDER/run",
+        "refine FOLDER/run --epochs 30 --length 1 --elbo-draws 32",
+        "hmc FOLDER/run --chains 8 --warmup 10 --draws 20",
+        "fit-lbbnn FOLDER/run --slab-sd 1 --repeats 2 --epochs 3",
+        "prune FOLDER/run",
+        f"predict FOLDER/run --integrator mc --integrator plug-in --samples 20 {test}",
+        f"evaluate FOLDER/run --bootstrap 10 {test}",
+        *_readers("--posterior laplace"),
+        "integrals --mean 1 --variance 2 --integrator probit",
+    ]
+
+
+def _readers(diagnosed: str = "") -> list[str]:
+    return [
+        f"diagnose FOLDER/run {diagnosed}",
+        "compare FOLDER/run",
+        "status FOLDER/run",
+        "verify FOLDER/run.bnn",
+        "inspect FOLDER/run.bnn/posteriors/laplace.safetensors",
+        "convert FOLDER/run.bnn/posteriors/map.safetensors FOLDER/state.safetensors",
+        "clean FOLDER/run",
+        "config show refine",
+    ]

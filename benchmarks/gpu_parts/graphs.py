@@ -1,0 +1,261 @@
+"""Captured steps against the same steps one by one, interrupted fits against whole ones, and what waits for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.errors import Interrupted
+from bnncli.flows import SPACES
+from bnncli.inference.hmc import sample_hmc
+from bnncli.inference.latent_fit import Plan, fit_latent
+from bnncli.inference.latent_steps import Settings
+from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.flow import Flow
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
+from gpu_parts.cases import ESTIMATORS
+from gpu_parts.gpu import Gpu
+from gpu_parts.heads import examples, head_gaussian, head_target, latent_model
+from gpu_parts.ledger import Ledger
+
+REPLAY = 1e-5  # of the largest parameter, where a captured kernel rounds otherwise than the same one launched
+WARM_UP = 3  # steps before a capture
+BATCH = 24
+NUM_EXAMPLES = 10 * BATCH + 7  # ten whole batches, and one that is not
+SYNCS = 0.1  # a step: those of an epoch's or a chunk's end are divided by its steps
+
+Tensors = dict[str, Tensor]
+Save = Callable[[Mapping[str, Tensor], bool], None]
+
+
+class Fit(NamedTuple):
+    """A training that can be done again, and continued.
+
+    Args:
+        name: of the case.
+        run: takes the state to continue from and what saves states; gives all that was learnt.
+        steps: on whole batches, of all its epochs.
+    """
+
+    name: str
+    run: Callable[[Mapping[str, Tensor] | None, Save | None], Tensors]
+    steps: int
+
+
+def check_graphs(gpu: Gpu, ledger: Ledger, *, is_quick: bool) -> None:
+    """All flows, batches and spaces; all estimators and repeats."""
+    fits = [*_flow_fits(gpu.device, is_quick), *_latent_fits(gpu.device, is_quick)]
+    for fit in fits:
+        ledger.item(f"graph of {fit.name}", _check_replay, gpu, ledger, fit)
+        ledger.item(f"resuming {fit.name}", _check_resumed, ledger, fit)
+    ledger.item("resuming hmc", _check_hmc, gpu, ledger, is_quick)
+    ledger.item("syncs", _check_syncs, gpu, ledger, is_quick)
+
+
+def _flow_fits(device: torch.device, is_quick: bool) -> Iterator[Fit]:
+    whole = head_target(HeadLayout(3, 6), NUM_EXAMPLES, device)
+    wide = head_target(HeadLayout(3, 40), 30, device)
+    reduced = RowSpace.of(wide.features, wide.layout).target(wide)
+    places = [("whole head", whole, head_gaussian(whole)), ("row space", reduced, head_gaussian(reduced))]
+    for flow in ("affine", "radial") if is_quick else registry.names("flows"):
+        for where, target, base in places:
+            for space in SPACES:
+                if space not in registry.load_class("flows", flow).spaces:
+                    continue
+                for batch in (BATCH, target.num_examples):
+                    if not (is_quick and (where, space, flow) != ("whole head", "whitened", "affine")):
+                        yield _flow_fit(flow, target, base, space, batch, f"{flow}, {where}, {space}")
+            if is_quick:
+                break
+
+
+def _flow_fit(flow: str, target: LastLayerTarget, base: Gaussian, space: str, batch: int, name: str) -> Fit:
+    """Two rounds of steps on minibatches, or on all data."""
+    is_full = batch >= target.num_examples
+    num_batches = 1 if is_full else target.num_examples // batch
+    epochs = -(-30 // num_batches)
+
+    def run(state: Mapping[str, Tensor] | None, save: Save | None) -> Tensors:
+        fit: RefineFit = fit_flow(
+            target, base, flow=flow, length=2, epochs=epochs, batch_size=batch, num_draws=2, learning_rate=0.02,
+            space=space, generator=torch.Generator().manual_seed(0), state=state, save=save,
+        )  # fmt: skip
+        layers = [layer.to_tensors() for layer in fit.posterior.layers]
+        return {
+            "history": fit.history,
+            **{f"{i}.{key}": part for i, own in enumerate(layers) for key, part in own.items()},
+        }
+
+    return Fit(f"{name}, {'all data' if is_full else 'minibatches'}", run, epochs * num_batches)
+
+
+def _latent_fits(device: torch.device, is_quick: bool) -> Iterator[Fit]:
+    data = examples(NUM_EXAMPLES, 6, 3, device)
+    for estimator in ESTIMATORS[:1] if is_quick else ESTIMATORS:
+        for repeats in (2,) if is_quick else (1, 4):
+            yield _latent_fit(estimator, repeats, data)
+
+
+def _latent_fit(estimator: str, repeats: int, data: tuple[Tensor, Tensor], epochs: int = 3) -> Fit:
+    plan = Plan(epochs=epochs, batch_size=BATCH, learning_rate=0.01, settings=Settings(estimator))
+    features, labels = data
+
+    def run(state: Mapping[str, Tensor] | None, save: Save | None) -> Tensors:
+        model = latent_model((features.shape[1], 5, 3), repeats, estimator, labels.device)
+        fitted, history = fit_latent(
+            model, features, labels, plan, generator=torch.Generator().manual_seed(0), state=state, save=save
+        )
+        learnt = [*vars(fitted.factors).values(), *fitted.multiplier_parameters()]
+        parts = [part.detach() for part in learnt if isinstance(part, Tensor)]
+        return {"history": history.bound(), **{str(index): part for index, part in enumerate(parts)}}
+
+    return Fit(f"{estimator}, {repeats} repeats", run, epochs * (len(features) // BATCH))
+
+
+def _check_replay(gpu: Gpu, ledger: Ledger, fit: Fit) -> None:
+    """One capture, all steps after the warm-up replayed, and what was learnt without any graph."""
+    with gpu.counted() as counts:
+        replayed = fit.run(None, None)
+    ledger.check(f"captures of {fit.name}", counts.captures, 1, least=1)
+    ledger.check(f"replays of {fit.name}", counts.replays, fit.steps, least=fit.steps - WARM_UP - 1)
+    with gpu.refusing_captures(), gpu.counted() as without:
+        eager = fit.run(None, None)
+    ledger.check(f"replays of {fit.name}, captures refused", without.replays, 0)
+    apart, is_same = _apart(replayed, eager)
+    ledger.check(f"replay against steps one by one, {fit.name}", apart, REPLAY, bits="equal" if is_same else "differ")
+
+
+def _check_resumed(ledger: Ledger, fit: Fit) -> None:
+    """An interrupted fit, continued, is the whole one, bit for bit."""
+    kept: Tensors = {}
+
+    def save(state: Mapping[str, Tensor], is_last: bool) -> None:
+        kept.update({name: part.clone() for name, part in state.items()})
+        if not is_last:
+            raise Interrupted(15, "as asked")
+
+    try:
+        fit.run(None, save)
+    except Interrupted:
+        _, is_same = _apart(fit.run(kept, None), fit.run(None, None))
+        ledger.agree(f"resumed = whole, {fit.name}", is_same, "other bits")
+    else:
+        ledger.miss(f"resumed = whole, {fit.name}", "it was not interrupted: one round was all")
+
+
+class _Draws:
+    """A store and a checkpoint in memory; interrupts the run after so many transitions."""
+
+    def __init__(self, interrupt_after: int) -> None:
+        self.kept: list[Tensor] = []
+        self.state: Tensors | None = None
+        self.left = interrupt_after
+
+    def append(self, theta: Tensor) -> None:
+        """One draw more."""
+        self.kept.append(theta)
+
+    def draws(self) -> Tensor:
+        """All of them."""
+        return torch.stack(self.kept, dim=1).cpu()
+
+    def restore(self) -> Tensors | None:
+        """Where the run was interrupted."""
+        return self.state
+
+    def offer(self, tensors: Callable[[], Tensors], *, is_last: bool = False) -> None:
+        """Keeps the state when it interrupts."""
+        self.left -= 1
+        if is_last:
+            self.state = {name: part.clone() for name, part in tensors().items()}
+        elif self.left == 0:
+            raise Interrupted(15, "as asked")
+
+
+def _check_hmc(gpu: Gpu, ledger: Ledger, is_quick: bool) -> None:
+    """Interrupted chains, continued, are the whole ones."""
+    target = head_target(HeadLayout(3, 6), NUM_EXAMPLES, gpu.device)
+    base, warmup, draws = head_gaussian(target), 10, 6 if is_quick else 20
+
+    def run(memory: _Draws) -> Tensor:
+        return sample_hmc(
+            target, mode=base.mean, covariance=base.covariance, generator=torch.Generator().manual_seed(0),
+            num_chains=4, num_warmup=warmup, num_draws=draws, store=memory, checkpoint=memory,
+        ).draws  # fmt: skip
+
+    interrupted = _Draws(warmup + draws // 2)
+    try:
+        run(interrupted)
+    except Interrupted:
+        ledger.agree("resumed = whole, hmc", torch.equal(run(interrupted), run(_Draws(0))), "other bits")
+    else:
+        ledger.miss("resumed = whole, hmc", "it was not interrupted")
+
+
+def _check_syncs(gpu: Gpu, ledger: Ledger, is_quick: bool) -> None:
+    """What twice the steps add to the host's waiting: nothing but for chunks and epochs."""
+    base = head_gaussian(head_target(HeadLayout(3, 6), NUM_EXAMPLES, gpu.device))
+    for flow in ["affine"] if is_quick else registry.names("flows"):
+        _check_slope(gpu, ledger, f"refine {flow}", partial(_one_epoch, gpu, flow, base), 20)
+    for estimator in ESTIMATORS[:1] if is_quick else ESTIMATORS:
+        _check_slope(gpu, ledger, f"fit-lbbnn {estimator}", partial(_latent_epoch, gpu, estimator), 20)
+    _check_slope(gpu, ledger, "hmc after its warm-up", partial(_chains, gpu, base), 10)
+    refined = _one_epoch(gpu, "affine", base, 1)().posterior
+    posteriors: dict[str, Gaussian | Flow] = {"gaussian": base, "flow": refined}
+    for name, posterior in posteriors.items():
+        with gpu.counted() as counts:
+            posterior.sample(8, torch.Generator().manual_seed(0))
+        ledger.check(f"syncs of 8 draws of a {name}", counts.syncs, 1)  # the log determinant comes along
+
+
+def _check_slope(gpu: Gpu, ledger: Ledger, name: str, prepare: Callable[[int], Callable[[], Any]], steps: int) -> None:
+    """`prepare(n)` gives work of n times so many steps."""
+    found = []
+    for times in (1, 2):
+        work = prepare(times)
+        with gpu.counted() as counts:
+            work()
+        found.append(counts.syncs)
+    ledger.check(f"syncs a step, {name}", (found[1] - found[0]) / steps, SYNCS, in_all=found[0])
+
+
+def _one_epoch(gpu: Gpu, flow: str, base: Gaussian, times: int) -> Callable[[], RefineFit]:
+    """One epoch of 20 times so many whole batches."""
+    target = head_target(base.layout, 20 * times * BATCH, gpu.device)
+    return lambda: fit_flow(
+        target, base, flow=flow, length=2, epochs=1, batch_size=BATCH, num_draws=2, learning_rate=0.02,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+
+
+def _latent_epoch(gpu: Gpu, estimator: str, times: int) -> Callable[[], Tensors]:
+    fit = _latent_fit(estimator, 2, examples(20 * times * BATCH, 6, 3, gpu.device), epochs=1)
+    return lambda: fit.run(None, None)
+
+
+def _chains(gpu: Gpu, base: Gaussian, times: int) -> Callable[[], Any]:
+    """Ten times so many transitions after the warm-up."""
+    target = head_target(base.layout, NUM_EXAMPLES, gpu.device)
+    return lambda: sample_hmc(
+        target, mode=base.mean, covariance=base.covariance, generator=torch.Generator().manual_seed(0),
+        num_chains=4, num_warmup=10, num_draws=10 * times,
+    )  # fmt: skip
+
+
+def _apart(one: Tensors, other: Tensors) -> tuple[float, bool]:
+    """The largest difference, of the largest number of its tensor, and whether all bits are equal."""
+    apart = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in _pairs(one, other)]
+    return max(apart), all(torch.equal(a, b) for a, b in _pairs(one, other))
+
+
+def _pairs(one: Tensors, other: Tensors) -> list[tuple[Tensor, Tensor]]:
+    assert one.keys() == other.keys()
+    return [(one[name].double(), other[name].double()) for name in one]

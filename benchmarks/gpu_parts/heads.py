@@ -1,0 +1,49 @@
+"""Heads of any size on the GPU, from random features: what graphs, repeats and peaks are tried on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.latent.factors import initial_factors
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.multiplier import initial_model
+from bnncli.latent.prior import SpikeAndSlab
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
+
+
+def examples(count: int, num_features: int, num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Standard normal features (N, D) and labels (N,) of a random head's noisy logits."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(count, num_features, generator=generator)
+    weight = 2 * torch.randn(num_features, num_classes, generator=generator) / num_features**0.5
+    noise = torch.rand(count, num_classes, generator=generator).clamp_(1e-9).log().neg().log()
+    labels = (features @ weight - noise).argmax(dim=1)
+    return features.to(device), labels.to(device)
+
+
+def head_target(layout: HeadLayout, count: int, device: torch.device) -> LastLayerTarget:
+    """The log posterior of a head on so many examples."""
+    features, labels = examples(count, layout.num_features, layout.num_classes, device)
+    return LastLayerTarget(features, labels, layout, Prior(100.0))
+
+
+def head_gaussian(target: LastLayerTarget, structure: str = "full") -> Gaussian:
+    """The Gaussian at its mode."""
+    start = torch.zeros(target.layout.num_params, dtype=torch.float64, device=target.device)
+    return fit_gaussian(target, start=start, structure=structure).gaussian
+
+
+def latent_model(sizes: tuple[int, ...], repeats: int, estimator: str, device: torch.device) -> LatentModel:
+    """What a latent binary fit starts from."""
+    layout, generator = NetworkLayout(sizes), torch.Generator().manual_seed(0)
+    factors = initial_factors(layout, repeats, generator, device=device)
+    prior = SpikeAndSlab.constant(layout.num_layers).to(device)
+    is_mnf = estimator == "mnf"
+    flows = [initial_model(n, repeats, generator, device=device) for _, n in layout.shapes] if is_mnf else []
+    return LatentModel(layout, factors, prior, tuple(flows))
