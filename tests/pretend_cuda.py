@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,7 +43,10 @@ _WITHOUT_DETERMINISTIC = {
     "upsample_bicubic2d_backward", "adaptive_max_pool2d_backward", "_adaptive_avg_pool2d_backward", "reflection_pad2d_backward",
 }  # fmt: skip
 _ADDING = {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
+_WATCHED = {*_WITHOUT_DETERMINISTIC, *_ADDING, "bincount", "cumsum", "median"}
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+_CALLS = {"__get__", "cpu", "cuda", "to", "pin_memory", "is_pinned", "record_stream", "numpy", "__array__", "tolist"}
+_PLACES = {"device", "generator", "pin_memory"}
 _ALLOCATING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -221,6 +225,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def _listed(values: Any) -> list[Tensor]:
+    """The same as a list, quickly: of arguments that are flat, or lists of tensors."""
+    found = [value for value in values if isinstance(value, Tensor)]
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _key_of(tensor: Tensor) -> int:
+    """`_storage_key` where no function mode looks on."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return -1
+
+
 def _index(device: Any, otherwise: int) -> int:
     """The number of a CUDA device, however it is given."""
     if device is None:
@@ -229,6 +250,20 @@ def _index(device: Any, otherwise: int) -> int:
         return device
     index = torch.device(device).index if isinstance(device, str) else device.index
     return otherwise if index is None else int(index)
+
+
+class _Kernel(NamedTuple):
+    """What is to be known of a kernel; views and allocations launch none."""
+
+    name: str
+    is_launched: bool
+
+
+@cache
+def _kernel_of(func: Any) -> _Kernel:
+    name = func._schema.name.partition("::")[2]
+    is_view = any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
+    return _Kernel(name, not is_view and name not in _ALLOCATING)
 
 
 class _Dispatch:
@@ -244,20 +279,20 @@ class _Dispatch:
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        pretend_, name = self.pretend, func._schema.name.partition("::")[2]
-        tensors = [*_tensors(args), *_tensors(kwargs)]
-        held = [pretend_.holds(tensor) for tensor in tensors]
+        pretend_, known = self.pretend, self.pretend._tags
+        tensors = _listed([*args, *kwargs.values()])
+        held = [_key_of(tensor) in known for tensor in tensors]
         if not (any(held) or pretend_.is_placing):
             return func(*args, **kwargs)
+        kernel = _kernel_of(func)
         if any(held):
-            self._look_at_devices(name, args, kwargs, tensors, held)
-            self._look_at_sums(name, args, kwargs)
-        is_view = any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
-        is_kernel = not is_view and name not in _ALLOCATING
-        if is_kernel:
-            pretend_.kernels[name] += 1
+            self._look_at_devices(kernel.name, args, kwargs, tensors, held)
+            if kernel.name in _WATCHED:
+                self._look_at_sums(kernel.name, args, kwargs)
+        if kernel.is_launched:
+            pretend_.kernels[kernel.name] += 1
         capture = pretend_.capture
-        if capture is not None and is_kernel:
+        if capture is not None and kernel.is_launched:
             return self._record(capture, func, args, kwargs)
         out = func(*args, **kwargs)
         self._place(out, tensors)
@@ -293,7 +328,8 @@ class _Dispatch:
         """Kernels that add in any order, and those that the deterministic mode refuses."""
         refuses = name in _WITHOUT_DETERMINISTIC or (name == "median" and len(args) > 1)
         refuses = refuses or (name == "cumsum" and args[0].is_floating_point() and kwargs.get("dtype") != torch.int64)
-        refuses = refuses or (name == "bincount" and (len(args) > 1 or kwargs.get("weights") is not None))
+        weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
+        refuses = refuses or (name == "bincount" and weights is not None)
         if refuses or (name in _ADDING and _adds_twice(name, args)):
             self.pretend.nondeterministic[f"{name} @ {_site()}"] += 1
         if refuses and torch.are_deterministic_algorithms_enabled():
@@ -324,10 +360,12 @@ class _Dispatch:
 
     def _place(self, out: Any, tensors: list[Tensor]) -> None:
         """New tensors are where the others are."""
-        known = {_storage_key(tensor) for tensor in tensors}
-        for tensor in _tensors(out):
-            if _storage_key(tensor) not in known:
-                self.pretend.place(tensor)
+        made = [out] if isinstance(out, Tensor) else _listed(out) if isinstance(out, (list, tuple)) else []
+        if made:
+            known = {_key_of(tensor) for tensor in tensors}
+            for tensor in made:
+                if _key_of(tensor) not in known:
+                    self.pretend.place(tensor)
 
 
 class _Kernels(_Dispatch, TorchDispatchMode):
@@ -355,10 +393,11 @@ class _Calls(TorchFunctionMode):
         self.pretend = pretend_
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs, pretend_ = getattr(func, "__name__", str(func)), dict(kwargs or {}), self.pretend
+        name, pretend_ = getattr(func, "__name__", ""), self.pretend
+        if name == "_parse_to" or (name not in _CALLS and not (kwargs and _PLACES.intersection(kwargs))):
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if name == "_parse_to":
-            return func(*args, **kwargs)
         if name == "__get__" and first is not None:
             return self._property(func, first, args, kwargs)
         if first is not None and name in ("cpu", "cuda", "to"):

@@ -34,6 +34,7 @@ LAYERS = (
         "until",
         "assertions",
         "sobol",
+        "running_sum",
     ),
     ("registry", "shapes", "names", "signals", "progress"),
     ("errors",),

@@ -92,14 +92,18 @@ class Mahalanobis:
         classes, index = labels.to(device).unique(return_inverse=True)
 
         def class_sums(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            return (block.new_zeros(len(classes), num_columns).index_add_(0, index[rows], block),)
+            if device.type == "cpu":
+                return (block.new_zeros(len(classes), num_columns).index_add_(0, index[rows], block),)
+            # CUDA adds rows in any order; a product with ones and zeros has one.
+            is_member = torch.arange(len(classes), device=device).unsqueeze(1) == index[rows]
+            return (is_member.to(block.dtype) @ block,)
 
         def products(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             residual = block - means[index[rows]]
             return (residual.T @ residual,)
 
         counts = torch.bincount(index, minlength=len(classes)).double().unsqueeze(1)
-        (sums,) = blocks.sum(class_sums, columns=num_columns, dtype=torch.float64)
+        (sums,) = blocks.sum(class_sums, columns=max(num_columns, len(classes)), dtype=torch.float64)
         means, mean = sums / counts, sums.sum(dim=0) / len(features)
         (scatter,) = blocks.sum(products, columns=num_columns, dtype=torch.float64)
         between = (means - mean).T @ (counts * (means - mean))

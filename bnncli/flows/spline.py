@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, settings_in, split_halves
 from bnncli.layout import HeadLayout
+from bnncli.running_sum import running_sum
 
 NUM_BINS = 8
 BOUND = 5.0  # of a standard normal, 6e-7 lies outside
@@ -112,7 +113,7 @@ class _Bin(NamedTuple):
 def _positions(raw: Tensor) -> Tensor:
     """Knots (..., 9) from -5 to 5, for the bins' raw sizes (..., 8)."""
     fractions = MIN_FRACTION + (1 - NUM_BINS * MIN_FRACTION) * raw.softmax(dim=-1)
-    inner = (2 * BOUND) * fractions[..., :-1].cumsum(dim=-1) - BOUND
+    inner = (2 * BOUND) * running_sum(fractions[..., :-1]) - BOUND
     end = torch.full_like(inner[..., :1], BOUND)
     return torch.cat([-end, inner, end], dim=-1)
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bnncli.running_sum import running_sum
+
 LEVEL = 0.95  # where there are draws enough
 
 
@@ -79,7 +81,7 @@ def _weighted(draws: Tensor, weights: Tensor, shares_at: Sequence[float]) -> Ten
     tails = torch.stack([torch.full_like(draws[:, 0], share, dtype=torch.float64) for share in shares_at], dim=1)
     ordered, order = draws.sort(dim=1)
     shares = (weights.double() / weights.sum())[order]
-    places = (shares.cumsum(dim=1) - 0.5 * shares).contiguous()
+    places = (running_sum(shares) - 0.5 * shares).contiguous()
     above = torch.searchsorted(places, tails)
     above = above.clamp(min(1, draws.shape[1] - 1), draws.shape[1] - 1)
     below = (above - 1).clamp_min(0)
