@@ -23,6 +23,7 @@ from bnncli.inference.latent_steps import Batch, Settings, Step, differentiate, 
 from bnncli.latent.divergence import Multiplier, bias_divergence, weight_divergence
 from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
+from bnncli.latent.pinned_rows import PinnedRows
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling, take
 from bnncli.progress import SILENT, Progress, Task
@@ -189,6 +190,8 @@ class _Fit:
         self.history = History()
         self.workspace = workspace_of(model)
         self.steps = GraphSteps(self, plan.batch_size, warn=warn) if is_cuda else None
+        is_streamed = is_cuda and self.features.device.type == "cpu"
+        self.streamed = PinnedRows(self.features, model.device, plan.batch_size) if is_streamed else None
 
     def run_epoch(self, task: Task) -> None:
         """One pass over the data."""
@@ -202,10 +205,11 @@ class _Fit:
         order = None
         if plan.shuffles:
             order = torch.randperm(self.num_examples, generator=self.generator, device=self.generator.device)
+        order_of_features = order if self.streamed is None or order is None else order.cpu()
         for index in range(self.num_batches):
             self._set_rates(done * self.num_batches + index)
             rows = slice(index * plan.batch_size, min((index + 1) * plan.batch_size, self.num_examples))
-            batch = self._batch(rows, order)
+            batch = self._batch(rows, order, order_of_features)
             step = self.step(batch) if self.steps is None else self.steps(batch)
             fit += step.log_likelihood
             if step.flow.shape[1]:
@@ -219,11 +223,16 @@ class _Fit:
         self.optimizer.step()
         return step
 
-    def _batch(self, rows: slice, order: Tensor | None) -> Batch:
+    def _batch(self, rows: slice, order: Tensor | None, order_of_features: Tensor | None) -> Batch:
+        """Rows of an epoch's order, which features that are streamed need on the CPU and labels on the device."""
         share = (rows.stop - rows.start) / self.num_examples
-        index = rows if order is None else order[rows].to(self.model.device)
-        features = take(self.features, index, self.model.device, self.scaling)
-        return Batch(features, self.labels[index], share)
+        wanted = rows if order_of_features is None else order_of_features[rows]
+        device = self.model.device
+        if self.streamed is None:
+            features = take(self.features, wanted, device, self.scaling)
+        else:
+            features = take(self.streamed.take(wanted), slice(None), device, self.scaling)
+        return Batch(features, self.labels[rows if order is None else order[rows].to(device)], share)
 
     def _set_rates(self, step: int) -> None:
         plan = self.plan

@@ -1,0 +1,97 @@
+"""How often the host waits for a GPU: in no inner loop, on a pretend one. Twice the steps, the same number of waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pretend_cuda
+import pytest
+import torch
+from torch import Tensor
+
+from bnncli.covariances.diag import Diag
+from bnncli.inference.latent_fit import Plan, fit_latent
+from bnncli.inference.latent_steps import Settings
+from bnncli.inference.refine import fit_flow
+from bnncli.latent.factors import initial_factors
+from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.model import LatentModel
+from bnncli.latent.multiplier import initial_model
+from bnncli.latent.prior import SpikeAndSlab
+from bnncli.layout import HeadLayout
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.prior import Prior
+from bnncli.targets.last_layer import LastLayerTarget
+
+GPU = torch.device("cuda:0")
+LAYOUT = HeadLayout(3, 4)
+
+
+def seeded(device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def examples(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 4, generator=seeded()), torch.arange(count) % 3
+
+
+def target_of(count: int) -> LastLayerTarget:
+    features, labels = examples(count)
+    return LastLayerTarget(features.to(GPU), labels.to(GPU), LAYOUT, Prior(2.0))
+
+
+def base() -> Gaussian:
+    zeros, prior = torch.zeros(LAYOUT.num_params, dtype=torch.float64), Prior(2.0)
+    return Gaussian(zeros, Diag.from_hessian({"hessian.diag": zeros}, prior, LAYOUT), LAYOUT, prior)
+
+
+def refine(num_steps: int, flow: str) -> None:
+    """One epoch of batches."""
+    fit_flow(
+        target_of(8 * num_steps), base(), generator=seeded(), flow=flow, length=2, epochs=1, batch_size=8, num_draws=2
+    )
+
+
+def fit_lbbnn(num_steps: int, *, estimator: str, is_streamed: bool, shuffles: bool = True) -> Tensor:
+    """One epoch of batches; the mean of the weights."""
+    layout = NetworkLayout((4, 3))
+    multipliers = ()
+    if estimator == "mnf":
+        multipliers = (initial_model(4, 2, seeded(), length=2, hidden=(5,), device=GPU),)
+    factors = initial_factors(layout, 2, seeded(), device=GPU)
+    model = LatentModel(layout, factors, SpikeAndSlab.constant(1).to(GPU), multipliers)
+    plan = Plan(1, batch_size=8, learning_rate=0.01, settings=Settings(estimator), shuffles=shuffles)
+    features, labels = examples(8 * num_steps)
+    features = features if is_streamed else features.to(GPU)
+    fitted, _ = fit_latent(model, features, labels, plan, generator=seeded())
+    return fitted.factors.mean.detach().cpu()
+
+
+def syncs(work: Callable[[int], object], count: int) -> tuple[int, list[str]]:
+    with pretend_cuda.pretend() as gpu:
+        work(count)
+    return gpu.num_syncs, [f"{count} {site}" for site, count in gpu.syncs.most_common(5)]
+
+
+def same_syncs(work: Callable[[int], object], count: int) -> None:
+    work_of = [syncs(work, times * count) for times in (1, 2)]
+    assert work_of[0][0] == work_of[1][0], work_of
+
+
+@pytest.mark.parametrize("flow", ["radial", "affine", "spline"])
+def test_training_a_flow_waits_no_more_for_more_steps(flow: str) -> None:
+    same_syncs(lambda count: refine(count, flow), 6)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+def test_fitting_a_latent_network_waits_no_more_for_more_steps(estimator: str, is_streamed: bool) -> None:
+    same_syncs(lambda count: fit_lbbnn(count, estimator=estimator, is_streamed=is_streamed), 6)
+
+
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_streamed_features_train_the_same_network(shuffles: bool) -> None:
+    with pretend_cuda.pretend() as gpu:
+        streamed = fit_lbbnn(6, estimator="lrt", is_streamed=True, shuffles=shuffles)
+        assert torch.equal(streamed, fit_lbbnn(6, estimator="lrt", is_streamed=False, shuffles=shuffles))
+    assert gpu.problems() == []
