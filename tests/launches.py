@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _VIEWS = ("view", "reshape", "expand", "transpose", "permute", "t", "slice", "select", "unsqueeze", "squeeze", "alias")
 _VIEWS += ("detach", "diagonal", "split", "unbind", "as_strided", "_unsafe_view", "unflatten", "lift_fresh")
-_MADE = ("empty", "new_empty", "empty_like")  # memory alone
+_MADE = ("empty", "new_empty", "empty_like", "promote_types")  # memory alone, or nothing at all
 _SYNCS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
 
 

@@ -10,7 +10,7 @@ from bnncli.covariances import _products, block
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron, output_factor
+from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron, kron_ggn
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 from bnncli.targets import stream
@@ -166,8 +166,12 @@ def test_kron_with_the_prior_is_the_inverse_of_the_whole_matrix(layout: HeadLayo
 def test_another_output_factor_is_another_fit(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
     before, after = (ggn(target, one, "kron") for one in (theta, 2 * theta))
-    torch.testing.assert_close(output_factor(target, 2 * theta), after["hessian.kron.B"])
-    moved = Kron.from_hessian(before, Prior(PRIOR), layout).with_output_factor(after["hessian.kron.B"])
+    first = Kron.from_hessian(before, Prior(PRIOR), layout)
+    again = kron_ggn(target, 2 * theta, before=first)
+    assert again["hessian.kron.A"] is before["hessian.kron.A"]
+    torch.testing.assert_close(again["hessian.kron.B"], after["hessian.kron.B"])
+    moved = Kron.from_hessian(again, Prior(PRIOR), layout, before=first)
+    assert moved.feature_basis is first.feature_basis
     z = torch.eye(layout.num_params, dtype=torch.float64)
     torch.testing.assert_close(moved.unwhiten(z), Kron.from_hessian(after, Prior(PRIOR), layout).unwhiten(z))
 

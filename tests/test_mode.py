@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from launches import count
 
 from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
@@ -235,3 +236,20 @@ def test_products_with_the_hessian_stay_few_under_weak_priors(
     found = find_mode(target, torch.zeros(target.layout.num_params))
     assert found.newton_decrement < 1e-3
     assert len(products) <= most
+
+
+def test_conjugate_gradients_wait_for_the_device_once_a_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(30, 30, generator=generator, dtype=torch.float64)
+    matrix, right = root @ root.T + torch.eye(30), torch.randn(1, 30, generator=generator, dtype=torch.float64)
+    products, found = [], []
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        products.append(1)
+        return x @ matrix
+
+    seen = count(lambda: found.append(mode_module._conjugate_gradients(multiply, right, 1e-6)))
+    assert float((found[0][0] @ matrix - right).norm() / right.norm()) < 2e-6
+    assert found[0][1] == len(products) > 10
+    assert seen.syncs == 1 + len(products)
+    assert seen.launches < 15 * len(products)

@@ -139,12 +139,17 @@ def test_kron_has_the_factors_curvature_plus_both_precisions(layout: HeadLayout)
     torch.testing.assert_close(again.unwhiten(eye).T, root)
 
 
-def test_kron_takes_another_output_factor_under_two_precisions() -> None:
+@pytest.mark.parametrize("prior", [Prior(7.0), Prior(7.0, 0.05), Prior(14.0, 0.35), PRIOR], ids=str)
+def test_kron_keeps_eigenvectors_under_another_prior_only_where_they_are_the_same(prior: Prior) -> None:
     target = make_target(LAYOUTS[0])
-    before, after = (ggn(target, theta, "kron") for theta in draw_theta(LAYOUTS[0])[:2])
-    moved = Kron.from_hessian(before, PRIOR, LAYOUTS[0]).with_output_factor(after["hessian.kron.B"])
+    one, other = (ggn(target, theta, "kron") for theta in draw_theta(LAYOUTS[0])[:2])
+    other["hessian.kron.A"] = one["hessian.kron.A"]
+    first = Kron.from_hessian(one, PRIOR, LAYOUTS[0])
     eye = torch.eye(15, dtype=torch.float64)
-    torch.testing.assert_close(moved.unwhiten(eye), Kron.from_hessian(after, PRIOR, LAYOUTS[0]).unwhiten(eye))
+    for hessian in (one, other):
+        moved = Kron.from_hessian(hessian, prior, LAYOUTS[0], before=first)
+        assert (moved.feature_basis is first.feature_basis) == (moved.bias_unit == first.bias_unit)
+        assert torch.equal(moved.unwhiten(eye), Kron.from_hessian(hessian, prior, LAYOUTS[0]).unwhiten(eye))
 
 
 @every_layout

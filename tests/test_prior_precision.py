@@ -183,15 +183,51 @@ def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, mo
         return ggn(*words)
 
     monkeypatch.setattr("bnncli.inference.laplace.ggn", counted)
+    monkeypatch.setattr("bnncli.inference.curvature.ggn", counted)
     common = {"start": start, "structure": structure, "center": "checkpoint"}
     found = search(target, generator=seeded(), val_features=features, val_labels=labels, **common)
-    assert len(calls) == 2  # the search's, and that of the fit at the best
+    # The search's, and that of the fit at the best, of which a Kronecker one makes only the outputs' factor again.
+    assert len(calls) == (1 if structure == "kron" else 2)
     noise = torch.randn(NUM_DRAWS, 15, generator=seeded(), dtype=torch.float64)
     for precision, value in found.curve:
         fit = fit_gaussian(target.with_prior(Prior(precision)), **common)
         assert value == pytest.approx(
             predictive_nll(features, labels, fit.gaussian.from_noise(noise)[0], LAYOUTS[0]), rel=1e-12
         )
+
+
+@pytest.mark.parametrize(("structure", "most_full"), [("kron", 0), ("kron", 2048), ("diag", 0)])
+@pytest.mark.parametrize("center", ["mode", "checkpoint"])
+@pytest.mark.parametrize("criterion", ["val", "marglik"])
+def test_a_search_finds_the_eigenvectors_of_the_features_once(
+    structure: str, most_full: int, center: str, criterion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, plain = [], torch.linalg.eigh
+
+    def counted(matrix: torch.Tensor) -> object:
+        sizes.append(len(matrix))
+        return plain(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", counted)
+    monkeypatch.setattr("bnncli.inference.mode.MAX_FULL_PRECONDITIONER", most_full)
+    search_both(criterion, LAYOUTS[0], structure=structure, center=center)
+    assert sizes.count(5) == (0 if (structure, center, criterion) == ("diag", "checkpoint", "val") else 1)
+
+
+def test_biases_with_a_precision_of_their_own_take_eigenvectors_once_a_candidate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, plain = [], torch.linalg.eigh
+
+    def counted(matrix: torch.Tensor) -> object:
+        sizes.append(len(matrix))
+        return plain(matrix)
+
+    target = make_target(LAYOUTS[0]).with_prior(Prior(1.0, 0.3))
+    monkeypatch.setattr(torch.linalg, "eigh", counted)
+    monkeypatch.setattr("bnncli.inference.mode.MAX_FULL_PRECONDITIONER", 0)
+    found = search(target, start=torch.zeros(15), generator=seeded(), structure="kron", criterion="marglik")
+    assert sizes.count(5) <= len(found.curve) + 2  # again where the search ends, once at most for the mode and its fit
 
 
 @every_structure

@@ -30,6 +30,7 @@ class Kron:
 
     Args:
         feature_factor, output_factor: A (F, F) with F = D + 1 (D without a bias), B (K, K).
+        feature_values, output_values: a (F,) of R A R, b (K,): eigenvalues.
         feature_basis, output_basis: V (F, F) of R A R, U (K, K): eigenvectors in columns.
         scales: (K, F), (b_i a_j + weight precision)^{-1/2}.
         prior: of weights and biases.
@@ -39,6 +40,8 @@ class Kron:
     structure: ClassVar[str] = "kron"
     feature_factor: Tensor
     output_factor: Tensor
+    feature_values: Tensor
+    output_values: Tensor
     feature_basis: Tensor
     output_basis: Tensor
     scales: Tensor
@@ -78,42 +81,33 @@ class Kron:
         return {"hessian.kron.A": sums[0] / num_examples, "hessian.kron.B": sums[1]}
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Kron:
-        """(B kron A + Lambda)^{-1}, Lambda the prior's precisions. Raises NumericError when a factor is not finite."""
-        feature_factor, output_factor = hessian["hessian.kron.A"].double(), hessian["hessian.kron.B"].double()
-        if not (torch.isfinite(feature_factor).all() and torch.isfinite(output_factor).all()):
-            raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
-        feature_values, feature_basis = torch.linalg.eigh(_in_bias_units(feature_factor, _bias_unit(prior, layout)))
-        return cls._of_eigenbasis(
-            feature_factor, feature_values, feature_basis, output_factor=output_factor,
-            prior=prior, layout=layout,
-        )  # fmt: skip
-
-    def with_output_factor(self, output_factor: Tensor) -> Kron:
-        """The same with another B (K, K): the eigenvectors of A, which cost most, are kept."""
-        factor = _in_bias_units(self.feature_factor, self.bias_unit)
-        values = ((factor @ self.feature_basis) * self.feature_basis).sum(dim=0)
-        return self._of_eigenbasis(
-            self.feature_factor, values, self.feature_basis, output_factor=output_factor,
-            prior=self.prior, layout=self.layout,
-        )  # fmt: skip
-
-    @classmethod
-    def _of_eigenbasis(
-        cls,
-        feature_factor: Tensor,
-        feature_values: Tensor,
-        feature_basis: Tensor,
-        *,
-        output_factor: Tensor,
-        prior: Prior,
-        layout: HeadLayout,
+    def from_hessian(
+        cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout, *, before: Kron | None = None
     ) -> Kron:
-        """From A with the eigenvalues and eigenvectors of R A R, and B."""
-        output_values, output_basis = torch.linalg.eigh(output_factor)
+        """(B kron A + Lambda)^{-1}, Lambda the prior's precisions.
+
+        Args:
+            before: another one, whose eigenvectors are kept of each factor that is the same tensor. Those of A depend on the
+                prior by the unit of the biases alone: under one precision, whatever it is, they are found once.
+
+        Raises:
+            NumericError: when a factor is not finite.
+        """
+        feature_factor, output_factor = hessian["hessian.kron.A"].double(), hessian["hessian.kron.B"].double()
+        unit = _bias_unit(prior, layout)
+        if before is not None and before.feature_factor is feature_factor and before.bias_unit == unit:
+            feature_values, feature_basis = before.feature_values, before.feature_basis
+        else:
+            feature_values, feature_basis = _eigenvectors(_in_bias_units(feature_factor, unit))
+        if before is not None and before.output_factor is output_factor:
+            output_values, output_basis = before.output_values, before.output_basis
+        else:
+            output_values, output_basis = _eigenvectors(output_factor)
         curvature = torch.outer(output_values.clamp(min=0), feature_values.clamp(min=0))
         scales = (curvature + prior.weight_precision).rsqrt()
-        return cls(feature_factor, output_factor, feature_basis, output_basis, scales, prior, layout)
+        return cls(
+            feature_factor, output_factor, feature_values, output_values, feature_basis, output_basis, scales, prior, layout
+        )  # fmt: skip
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T, (S, P)."""
@@ -192,6 +186,14 @@ class Kron:
         matrix = self.layout.augment(x.to(self.scales))
         rotated = (self.output_basis.T @ matrix @ self.feature_basis) * factors
         return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)
+
+
+def _eigenvectors(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (F,) and eigenvectors (F, F) of a factor. Raises NumericError when it is not finite."""
+    if not torch.isfinite(factor).all():
+        raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
+    values, vectors = torch.linalg.eigh(factor)
+    return values, vectors
 
 
 def _bias_unit(prior: Prior, layout: HeadLayout) -> float:

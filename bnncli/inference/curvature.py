@@ -51,6 +51,13 @@ def output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
     return _scaled("hessian.kron.B", total, target.likelihood_scale)
 
 
+def kron_ggn(target: LastLayerTarget, theta: Tensor, *, before: Kron | None = None) -> dict[str, Tensor]:
+    """The Kronecker pair of `ggn`; the features' factor, which no theta changes, is that of a covariance made before."""
+    if before is None:
+        return ggn(target, theta, "kron")
+    return {"hessian.kron.A": before.feature_factor, "hessian.kron.B": output_factor(target, theta)}
+
+
 def ggn_full(target: LastLayerTarget, theta: Tensor) -> Tensor:
     """The Hessian (P, P) float64 of -log likelihood at theta (P,)."""
     return ggn(target, theta, "full")["hessian.full"]

@@ -15,7 +15,8 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
-from bnncli.inference.curvature import ggn
+from bnncli.covariances.kron import Kron
+from bnncli.inference.curvature import ggn, kron_ggn
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
@@ -54,6 +55,7 @@ def fit_gaussian(
     structure: str = "full",
     center: str = "mode",
     mode_hessian: dict[str, Tensor] | None = None,
+    kron: Kron | None = None,
     progress: Progress = SILENT,
 ) -> LaplaceFit:
     """The Gaussian at the mode of target, or at start, with covariance (H + Lambda)^{-1}.
@@ -64,6 +66,7 @@ def fit_gaussian(
         structure: of the covariance: full, block, kron, diag.
         center: mode, or checkpoint for start itself.
         mode_hessian: passed to find_mode, a Hessian from near the mode.
+        kron: of the same features, saves their factor and its eigenvectors.
         progress: passed to find_mode.
 
     Raises:
@@ -75,9 +78,9 @@ def fit_gaussian(
     mode = None
     theta = start.to(target.device).double()
     if center == "mode":
-        mode = find_mode(target, theta, hessian=mode_hessian, progress=progress)
-        theta = mode.theta
-    covariance, hessian = covariance_at(target, theta, structure)
+        mode = find_mode(target, theta, hessian=mode_hessian, kron=kron, progress=progress)
+        theta, kron = mode.theta, mode.kron
+    covariance, hessian = covariance_at(target, theta, structure, kron=kron)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     if mode is not None:
         return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(mode.log_joint, covariance), hessian)
@@ -133,15 +136,26 @@ def lift_fit(fit: LaplaceFit, rows: RowSpace) -> LaplaceFit:
 
 
 def covariance_at(
-    target: LastLayerTarget, theta: Tensor, structure: str, *, hessian: dict[str, Tensor] | None = None
+    target: LastLayerTarget,
+    theta: Tensor,
+    structure: str,
+    *,
+    hessian: dict[str, Tensor] | None = None,
+    kron: Kron | None = None,
 ) -> tuple[Covariance, dict[str, Tensor]]:
     """(H + Lambda)^{-1} at theta (P,), and H without the prior: the one given, or made.
+
+    Args:
+        kron: of the same features, saves a Kronecker covariance their factor and its eigenvectors.
 
     Raises:
         NumericError: when the precision is not positive definite.
         UsageError: when there is no such structure.
     """
     kind = registry.load_class("covariances", structure)
+    if kind is Kron:
+        hessian = hessian or kron_ggn(target, theta, before=kron)
+        return Kron.from_hessian(hessian, target.prior, target.layout, before=kron), hessian
     if hessian is None:
         hessian = ggn(target, theta, structure)
     covariance: Covariance = kind.from_hessian(hessian, target.prior, target.layout)

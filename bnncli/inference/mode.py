@@ -17,11 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bnncli import signals
 from bnncli.covariances import Covariance
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError
-from bnncli.inference.curvature import ggn, output_factor
+from bnncli.inference.curvature import ggn, kron_ggn
 from bnncli.memory import MAX_FULL_PRECONDITIONER
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
@@ -43,6 +44,7 @@ class Mode:
         gradient_norm: of the log joint, nats per unit of theta.
         log_joint: at theta, nats.
         hessian: a Hessian of the negative log likelihood from near the mode, for find_mode under another prior.
+        kron: the Kronecker covariance that whitened the last steps, or the one that was given, for the same.
     """
 
     theta: Tensor
@@ -51,6 +53,7 @@ class Mode:
     gradient_norm: float
     log_joint: float
     hessian: dict[str, Tensor]
+    kron: Kron | None
 
 
 def find_mode(
@@ -58,6 +61,7 @@ def find_mode(
     start: Tensor,
     *,
     hessian: dict[str, Tensor] | None = None,
+    kron: Kron | None = None,
     tolerance: float = 1e-3,
     polish: bool = False,
     max_iterations: int = 100,
@@ -69,6 +73,7 @@ def find_mode(
         target: the log posterior.
         start: (P,), where to start; any finite theta will do.
         hessian: from near the mode, a full or Kronecker one, saves making it.
+        kron: of the same features, saves their factor and its eigenvectors.
         tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g).
         polish: end with a step after which the decrement is expected to meet the tolerance, from how fast it has fallen, and
             take the log joint there from the quadratic model: saves the last pass in float64, which only confirms.
@@ -81,24 +86,24 @@ def find_mode(
     task = progress.task("mode", 0)
     theta = start.detach().to(target.device).double().clone()
     value, gradient = _evaluate(target, theta)
-    hessian = hessian or _fresh_hessian(target, theta)
-    whitening = _whitening(target, hessian)
+    hessian = hessian or _fresh_hessian(target, theta, kron=kron)
+    whitening, kron = _whitening(target, hessian, kron)
     previous = math.nan
     accuracy = partial(_accuracy, tolerance=tolerance, polish=polish)
     for iteration in range(max_iterations):
         step, num_products = _newton_step(target, theta, gradient, whitening=whitening, accuracy=accuracy)
         decrement = math.sqrt(max(float(gradient @ step), 0.0))
         if decrement < tolerance:
-            return Mode(theta, iteration, decrement, float(gradient.norm()), value, hessian)
+            return Mode(theta, iteration, decrement, float(gradient.norm()), value, hessian, kron)
         if polish and (expected := _after_step(decrement, previous)) < tolerance:
             polished = value + 0.5 * decrement**2
-            return Mode(theta + step, iteration + 1, expected, float(gradient.norm()), polished, hessian)
+            return Mode(theta + step, iteration + 1, expected, float(gradient.norm()), polished, hessian, kron)
         task.advance(note=f"log joint {value:.1f}, decrement {decrement:.2g}")
         theta, value, gradient = _search_along(target, theta, value, gradient, step)
         previous = decrement
         if num_products > _STALE_ITERATIONS[whitening.structure]:
-            hessian = _fresh_hessian(target, theta, before=hessian)
-            whitening = _whitening(target, hessian, before=whitening)
+            hessian = _fresh_hessian(target, theta, kron=kron)
+            whitening, kron = _whitening(target, hessian, kron)
     raise NumericError(
         f"no mode after {max_iterations} Newton steps: {decrement:.2g} standard deviations away, asked for {tolerance:g}",
         hint="use a larger --prior-precision",
@@ -114,23 +119,21 @@ def _after_step(decrement: float, previous: float) -> float:
     return factor * decrement**2 + _accuracy(decrement, polish=True) * decrement
 
 
-def _fresh_hessian(
-    target: LastLayerTarget, theta: Tensor, *, before: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """The Hessian of the negative log likelihood at theta, full where that is small; the features' factor is kept."""
+def _fresh_hessian(target: LastLayerTarget, theta: Tensor, *, kron: Kron | None) -> dict[str, Tensor]:
+    """The Hessian of the negative log likelihood at theta, full where that is small."""
     if target.layout.num_params <= MAX_FULL_PRECONDITIONER:
         return ggn(target, theta, "full")
-    if before is None or "hessian.kron.A" not in before:
-        return ggn(target, theta, "kron")
-    return {**before, "hessian.kron.B": output_factor(target, theta)}
+    return kron_ggn(target, theta, before=kron)
 
 
-def _whitening(target: LastLayerTarget, hessian: dict[str, Tensor], *, before: Covariance | None = None) -> Covariance:
-    """The covariance that the Hessian gives under the target's prior."""
-    if isinstance(before, Kron) and before.feature_factor is hessian.get("hessian.kron.A"):
-        return before.with_output_factor(hessian["hessian.kron.B"])
-    kind = Full if "hessian.full" in hessian else Kron
-    return kind.from_hessian(hessian, target.prior, target.layout)
+def _whitening(
+    target: LastLayerTarget, hessian: dict[str, Tensor], kron: Kron | None
+) -> tuple[Covariance, Kron | None]:
+    """The covariance that the Hessian gives under the target's prior; and the last Kronecker one."""
+    if "hessian.full" in hessian:
+        return Full.from_hessian(hessian, target.prior, target.layout), kron
+    kron = Kron.from_hessian(hessian, target.prior, target.layout, before=kron)
+    return kron, kron
 
 
 def _evaluate(target: LastLayerTarget, theta: Tensor) -> tuple[float, Tensor]:
@@ -176,17 +179,20 @@ def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, ac
     """x with |A x - right| <= accuracy |right|, A positive definite and given as a product; and products taken."""
     x = torch.zeros_like(right)
     residual, direction = right.clone(), right.clone()
-    square = float(residual.square().sum())
-    goal = accuracy**2 * square
+    square = residual.square().sum()
+    distance = float(square)
+    goal = accuracy**2 * distance
     for iteration in range(_MAX_CG_ITERATIONS):
-        if square <= goal:
+        if distance <= goal:
             return x, iteration
+        signals.raise_if_interrupted("the search for the mode")
         product = multiply(direction)
-        length = square / float((direction * product).sum())
+        length = square / (direction * product).sum()
         x += length * direction
         residual -= length * product
-        previous, square = square, float(residual.square().sum())
+        previous, square = square, residual.square().sum()
         direction = residual + (square / previous) * direction
+        distance = float(square)  # the one wait for the device
     return x, _MAX_CG_ITERATIONS
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
+from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError
-from bnncli.inference.curvature import ggn
 from bnncli.inference.laplace import LaplaceFit, covariance_at, fit_gaussian, laplace_evidence
 from bnncli.inference.mode import find_mode
 from bnncli.layout import HeadLayout
@@ -149,6 +149,9 @@ class Candidates:
     task: Task
     known: dict[float, Candidate] = field(default_factory=dict)
     failed: set[float] = field(default_factory=set)
+    kron: Kron | None = (
+        None  # the last Kronecker covariance: the features' factor is that of all, and has one eigenbasis
+    )
     _hessians: dict[float, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
@@ -175,7 +178,10 @@ class Candidates:
             at_center = self.criterion.at_center(target, theta, log_joint)
             is_exact = not error <= self.tolerance
             if is_exact:
-                covariance, own = covariance_at(target, theta, self.structure, hessian=self._fixed_hessian())
+                covariance, own = covariance_at(
+                    target, theta, self.structure, hessian=self._fixed_hessian(), kron=self.kron
+                )
+                self._keep(covariance)
                 spread = self.criterion.of(target, theta, log_joint, covariance) - at_center
                 hessian = own if self.structure == "full" or self.center == "checkpoint" else hessian
         except NumericError:  # no mode under this prior: not the best, and no reason to give up the others
@@ -193,6 +199,7 @@ class Candidates:
                 structure=self.structure,
                 center=self.center,
                 mode_hessian=self._nearest_hessian(log_precision),
+                kron=self.kron,
             )
         except NumericError:
             self._fail(log_precision)
@@ -217,6 +224,11 @@ class Candidates:
         newest = log_precision if hessian is not None else self.best
         self._hessians = {key: kept for key, kept in self._hessians.items() if key in (newest, self.best)}
 
+    def _keep(self, covariance: Covariance | None) -> None:
+        """Keeps a Kronecker covariance for the next."""
+        if isinstance(covariance, Kron):
+            self.kron = covariance
+
     def _fail(self, log_precision: float) -> None:
         self.known.pop(log_precision, None)
         self.failed.add(log_precision)
@@ -235,9 +247,11 @@ class Candidates:
         hessian = self._nearest_hessian(log_precision)
         theta = self._predicted_mode(target, log_precision)
         if hessian is None:
-            hessian = ggn(target, theta, "kron")
+            covariance, hessian = covariance_at(target, theta, "kron", kron=self.kron)
+            self._keep(covariance)
         tolerance = _MODE_TOLERANCE if self.tolerance > 0 else _EXACT_MODE_TOLERANCE
-        mode = find_mode(target, theta, hessian=hessian, tolerance=tolerance, polish=True)
+        mode = find_mode(target, theta, hessian=hessian, kron=self.kron, tolerance=tolerance, polish=True)
+        self._keep(mode.kron)
         return mode.theta, mode.log_joint, mode.hessian
 
     def _predicted_mode(self, target: LastLayerTarget, log_precision: float) -> Tensor:

@@ -242,7 +242,7 @@ class LastLayerTarget:
             p = probabilities(rows, block).unsqueeze(1)
             u = block_logits(block, vectors, self.layout)
             mean = p * u if self.layout.num_outputs == 1 else (p * u).sum(dim=0)
-            return (weighted_feature_sums(p * (u - mean), block, self.layout),)
+            return (weighted_feature_sums(u.sub_(mean).mul_(p), block, self.layout),)
 
         (total,) = self._sum(work, columns=self.layout.num_outputs * vectors.shape[0])
         return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
