@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from kills import SERVER
+from torch import Tensor
 
+from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian, lift_fit
 from bnncli.inference.latent_fit import Plan, fit_latent
@@ -53,6 +55,8 @@ def _measure(cases: Cases, path: Path) -> None:
     found["hmc"] = _peak(_sample, *chains)
     _fit_in_span(_target(HeadLayout(2, 400)))
     found["span"] = _peak(_fit_in_span, _target(HeadLayout(3, 3000)))
+    _invert(10, 30, 3)
+    found["inverse"] = _peak(_invert, 400, 199, 3)
     _flow_peak(10, 30, "kron")
     found |= {named(case): _flow_peak(*case) for case in flows}
     _fit_network((5, 4), 1, 10, "lrt")
@@ -124,6 +128,13 @@ def _fit_network(sizes: tuple[int, ...], repeats: int, batch_size: int, estimato
 def _refine(one: LastLayerTarget, base: Gaussian, scale: str) -> None:
     generator = torch.Generator().manual_seed(0)
     fit_flow(one, base, generator=generator, flow="affine", epochs=2, settings={"scale": scale})
+
+
+def _invert(num_outputs: int, num_features: int, num_draws: int) -> Tensor:
+    """The inverse of an affine layer at so many points, and a score pushed through it."""
+    layer = Affine(HeadLayout(num_outputs, num_features), torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return layer.push_score(layer.inverse(torch.randn(num_draws, layer.layout.num_params, dtype=torch.float64)))
 
 
 def _flow_peak(num_outputs: int, num_features: int, scale: str) -> int:

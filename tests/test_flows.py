@@ -344,3 +344,24 @@ def test_summaries_tell_the_constrained_parameters() -> None:
     assert radial.summary()["alpha"] == pytest.approx(alpha)
     assert radial.summary()["x0_norm"] == pytest.approx(float(radial.x0.detach().norm()))
     assert planar.summary()["w_norm"] == pytest.approx(float(planar.w.detach().norm()))
+
+
+@pytest.mark.parametrize("scale", ["kron", "block"])
+@pytest.mark.parametrize("dim", [5, 30])
+def test_affine_inverse_and_score_are_those_of_a_solve_for_each_output_and_draw(scale: str, dim: int) -> None:
+    layer, points, layout = make_layer("affine", dim, scale=scale), draw_points(dim), LAYOUTS[dim]
+
+    def unit(raw: Tensor) -> Tensor:
+        return torch.eye(raw.shape[-1], dtype=raw.dtype) + raw.tril(-1) / raw.shape[-1] ** 0.5
+
+    outputs = unit(layer.output_factor)
+    factors = unit(layer.feature_factor).expand(layout.num_outputs, -1, -1)
+    moved = layout.augment((points - layer.shift) / layer.log_scale.exp())
+    solved = torch.stack([torch.linalg.solve(outputs, draw) for draw in moved])
+    expected = torch.stack(
+        [torch.linalg.solve(a, row.T).T for a, row in zip(factors, solved.unbind(1), strict=True)], 1
+    )
+    torch.testing.assert_close(layer.inverse(points), layout.flatten(expected))
+    jacobian = torch.autograd.functional.jacobian(lambda z: layer(z[None])[0][0], points[0])
+    pushed = layer.push_score(points)
+    torch.testing.assert_close(pushed, torch.linalg.solve(jacobian.T, points.T).T)

@@ -59,6 +59,12 @@ def test_the_estimate_of_a_flows_training_is_within_a_factor_of_two_of_its_peak(
     assert 0.5 < expected / measured[named(case)] < (3 if case[2] == "low-rank" else 2), (expected, measured)
 
 
+def test_an_affine_inverse_makes_nothing_for_each_output_of_a_features_factor(measured: dict[str, int]) -> None:
+    matrices = 8 * (200**2 + 400**2)
+    draws = 8 * 3 * 400 * 200
+    assert measured["inverse"] < 6 * (matrices + draws) < 0.2 * 8 * 400 * 200**2
+
+
 def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda device: 2 << 30)
     layout, device = HeadLayout(10, 5000), torch.device("cpu")

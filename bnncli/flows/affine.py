@@ -99,9 +99,9 @@ class Affine(nn.Module):
             basis = orthonormal_columns(self.basis)
             inside = moved @ basis
             return moved + (solve(_lower(self.core), inside.T, upper=False).T - inside) @ basis.T
-        rows = solve(_unit_lower(self.output_factor), self.layout.augment(moved), upper=False)
-        factor = _unit_lower(self.feature_factor)
-        return self.layout.flatten(solve(factor.mT, rows.transpose(0, 1), upper=True, left=False).transpose(0, 1))
+        rows = _solve_outputs(_unit_lower(self.output_factor), self.layout.augment(moved).transpose(0, 1), upper=False)
+        rows = _solve_features(_unit_lower(self.feature_factor).mT, rows, upper=True)
+        return self.layout.flatten(rows.transpose(0, 1))
 
     def push_score(self, score: Tensor) -> Tensor:
         """J^{-T} score, (S, P): the gradient of a log density at F(z) from that at z."""
@@ -111,9 +111,11 @@ class Affine(nn.Module):
             inside = score @ basis
             moved = score + (solve(_lower(self.core).T, inside.T, upper=True).T - inside) @ basis.T
         else:
-            rows = solve(_unit_lower(self.output_factor).T, self.layout.augment(score), upper=True)
-            factor = _unit_lower(self.feature_factor)
-            moved = self.layout.flatten(solve(factor, rows.transpose(0, 1), upper=False, left=False).transpose(0, 1))
+            # M^{-T} is that of the outputs after that of the features; factors of single outputs do not commute with the former.
+            rows = self.layout.augment(score).transpose(0, 1)
+            rows = _solve_features(_unit_lower(self.feature_factor), rows, upper=False)
+            rows = _solve_outputs(_unit_lower(self.output_factor).T, rows, upper=True)
+            moved = self.layout.flatten(rows.transpose(0, 1))
         return moved * (-self.log_scale).exp()
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -147,6 +149,18 @@ class Affine(nn.Module):
         if self.scale == "low-rank":
             return self.log_scale.sum() + self.core.diagonal().sum()
         return self.log_scale.sum()
+
+
+def _solve_outputs(factor: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
+    """factor^{-1} times the outputs of rows (K, S, F), as one solve: a batch of them would copy the factor S times."""
+    return torch.linalg.solve_triangular(factor, rows.flatten(1), upper=upper).view_as(rows)
+
+
+def _solve_features(factor: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
+    """Each row of rows (K, S, F) times factor^{-1}: one solve where the outputs share a factor (F, F), or one for each of (K, F, F)."""
+    if factor.ndim == 3:
+        return torch.linalg.solve_triangular(factor, rows, upper=upper, left=False)
+    return torch.linalg.solve_triangular(factor, rows.flatten(0, 1), upper=upper, left=False).view_as(rows)
 
 
 def _unit_lower(raw: Tensor) -> Tensor:
