@@ -25,7 +25,8 @@ def main() -> None:
         sys.stderr.flush()
     except (OSError, ValueError):
         code = code or 141
-    os._exit(code) if code == 141 else sys.exit(code)
+    # Where a signal has left a factorisation behind, the interpreter must not be taken apart under it.
+    os._exit(code) if code == 141 or signals.has_abandoned_work() else sys.exit(code)
 
 
 def _claim_stdout() -> TextIO:

@@ -1,18 +1,22 @@
 """What INT, TERM and HUP do: set a flag that long loops poll; the second one ends the process at once.
 
 Nothing is saved from inside a handler: the loop that sees the flag raises Interrupted, and clean-up happens on the way out.
+A long call into a library is polled from beside it (bnncli/interruptible.py), and left behind.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
+import threading
 from types import FrameType
 
 from bnncli.errors import Interrupted
 
 _received: list[int] = []
+_abandoned: list[threading.Thread] = []
 
 
 def install_handlers() -> None:
@@ -40,3 +44,17 @@ def raise_if_interrupted(where: str = "") -> None:
     if _received:
         name = signal.Signals(_received[0]).name
         raise Interrupted(_received[0], f"interrupted by {name}" + (f" at {where}" if where else ""))
+
+
+def abandon(thread: threading.Thread) -> None:
+    """A daemon thread that nobody waits for any more, in a call that cannot be stopped; an ordinary exit waits for it.
+
+    An interpreter that is taken apart under such a call aborts. The command leaves by os._exit instead.
+    """
+    _abandoned.append(thread)
+    atexit.register(thread.join)
+
+
+def has_abandoned_work() -> bool:
+    """Whether such a thread still runs."""
+    return any(thread.is_alive() for thread in _abandoned)

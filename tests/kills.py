@@ -17,7 +17,9 @@ from typing import Any
 
 # One process a session imports torch and is forked for every kill: it has no threads, and no GPU in use.
 SERVER = multiprocessing.get_context("forkserver")
-STAGES = [f"bnncli.stages.{name}" for name in ("refine", "fit_lbbnn", "hmc", "predict", "extract_features")]
+STAGES = [
+    f"bnncli.stages.{name}" for name in ("refine", "fit_lbbnn", "fit_laplace", "hmc", "predict", "extract_features")
+]
 SERVER.set_forkserver_preload(["pytest", "torch._dynamo", "bnncli.cli.execute", *STAGES])  # optimizers import _dynamo
 
 
@@ -143,3 +145,18 @@ def kill_at_any_moment(argv: list[str], target: Path) -> None:
     assert run_command_line(argv, io.StringIO()) == 0
     assert [path.name for path in target.parent.iterdir()] == ["test.h5"]
     assert True in states
+
+
+def run_signalled_in(argv: list[str], folder: Path, name: str) -> None:
+    """In the child: as run_to_files, with a SIGTERM where torch.linalg's function is called; the file `signalled` says when."""
+    import torch
+
+    plain = getattr(torch.linalg, name)
+
+    def signalled(*words: Any) -> Any:
+        (folder / "signalled").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*words)
+
+    setattr(torch.linalg, name, signalled)
+    run_to_files(argv, folder)

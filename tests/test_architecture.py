@@ -29,6 +29,7 @@ LAYERS = (
         "prior",
         "seeds",
         "devices",
+        "interruptible",
         "digests",
         "inputs",
         "until",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from bnncli import signals
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 
 Weights = Callable[[slice], Tensor]
@@ -53,6 +54,7 @@ def weighted_grams(weights: Weights, features: Tensor, *, count: int) -> Tensor:
     size = features.shape[1]
     total = features.new_zeros(count, size, size, dtype=torch.float64)
     for rows in example_slices(features):
+        signals.raise_if_interrupted("the Hessian")
         block, here = features[rows], weights(rows)
         for some in _tiles(features, count):
             weighted = (here[some].unsqueeze(1) * block.T).flatten(0, 1)
@@ -64,6 +66,7 @@ def packed_grams(weights: Weights, features: Tensor) -> Tensor:
     """The same, packed: (M, T) float64, to be unpacked by unpack_symmetric."""
     total: Tensor | None = None
     for rows in _packed_slices(features):
+        signals.raise_if_interrupted("the Hessian")
         product = weights(rows) @ packed_products(features[rows]).T
         total = product.double() if total is None else total.add_(product)
     assert total is not None

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError
+from bnncli.interruptible import interruptible
+
+Result = TypeVar("Result")
 
 # Relative to the mean diagonal of the precision; beyond the last step the matrix is wrong, not rounded.
 JITTERS = (0.0, 1e-12, 1e-10, 1e-8, 1e-6)
@@ -26,14 +33,25 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
         diagonal += step * size - added
         added = step * size
         # With the order of the parameters reversed, the inverse of the factor is lower triangular again.
-        root, failed = torch.linalg.cholesky_ex(precision.flip(-2, -1))
+        root, failed = _long(precision, 1 / 3, lambda: torch.linalg.cholesky_ex(precision.flip(-2, -1)))
         if not failed.any():
             root = root.flip(-2, -1)
-            eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device).expand_as(root)
-            root = torch.linalg.solve_triangular(root, eye, upper=True).mT.contiguous()
+            root = _long(precision, 1, partial(_inverse_transposed, root))
             if torch.isfinite(root).all():
                 return root, added
     raise NumericError(
         "the posterior precision is not positive definite",
         hint="use a larger --prior-precision, or --structure kron",
     )
+
+
+def _long(matrices: Tensor, share: float, work: Callable[[], Result]) -> Result:
+    """The work on matrices (..., F, F), of that share of F^3 operations each."""
+    operations = share * matrices.numel() * matrices.shape[-1]
+    return interruptible(work, operations=operations, device=matrices.device, name="a Cholesky factorisation")
+
+
+def _inverse_transposed(upper: Tensor) -> Tensor:
+    """The inverse's transpose, (..., F, F), of upper triangular matrices."""
+    eye = torch.eye(upper.shape[-1], dtype=upper.dtype, device=upper.device).expand_as(upper)
+    return torch.linalg.solve_triangular(upper, eye, upper=True).mT.contiguous()

@@ -24,6 +24,7 @@ from bnncli.covariances._products import (
     weighted_grams,
 )
 from bnncli.covariances._roots import inverse_root
+from bnncli.interruptible import interruptible
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 
@@ -159,7 +160,8 @@ class Full:
 
     @cached_property
     def _sigma(self) -> Tensor:
-        return self.scale_tril @ self.scale_tril.T
+        scale, operations = self.scale_tril, 2 * float(self.num_params) ** 3
+        return interruptible(lambda: scale @ scale.T, operations=operations, device=scale.device, name="a covariance")
 
 
 def _forms_at(features: Tensor, layout: HeadLayout, matrices: Tensor) -> Tensor:

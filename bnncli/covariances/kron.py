@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bnncli.covariances._logit_root import LogitRoot
 from bnncli.errors import NumericError
+from bnncli.interruptible import interruptible
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 
@@ -192,7 +193,10 @@ def _eigenvectors(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (F,) and eigenvectors (F, F) of a factor. Raises NumericError when it is not finite."""
     if not torch.isfinite(factor).all():
         raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
-    values, vectors = torch.linalg.eigh(factor)
+    operations = 10 * float(factor.shape[0]) ** 3
+    values, vectors = interruptible(
+        lambda: torch.linalg.eigh(factor), operations=operations, device=factor.device, name="eigenvectors"
+    )
     return values, vectors
 
 

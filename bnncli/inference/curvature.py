@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bnncli import registry
+from bnncli import registry, signals
 from bnncli.covariances.kron import Kron
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import BLOCK_ELEMENTS
@@ -29,6 +29,7 @@ def ggn(target: LastLayerTarget, theta: Tensor, structure: str) -> dict[str, Ten
     layout = target.layout
 
     def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        signals.raise_if_interrupted("the Hessian")
         sums: tuple[Tensor, ...] = kind.curvature_sums(
             layout.augment_features(block), target.probabilities(theta, block)
         )

@@ -11,10 +11,12 @@ D x D is made. That a minimiser lies in the span of the data is the representer 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from bnncli.interruptible import interruptible
 from bnncli.layout import HeadLayout
 from bnncli.shapes import check_shapes
 from bnncli.targets.last_layer import LastLayerTarget
@@ -45,11 +47,15 @@ class RowSpace:
         has it. A basis that is larger than the span loses nothing: what it has too many has the prior for its posterior.
         """
         rows = features.double()
-        basis, triangle = torch.linalg.qr(rows.T)
+        size, length = min(rows.shape), max(rows.shape)
+        long = partial(interruptible, device=rows.device, name="the span of the features")
+        basis, triangle = long(lambda: torch.linalg.qr(rows.T), operations=4.0 * length * size**2)
         negligible = max(rows.shape) * torch.finfo(torch.float64).eps
         diagonal = triangle.diagonal().abs()
         if bool((diagonal <= negligible * torch.linalg.norm(triangle)).any()):
-            left, values, _ = torch.linalg.svd(triangle, full_matrices=False)
+            left, values, _ = long(
+                lambda: torch.linalg.svd(triangle, full_matrices=False), operations=20.0 * length * size**2
+            )
             rank = max(1, int((values > negligible * values[0]).sum()))
             basis = basis @ left[:, :rank]
         return cls(basis.contiguous(), layout)
