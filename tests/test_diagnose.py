@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 
 Cli = Any
 NUMBERS = {
@@ -242,6 +243,8 @@ def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path)
 
     class Quiet:
         from bnncli.progress import SILENT as console
+
+        device = torch.device("cpu")
 
     assert _diagnosis._chains(Quiet(), posterior.draws, content) == stored  # type: ignore[arg-type]
     content.stats.clear()
