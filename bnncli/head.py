@@ -166,7 +166,7 @@ def run_network(model: nn.Module, inputs: Tensor) -> Any:
             return model(inputs)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            f"not enough memory on {inputs.device} for {len(inputs)} inputs", hint="use a smaller --batch-size"
+            f"not enough memory on {inputs.device} for {len(inputs)} inputs", code="out_of_memory"
         ) from error
     except RuntimeError as error:
         first_line = str(error).strip().split("\n")[0][:200]

@@ -6,6 +6,7 @@ peaks (tests/test_memory.py): the Hessian, its sums, the precision, its factor a
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from bnncli.devices import available_memory
 from bnncli.errors import DeviceError
 from bnncli.latent.layout import NetworkLayout
 from bnncli.layout import HeadLayout
+from bnncli.posteriors import draws_at_once
 
 STRUCTURES = ("full", "block", "kron", "diag")  # from the one that says most of the posterior to the least
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
@@ -118,8 +120,8 @@ def budget(device: torch.device) -> int:
     return int(SHARE * available_memory(device))
 
 
-def require(needed: int, device: torch.device, *, what: str, hint: str) -> None:
-    """Pass when `needed` bytes are there. Raises DeviceError otherwise."""
+def require(needed: int, device: torch.device, *, what: str, hint: str | None) -> None:
+    """Pass when `needed` bytes are there. Raises DeviceError otherwise; without a hint the command line has one."""
     there = budget(device)
     if needed > there:
         raise DeviceError(
@@ -166,9 +168,48 @@ def require_refinement(
     sizes = {**sizes, "training": training}
     fitting = [name for name in STRUCTURES if refinement_bytes(name, layout, **sizes) <= there]
     less = "use --flow radial" if training > there else "use fewer --elbo-draws"
-    hint = f"refine a base fitted with --structure {fitting[0]}" if fitting else less
+    hint = f"refine a base made by fit-laplace --structure {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
+
+
+def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
+    """Bytes that draws of theta take to predict with.
+
+    In float32: those that are stored, the chosen ones where they are not all of them, and these as matrices with the biases
+    in place. Draws that are made take noise and theta of a part of them in float64 besides.
+
+    Args:
+        num_used: draws that predict.
+        num_stored: draws of a posterior that is draws; 0 for one that makes them.
+    """
+    copies = 1 if num_used == num_stored else 2
+    made = 0 if num_stored else _BYTES_A_DRAW * min(num_used, draws_at_once(num_params))
+    return num_params * (4 * (num_stored + copies * num_used) + made)
+
+
+def require_draws(
+    num_params: int, device: torch.device, *, num_used: int, num_stored: int = 0, option: str | None = None
+) -> None:
+    """Pass when draws of theta have room on the device, and stored ones on the CPU, where they are read.
+
+    Args:
+        num_params, num_used, num_stored: as for drawn_bytes.
+        option: of the command that says how many are used.
+
+    Raises:
+        DeviceError: they have none; names how many do, where fewer do.
+    """
+    what = f"{num_stored or num_used} draws of {num_params} parameters"
+    fewer = "make fewer draws: hmc with fewer --chains or --draws" if num_stored else None
+    if device.type != "cpu":
+        require(4 * num_stored * num_params, torch.device("cpu"), what=f"reading {what}", hint=fewer)
+
+    def needed(count: int) -> int:
+        return drawn_bytes(num_params, num_used=count, num_stored=num_stored)
+
+    most = bisect.bisect_right(range(1, num_used), budget(device), key=needed) if option is not None else 0
+    require(needed(num_used), device, what=what, hint=f"use at most {option} {most}" if most else fewer)
 
 
 def require_latent(layout: NetworkLayout, device: torch.device, *, num_repeats: int, hint: str, **sizes: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from kills import SERVER
 from torch import Tensor
@@ -19,6 +20,7 @@ from bnncli.inference.laplace import fit_gaussian, lift_fit
 from bnncli.inference.latent_fit import Plan, fit_latent
 from bnncli.inference.latent_steps import Settings
 from bnncli.inference.refine import fit_flow
+from bnncli.integrators.mc import Mc
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
@@ -27,12 +29,14 @@ from bnncli.latent.prior import SpikeAndSlab
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
+from bnncli.stages._inputs import open_samples
+from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 
 # Larger arrays get pages of their own, so that what is freed is seen to be free; smaller ones keep the pages they had.
 MMAP_THRESHOLD, OWN_PAGES = -3, 1_000_000
-Cases = tuple[dict[str, Any], tuple[int, int], list[Any], list[Any]]
+Cases = tuple[dict[str, Any], tuple[int, int], list[Any], list[Any], tuple[int, ...]]
 
 
 def peaks_of(cases: Cases, folder: Path) -> dict[str, int]:
@@ -48,7 +52,7 @@ def _measure(cases: Cases, path: Path) -> None:
     """In the child: the work, small work of each kind first, which loads libraries."""
     torch.set_num_threads(1)
     assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, OWN_PAGES) == 1
-    fits, chains, networks, flows = cases
+    fits, chains, networks, flows, draws = cases
     _fit("full", 10, 30), _fit("kron", 10, 300)
     found = {structure: _peak(_fit, structure, *sizes) for structure, sizes in fits.items()}
     _sample(9, 5)
@@ -61,6 +65,7 @@ def _measure(cases: Cases, path: Path) -> None:
     found |= {named(case): _flow_peak(*case) for case in flows}
     _fit_network((5, 4), 1, 10, "lrt")
     found |= {named(case): _peak(_fit_network, *case) for case in networks}
+    found |= _held_by_draws(path.with_name("draws.nc"), *draws)
     path.write_text(json.dumps(found))
 
 
@@ -123,6 +128,27 @@ def _fit_network(sizes: tuple[int, ...], repeats: int, batch_size: int, estimato
     features, labels = torch.randn(2 * batch_size, sizes[0]), torch.randint(0, sizes[-1], (2 * batch_size,))
     plan = Plan(epochs=2, batch_size=batch_size, learning_rate=1e-3, settings=Settings(estimator))
     fit_latent(model, features, labels, plan, generator=generator)
+
+
+def _held_by_draws(path: Path, *sizes: int) -> dict[str, int]:
+    """Bytes held when draws that were read are ready to predict, all of them and the chosen ones."""
+    chains, draws, outputs, features, chosen = sizes
+    weight = np.random.default_rng(0).normal(size=(chains, draws, outputs, features)).astype(np.float32)
+    content = SampleFile(weight, np.zeros(weight.shape[:3], np.float32), {"lp": np.zeros((chains, draws))}, {})
+    texts = {"outputs": [str(k) for k in range(outputs)], "created_at": "", "name": "", "sampler_library": ("", "")}
+    provenance = {"params_hash": "", "params": {}, "algo_rev": 1, "command": ["bnncli"], "inputs": []}
+    write_samples(path, content, **texts, meta={}, provenance=provenance, may_replace=False)
+    del weight, content
+    inputs, found = torch.randn(5, features), {}
+    for used in (chains * draws, chosen):
+        ctypes.CDLL(None).malloc_trim(0)
+        start = now("RssAnon")  # the file's own pages can be taken back
+        posterior = open_samples(path)[0]
+        drawn = Mc().prepare(posterior, num_samples=used, generator=torch.Generator())
+        ready = drawn._draws(inputs)
+        found[named((*sizes, used))] = now("RssAnon") - start
+        del posterior, drawn, ready
+    return found
 
 
 def _refine(one: LastLayerTarget, base: Gaussian, scale: str) -> None:

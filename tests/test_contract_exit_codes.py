@@ -20,8 +20,12 @@ import torch
 from kills import run_to_files, start
 
 from bnncli import memory
+from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.memory_advice import memory_advice
+from bnncli.cli.settings import option_fields
 from bnncli.inference.prior_precision import NUM_DRAWS
 from bnncli.layout import HeadLayout
+from bnncli.option import flag_of
 from bnncli.registry import names
 
 SCRIPT = Path(sys.executable).with_name("bnncli")
@@ -159,8 +163,61 @@ def test_69_is_memory_for_draws_that_does_not_suffice(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], advice: str
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda device: 1_000_000)
-    done = cli(command[0], small_run, *command[1:], "--name", "x")
-    assert (done.code, advice in done.stderr) == (69, True)
+    done = cli(command[0], small_run, *command[1:], "--name", "x", "--json")
+    assert (done.code, advice in done.json["error"]["hint"]) == (69, True)
+    assert_options_exist(command[0], done.json["error"]["hint"])
+
+
+def assert_options_exist(name: str, hint: str) -> None:
+    """Every option that a hint of a command names is its own, or of the other command that stands before it."""
+    known = {command.name: {flag_of(option) for option in option_fields(command)} for command in COMMANDS}
+    for word in hint.replace(",", " ").split():
+        name = word if word in known else name
+        assert not word.startswith("--") or word in known[name], (name, hint)
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one.name)
+def test_what_helps_without_memory_are_options_that_the_command_has(command: Command, is_gpu: bool) -> None:
+    assert_options_exist(command.name, memory_advice(command, is_gpu=is_gpu))
+    flags = {flag_of(option) for option in option_fields(command)}
+    assert ("--device cpu" in memory_advice(command, is_gpu=is_gpu)) == (is_gpu and "--device" in flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("predict", "--name", "x", "--posterior", "hmc"), "use at most --samples"),
+        (("predict", "--name", "x", "--posterior", "laplace", "--samples", "90000"), "use at most --samples"),
+        (
+            ("predict", "--posterior", "laplace", "--integrator", "importance", "--samples", "90000"),
+            "at most --samples",
+        ),
+        (("diagnose", "--posterior", "hmc"), "make fewer draws: hmc with fewer"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_69_is_memory_for_draws_of_a_posterior_that_does_not_suffice(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], advice: str
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 20_000)
+    done = cli(words[0], small_run, *words[1:], "--json")
+    assert (done.code, advice in done.json["error"]["hint"]) == (69, True)
+    assert "draws of 18 parameters needs about" in done.json["error"]["message"]
+    assert_options_exist(words[0], done.json["error"]["hint"])
+    if words[0] == "predict":
+        most = done.json["error"]["hint"].split()[-1]
+        assert cli(words[0], small_run, *words[1:], "--samples", most).code == 0
+
+
+def test_draws_without_room_leave_only_their_distances_out(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("predict", small_run, "--posterior", "laplace").code == 0
+    monkeypatch.setattr(memory, "available_memory", lambda device: 5_000)
+    done = cli("evaluate", small_run, "--json")
+    assert done.code == 0
+    assert "MMD^2 is left out: 128 draws of 18 parameters needs about" in done.stderr
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 50), lambda: np.ones(1 << 50)], ids=["torch", "numpy"])

@@ -20,13 +20,14 @@ LATENT = [
     ((300, 500, 10), 1, 2500, "lrt"),
     ((84, 10), 16, 1000, "mnf"),
 ]
+DRAWS = (4, 100, 10, 2000, 40)  # chains, draws, outputs, features, and how many draws are chosen
 FLOWS = [(10, 600, "kron"), (300, 150, "kron"), (40, 900, "low-rank")]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Peaks of all the work, bytes, by what names it."""
-    return peaks_of((FITS, CHAINS, LATENT, FLOWS), tmp_path_factory.mktemp("peaks"))
+    return peaks_of((FITS, CHAINS, LATENT, FLOWS, DRAWS), tmp_path_factory.mktemp("peaks"))
 
 
 def test_estimates_are_within_a_factor_of_two_of_measured_peaks(measured: dict[str, int]) -> None:
@@ -35,6 +36,37 @@ def test_estimates_are_within_a_factor_of_two_of_measured_peaks(measured: dict[s
     expected["span"] = memory.fit_bytes("full", HeadLayout(3, 300), whole=HeadLayout(3, 3000))
     ratios = {name: expected[name] / measured[name] for name in expected}
     assert all(0.5 < ratio < 2 for ratio in ratios.values()), (ratios, measured)
+
+
+def test_the_estimate_of_draws_is_within_a_factor_of_two_of_their_peak(measured: dict[str, int]) -> None:
+    chains, draws, outputs, features, chosen = DRAWS
+    num_params = HeadLayout(outputs, features).num_params
+    for used in (chains * draws, chosen):
+        expected = memory.drawn_bytes(num_params, num_used=used, num_stored=chains * draws)
+        assert 0.5 < expected / measured[named((*DRAWS, used))] < 1.5, (used, expected, measured)
+
+
+@pytest.mark.parametrize("num_stored", [0, 1500])
+def test_the_advised_number_of_draws_fits_and_one_more_does_not(
+    monkeypatch: pytest.MonkeyPatch, num_stored: int
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: 30 << 30)
+    sizes = {"num_stored": num_stored, "device": torch.device("cpu")}
+    with pytest.raises(DeviceError, match="1500 draws of 2000000 parameters needs about") as caught:
+        memory.require_draws(2_000_000, num_used=1500, option="--samples", **sizes)
+    most = int(str(caught.value.hint).removeprefix("use at most --samples "))
+    memory.require_draws(2_000_000, num_used=most, **sizes)
+    with pytest.raises(DeviceError, match="parameters needs about"):
+        memory.require_draws(2_000_000, num_used=most + 1, **sizes)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_stored_draws_that_cannot_be_read_are_to_be_made_anew(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda device: (60 if device.type == "cpu" else 900) << 30)
+    memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=2560, option="--samples")
+    with pytest.raises(DeviceError, match=r"6400 draws of 2050000 .* 42\.0 GiB can be used on cpu") as caught:
+        memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=6400, option="--samples")
+    assert caught.value.hint == "make fewer draws: hmc with fewer --chains or --draws"
 
 
 @pytest.mark.parametrize("case", LATENT, ids=str)
@@ -132,7 +164,7 @@ def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch:
     monkeypatch.setattr(memory, "available_memory", lambda device: 2 << 30)
     with pytest.raises(DeviceError, match="refining a full Gaussian of 10000") as caught:
         memory.require_refinement("full", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
-    assert caught.value.hint == "refine a base fitted with --structure block"
+    assert caught.value.hint == "refine a base made by fit-laplace --structure block"
     memory.require_refinement("block", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
 
 

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from bnncli import signals
 from bnncli.cli.build import build_app
 from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.settings import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
@@ -233,6 +234,8 @@ class _Invocation:
             traceback.print_exception(error, file=sys.stderr)
         elif self.console.options.verbose:
             traceback.print_exception(error, file=sys.stderr)
+        if known.code == "out_of_memory" and known.hint is None:
+            known.hint = memory_advice(self._named_command(), is_gpu="cuda" in known.message.lower())
         self.console.stop_bar()
         self.code = known.exit
         if self.is_json:
@@ -279,14 +282,12 @@ def _as_bnn_error(error: Exception) -> BnnError | None:
     if isinstance(error, OSError):
         return _from_os_error(error)
     if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
-        return DeviceError(
-            f"the device failed: {' '.join(str(error).split())[:200]}",
-            hint="use a smaller --batch-size, or --device cpu",
-        )
+        message = f"the device failed: {' '.join(str(error).split())[:200]}"
+        if type(error).__name__ == "OutOfMemoryError":
+            return DeviceError(message, code="out_of_memory")
+        return DeviceError(message, hint="run it again, or with --device cpu")
     if is_short_of_memory(error):
-        return DeviceError(
-            "out of memory", hint="use fewer rows, draws or chains, or a smaller --structure", code="out_of_memory"
-        )
+        return DeviceError("out of memory", code="out_of_memory")
     return None
 
 

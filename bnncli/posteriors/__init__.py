@@ -54,14 +54,19 @@ def noise_blocks(posterior: HasNoise, num_samples: int, generator: torch.Generat
     never on free memory.
     """
     num_params = posterior.layout.num_params
-    most = _AT_ONCE // num_params
-    unit = _UNIT if most >= _UNIT else _FEWEST
-    size = max(_FEWEST, most // unit * unit)
+    size = draws_at_once(num_params)
     left = num_samples
     while left > 0:
         is_last = left <= size or (left - size) * num_params < 16
         yield posterior.noise(left if is_last else size, generator)
         left -= left if is_last else size
+
+
+def draws_at_once(num_params: int) -> int:
+    """How many draws of so many numbers are made at once."""
+    most = _AT_ONCE // num_params
+    unit = _UNIT if most >= _UNIT else _FEWEST
+    return max(_FEWEST, most // unit * unit)
 
 
 def sample_from_noise(

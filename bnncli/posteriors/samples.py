@@ -11,6 +11,8 @@ from torch import Tensor
 from bnncli.layout import HeadLayout
 from bnncli.shapes import check_shapes
 
+_AT_ONCE = 2**24  # numbers in double precision: 128 MiB
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -26,7 +28,9 @@ class Samples:
     @property
     def center(self) -> Tensor:
         """The mean of the draws, (P,)."""
-        return self.draws.double().mean(dim=(0, 1)).to(self.draws.dtype)
+        width = max(1, _AT_ONCE // max(1, self.draws.shape[0] * self.draws.shape[1]))
+        means = [part.double().mean(dim=(0, 1)) for part in self.draws.split(width, dim=2)]
+        return torch.cat(means).to(self.draws.dtype)
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
         """A seeded choice without replacement, (S, P) float32, in the order of the draws; all for None or for too many."""

@@ -21,9 +21,9 @@ from bnncli.inference.importance import diagnose_importance
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.prior import Prior
-from bnncli.stages._inputs import Split, open_posterior, open_samples, recorded_prior
+from bnncli.stages._inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
 from bnncli.stages._run import Run
-from bnncli.storage.headers import Header
+from bnncli.storage.headers import Header, read_header
 from bnncli.storage.samples import SampleFile
 from bnncli.targets.last_layer import LastLayerTarget
 
@@ -60,6 +60,7 @@ def diagnose(
     """
     content: SampleFile | None = None
     if path.suffix == ".nc":
+        require_draws(run, read_header(path))
         posterior, content = open_samples(path)
         assert content.header is not None
         header: Header = content.header

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.errors import DataError, MissingInput
+from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.weight_space_rows import Row, WeightDraws, num_draws_for, weight_space_rows
-from bnncli.stages._inputs import open_posterior, recorded_prior
+from bnncli.stages._inputs import open_posterior, recorded_prior, require_draws
 from bnncli.stages._run import Run
 from bnncli.storage.headers import Header, read_header
 
@@ -68,6 +68,11 @@ def open_reference(run: Run, name: str) -> Reference:
         try:
             run.use(read_header(path))
         except DataError as error:
+            run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
+            return Reference(name, None)
+        try:
+            require_draws(run, read_header(path), num_used=0)
+        except DeviceError as error:
             run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
             return Reference(name, None)
         return Reference(name, path)

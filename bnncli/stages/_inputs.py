@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bnncli import registry
+from bnncli import memory, registry
 from bnncli.devices import available_memory
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
@@ -195,6 +196,24 @@ def open_posterior(path: Path) -> tuple[Any, Header]:
         return registry.load_class("posteriors", kind).from_tensors(tensors, header.meta), header
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise _damaged(path, error) from None
+
+
+def require_draws(run: Run, header: Header, *, num_used: int | None = None, option: str | None = None) -> None:
+    """Pass when the draws of a posterior have room, before they are read or made.
+
+    Args:
+        num_used: of them, or made; None for all that are stored.
+        option: of the command that says how many.
+
+    Raises:
+        DeviceError: they have none.
+    """
+    metrics = header.meta.get("metrics", {})
+    stored = int(metrics.get("chains", 0) * metrics.get("draws", 0)) if header.kind == "samples" else 0
+    num_params = sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
+    used = stored if num_used is None else num_used
+    if num_params and (stored or used):
+        memory.require_draws(num_params, run.device, num_used=used, num_stored=stored, option=option)
 
 
 def open_samples(path: Path) -> tuple[Samples, SampleFile]:

@@ -15,7 +15,7 @@ from bnncli.integrators import Integrator, join, level_of, prepare, probs_of_dra
 from bnncli.integrators._groups import Groups, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.prior import Prior
-from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_prior
+from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_prior, require_draws
 from bnncli.stages._predict_plan import Choice
 from bnncli.stages._produce import Computed
 from bnncli.stages._run import Run
@@ -24,6 +24,7 @@ from bnncli.storage.predictions import PredictionFile, write_predictions
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.top_k import ranked_lengths
 
+_OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
 RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
 
 
@@ -70,6 +71,7 @@ class Predictor:
     def ready(self, choice: Choice) -> Integrator:
         """The integrator, with what is the same for all features done; warns once of what it has to say."""
         if choice.name not in self._ready:
+            self._require_memory(choice)
             target = None
             if getattr(choice.integrator, "needs_target", False):
                 target = self.train.target(posterior_prior(self.path, self.header))
@@ -83,6 +85,14 @@ class Predictor:
             )
             warn(self.run, self.path.stem, notes_of(self._ready[choice.name]))
         return self._ready[choice.name]
+
+    def _require_memory(self, choice: Choice) -> None:
+        """Pass when the draws of theta have room. Raises DeviceError, naming how many have, otherwise."""
+        is_of_theta = choice.integrator.needs in _OF_THETA
+        used = None if choice.integrator.is_sampling and choice.samples is None else choice.samples or 0
+        option = "--samples" if choice.integrator.is_sampling else None
+        if is_of_theta or self.header.kind == "samples":
+            require_draws(self.run, self.header, num_used=used, option=option)
 
     def predict(self, choice: Choice, split: Split, target: Path, *, keep_samples: bool) -> Computed:
         """The predictions of one split, ready to be published at `target`."""

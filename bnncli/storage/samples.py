@@ -133,7 +133,7 @@ def read_samples(path: Path) -> SampleFile:
         header = header_of(path, file)
         if header.kind != "samples":
             raise DataError(f"{path}: expected samples, got {header.kind}", code="wrong_kind", path=path)
-        arrays, texts = read_contents(path, file)
+        arrays, texts = read_contents(path, file, mapped=("posterior/head_weight",))
     check_digest(path, header, arrays, texts)
     if "posterior/head_weight" not in arrays or arrays["posterior/head_weight"].ndim != 4:
         raise DataError(

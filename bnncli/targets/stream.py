@@ -71,7 +71,6 @@ class FeatureBlocks:
                 if size == 1:
                     raise DeviceError(
                         f"{self.device}: out of memory with a block of one example ({columns} columns)",
-                        hint="use a smaller --structure, fewer draws or chains, or --device cpu",
                         code="out_of_memory",
                     ) from error
             else:
