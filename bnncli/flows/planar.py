@@ -7,7 +7,8 @@ equation.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,17 @@ class Planar(nn.Module):
         bend = torch.tanh(z @ self.w + self.bias)
         return z + bend.unsqueeze(-1) * u, torch.log1p((1 - bend.square()) * slope)
 
+    @staticmethod
+    def push_together(layers: Sequence[Planar], z: Tensor) -> tuple[Tensor, Tensor]:
+        """The image of z (S, P) through all layers and the sum of their log|det J| (S,), differentiable once.
+
+        The same numbers as layer by layer up to rounding, in a third of the operations: what all layers have in common is
+        done for all at once, and backward is in closed form.
+        """
+        parts = [getattr(layer, name) for name in ("w", "raw_u", "bias") for layer in layers]
+        image, log_det = _Together.apply(z, *parts)
+        return image, log_det
+
     def inverse(self, y: Tensor) -> Tensor:
         """z (S, P) with F(z) = y: a = w . z solves a + w . u tanh(a + bias) = w . y, increasing in a."""
         u, slope = self._constrained()
@@ -80,6 +92,57 @@ class Planar(nn.Module):
 
     def _constrained(self) -> tuple[Tensor, Tensor]:
         """u (P,) and w . u, a scalar above -1."""
-        product = self.w @ self.raw_u
-        slope = softplus(product) - 1
-        return self.raw_u + (slope - product) * self.w / self.w.square().sum(), slope
+        return _constrain(self.w, self.raw_u, self.w @ self.raw_u, self.w.square().sum())
+
+
+def _constrain(w: Tensor, raw_u: Tensor, product: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+    """u and w . u, of w (..., P), raw_u (..., P), w . raw_u and |w|^2, the last two with as many axes or none."""
+    slope = softplus(product) - 1
+    return raw_u + (slope - product) * w / square, slope
+
+
+class _Together(torch.autograd.Function):
+    """z (S, P), then each layer's w (P,), each raw_u (P,) and each bias (1,), to the last image and the log dets' sum (S,)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        count = len(parameters) // 3
+        w, raw_u = torch.stack(parameters[:count]), torch.stack(parameters[count : 2 * count])
+        product, square = (w * raw_u).sum(dim=1, keepdim=True), w.square().sum(dim=1, keepdim=True)
+        u, slope = _constrain(w, raw_u, product, square)
+        inputs, bends = [], []
+        for own_w, own_u, bias in zip(w.unbind(), u.unbind(), parameters[2 * count :], strict=True):
+            inputs.append(z)
+            bends.append(torch.addmv(bias, z, own_w).tanh_().unsqueeze(1))
+            z = torch.addcmul(z, bends[-1], own_u)
+        bend, slope = torch.cat(bends, dim=1), slope.squeeze(1)
+        rise = (1 - bend.square()) * slope
+        ctx.save_for_backward(w, raw_u, u, product, square, bend, slope, rise, *inputs)
+        return z, torch.log1p(rise).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Layer by layer for the image; of a bend t the derivative is 1 - t^2, of its log det -2 t w.u / (1 + (1 - t^2) w.u)."""
+        assert not torch.is_grad_enabled(), "differentiable once: for second derivatives push through layer by layer"
+        w, raw_u, u, product, square, bend, slope, rise, *inputs = ctx.saved_tensors
+        to_image, weighted = gradients[0], gradients[1].unsqueeze(1) / (1 + rise)
+        steepness = 1 - bend.square()
+        known = weighted * rise * bend * -2
+        layers = zip(inputs, w, u, bend.unbind(1), steepness.unbind(1), known.unbind(1), strict=True)
+        to_u, to_w, to_bias = [], [], []
+        for place, (z, own_w, own_u, own_bend, steep, own) in reversed(list(enumerate(layers))):
+            inside = torch.addcmul(own, steep, to_image @ own_u)
+            to_u.append(own_bend @ to_image)
+            to_w.append(inside @ z)
+            to_bias.append(inside)
+            if place or ctx.needs_input_grad[0]:
+                to_image = torch.addr(to_image, inside, own_w)
+        to_u_all, to_w_all = torch.stack(to_u[::-1]), torch.stack(to_w[::-1])
+        # u = raw_u + (w.u - w.raw_u) w / |w|^2, where w.u = softplus(w.raw_u) - 1.
+        along = (to_u_all * w).sum(dim=1, keepdim=True) / square
+        share = (slope.unsqueeze(1) - product) / square
+        to_product = ((weighted * steepness).sum(dim=0).unsqueeze(1) + along) * torch.sigmoid(product) - along
+        to_raw_u = torch.addcmul(to_u_all, to_product, w)
+        to_w_all = to_w_all + share * to_u_all + to_product * raw_u - (2 * share * along) * w
+        to_biases = torch.stack(to_bias[::-1]).sum(dim=1).split(1)
+        return to_image if ctx.needs_input_grad[0] else None, *to_w_all.unbind(), *to_raw_u.unbind(), *to_biases

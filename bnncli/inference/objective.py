@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bnncli.flows import FlowLayer
+from bnncli.flows import FlowLayer, push
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget, ValueWithGradient, batch_log_likelihood_and_grad
 
@@ -60,12 +60,10 @@ class Objective:
         x = noise if whitened else self.mean + self.base.covariance.unwhiten(noise)
         has_score = whitened and all(hasattr(layer, "push_score") for layer in layers)
         score = -noise if has_score else None
-        total = noise.new_zeros(noise.shape[0])
-        for layer in layers:
-            x, log_det = layer(x)
-            total = total + log_det
-            if score is not None:
-                with torch.no_grad():
+        x, total = push(layers, x)
+        if score is not None:
+            with torch.no_grad():
+                for layer in layers:
                     score = layer.push_score(score)  # type: ignore[attr-defined]
         theta = self.mean + self.base.covariance.unwhiten(x) if whitened else x
 

@@ -41,6 +41,7 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import reduced_layout
 
 ALGO_REV = 2
+TOGETHER_REV = 3  # of layers that are pushed through together, whose gradients autograd made and rounded in its own way
 
 
 def run(run: Run, options: RefineOptions) -> Result:
@@ -75,7 +76,8 @@ def run(run: Run, options: RefineOptions) -> Result:
     num_stored = train.layout.num_params * 4 + (options.length or 0) * sum(part.numel() for part in layer.parameters())
     size = (base_path.stat().st_size if base_path else 0) + 8 * num_stored
     run.folder.check_name_is_free(target)
-    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
+    revision = TOGETHER_REV if hasattr(layer, "push_together") else ALGO_REV
+    request = Request(target, "posterior", target.stem, params, revision, sources, train.checkpoint, size)
 
     def compute() -> Computed:
         base = _base(run, train, base_path, prior)
