@@ -158,6 +158,10 @@ class Interrupted(BnnError):
         self.exit = 128 + signum
 
 
+# What came of the machine or of the user while a file was read: it says nothing of what is in the file.
+NOT_OF_CONTENT = (ReadError, DeviceError, Interrupted)
+
+
 def resource_error(error: OSError, where: str = "") -> DeviceError | None:
     """The error for a machine that lacks memory or open files; None for every other error of the operating system."""
     place = f"{where}: " if where else ""

@@ -103,11 +103,20 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def run_killed_at(argv: list[str], module: str, name: str) -> None:
-    """In the child: the command, killed where it calls a function of a module."""
+def run_killed_at(argv: list[str], module: str, name: str, after: int = 0) -> None:
+    """In the child: the command, killed where it calls a function of a module, after so many calls that went well."""
     from bnncli.cli.execute import run_command_line
 
-    setattr(importlib.import_module(module), name, lambda *words, **names: os.kill(os.getpid(), signal.SIGKILL))
+    home, left = importlib.import_module(module), [after]
+    plain = getattr(home, name)
+
+    def call(*words: Any, **names: Any) -> Any:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return plain(*words, **names)
+
+    setattr(home, name, call)
     run_command_line(argv, io.StringIO())
 
 

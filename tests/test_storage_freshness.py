@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bnncli.errors import DataError, OutputExists, UsageError
-from bnncli.storage.freshness import check_fresh, decide, remake_command, staleness
+from bnncli.storage.freshness import Stale, check_fresh, decide, remake_command, staleness
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source, build_provenance
@@ -154,7 +154,7 @@ def test_moving_a_run_does_not_make_it_stale(tmp_path: Path) -> None:
 
 def test_another_checkpoint_makes_it_stale(tmp_path: Path) -> None:
     header = make(tmp_path / "x")
-    assert staleness(header, weights_digest="other") == "the checkpoint has changed"
+    assert staleness(header, weights_digest="other") == Stale("the checkpoint has changed")
 
 
 def test_a_stale_input_is_refused_with_the_command_that_makes_it_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from bnncli.options import ExtractFeaturesOptions
 from bnncli.stages._run import Run
 from bnncli.stages._splits import NamedSplit, class_names, model_identity
 from bnncli.storage.checkpoints import Checkpoint, load_checkpoint
+from bnncli.storage.feature_set import RECIPE
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit, encoded_names
 
 NO_NETWORK = "flatten"
@@ -47,8 +48,8 @@ class NetworkFeatures:
     @property
     def recipe(self) -> dict[str, Any]:
         """The options that all splits of a run must share."""
-        names = ("mean", "std", "resize", "crop")
-        return {**model_identity(self.options), **{name: getattr(self.options, name) for name in names}}
+        own = model_identity(self.options)
+        return {name: own[name] if name in own else getattr(self.options, name) for name in RECIPE}
 
     @cached_property
     def model(self) -> torch.nn.Module:

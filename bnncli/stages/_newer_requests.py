@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
-from bnncli.errors import BnnError, UsageError
-from bnncli.stages._produce import Computed, Request, produce
+from bnncli.errors import NOT_OF_CONTENT, BnnError, UsageError
+from bnncli.stages._produce import Request
+from bnncli.stages._produce_together import Work, produce_together
 from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import read_header
 from bnncli.storage.newer_request import UNFINISHED, leave_note, request_digest, take_note_away
@@ -18,17 +20,47 @@ def note_changed(run: Run, requests: Sequence[Request]) -> None:
             _note(run, request, UNFINISHED)
 
 
-def settle(run: Run, request: Request, compute: Callable[[], Computed]) -> Result:
-    """What `produce` gives; the request's note says why where it raises, and is gone where it does not."""
+def settle(run: Run, works: Sequence[Work], *, also: Callable[[], list[Result]]) -> list[Result]:
+    """What `produce_together` gives; the notes of the requests for features say why where it raises, else they are gone.
+
+    While the files take their names, a note lies beside each that is replaced: a command that ends in between leaves
+    splits of two requests, and each then tells of which it is.
+    """
+    requests = [work.request for work in works if work.request.kind == "features"]
+    digests = {one.target: request_digest(one.params, one.sources) for one in requests}
+    earlier: dict[Path, int | None] = {}
+
+    def before(targets: Sequence[Path]) -> None:
+        earlier.update({target: _inode(target) for target in targets})
+        together = {target.stem: digests[target] for target in targets if target in digests}
+        for target in targets if len(targets) > 1 else ():
+            if target in digests and target.is_file():
+                leave_note(target, reason=UNFINISHED, request=digests[target], together=together)
+
     try:
-        result = produce(run, request, compute)
+        results = produce_together(run, works, also=also, before=before)
     except BnnError as error:
-        if _is_of_other_data(request):
-            _note(run, request, error.message)
+        if all(_inode(target) == number for target, number in earlier.items()):  # no file has its name
+            _say_why(run, requests, error.message, noted=earlier)
         raise
     if not run.write.dry_run:
-        take_note_away(request.target)
-    return result
+        for request in requests:
+            take_note_away(request.target)
+    return results
+
+
+def _inode(target: Path) -> int | None:
+    """Which file has a name."""
+    return target.stat().st_ino if target.exists() else None
+
+
+def _say_why(run: Run, requests: Sequence[Request], reason: str, *, noted: Collection[Path]) -> None:
+    """Note why newer data did not come through; a note about anything else is not needed, as nothing was changed."""
+    for request in requests:
+        if _is_of_other_data(request):
+            _note(run, request, reason)
+        elif request.target in noted:
+            take_note_away(request.target)
 
 
 def note_unreadable(run: Run, splits: Iterable[str], error: BnnError) -> None:
@@ -47,6 +79,8 @@ def _is_of_other_data(request: Request) -> bool:
         return False
     try:
         header = read_header(request.target)
+    except NOT_OF_CONTENT:
+        raise
     except BnnError:  # nothing can be made of them
         return False
     then = {entry["role"]: entry["content_digest"] for entry in header.inputs}

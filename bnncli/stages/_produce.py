@@ -78,44 +78,65 @@ def produce(
             check_writable(request.target.parent)
             check_free_space(request.target.parent, request.estimated_bytes)
         return _planned(run, request, decision)
+    ready = ready_where_nothing_can_be_written(run, request, when_fresh)
+    if ready is not None:
+        return ready
+    with artifact_lock(run.folder.lock(request.target), wait=run.lock.wait, poll=run.console.poll):
+        return make(run, request, compute, when_fresh=when_fresh)
+
+
+def ready_where_nothing_can_be_written(
+    run: Run, request: Request, when_fresh: Callable[[Header], Computed] | None = None
+) -> Result | None:
+    """The result of a request that is up to date in a folder that cannot be written: it needs no lock. Else None.
+
+    Raises:
+        OutputExists: the folder cannot be written, and there is work.
+    """
     try:
         check_writable(request.target.parent)
     except OutputExists:
         decision = _decide(run, request)
-        if decision.action == "skip" and decision.header is not None:  # needs no writing, and so no lock
-            return _up_to_date(run, request, decision.header, when_fresh)
-        raise
-    with artifact_lock(run.folder.lock(request.target), wait=run.lock.wait, poll=run.console.poll):
-        decision = _decide(run, request)
         if decision.action == "skip" and decision.header is not None:
             return _up_to_date(run, request, decision.header, when_fresh)
-        if decision.action == "replace":
-            run.console.info(f"{request.target}: replacing it ({decision.why})")
-        remove_dead_temporaries(request.target.parent)
-        check_free_space(request.target.parent, request.estimated_bytes)
-        run.console.debug(
-            f"computing on {run.device}"
-        )  # threads and determinism are set with the device, before the work
-        start = time.monotonic()
-        computed = compute()
-        run.console.poll("publishing")
-        provenance = build_provenance(
-            request.target,
-            command=["bnncli", *run.argv],
-            params=request.params,
-            algo_rev=request.algo_rev,
-            inputs=request.sources,
-            checkpoint=request.checkpoint,
-            environment=run.environment(),
-            seconds=time.monotonic() - start,
-            # What to run is said with the path that was given; an artifact names no folder but in its command.
-            warnings=[
-                text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings
-            ],
-        )
-        _check_sources(request.sources)
-        digest = computed.publish(provenance, decision.action == "replace")
-        run.followed.clear()
+        raise
+    return None
+
+
+def make(
+    run: Run,
+    request: Request,
+    compute: Callable[[], Computed],
+    *,
+    when_fresh: Callable[[Header], Computed] | None = None,
+) -> Result:
+    """The result of one request whose lock is held; arguments and errors as those of `produce`."""
+    remove_dead_temporaries(request.target.parent)
+    decision = _decide(run, request)
+    if decision.action == "skip" and decision.header is not None:
+        return _up_to_date(run, request, decision.header, when_fresh)
+    if decision.action == "replace":
+        run.console.info(f"{request.target}: replacing it ({decision.why})")
+    check_free_space(request.target.parent, request.estimated_bytes)
+    run.console.debug(f"computing on {run.device}")  # threads and determinism are set with the device, before the work
+    start = time.monotonic()
+    computed = compute()
+    run.console.poll("publishing")
+    provenance = build_provenance(
+        request.target,
+        command=["bnncli", *run.argv],
+        params=request.params,
+        algo_rev=request.algo_rev,
+        inputs=request.sources,
+        checkpoint=request.checkpoint,
+        environment=run.environment(),
+        seconds=time.monotonic() - start,
+        # What to run is said with the path that was given; an artifact names no folder but in its command.
+        warnings=[text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings],
+    )
+    _check_sources(request.sources)
+    digest = computed.publish(provenance, decision.action == "replace")
+    run.followed.clear()
     action = "replaced" if decision.action == "replace" else "computed"
     return _result(request, action, digest, computed)
 

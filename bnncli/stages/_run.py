@@ -22,6 +22,7 @@ from bnncli.options import (
     WriteOptions,
 )
 from bnncli.options.recorded import argument_place
+from bnncli.storage.freshness import Followed, check_fresh
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.storage.run_folder import RunFolder
@@ -100,7 +101,7 @@ class Run:
     is_named: bool = False
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
-    followed: dict[tuple[Path, str | None], tuple[str | None, str | None]] = field(default_factory=dict)
+    followed: Followed = field(default_factory=dict)
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -195,8 +196,6 @@ class Run:
         Raises:
             DataError: it comes from another checkpoint, or is stale, with the command that makes it again.
         """
-        from bnncli.storage.freshness import check_fresh
-
         checkpoint = self.belongs(header)
         try:
             digest = checkpoint["weights_digest"] if checkpoint else None

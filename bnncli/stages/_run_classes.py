@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from bnncli.errors import BnnError, DataError
+from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError
 from bnncli.storage.features import FeatureSplit, SplitClasses, head_digest, read_classes
 from bnncli.storage.headers import Header
 from bnncli.storage.run_folder import RunFolder
@@ -82,6 +82,8 @@ def _others(
             continue
         try:
             header, classes = read_classes(folder.features(name))
+        except NOT_OF_CONTENT:
+            raise
         except BnnError:  # said where that split is asked for
             continue
         if _is_kin(header, digest, weights_digest):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from bnncli.stages._inputs import head_theta
 from bnncli.stages._network import NO_NETWORK, NetworkFeatures
 from bnncli.stages._newer_requests import note_changed, note_unreadable, settle
 from bnncli.stages._produce import Computed, Request, produce
+from bnncli.stages._produce_together import Work
 from bnncli.stages._ready_splits import ReadySplit, open_ready_splits
 from bnncli.stages._run import Result, Run
 from bnncli.stages._run_classes import run_classes
 from bnncli.stages._shared_rows import shared_rows
 from bnncli.stages._splits import NamedSplit, model_identity, open_splits, user_sources
 from bnncli.storage.atomic import check_free_space
+from bnncli.storage.feature_set import differences
 from bnncli.storage.features import (
     CHECK_ROWS,
     FeatureSplit,
@@ -51,7 +54,6 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
 def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
     splits = open_splits(options, run.stream, unreadable=lambda name, error: note_unreadable(run, [name], error))
     network = NetworkFeatures(run, options, splits)
-    total = Result()
     names = [split.name for split in splits]
     requests = [
         _request(
@@ -60,15 +62,24 @@ def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
         for one in splits
     ]
     note_changed(run, requests)
-    for split, request in zip(splits, requests, strict=True):
-        total.add(settle(run, request, partial(_extract, run, network, split, names)))
-    if options.model != NO_NETWORK and not run.write.dry_run:
-        total.add(_write_map(run, options, names[0], network.record))
-    return _finish(run, total)
+    heads: dict[str, FeatureSplit] = {}
+    works = [
+        Work(request, partial(_extract, run, network, split, names, heads))
+        for split, request in zip(splits, requests, strict=True)
+    ]
+
+    def also() -> list[Result]:
+        first = _head_of(run, names[0], heads)
+        return [] if options.model == NO_NETWORK else [_make_map(run, options, first, network.record)]
+
+    return _finish(run, settle(run, works, also=also))
 
 
-def _extract(run: Run, network: NetworkFeatures, split: NamedSplit, names: list[str]) -> Computed:
+def _extract(
+    run: Run, network: NetworkFeatures, split: NamedSplit, names: list[str], heads: dict[str, FeatureSplit]
+) -> Computed:
     content, preprocess, layer = network.features(split)
+    heads[split.name] = _without_rows(content)
     _check_same_head(run, content, names, network.record, network.recipe)
     return _publishable(run, content, preprocess, layer, split.order_digest, split.source)
 
@@ -139,7 +150,7 @@ def _check_same_head(
         if header.weights_digest != weights_digest:
             continue
         theirs = header.provenance.get("params", {})
-        for option in [option for option in recipe if theirs.get(option) != recipe[option]]:
+        for option in differences(theirs, recipe):
             raise DataError(
                 f"split {name!r} of this run was made with another --{option.replace('_', '-')} "
                 f"({theirs.get(option)} there, {recipe[option]} now)",
@@ -157,9 +168,20 @@ def _check_same_head(
     run_classes(run.folder, content, weights_digest=weights_digest, without=names)
 
 
-def _write_map(run: Run, options: ExtractFeaturesOptions, split: str, checkpoint: dict[str, Any] | None) -> Result:
+def _without_rows(content: FeatureSplit) -> FeatureSplit:
+    """A split's head, classes and width, without its examples."""
+    return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
+
+
+def _head_of(run: Run, split: str, made: Mapping[str, FeatureSplit]) -> FeatureSplit:
+    """The head of a split: as this command has made it, or as it was there."""
+    return made[split] if split in made else read_features(run.folder.features(split))
+
+
+def _make_map(
+    run: Run, options: ExtractFeaturesOptions, content: FeatureSplit, checkpoint: dict[str, Any] | None
+) -> Result:
     """The network as trained, as a posterior with all its mass at the head's weights."""
-    content = read_features(run.folder.features(split))
     theta = head_theta(content.head_weight, content.head_bias)
     if theta is None:
         return Result()
@@ -216,7 +238,6 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
         num_classes = max(2, len(head.weight))
     else:
         num_classes = max([2, *(int(labels.max()) + 1 for labels in arrays.labels.values())])
-    total = Result()
     names = [split.name for split in splits]
     requests = []
     for split in splits:
@@ -230,11 +251,16 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
         source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
         requests.append(_request(run, split.name, None, params, [source], len(split.features)))
     note_changed(run, requests)
-    for split, request in zip(splits, requests, strict=True):
-        total.add(settle(run, request, partial(_ready, run, options, split, head, num_classes, names)))
-    if head is not None and not run.write.dry_run:
-        total.add(_write_map(run, options, splits[0].name, None))
-    return _finish(run, total)
+    heads: dict[str, FeatureSplit] = {}
+    works = [
+        Work(request, partial(_ready, run, options, split, head, num_classes, names, heads))
+        for split, request in zip(splits, requests, strict=True)
+    ]
+
+    def also() -> list[Result]:
+        return [] if head is None else [_make_map(run, options, _head_of(run, names[0], heads), None)]
+
+    return _finish(run, settle(run, works, also=also))
 
 
 def _splits_of_npz(run: Run, path: Path) -> list[str]:
@@ -280,6 +306,7 @@ def _ready(
     head: _ReadyHead | None,
     num_classes: int,
     names: list[str],
+    heads: dict[str, FeatureSplit],
 ) -> Computed:
     content = FeatureSplit(
         name=split.name,
@@ -293,13 +320,17 @@ def _ready(
         is_ood=split.is_ood,
         names=encoded_names(None if split.names is None else split.names.tolist()),
     )
+    heads[split.name] = _without_rows(content)
     _check_same_head(run, content, names, None, {})
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
     source = f"{options.from_npz}:features_{split.origin}"
     return _publishable(run, content, preprocess, None, split.content_digest, source)
 
 
-def _finish(run: Run, total: Result) -> Result:
+def _finish(run: Run, results: list[Result]) -> Result:
+    total = Result()
+    for result in results:
+        total.add(result)
     if not run.write.dry_run:
         for text in shared_rows(run.folder):
             run.console.warn(text)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, CheckFailed, MissingInput
+from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed, MissingInput
 from bnncli.options import StatusOptions
 from bnncli.stages._run import Result, Run, Table
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries
-from bnncli.storage.freshness import Followed, staleness
+from bnncli.storage.freshness import Followed, refresh_command, staleness
 from bnncli.storage.headers import read_header
 
 
@@ -65,17 +65,23 @@ def _entry(run: Run, path: Path, followed: Followed) -> dict[str, Any]:
     run.console.poll(f"status of {entry['name']}")
     try:
         header = read_header(path)
+    except NOT_OF_CONTENT:
+        raise
     except BnnError as error:
         return entry | {"state": "invalid", "why": error.message}
     entry |= {"kind": header.kind, "content_digest": header.content_digest, "remake": run.remake(header)}
     try:
         record = run.belongs(header)
+    except NOT_OF_CONTENT:
+        raise
     except BnnError as error:
         changed = "the checkpoint has changed" if error.code == "wrong_checkpoint" else error.message
         return entry | {"state": "stale", "why": changed}
     weights_digest = record["weights_digest"] if record else None
-    why = staleness(header, weights_digest=weights_digest, followed=followed)
-    return entry | {"state": "stale", "why": why} if why else entry
+    stale = staleness(header, weights_digest=weights_digest, followed=followed)
+    if stale is None:
+        return entry
+    return entry | {"state": "stale", "why": stale.why, "remake": refresh_command(header, stale, run.remake)}
 
 
 def _expected(run: Run, paths: list[Path]) -> list[Path]:
@@ -85,6 +91,8 @@ def _expected(run: Run, paths: list[Path]) -> list[Path]:
         run.console.poll(f"inputs of {path.name}")
         try:
             header = read_header(path)
+        except NOT_OF_CONTENT:
+            raise
         except BnnError:
             continue
         named += [header.input_path(entry) for entry in header.inputs if entry.get("is_artifact", True)]

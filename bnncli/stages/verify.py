@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.probabilities import check_probabilities
 from bnncli.stages._inputs import open_posterior
 from bnncli.stages._run import Result, Run, Table
@@ -26,6 +26,8 @@ def run(run: Run, options: Any) -> Result:
         try:
             header = check_artifact(path)
             entries.append({"path": str(path), "kind": header.kind, "is_valid": True, "problem": None})
+        except (DeviceError, Interrupted):
+            raise
         except BnnError as error:
             entries.append({"path": str(path), "kind": None, "is_valid": False, "problem": error.message})
             failure = failure or type(error)(error.message, hint=error.hint, code=error.code, path=path)

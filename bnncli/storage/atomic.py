@@ -12,15 +12,19 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 from bnncli import signals
 from bnncli.errors import BnnError, OutputExists, WriteError, resource_error
 
 SPARE_BYTES = 64 << 20
-_TEMPORARY = re.compile(r"^\..+\.(\d+)\.[0-9a-f]{8}\.tmp$")
+_TEMPORARY = re.compile(r"^\.(.+)\.(\d+)\.[0-9a-f]{8}\.tmp$", re.DOTALL)
 
+_UNCHANGED = "; nothing was changed"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR}
 
@@ -42,11 +46,22 @@ def write_error(error: OSError, path: Path) -> BnnError:
             f"{path} is a symbolic link, which is not followed", hint="remove it", code="not_writable", path=path
         )
     hint = f"free space on the file system of {path.parent}" if error.errno in _FULL else None
-    return WriteError(f"writing {path} failed: {reason}; nothing was changed", hint=hint, path=path)
+    return WriteError(f"writing {path} failed: {reason}{_UNCHANGED}", hint=hint, path=path)
+
+
+class Waiting(NamedTuple):
+    """A complete file under its temporary name, and the name that it is to take."""
+
+    temporary: Path
+    target: Path
+    may_replace: bool
+
+
+_WAITING: ContextVar[list[Waiting] | None] = ContextVar("waiting", default=None)
 
 
 def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, poll: bool = True) -> None:
-    """Write a file through a temporary name and rename it into place.
+    """Write a file through a temporary name and rename it into place; within `published_together`, at the block's end.
 
     Args:
         target: the final path; its folder is made when missing.
@@ -59,30 +74,89 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
         WriteError: disk full, quota, input/output error: the old file is untouched; or only the folder could not be
             synced: the new file is in place, and the message says so.
     """
-    stem = os.fsdecode(os.fsencode(target.name)[:150])
-    temporary = target.with_name(f".{stem}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{_stem(target)}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_dead_temporaries(target.parent, of=target)
         write(temporary)
         if poll:
             signals.raise_if_interrupted("publishing")
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
         os.chmod(temporary, mode)
         sync(temporary)
-        if may_replace:
-            os.replace(temporary, target)
+    except BaseException as error:
+        _remove(temporary)
+        if isinstance(error, OSError):
+            raise write_error(error, target) from None
+        raise
+    waiting, file = _WAITING.get(), Waiting(temporary, target, may_replace)
+    if waiting is not None:
+        waiting.append(file)
+    else:
+        _take_name(file)
+        _sync_name(target)
+
+
+@contextmanager
+def published_together(before: Callable[[Sequence[Path]], None]) -> Iterator[None]:
+    """Within, files are written whole under temporary names; at the end of the block they take their names, last first.
+
+    Args:
+        before: called with the targets when all files are whole and none has its name; where it raises, none takes it.
+
+    Raises:
+        OutputExists, WriteError: as publish. Where some files have their names already, the message says so.
+    """
+    waiting: list[Waiting] = []
+    token = _WAITING.set(waiting)
+    try:
+        try:
+            yield
+        finally:
+            _WAITING.reset(token)
+        targets = [file.target for file in waiting]
+        before(targets)
+        while waiting:
+            try:
+                _take_name(waiting[-1])
+            except BnnError as error:
+                if len(waiting) < len(targets):
+                    there = f"{len(targets) - len(waiting)} of {len(targets)} files that belong together are in place"
+                    error.message = f"{error.message.removesuffix(_UNCHANGED)}; {there}: run the command again"
+                raise
+            waiting.pop()
+        for folder in dict.fromkeys(target.parent for target in targets):
+            _sync_name(next(target for target in targets if target.parent == folder))
+    finally:
+        for file in waiting:
+            _remove(file.temporary)
+
+
+def _take_name(file: Waiting) -> None:
+    """Rename a complete file into place. Raises OutputExists or WriteError where that fails; the old file is there then."""
+    try:
+        if file.may_replace:
+            os.replace(file.temporary, file.target)
         else:
-            _link(temporary, target)
+            _link(file.temporary, file.target)
     except FileExistsError:
         raise OutputExists(
-            f"{target} was written by somebody else meanwhile", hint="run the command again", path=target
+            f"{file.target} was written by somebody else meanwhile", hint="run the command again", path=file.target
         ) from None
     except OSError as error:
-        raise write_error(error, target) from None
+        raise write_error(error, file.target) from None
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    _sync_name(target)
+        _remove(file.temporary)
+
+
+def _remove(temporary: Path) -> None:
+    with contextlib.suppress(OSError):
+        temporary.unlink()
+
+
+def _stem(target: Path) -> str:
+    """What of a target's name stands in that of its temporaries."""
+    return os.fsdecode(os.fsencode(target.name)[:150])
 
 
 def _sync_name(target: Path) -> None:
@@ -159,20 +233,23 @@ def check_writable(folder: Path, *, hint: str = _ELSEWHERE) -> None:
 
 def temporaries(folder: Path) -> list[Path]:
     """Temporary files under `folder` whose writer is dead."""
+    return [path for path in sorted(folder.rglob(".*.tmp")) if _is_left(path)] if folder.is_dir() else []
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a path is that of a temporary file whose writer is dead."""
+    match = _TEMPORARY.match(path.name)
+    return match is not None and path.is_file() and not _is_alive(int(match[2]))
+
+
+def remove_dead_temporaries(folder: Path, *, of: Path | None = None) -> list[Path]:
+    """Remove what dead writers left directly in `folder`, of one target or of any; the paths removed."""
     found = []
-    for path in sorted(folder.rglob(".*.tmp")) if folder.is_dir() else []:
-        match = _TEMPORARY.match(path.name)
-        if match and path.is_file() and not _is_alive(int(match.group(1))):
-            found.append(path)
-    return found
-
-
-def remove_dead_temporaries(folder: Path) -> list[Path]:
-    """Remove what dead writers left directly in `folder`; the paths removed."""
-    dead = [path for path in temporaries(folder) if path.parent == folder]
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        found = [(match[1], Path(folder, entry.name)) for entry in entries if (match := _TEMPORARY.match(entry.name))]
+    dead = sorted(path for stem, path in found if (of is None or stem == _stem(of)) and _is_left(path))
     for path in dead:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _remove(path)
     return dead
 
 

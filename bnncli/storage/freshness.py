@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, DataError, OutputExists, UsageError
+from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, OutputExists, UsageError
+from bnncli.storage.feature_set import of_another_recipe, replaced_in_part
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.newer_request import newer_request
 from bnncli.storage.provenance import Source, params_hash
@@ -78,6 +79,8 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
     """The header of what is at the target; None for a damaged artifact that --force may replace."""
     try:
         header = read_header(target)
+    except NOT_OF_CONTENT:
+        raise
     except BnnError as error:
         if force and carries_our_mark(target):
             return None
@@ -141,11 +144,23 @@ def _changes(header: Header, algo_rev: int, sources: Sequence[Source], weights_d
     return changes
 
 
-# What is known of files: (path without links, weights digest) -> (content digest, why it is stale).
-Followed = dict[tuple[Path, str | None], tuple[str | None, str | None]]
+@dataclass(frozen=True)
+class Stale:
+    """Why an artifact is stale.
+
+    Attributes:
+        maker: an artifact whose command, with --force, makes the splits of the run anew; None: the artifact's own does.
+    """
+
+    why: str
+    maker: Header | None = None
 
 
-def staleness(header: Header, *, weights_digest: str | None = None, followed: Followed | None = None) -> str | None:
+# What is known of files: (path without links, weights digest) -> (content digest, whether and why it is stale).
+Followed = dict[tuple[Path, str | None], tuple[str | None, Stale | None]]
+
+
+def staleness(header: Header, *, weights_digest: str | None = None, followed: Followed | None = None) -> Stale | None:
     """Why an artifact is stale, or None when it is fresh; its inputs are followed to the end.
 
     Args:
@@ -154,30 +169,50 @@ def staleness(header: Header, *, weights_digest: str | None = None, followed: Fo
     """
     followed = {} if followed is None else followed
     if weights_digest is not None and header.weights_digest not in (None, weights_digest):
-        return "the checkpoint has changed"
-    newer = newer_request(header) if header.kind == "features" else None
-    if newer is not None:
-        return newer
+        return Stale("the checkpoint has changed")
+    alone = _staleness_of_features(header) if header.kind == "features" else None
+    if alone is not None:
+        return alone
     for entry in header.inputs:
         path = header.input_path(entry)
         if not entry.get("is_artifact", True):
             continue
         if not path.is_file():
-            return f"{entry['role']} ({path.name}) is missing"
+            return Stale(f"{entry['role']} ({path.name}) is missing")
         key = path.resolve(), weights_digest
         if key not in followed:
             try:
                 current = read_header(path)
+            except NOT_OF_CONTENT:
+                raise
             except BnnError as error:
-                return f"{entry['role']}: {error.message}"
+                return Stale(f"{entry['role']}: {error.message}")
             why = staleness(current, weights_digest=weights_digest, followed=followed)
             followed[key] = (current.content_digest, why)
         digest, deeper = followed[key]
         if digest != entry["content_digest"]:
-            return f"{entry['role']} ({path.name}) has changed"
+            return Stale(f"{entry['role']} ({path.name}) has changed")
         if deeper is not None:
-            return f"{entry['role']} ({path.name}) is stale: {deeper}"
+            return Stale(f"{entry['role']} ({path.name}) is stale: {deeper.why}", deeper.maker)
     return None
+
+
+def _staleness_of_features(header: Header) -> Stale | None:
+    """Why features are stale of themselves: newer ones were asked for, or the run's splits do not belong together."""
+    newer = newer_request(header)
+    if newer is not None:
+        return Stale(newer, replaced_in_part(header))
+    mixed = of_another_recipe(header)
+    if mixed is None:
+        return None
+    other, why = mixed
+    newest = max(header, other, key=lambda one: str(one.provenance.get("created_at")))
+    return Stale(f"the splits of the run do not belong together: {why}", newest)
+
+
+def refresh_command(header: Header, stale: Stale, remake: Callable[[Header], str]) -> str:
+    """The command that makes a stale artifact true again, or the splits that it is made from."""
+    return remake(header) if stale.maker is None else f"{remake(stale.maker)} --force"
 
 
 def remake_command(header: Header) -> str:
@@ -193,11 +228,11 @@ def check_fresh(
     followed: Followed | None = None,
 ) -> None:
     """Raise DataError when the artifact is stale, with the command that makes it again; arguments as of staleness."""
-    why = staleness(header, weights_digest=weights_digest, followed=followed)
-    if why is not None:
+    stale = staleness(header, weights_digest=weights_digest, followed=followed)
+    if stale is not None:
         raise DataError(
-            f"{header.path} is stale: {why}",
+            f"{header.path} is stale: {stale.why}",
             code="stale_input",
-            hint=remake(header) or None,
+            hint=refresh_command(header, stale, remake) or None,
             path=header.path,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,9 +186,11 @@ def _damaged(path: Path, error: BaseException) -> DataError:
 
 
 def _raise_if_unreadable(path: Path, error: BaseException) -> None:
-    """Raise what the operating system's error means, where the HDF5 library passes one on."""
-    if isinstance(error, OSError) and is_failure(error):
-        raise read_error(error, path) from None
+    """Raise what the operating system's error means, where the HDF5 library passes one on: in a KeyError, as text."""
+    told = re.search(r"file descriptor = \d+, errno = ([1-9]\d*),", str(error))
+    found = error if isinstance(error, OSError) or told is None else OSError(int(told[1]), os.strerror(int(told[1])))
+    if isinstance(found, OSError) and is_failure(found):
+        raise read_error(found, path) from None
 
 
 def _check_objects(path: Path, file: h5py.File) -> None:

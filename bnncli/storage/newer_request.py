@@ -7,15 +7,15 @@ request that the features are of (the command died between publishing and taking
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bnncli.digests import canonical_json, json_sha256
 from bnncli.errors import BnnError
+from bnncli.inputs import read_error
 from bnncli.names import printable
-from bnncli.storage.atomic import publish_bytes
+from bnncli.storage.atomic import publish_bytes, write_error
 from bnncli.storage.headers import Header, parse_json
 from bnncli.storage.provenance import Source, params_hash
 
@@ -34,44 +34,66 @@ def request_digest(params: Mapping[str, Any], sources: Iterable[Source]) -> str:
     return _digest(params_hash(params), {source.role: source.content_digest for source in sources})
 
 
-def leave_note(target: Path, *, reason: str, request: str | None) -> None:
+def leave_note(target: Path, *, reason: str, request: str | None, together: Mapping[str, str] | None = None) -> None:
     """Note that a newer request for an artifact has not come through.
 
     Args:
         reason: why not, in words.
         request: its request_digest; None where the data could not be read.
+        together: the request_digest of every artifact that takes its name with this one, by its stem.
 
     Raises:
         OutputExists, WriteError: as publishing any file.
     """
-    document = {"schema": SCHEMA, "reason": printable(reason)[:_MAX_REASON], "request": request}
+    document: dict[str, Any] = {"schema": SCHEMA, "reason": printable(reason)[:_MAX_REASON], "request": request}
+    document |= {} if together is None else {"together": dict(together)}
     publish_bytes(note_path(target), canonical_json(document).encode() + b"\n", may_replace=True, poll=False)
 
 
 def take_note_away(target: Path) -> None:
-    """The artifact is what was asked for last."""
-    with contextlib.suppress(FileNotFoundError):
-        note_path(target).unlink()
+    """The artifact is what was asked for last. Raises WriteError where the note cannot be removed."""
+    try:
+        note_path(target).unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(error, note_path(target)) from None
 
 
 def newer_request(header: Header) -> str | None:
     """Why an artifact is not what was asked for last; None when it is, as far as is known."""
+    note = _read_note(header)
+    if note is None or note.get("request") == own_digest(header):
+        return None
+    what = "other data" if "together" not in note else "other splits"
+    return f"extract-features was asked for {what} since, in vain: {note.get('reason', UNFINISHED)}"
+
+
+def published_meanwhile(header: Header) -> dict[str, str]:
+    """What was to take its name together with what an artifact's note is about: request digests by stem; empty without."""
+    note = _read_note(header)
+    together = {} if note is None or note.get("request") == own_digest(header) else note.get("together")
+    pairs = together.items() if isinstance(together, dict) else ()
+    return {stem: digest for stem, digest in pairs if isinstance(stem, str) and isinstance(digest, str)}
+
+
+def own_digest(header: Header) -> str:
+    """The request_digest of the request that made an artifact."""
+    return _digest(header.provenance["params_hash"], {one["role"]: one["content_digest"] for one in header.inputs})
+
+
+def _read_note(header: Header) -> dict[str, Any] | None:
+    """The note about an artifact; None without one, and one that says nothing where it is no note."""
     path = note_path(header.path)
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        raise read_error(error, path) from None
     try:
         note = parse_json(path, text)
     except BnnError as error:
         note = {"reason": error.message}
-    note = note if isinstance(note, dict) else {}
-    own = _digest(header.provenance["params_hash"], {one["role"]: one["content_digest"] for one in header.inputs})
-    if note.get("request") == own:
-        return None
-    return f"extract-features was asked for other data since, in vain: {note.get('reason', UNFINISHED)}"
+    return note if isinstance(note, dict) else {}
 
 
 def _digest(params: str, inputs: Mapping[str, str]) -> str:

@@ -1,0 +1,196 @@
+"""How the campaign runs each command: what must be there before, the words, and what they write."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bnncli.cli.commands import COMMANDS
+from bnncli.cli.execute import run_command_line
+
+DEAD_PID = 2**22 + 7  # above the kernel's largest pid
+NETWORK = """
+import torch
+def make():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way to run a command, in the folder of a finished run.
+
+    Attributes:
+        words: after the command.
+        earlier: the same with other options: what the trials find there and replace; None where there is nothing to replace.
+        outputs: what it writes, relative to the folder (patterns).
+        inputs: files that it reads, for mutations.
+        force: what is added where there is something to replace.
+    """
+
+    command: str
+    words: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    earlier: tuple[str, ...] | None = None
+    inputs: tuple[str, ...] = ()
+    force: tuple[str, ...] = ("--force",)
+
+    def argv(self, words: tuple[str, ...], *more: str) -> list[str]:
+        """The command line."""
+        name = self.command.split("/")[0]
+        return [*name.split(" "), *words, *more, *(["--threads", "1"] if name in _COMPUTING else [])]
+
+
+def _computing() -> set[str]:
+    from bnncli.options import ComputeOptions
+
+    return {command.name for command in COMMANDS if ComputeOptions in command.groups}
+
+
+_COMPUTING = _computing()
+_FIT = ("--epochs", "1", "--save-every", "0")
+_TWO = ("--model", "net.py:make", "--data", "train=npz:train.npz", "--data", "test=npz:test.npz")
+_HMC = ("--chains", "8", "--warmup", "8", "--save-every", "0")
+_TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "val", "test"))
+_LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
+_MC = "small.bnn/predictions/laplace.mc/test.h5"
+
+# The key is the command, and after a slash which way of running it.
+LINES = {
+    line.command: line
+    for line in (
+        Line(
+            "extract-features",
+            ("small", "--from-npz", "features.npz", "--ood", "far"),
+            ("small.bnn/features/*.h5", "small.bnn/posteriors/map.safetensors"),
+            ("small", "--from-npz", "other.npz", "--ood", "far"),
+            ("features.npz",),
+        ),
+        Line(
+            "extract-features/network",
+            ("net.pt", *_TWO, "--mean", "0.5"),
+            ("net.pt.bnn/features/*.h5", "net.pt.bnn/posteriors/map.safetensors"),
+            ("net.pt", *_TWO),
+            ("net.pt", "train.npz"),
+        ),
+        Line(
+            "fit-laplace",
+            ("small", "--name", "new", "--prior-precision", "val", "--plot", "prior.png"),
+            ("small.bnn/posteriors/new.safetensors", "prior.png"),
+            ("small", "--name", "new", "--prior-precision", "3"),
+            (_TRAIN, _VAL),
+        ),
+        Line(
+            "fit-temperature",
+            ("small", "--name", "new"),
+            ("small.bnn/posteriors/new.safetensors",),
+            ("small", "--name", "new", "--base", "laplace"),
+            (_VAL,),
+        ),
+        Line(
+            "refine",
+            ("small", "--name", "new", "--length", "2", *_FIT),
+            ("small.bnn/posteriors/new.safetensors",),
+            ("small", "--name", "new", "--length", "1", *_FIT),
+            (_TRAIN, _LAPLACE),
+        ),
+        Line(
+            "hmc",
+            ("small", "--name", "new", "--draws", "6", *_HMC),
+            ("small.bnn/posteriors/new.nc",),
+            ("small", "--name", "new", "--draws", "4", *_HMC),
+            (_TRAIN, _LAPLACE),
+        ),
+        Line(
+            "fit-lbbnn",
+            ("small", "--name", "new", *_FIT),
+            ("small.bnn/posteriors/new.safetensors",),
+            ("small", "--name", "new", "--seed", "1", *_FIT),
+            (_TRAIN,),
+        ),
+        Line(
+            "prune",
+            ("small", "--name", "new", "--dense", "dense.safetensors"),
+            ("small.bnn/posteriors/new.safetensors", "dense.safetensors"),
+            ("small", "--name", "new", "--rule", "density", "--density", "0.3"),
+            (_TEST, _LBBNN),
+        ),
+        Line(
+            "predict",
+            ("small", "--posterior", "laplace", "--name", "new", "--table", "table.npz"),
+            ("small.bnn/predictions/new/*.h5", "table.npz"),
+            ("small", "--posterior", "laplace", "--name", "new", "--seed", "1"),
+            (_TEST, _VAL, _LAPLACE),
+        ),
+        Line(
+            "predict/out",
+            ("small", "--posterior", "laplace", "--integrator", "mc", "--split", "test", "--out", "else/p.h5"),
+            ("else/p.h5",),
+            None,
+            (_TEST,),
+        ),
+        Line(
+            "evaluate",
+            ("small", "--posterior", "laplace", "--bootstrap", "20", "--split", "test", "--plot", "figures"),
+            ("small.bnn/metrics/laplace.mc.json", "figures/*.png"),
+            ("small", "--posterior", "laplace", "--bootstrap", "20", "--bins", "10"),
+            (_MC, "small.bnn/posteriors/hmc.nc"),
+        ),
+        Line(
+            "compare",
+            ("small", "--bootstrap", "100", "--metric", "nll", "--plot", "figures"),
+            ("figures/*.png",),
+            None,
+            (_MC,),
+        ),
+        Line("integrals", ("--plot", "map.png", "--grid-size", "3", "--integrator", "probit"), ("map.png",)),
+        Line("convert", ("net.pt", "plain.safetensors"), ("plain.safetensors",), ("other.pt", "plain.safetensors"), ("net.pt",)),
+        Line("clean", ("small",), force=()),
+        Line("demo", ("--dir", "demo"), ("demo/*.npz", "demo/*.pt"), force=()),
+        Line("diagnose", ("small", "--posterior", "laplace", "--samples", "50"), inputs=(_TRAIN, _LAPLACE)),
+        Line("status", ("small",)),
+        Line("inspect", (_LAPLACE,), inputs=(_LAPLACE,)),
+        Line("verify", ("small.bnn",), inputs=(_TRAIN, _LAPLACE, _MC)),
+        Line("config show", ("refine",)),
+    )
+}  # fmt: skip
+READ_ONLY = ("diagnose", "status", "inspect", "verify", "config show")
+# Options that name a file or folder which is written, and those that name one which is read.
+WRITTEN = {"--plot", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
+READ = {"--config", "--from-npz"}
+
+
+def prepare(folder: Path) -> None:
+    """What the lines need beside a finished run: a posterior of fit-lbbnn, networks, data, leftovers."""
+    torch.manual_seed(0)
+    (folder / "net.py").write_text(NETWORK)
+    for name in ("net.pt", "other.pt"):
+        shapes = {"1.weight": (4, 5), "1.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
+        torch.save({key: torch.randn(shape) for key, shape in shapes.items()}, folder / name)
+    with np.load(folder / "features.npz") as file:
+        arrays = dict(file)
+    np.savez(folder / "other.npz", **{**arrays, "features_test": -arrays["features_test"]})
+    for split in ("train", "test"):
+        np.savez(folder / f"{split}.npz", x=arrays[f"features_{split}"], y=arrays[f"labels_{split}"])
+    assert run_command_line(["fit-lbbnn", "small", "--epochs", "1", "-q"], io.StringIO()) == 0
+
+
+def leave_leftovers(folder: Path) -> list[Path]:
+    """Files of a dead process in the run folder, as clean finds them."""
+    posteriors = folder / "small.bnn" / "posteriors"
+    left = [posteriors / f".x.nc.{DEAD_PID}.0123abcd.tmp", posteriors / ".x.resume.safetensors"]
+    for path in left:
+        path.write_bytes(b"half")
+    return left
+
+
+def copy_tree(source: Path, target: Path) -> Path:
+    """A fresh copy of a folder."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    return target

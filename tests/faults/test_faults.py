@@ -1,0 +1,91 @@
+"""Every command under faults: nothing corrupt, one clear line, and the next run makes good what was lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from kills import start
+
+from bnncli.cli.commands import COMMANDS
+from bnncli.option import flag_of
+from faults.lines import LINES, READ, READ_ONLY, WRITTEN, prepare
+from faults.trials import run_faults, run_mutations, run_read_only
+
+FEW = 3  # trials of each kind and state in the default suite
+SLOW = ("demo",)  # in the long run only
+WRITING = [key for key in LINES if key not in READ_ONLY]
+
+
+@pytest.fixture(scope="module")
+def prepared(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what every line needs."""
+    folder = tmp_path_factory.mktemp("faults") / "base"
+    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
+    shutil.copy(finished_run.with_name("features.npz"), folder / "features.npz")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        prepare(folder)
+    return folder
+
+
+def failures(work: object, base: Path, scratch: Path, key: str, count: int | None, seconds: float = 120) -> list[str]:
+    """What went wrong in the trials of one line."""
+    report = scratch / "report.json"
+    process = start(work, str(base), str(scratch), key, count, str(report))
+    process.join(timeout=seconds)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
+    found = json.loads(report.read_text())
+    print(f"{key}: {found['trials']} trials in {found['seconds']:.1f} s")
+    return list(found["failures"])
+
+
+def test_every_command_has_a_line() -> None:
+    names = {
+        (command.parent + " " if command.parent else "") + command.name.removeprefix(f"{command.parent}-")
+        for command in COMMANDS
+    }
+    assert {key.split("/")[0] for key in LINES} == names
+
+
+def test_every_option_that_names_a_file_is_known() -> None:
+    named = {
+        flag_of(spec.name)
+        for command in COMMANDS
+        for group in command.groups
+        for spec in fields(group)
+        if {"FILE", "DIR"} & {*str(spec.metadata.get("metavar")).split("|")} and "NAME" not in spec.metadata["metavar"]
+    }
+    assert named == WRITTEN | READ
+
+
+@pytest.mark.parametrize("key", [key for key in WRITING if key not in SLOW])
+def test_a_command_survives_faults(prepared: Path, tmp_path: Path, key: str) -> None:
+    assert failures(run_faults, prepared, tmp_path, key, FEW) == []
+
+
+@pytest.mark.parametrize("key", READ_ONLY)
+def test_a_command_that_only_reads_writes_nothing(prepared: Path, tmp_path: Path, key: str) -> None:
+    assert failures(run_read_only, prepared, tmp_path, key, FEW) == []
+
+
+@pytest.mark.parametrize("key", [key for key in LINES if LINES[key].inputs])
+def test_a_command_refuses_damaged_inputs(prepared: Path, tmp_path: Path, key: str) -> None:
+    assert failures(run_mutations, prepared, tmp_path, key, FEW) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", WRITING)
+def test_a_command_survives_a_fault_at_every_call(prepared: Path, tmp_path: Path, key: str) -> None:
+    assert failures(run_faults, prepared, tmp_path, key, None, 7200) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", [key for key in LINES if LINES[key].inputs])
+def test_a_command_refuses_inputs_damaged_anywhere(prepared: Path, tmp_path: Path, key: str) -> None:
+    assert failures(run_mutations, prepared, tmp_path, key, 100, 7200) == []
