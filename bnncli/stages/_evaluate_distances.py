@@ -68,6 +68,8 @@ def open_reference(run: Run, name: str) -> Reference:
         try:
             run.use(read_header(path))
         except DataError as error:
+            if error.code != "stale_input":  # damaged: what else was made of it is no truer
+                raise
             run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
             return Reference(name, None)
         try:

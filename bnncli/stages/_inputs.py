@@ -151,6 +151,13 @@ def load_split(run: Run, name: str) -> Split:
         )
     content = read_features(path)
     assert content.header is not None
+    if content.name != name:
+        raise DataError(
+            f"{path} holds the features of split {content.name!r}, not of {name!r}",
+            code="wrong_split",
+            hint="move it to where its name says, and extract the other again",
+            path=path,
+        )
     run.use(content.header)
     checkpoint = run.belongs(content.header)
     identity = head_digest(content)

@@ -8,6 +8,7 @@ import zipfile
 from typing import IO
 
 from bnncli.errors import DataError
+from bnncli.inputs import is_failure
 from bnncli.names import listed, quoted
 
 # The integer 0x1950a86a20f9469cfc6c, pickled: what torch wrote at the start of every file before version 1.6.
@@ -62,6 +63,8 @@ def sniff_zip(stream: IO[bytes]) -> str:
     try:
         archive = zipfile.ZipFile(stream)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+        if is_failure(error):  # of the disk: nothing is known of the archive
+            raise
         raise DataError(
             f"the file is a truncated or damaged zip archive ({error})",
             code="truncated",
