@@ -89,6 +89,34 @@ def test_convert_never_replaces_a_foreign_file_or_its_input(cli: Cli, tmp_path: 
     assert cli("convert", tmp_path / "a.pt", tmp_path / "out", "--force").code == 0
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_convert_removes_what_a_dead_one_left_even_where_it_refuses(cli: Cli, tmp_path: Path, is_there: bool) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "a.pt")
+    left = tmp_path / f".b.safetensors.{2**22 + 7}.0123abcd.tmp"
+    left.write_bytes(b"half")
+    if is_there:
+        (tmp_path / "b.safetensors").write_bytes(b"")
+    words = ("convert", tmp_path / "a.pt", tmp_path / "b.safetensors")
+    cli(*words, "--dry-run")
+    assert left.exists()
+    assert cli(*words).code == (73 if is_there else 0)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_an_artifact_written_elsewhere_loses_its_leftovers_with_the_next_run(
+    cli: Cli, small_run: Path, tmp_path: Path, is_fresh: bool
+) -> None:
+    words = ("fit-laplace", small_run, "--prior-precision", 3, "--out", tmp_path / "else" / "a.safetensors")
+    if is_fresh:
+        assert cli(*words).code == 0
+    left = tmp_path / "else" / f".a.safetensors.{2**22 + 7}.0123abcd.tmp"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"half")
+    assert cli(*words, "--json").json["action"] == ("up_to_date" if is_fresh else "computed")
+    assert not left.exists()
+
+
 def test_convert_runs_the_code_of_a_pickle_only_when_trusted(cli: Cli, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

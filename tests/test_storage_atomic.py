@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import resource
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from bnncli.storage.atomic import (
     check_writable,
     publish,
     publish_bytes,
+    published_together,
     remove_dead_temporaries,
     temporaries,
     write_error,
@@ -220,32 +218,76 @@ def test_only_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     assert other.exists()
 
 
-WRITER = """
-import sys, hashlib
-from pathlib import Path
-from bnncli.storage.atomic import publish_bytes
-number = 0
-while True:
-    body = bytes([number % 256]) * 300_000
-    publish_bytes(Path(sys.argv[1]), hashlib.sha256(body).digest() + body, may_replace=True)
-    print(number, flush=True)
-    number += 1
-"""
+@pytest.mark.parametrize("name", ["a.h5", "x" * 250, "a b\nc"])
+def test_publishing_a_file_removes_what_dead_writers_of_it_left_and_nothing_else(tmp_path: Path, name: str) -> None:
+    def temporary(target: str, pid: int) -> Path:
+        path = tmp_path / f".{target[:150]}.{pid}.0123abcd.tmp"
+        path.write_bytes(b"half")
+        return path
+
+    dead = temporary(name, DEAD_PID)
+    others = [temporary(name, os.getppid()), temporary(f"{name[:9]}.b", DEAD_PID), temporary(f"b.{name}", DEAD_PID)]
+    publish_bytes(tmp_path / name, NEW, may_replace=False)
+    assert not dead.exists()
+    assert all(other.exists() for other in others)
 
 
-def test_a_writer_killed_at_any_moment_leaves_nothing_or_a_whole_file(tmp_path: Path) -> None:
-    import hashlib
+def put(target: Path, content: bytes = NEW) -> None:
+    publish_bytes(target, content, may_replace=True)
 
-    moments = random.Random(0)
-    target = tmp_path / "artifact.bin"
-    for _ in range(20):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(target)], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        time.sleep(moments.uniform(0, 0.02))
-        writer.kill()
-        writer.communicate()
-        content = target.read_bytes()
-        assert content[:32] == hashlib.sha256(content[32:]).digest()
-        remove_dead_temporaries(tmp_path)
-        assert only(tmp_path) == ["artifact.bin"]
+
+def test_files_that_belong_together_take_their_names_at_the_end_and_the_last_first(old: Path) -> None:
+    other, seen = old.with_name("other.bin"), []
+
+    def before(targets: Sequence[Path]) -> None:
+        put(old.with_name("note"))  # has its name at once
+        seen.extend([*targets, *(path.name for path in old.parent.glob("[!.]*"))])
+
+    with published_together(before):
+        put(old)
+        put(other)
+        assert (old.read_bytes(), other.exists()) == (OLD, False)
+    assert seen[:2] == [old, other]
+    assert sorted(map(str, seen[2:])) == ["artifact.bin", "note"]
+    assert (old.read_bytes(), other.read_bytes()) == (NEW, NEW)
+    assert only(old.parent) == ["artifact.bin", "note", "other.bin"]
+
+
+@pytest.mark.parametrize("where", ["inside", "before"])
+def test_of_files_that_belong_together_none_takes_its_name_where_one_fails(old: Path, where: str) -> None:
+    def before(targets: Sequence[Path]) -> None:
+        raise WriteError("no note")
+
+    def work() -> None:
+        with published_together(before):
+            put(old)
+            if where == "inside":
+                raise WriteError("no disk")
+
+    with pytest.raises(WriteError, match="no (note|disk)"):
+        work()
+    assert old.read_bytes() == OLD
+    assert only(old.parent) == ["artifact.bin"]
+
+
+def test_an_error_between_two_names_says_how_many_are_taken(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if target == old:
+            raise OSError(errno.EIO, "x")
+        plain(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    message = "failed: Input/output error; 1 of 2 files that belong together are in place: run the command again"
+
+    def work() -> None:
+        with published_together(lambda targets: None):
+            put(old)
+            put(old.with_name("other.bin"))
+
+    with pytest.raises(WriteError, match=message) as caught:
+        work()
+    assert "nothing was changed" not in caught.value.message
+    assert only(old.parent) == ["artifact.bin", "other.bin"]
+    assert old.read_bytes() == OLD

@@ -9,7 +9,7 @@ from bnncli.errors import OutputExists, UsageError
 from bnncli.inputs import open_regular
 from bnncli.options import ConvertOptions
 from bnncli.stages._run import Result, Run
-from bnncli.storage.atomic import check_writable, publish_bytes
+from bnncli.storage.atomic import check_writable, publish_bytes, remove_dead_temporaries
 from bnncli.storage.checkpoints import convert_checkpoint
 from bnncli.storage.freshness import carries_our_mark, is_same_file
 from bnncli.storage.sniff import sniff
@@ -24,6 +24,8 @@ def run(run: Run, options: ConvertOptions) -> Result:
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
     if is_same_file(source, target):
         raise UsageError("the output is the input; give another name")
+    if not run.write.dry_run:
+        remove_dead_temporaries(target.parent, of=target)
     if target.exists() and not run.write.force:
         raise OutputExists(f"{target} exists", hint="add --force to replace it", path=target)
     if target.exists() and not target.is_file():

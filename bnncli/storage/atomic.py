@@ -120,16 +120,22 @@ def published_together(before: Callable[[Sequence[Path]], None]) -> Iterator[Non
             try:
                 _take_name(waiting[-1])
             except BnnError as error:
-                if len(waiting) < len(targets):
-                    there = f"{len(targets) - len(waiting)} of {len(targets)} files that belong together are in place"
-                    error.message = f"{error.message.removesuffix(_UNCHANGED)}; {there}: run the command again"
-                raise
+                raise _said_of_all(error, len(targets) - len(waiting), len(targets)) from None
             waiting.pop()
         for folder in dict.fromkeys(target.parent for target in targets):
             _sync_name(next(target for target in targets if target.parent == folder))
     finally:
         for file in waiting:
             _remove(file.temporary)
+
+
+def _said_of_all(error: BnnError, num_there: int, num_files: int) -> BnnError:
+    """The error of one of several files, where others have their names already."""
+    if num_there:
+        there = f"{num_there} of {num_files} files that belong together are in place: run the command again"
+        message = f"{error.message.removesuffix(_UNCHANGED)}; {there}"
+        return type(error)(message, hint=error.hint, code=error.code, path=error.path)
+    return error
 
 
 def _take_name(file: Waiting) -> None:
