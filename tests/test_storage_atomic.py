@@ -264,7 +264,7 @@ def test_of_files_that_belong_together_none_takes_its_name_where_one_fails(old: 
             if where == "inside":
                 raise WriteError("no disk")
 
-    with pytest.raises(WriteError, match="no (note|disk)"):
+    with pytest.raises(WriteError, match=r"no (note|disk)"):
         work()
     assert old.read_bytes() == OLD
     assert only(old.parent) == ["artifact.bin"]
