@@ -83,7 +83,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0", help="cuda or cuda:N")
     parser.add_argument("--pretend", action="store_true", help="look at a pretend GPU in CPU memory instead")
     parser.add_argument("--quick", action="store_true", help="a little of each part, to try the script")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only items whose names hold this text")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only items in whose names this is found")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a part; what is not begun then is missed")
     parser.add_argument("--dir", type=Path, help="folder for temporary runs")
     parser.add_argument("--json", type=Path, help="write the report to this file as JSON")

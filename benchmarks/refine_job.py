@@ -69,7 +69,7 @@ def measure_refine(problem: Problem, base: Gaussian, rates: Rates, arguments: ar
     equal |= {"goal": None, "elbo": value(fit.posterior), "their_elbo": bar}
     rows = [equal]
     for flow in dict.fromkeys(plan.flow for plan in PLANS):
-        found = _time_to_elbo(
+        found = time_to_elbo(
             problem, base, chosen.posterior, flow, limit=chosen.seconds * (20 if arguments.quick else 1)
         )
         if found is None:
@@ -115,7 +115,7 @@ def _refine(problem: Problem, base: Gaussian, plan: RefinePlan, epochs: int) -> 
     )  # fmt: skip
 
 
-def _time_to_elbo(
+def time_to_elbo(
     problem: Problem, base: Gaussian, bar: Flow, flow: str, *, limit: float
 ) -> tuple[RefinePlan, int, float, Flow] | None:
     """The plan of this flow that is soonest at the bar's ELBO, its epochs, seconds and posterior; None when none is.

@@ -26,12 +26,14 @@ from bnncli.storage.samples import SampleFile, read_samples
 
 FEATURES = 1e-5  # of the largest feature
 MODE = 1e-3  # posterior standard deviations, of the parameter that is furthest off
-SCALE = 1e-5  # of the largest number of scale_tril, or of a product with the covariance
+SCALE = 1e-5  # of the largest number of scale_tril
+COVARIANCE = 2 * SCALE  # of the largest number of a product with the covariance, its square
 POINT = 1e-5  # of the largest parameter
 PROBABILITIES = 2e-6
 SCORES = 1e-6
 CHOSEN_PRIOR = 0.05  # of log precision: a search is as exact as that
 NATS = 0.5  # of an ELBO: what refine calls no difference that matters
+UNTRAINED = 0.2  # of what a training gains, for trainings that end before they stand still
 STANDARD_ERRORS = 5.0
 DIAGNOSED = 1e-3  # of a diagnosis's numbers, which are sums of 10,000 nats in float32
 LOOSE_NLL = 5e-3  # nats per example, where each device went its own way from the features on
@@ -106,7 +108,8 @@ def _of_posteriors(reference: Path, made: Path) -> Iterator[Difference]:
     if kind == "gaussian":
         yield from _of_gaussians((first, header), (second, other))
     elif kind == "flow":
-        yield _by_errors("ELBO", _values(header, other, "elbo_after"), slack=NATS)
+        gain = abs(header.meta["metrics"]["elbo_gain"]["value"])
+        yield _by_errors("ELBO", _values(header, other, "elbo_after"), slack=NATS + UNTRAINED * gain)
     elif kind == "latent-binary":
         yield _by_errors("bound", _values(header, other, "bound"), slack=NATS)
     else:
@@ -132,7 +135,7 @@ def _of_gaussians(one: tuple[dict[str, Tensor], Header], other: tuple[dict[str, 
     if name in first and first[name].shape == second[name].shape:
         yield Difference("scale_tril", _apart(first[name], second[name]) / float(first[name].abs().max()), SCALE)
     else:  # other roots are as good: the covariance is one
-        yield Difference("covariance", _apart(*products) / float(products[0].abs().max()), SCALE)
+        yield Difference("covariance", _apart(*products) / float(products[0].abs().max()), COVARIANCE)
 
 
 def _values(one: Header, other: Header, name: str) -> tuple[dict[str, float], dict[str, float]]:
@@ -163,8 +166,13 @@ def _nll(row: dict[str, Any]) -> float:
 
 def _of_numbers(what: str, reference: Any, made: Any, most: float) -> Difference:
     """The largest difference of two documents' numbers, of 1 + |number|; infinite where one says something else."""
-    place, value = max(_leaves("", reference, made), key=lambda leaf: leaf[1], default=("", 0.0))
-    return Difference(f"{what}{f' ({place})' if value > most else ''}", value, most)
+    place, value = max(_leaves("", reference, made), key=lambda leaf: _order(leaf[1]), default=("", 0.0))
+    return Difference(what if value <= most else f"{what} ({place})", value, most)
+
+
+def _order(value: float) -> float:
+    """By which differences are compared: what is no number comes last."""
+    return math.inf if math.isnan(value) else value
 
 
 def _leaves(place: str, one: Any, other: Any) -> Iterator[tuple[str, float]]:

@@ -61,7 +61,10 @@ def takes_device(line: str) -> bool:
 
 
 def run_line(line: str, folder: Path, device: str, *words: str) -> Done:
-    """Runs one line: FOLDER in it is the folder, and `words` are added; a command that computes does so on the device."""
+    """Runs one line: FOLDER in it is the folder, and `words` are added; a command that computes does so on the device.
+
+    A signal ends the command, and with SystemExit what runs it.
+    """
     argv = [word.replace("FOLDER", str(folder)) for word in line.split()] + list(words)
     (command,) = (command for command in COMMANDS if command.name == command_of(line))
     if takes_device(line):
@@ -76,6 +79,8 @@ def run_line(line: str, folder: Path, device: str, *words: str) -> Done:
     finally:
         sys.stderr = before
     seconds = time.perf_counter() - start
+    if code > 128:  # a signal, which the command took for its own
+        raise SystemExit(code)
     text = results.getvalue()
     document = json.loads(text) if text.lstrip().startswith("{") else {}
     return Done(line, folder, code, document, errors.getvalue(), seconds)

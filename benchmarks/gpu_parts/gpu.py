@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+_PIECE = 1 << 21  # bytes, of memory that the device gives
 REFUSAL = "this capture is refused, so that steps run one by one"
 
 
@@ -77,7 +78,7 @@ class Gpu:
             warnings.simplefilter("always")
             stack.enter_context(_sync_mode("warn"))
             yield counts
-            counts.syncs = sum("synchronizing" in str(warning.message) for warning in seen)
+            counts.syncs = sum("called a synchronizing" in str(warning.message) for warning in seen)
 
     @contextmanager
     def refusing_captures(self) -> Iterator[None]:
@@ -95,13 +96,24 @@ class Gpu:
     def ballast(self, leave: int) -> Iterator[None]:
         """Holds all memory but so many bytes."""
         self.release()
-        free = torch.cuda.mem_get_info(self.device)[0]
-        held = torch.empty(max(0, free - leave), dtype=torch.uint8, device=self.device)
+        held: list[torch.Tensor] = []
+        size = self._free() - leave
+        while size >= _PIECE:
+            try:
+                held.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            except torch.OutOfMemoryError:  # no piece is as large
+                size //= 2
+            else:
+                size = self._free() - leave
         try:
             yield
         finally:
-            del held
+            held.clear()
             self.release()
+
+    def _free(self) -> int:
+        """Bytes that the device says are free."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     def release(self) -> None:
         """Give unused memory back to the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ class Ledger:
 
     Args:
         seconds: after which no further item is begun: what is left counts as missed.
-        only: items whose names do not hold this are passed over.
+        only: a regular expression: items in whose names it is not found are passed over.
     """
 
     def __init__(self, seconds: float = math.inf, only: str = "") -> None:
@@ -32,7 +33,7 @@ class Ledger:
 
     def item(self, name: str, work: Callable[..., None], *words: Any) -> None:
         """One piece of work, whose checks and notes come here; an error in it is a miss, and the next item is begun."""
-        if self.only not in name:
+        if re.search(self.only, name) is None:
             return
         if time.monotonic() > self.end:
             self.miss(name, "not begun: the part's time is over")

@@ -35,7 +35,7 @@ NETWORKS = [
     ((784, 4000, 4000, 10), 1, 100, "concrete"),
     ((84, 10), 200, 1000, "mnf"),
 ]
-QUICK_FITS = {"full": (3, 6), "kron": (3, 6)}
+QUICK_FITS = {"full": (3, 6)}
 
 
 def check_peaks(gpu: Gpu, ledger: Ledger, *, is_quick: bool) -> None:
