@@ -67,10 +67,15 @@ def _run_part(name: str, gpu: Gpu, folder: Path, arguments: argparse.Namespace) 
     if name == "speed" and gpu.is_pretend:
         ledger.note("all of it is left out", "a pretend GPU has no speed")
     else:
-        importlib.import_module(f"gpu_parts.{name}").run(gpu, ledger, folder, is_quick=arguments.quick)
+        ledger.attempt(f"part {name}", _part, name, gpu, ledger, folder, arguments.quick)
     seconds = time.monotonic() - start
     print(f"{name}: {len(ledger.missed)} missed, {seconds:.0f} s", flush=True)
     return {"seconds": seconds, "missed": ledger.missed, "rows": ledger.rows}
+
+
+def _part(name: str, gpu: Gpu, ledger: Ledger, folder: Path, is_quick: bool) -> None:
+    """Imported here: a part whose needs are not installed is missed, and the others are run."""
+    importlib.import_module(f"gpu_parts.{name}").run(gpu, ledger, folder, is_quick=is_quick)
 
 
 def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:

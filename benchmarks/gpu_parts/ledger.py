@@ -38,6 +38,10 @@ class Ledger:
         if time.monotonic() > self.end:
             self.miss(name, "not begun: the part's time is over")
             return
+        self.attempt(name, work, *words)
+
+    def attempt(self, name: str, work: Callable[..., None], *words: Any) -> None:
+        """The same whatever it is called and however late it is."""
         try:
             work(*words)
         except Exception as error:
