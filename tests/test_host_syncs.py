@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances.diag import Diag
+from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.latent_fit import Plan, fit_latent
 from bnncli.inference.latent_steps import Settings
 from bnncli.inference.refine import fit_flow
+from bnncli.integrators import load_integrator, prepare
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
@@ -95,3 +97,30 @@ def test_streamed_features_train_the_same_network(shuffles: bool) -> None:
         streamed = fit_lbbnn(6, estimator="lrt", is_streamed=True, shuffles=shuffles)
         assert torch.equal(streamed, fit_lbbnn(6, estimator="lrt", is_streamed=False, shuffles=shuffles))
     assert gpu.problems() == []
+
+
+def hmc(num_warmup: int, num_draws: int, dynamics: str) -> None:
+    target, start = target_of(30), base()
+    mode, covariance = start.mean, start.covariance
+    sizes = {"num_chains": 3, "num_warmup": num_warmup, "num_draws": num_draws}
+    sample_hmc(target, mode=mode, covariance=covariance, generator=seeded(), dynamics=dynamics, **sizes)
+
+
+@pytest.mark.parametrize("dynamics", ["split", "leapfrog"])
+def test_hmc_waits_for_no_draw_and_once_for_a_transition_of_the_warm_up(dynamics: str) -> None:
+    same_syncs(lambda count: hmc(4, count, dynamics), 6)
+    (few, _), (many, sites) = (syncs(lambda count: hmc(count, 4, dynamics), count) for count in (6, 12))
+    assert many - few == 6, sites
+
+
+@pytest.mark.parametrize("name", ["mc", "logit-mc", "importance"])
+def test_predicting_waits_no_more_for_more_draws(name: str) -> None:
+    features, _ = examples(20)
+
+    def predict(num_samples: int) -> None:
+        target, posterior = target_of(30), base().to(GPU)
+        arguments = {"num_samples": num_samples, "generator": seeded()}
+        ready = prepare(load_integrator(name), posterior, target=target, **arguments)
+        ready.predict(posterior, features.to(GPU), **arguments)
+
+    same_syncs(predict, 16)

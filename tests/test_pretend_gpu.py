@@ -6,12 +6,14 @@ The command lines come from the registry: a new command, flow, integrator, struc
 from __future__ import annotations
 
 import io
+import math
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pretend_cuda
@@ -27,6 +29,7 @@ from bnncli.option import choices_of, flag_of
 from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, FitLbbnnOptions
 from bnncli.stages import _lbbnn_report
 from bnncli.storage.headers import read_header
+from bnncli.targets.last_layer import LastLayerTarget
 
 
 def choices(group: type, name: str) -> list[str]:
@@ -34,9 +37,11 @@ def choices(group: type, name: str) -> list[str]:
     return choices_of(next(spec for spec in fields(group) if spec.name == name).metadata)
 
 
+EXTRACT = "extract-features s --from-npz features.npz --ood far"
+LAPLACE = "fit-laplace s --structure diag --prior-precision 5"
 SMALL = "--epochs 2 --length 2 --num-draws 2 --elbo-draws 4 --patience 0"  # eight steps of batches, two of all data
 LINES = (
-    "extract-features s --from-npz features.npz --ood far",
+    EXTRACT,
     "extract-features b --from-npz binary.npz --dtype float16",
     "extract-features m.pt --model mlp --model-arg inputs=4 --model-arg hidden=3 --model-arg classes=3 "
     "--data train=npz:raw.npz --hold-out val=train:9",
@@ -54,7 +59,7 @@ LINES = (
     "hmc s --chains 2 --warmup 6 --draws 8 --dynamics leapfrog --name leap",
     "hmc b --chains 2 --warmup 6 --draws 4 --until ess>=1",
     *(
-        f"fit-lbbnn s --estimator {name} --epochs 2 --batch-size 8 --early-epochs 1 --slab-sd 1 --name l-{name} --schedule constant"
+        f"fit-lbbnn s --estimator {name} --epochs 2 --batch-size 8 --slab-sd 1 --name l-{name} --schedule constant"
         for name in choices(FitLbbnnOptions, "estimator")
     ),
     "fit-lbbnn s --epochs 2 --batch-size 8",
@@ -172,6 +177,114 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     return Both(*folders, gpu, done, plain)
 
 
+def captured(work: Callable[[], object], *generators: torch.Generator) -> torch.cuda.CUDAGraph:
+    """The graph of some work."""
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def on_gpu(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, device="cuda")
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "mixes: add with CPU [(3,)]": lambda: on_gpu(3) + torch.ones(3),
+    "mixes: index_put_ with CPU [(2,)]": lambda: on_gpu(3).index_put_((torch.arange(2).to("cuda"),), torch.ones(2)),
+    "errors: numpy of a CUDA tensor": lambda: on_gpu(3).numpy(),
+    "errors: randn on cuda with a generator on cpu": lambda: torch.randn(2, device="cuda", generator=torch.Generator()),
+    "capture_problems: sync, _local_scalar_dense": lambda: captured(lambda: on_gpu(3).sum().item()),
+    "capture_problems: sync, index by a mask": lambda: captured(lambda: on_gpu(3)[on_gpu(3) > 0]),
+    "capture_problems: copy from the CPU": lambda: captured(lambda: on_gpu(3).copy_(torch.ones(3))),
+    "capture_problems: unregistered generator, randn": lambda: captured(
+        lambda: torch.randn(2, device="cuda", generator=torch.Generator("cuda"))
+    ),
+    "nondeterministic: cumsum": lambda: on_gpu(3).cumsum(0),
+    "nondeterministic: index_add_": lambda: on_gpu(3).index_add_(
+        0, torch.zeros(2, dtype=torch.int64).to("cuda"), on_gpu(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_pretend_device_tells_each_kind_of_fault(fault: str) -> None:
+    with pretend_cuda.pretend() as gpu, suppress(TypeError, RuntimeError):
+        FAULTS[fault]()
+    assert fault in {line.split(" @")[0] for line in gpu.problems()}
+
+
+def test_the_pretend_device_counts_waits_and_bytes() -> None:
+    with pretend_cuda.pretend() as gpu:
+        pinned = torch.ones(5).pin_memory()
+        x = pinned.to("cuda", non_blocking=True)
+        assert (gpu.num_syncs, gpu.uploads.total(), gpu.downloads.total()) == (0, 20, 0)
+        x.cpu()
+        torch.ones(5).to("cuda")
+        torch.linalg.cholesky(torch.eye(2, device="cuda"))
+        x[0] = torch.zeros(1)[0]
+        assert (gpu.num_syncs, gpu.uploads.total(), gpu.downloads.total()) == (4, 44, 20)
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+            bool(x.sum() > 0)
+
+
+def test_a_replay_does_what_the_capture_did_not() -> None:
+    with pretend_cuda.pretend() as gpu:
+        generator, total = torch.Generator("cuda").manual_seed(0), torch.zeros(2, device="cuda")
+        graph = captured(lambda: total.add_(torch.randn(2, device="cuda", generator=generator)), generator)
+        assert torch.equal(total.cpu(), torch.zeros(2))
+        for _ in range(3):
+            graph.replay()
+        found = total.cpu()
+    plain = torch.Generator().manual_seed(0)
+    torch.testing.assert_close(found, sum(torch.randn(2, generator=plain) for _ in range(3)))
+    assert (gpu.problems(), gpu.num_captures, gpu.num_replays) == ([], 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (lambda value: value + 0 * value.sum().item(), "capture_problems: sync, _local_scalar_dense"),
+        (lambda value: value + torch.zeros(value.shape), "mixes: add with CPU"),
+    ],
+)
+def test_a_fault_in_a_training_step_is_told_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: Callable[[torch.Tensor], Any], told: str
+) -> None:
+    plain = LastLayerTarget.log_prior
+    monkeypatch.setattr(LastLayerTarget, "log_prior", lambda *arguments: fault(plain(*arguments)))
+    monkeypatch.chdir(tmp_path)
+    make_inputs(tmp_path)
+    with pretend_cuda.pretend() as gpu:
+        for line in (EXTRACT, LAPLACE, f"refine s --flow radial --batch-size 8 {SMALL}"):
+            run_line(line, "cuda")
+    assert any(line.startswith(told) and "inference/objective.py" in line for line in gpu.problems()), gpu.problems()
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        ({"capture_error": RuntimeError("not permitted")}, 0, "launched one by one, which is slower"),
+        ({"capture_error": torch.OutOfMemoryError("CUDA out of memory")}, 69, "out of memory"),
+    ],
+)
+@pytest.mark.parametrize("line", ["refine s --flow radial --batch-size 8", "fit-lbbnn s --batch-size 8 --slab-sd 1"])
+def test_a_capture_that_fails_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, failure: dict[str, Any], code: int, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_inputs(tmp_path)
+    with pretend_cuda.pretend(**failure):
+        for first in (EXTRACT, LAPLACE):
+            assert run_line(first, "cuda").code == 0
+        done = run_line(f"{line} --epochs 2", "cuda")
+    assert done.code == code
+    assert done.stderr.count(said) == 1, done.stderr
+
+
 def test_every_command_that_takes_a_device_has_a_line() -> None:
     named = {command.name for command in COMMANDS if ComputeOptions in command.groups}
     assert named - {line.split()[0] for line in LINES} == set(LEFT_OUT)
@@ -216,8 +329,7 @@ def test_every_line_computes_on_the_device_and_training_replays_graphs(both: Bot
         kernels, captures, replays = one.counts
         assert kernels > 0 or "--from-npz" in one.line, one.line
         if "--batch-size" in one.line:
-            assert captures >= 1, one.line
-            assert replays >= 3, one.line
+            assert replays >= captures >= 1, one.line
 
 
 def test_every_artifact_is_the_cpus(both: Both) -> None:
@@ -229,4 +341,17 @@ def test_every_artifact_is_the_cpus(both: Both) -> None:
 
 
 def is_same(ours: Path, theirs: Path) -> bool:
-    return read_header(ours).content_digest == read_header(theirs).content_digest
+    """Whether two artifacts have one digest, or numbers that differ by rounding."""
+    headers = [read_header(path) for path in (ours, theirs)]
+    return headers[0].content_digest == headers[1].content_digest or is_close(*(header.meta for header in headers))
+
+
+def is_close(ours: Any, theirs: Any) -> bool:
+    """Whether two documents differ by rounding alone."""
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(is_close(part, theirs[name]) for name, part in ours.items())
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(is_close, ours, theirs))
+    if isinstance(ours, float):
+        return math.isclose(ours, theirs, rel_tol=1e-3, abs_tol=1e-6)
+    return bool(ours == theirs)
