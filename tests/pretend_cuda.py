@@ -45,6 +45,7 @@ _WITHOUT_DETERMINISTIC = {
 _ADDING = {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
 _WATCHED = {*_WITHOUT_DETERMINISTIC, *_ADDING, "bincount", "cumsum", "median"}
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+_RESHAPING = {"unsqueeze_", "squeeze_", "transpose_", "t_", "as_strided_", "swapdims_", "swapaxes_", "detach_"}
 _CALLS = {"__get__", "cpu", "cuda", "to", "pin_memory", "is_pinned", "record_stream", "numpy", "__array__", "tolist"}
 _PLACES = {"device", "generator", "pin_memory"}
 _ALLOCATING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -234,6 +235,15 @@ def _listed(values: Any) -> list[Tensor]:
     return found
 
 
+def _aliases(value: Any) -> Any:
+    """The same arguments on the same memory: shapes of the tensors themselves may be changed in place later."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_aliases(part) for part in value])
+    return {name: _aliases(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
 def _key_of(tensor: Tensor) -> int:
     """`_storage_key` where no function mode looks on."""
     try:
@@ -263,6 +273,7 @@ class _Kernel(NamedTuple):
 def _kernel_of(func: Any) -> _Kernel:
     name = func._schema.name.partition("::")[2]
     is_view = any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
+    is_view = is_view or name in _RESHAPING
     return _Kernel(name, not is_view and name not in _ALLOCATING)
 
 
@@ -346,9 +357,9 @@ class _Dispatch:
         if not func._schema.is_mutable:
             out = func(*args, **kwargs)
             self._place(out, [*_tensors(args), *_tensors(kwargs)])
-            capture.records.append((func, args, kwargs, out))
+            capture.records.append((func, _aliases(args), _aliases(kwargs), _aliases(out)))
             return out
-        capture.records.append((func, args, kwargs, None))
+        capture.records.append((func, _aliases(args), _aliases(kwargs), None))
         given = dict(zip((part.name for part in func._schema.arguments), args, strict=False)) | kwargs
         written = [
             given[part.name]
@@ -630,7 +641,7 @@ class _Graph:
                 result = func(*args, **kwargs)
                 if out is not None:
                     for kept, made in zip(_tensors(out), _tensors(result), strict=True):
-                        kept.detach().copy_(made)
+                        kept.copy_(made)
 
     def reset(self) -> None:
         """Forget the kernels."""
