@@ -77,6 +77,11 @@ def open_reference(run: Run, name: str) -> Reference:
         except DeviceError as error:
             run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
             return Reference(name, None)
+        try:
+            require_draws(run, read_header(path), num_used=0)
+        except DeviceError as error:
+            run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
+            return Reference(name, None)
         return Reference(name, path)
     if name != "hmc":
         raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", "--name", name), path=path)
