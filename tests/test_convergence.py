@@ -168,6 +168,24 @@ def test_draws_whose_distances_from_the_median_do_not_vary_have_no_r_hat() -> No
     assert "parameter 0" in str(result.undefined)
 
 
+def test_a_device_that_is_nearly_full_judges_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws, seen = chains(3, 20, 40, correlation=0.5), []
+    expected = convergence(draws)
+
+    def tight(part: torch.Tensor) -> Any:
+        seen.append(len(part))
+        if len(part) > 7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rank_statistics(part)
+
+    monkeypatch.setattr(module, "rank_statistics", tight)
+    assert convergence(draws) == expected
+    assert min(seen) < 7 < max(seen)
+    monkeypatch.setattr(module, "rank_statistics", lambda part: tight(torch.zeros(8)))
+    with pytest.raises(torch.OutOfMemoryError):
+        convergence(draws)
+
+
 @pytest.mark.parametrize(("read", "work"), [(100, 60), (1, 1), (1 << 20, 500)])
 def test_parts_of_a_mapped_file_are_judged_like_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int, work: int

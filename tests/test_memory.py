@@ -1,10 +1,13 @@
 """Estimates of memory against the peaks that processes reach."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from peaks import named, peaks_of
 
-from bnncli import memory, registry
+from bnncli import devices, memory, registry
 from bnncli.errors import DeviceError
 from bnncli.flows.affine import Affine
 from bnncli.latent.layout import NetworkLayout
@@ -58,6 +61,25 @@ def test_the_advised_number_of_draws_fits_and_one_more_does_not(
     memory.require_draws(2_000_000, num_used=most, **sizes)
     with pytest.raises(DeviceError, match="parameters needs about"):
         memory.require_draws(2_000_000, num_used=most + 1, **sizes)
+
+
+def test_no_content_depends_on_how_much_memory_is_free(
+    cli: Any, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name, free in (("little", 1 << 24), ("much", 1 << 50)):
+        monkeypatch.setattr(devices, "_system_memory", lambda free=free: free)
+        monkeypatch.setattr(devices, "_container_memory", lambda folder: 1 << 62)
+        outputs = []
+        for word, *options in (
+            ("fit-laplace", "--structure", "kron"),
+            ("hmc", "--chains", 3, "--warmup", 10, "--draws", 8),
+            ("predict", "--posterior", "laplace", "--samples", 50),
+        ):
+            outputs += cli(word, small_run, *options, "--name", f"{word}-{name}", "--json").json["outputs"]
+        judged = cli("diagnose", small_run, "--posterior", "laplace", "--json").json["posteriors"]
+        found.append(([one["content_digest"] for one in outputs], judged))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

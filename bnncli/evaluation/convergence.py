@@ -23,8 +23,8 @@ GOOD_RHAT = 1.05  # above it the chains do not agree well enough to be quoted
 STUCK_ACCEPTANCE = 0.05  # a chain that accepts less of its moves has not sampled anything
 MIN_DRAWS = 4  # per chain: fewer cannot be split into halves that have a variance
 _READ_VALUES = 1 << 25  # of draws taken at a time from an array that may lie on disk, and may not fit in memory
-# Judged at a time: on a CPU the sorts stay in cache; a GPU wants few, large kernels (25 copies in float64, 1.6 GiB).
-_WORK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 23}
+# Judged at a time: on a CPU the sorts stay in cache; a GPU wants few, large kernels (25 copies in float64, 0.8 GiB).
+_WORK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 22}
 CPU = torch.device("cpu")
 
 
@@ -112,10 +112,23 @@ def convergence_of(
 
 
 def _judge(quantities: Tensor) -> list[RankStatistics]:
-    """Statistics of quantities (m, C, T), some at a time."""
+    """Statistics of quantities (m, C, T), some at a time; fewer where the device, full of the run, refuses the memory."""
     most = _WORK_VALUES.get(quantities.device.type, _WORK_VALUES["cuda"])
     size = max(1, most // (quantities.shape[1] * quantities.shape[2]))
-    return [rank_statistics(part) for part in quantities.split(size)]
+    found: list[RankStatistics] = []
+    done = 0
+    while done < len(quantities):
+        try:
+            found.append(rank_statistics(quantities[done : done + size]))
+            done += size
+            continue
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+        size //= 2  # only now are the tensors of the failed part free
+        if quantities.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
 
 
 def _stuck(quantities: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from bnncli.progress import SILENT, Progress
 from bnncli.targets.likelihood import block_logits
 
 MAX_ROWS = 512
-_LOGIT_VALUES = {"cpu": 1 << 22, "cuda": 1 << 26}  # made at a time
+_LOGIT_VALUES = {"cpu": 1 << 22, "cuda": 1 << 24}  # made at a time
 
 
 def held_out_convergence(
