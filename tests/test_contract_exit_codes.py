@@ -189,10 +189,6 @@ def test_what_helps_without_memory_are_options_that_the_command_has(command: Com
     [
         (("predict", "--name", "x", "--posterior", "hmc"), "use at most --samples"),
         (("predict", "--name", "x", "--posterior", "laplace", "--samples", "90000"), "use at most --samples"),
-        (
-            ("predict", "--posterior", "laplace", "--integrator", "importance", "--samples", "90000"),
-            "at most --samples",
-        ),
         (("diagnose", "--posterior", "hmc"), "make fewer draws: hmc with fewer"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
