@@ -37,7 +37,7 @@ def standard_normal(num_samples: int, dim: int, generator: torch.Generator, devi
 
     Up to `seeds.LARGE` numbers a draw they are the generator's own float64 stream, moved: on the CPU, as streams of commands
     are, the same for every device. Above they are another stream: on a GPU float64 made there, on a CPU float32, which takes
-    a third of the time and has nothing beyond 5.8 standard deviations (one number in 10^8). Equal seeds give equal draws.
+    half the time and has nothing beyond 5.8 standard deviations (one number in 10^8). Equal seeds give equal draws.
     """
     source = seeds.source_of(generator, dim, device)
     is_single = dim > seeds.LARGE and source.device.type == "cpu"
