@@ -48,3 +48,11 @@ def test_a_search_costs_its_fits_and_modes_and_threads_share_them() -> None:
     one, mode = (fit_seconds("full", layout, **sizes, num_fits=fits, num_modes=1 - fits) for fits in (1, 0))
     several = fit_seconds("full", layout, **sizes, num_fits=7, num_modes=3, threads=2)
     assert several == pytest.approx((7 * one + 3 * mode) / 2)
+
+
+def test_a_search_with_kronecker_factors_makes_that_of_the_features_once() -> None:
+    layout, sizes = HeadLayout(10, 100), {"num_examples": 1000, "num_modes": 0}
+    assert fit_seconds("kron", layout, **sizes, num_fits=10) == fit_seconds("kron", layout, **sizes)
+    assert fit_seconds("block", layout, **sizes, num_fits=10) == pytest.approx(
+        10 * fit_seconds("block", layout, **sizes)
+    )

@@ -26,7 +26,7 @@ def fit_seconds(
     num_outputs, size = layout.num_outputs, layout.num_features + layout.has_bias
     num_pairs = max(1, num_outputs * (num_outputs - 1) // 2)
     operations = {
-        "full": (num_examples * num_pairs * size * (size + 1) / _PRODUCTS, 4 / 3 * float(layout.num_params) ** 3),
+        "full": (2 * num_examples * num_pairs * size**2 / _PRODUCTS, 4 / 3 * float(layout.num_params) ** 3),
         "block": (2 * num_examples * num_outputs * size**2 / _PRODUCTS, 4 / 3 * num_outputs * float(size) ** 3),
         "kron": (2 * num_examples * size**2 / _PRODUCTS, 10 * float(size) ** 3),
         "diag": (2 * num_examples * layout.num_params / _ELEMENTWISE, float(layout.num_params)),
@@ -34,5 +34,7 @@ def fit_seconds(
     if structure not in operations:
         raise ValueError(f"structure: expected one of {', '.join(operations)}, got {structure!r}")
     sums, factors = operations[structure]
+    if structure == "kron":  # the features' factor, which no theta changes, is made and decomposed once
+        num_fits = min(num_fits, 1)
     modes = num_modes * _MODE_SECONDS * num_examples * layout.num_params
     return (num_fits * (sums + factors / _FACTORS) + modes) / threads
