@@ -200,7 +200,7 @@ def test_activations_are_mean_plus_standard_deviation_times_noise() -> None:
     inputs, z = torch.randn(2, 5, 4, generator=rng), torch.rand(2, 5, 4, generator=rng)
     weight = Moments(*(torch.rand(2, 3, 4, generator=rng) for _ in range(3)))
     mean, sd, noise = (torch.rand(*shape, generator=rng) for shape in ((2, 3), (2, 3), (2, 5, 3)))
-    found = draw_activations(inputs, weight, mean, sd, noise, z)
+    found = draw_activations(inputs, weight, mean, sd.square(), noise, z)
     assert weight.switching is not None
     for r, n, j in itertools.product(range(2), range(5), range(3)):
         x, own = inputs[r, n], z[r, n]
@@ -418,7 +418,7 @@ def test_a_step_has_the_gradient_of_the_whole_bound(has_multipliers: bool, varia
     def normal(*shape: int) -> Tensor:
         return torch.randn(2, *shape, generator=rng).double()
 
-    biases = zip(SMALL.biases(factors.bias_mean), SMALL.biases(factors.bias_sd), strict=True)
+    biases = zip(SMALL.biases(factors.bias_mean), SMALL.biases(factors.bias_sd.square()), strict=True)
     for index, (own, bias) in enumerate(zip(layers, biases, strict=True)):
         outputs, inputs = SMALL.shapes[index]
         z = None

@@ -174,7 +174,7 @@ class _Fit:
         others = [factors.mean, factors.rho, factors.bias_mean, factors.bias_rho]
         self.flows = model.multiplier_parameters()
         flows = [join_memory(self.flows)] if self.flows else []  # Adam would spend more on a hundred small ones
-        for tensor in (*others[2:], *self.flows):
+        for tensor in self.flows:
             tensor.requires_grad_()
         self.parameters = [factors.logit, *others, *flows]
         self.rates = [torch.tensor(plan.learning_rate, device=model.device) for _ in range(3)]

@@ -1,7 +1,8 @@
 """One step of a latent binary fit: the log likelihood of a batch and the gradients of the bound.
 
 The bound is the expected log likelihood less the divergence of q to the prior. The likelihood is differentiated by autograd
-down to the moments of the weights (or to drawn weights), the rest of the way is factor_gradients.
+down to the moments of the weights and biases (or to drawn ones), the rest of the way is factor_gradients and bias_gradients:
+on the weights and biases of all layers at once.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
 from bnncli.latent.activations import draw_activations
-from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, multiplier_pull
-from bnncli.latent.factors import Moments, Workspace, layer_moments, moments
+from bnncli.latent.divergence import Multiplier, bias_gradients, factor_gradients, multiplier_pull
+from bnncli.latent.factors import LEAST_VARIANCE, Factors, Moments, Workspace, layer_moments, moments
 from bnncli.latent.model import LatentModel
 from bnncli.latent.products import product
 
@@ -95,6 +96,13 @@ def workspace_of(model: LatentModel) -> Workspace:
     return Workspace.of(model.factors, model.layout, has_switching=bool(model.multipliers))
 
 
+class Biases(NamedTuple):
+    """Mean and variance of all biases, (R, B) each."""
+
+    mean: Tensor
+    variance: Tensor
+
+
 class _Forward(NamedTuple):
     """Logits (R, n, K), and of every layer with a multiplier its draws z (R, M, in) and log q(z) - log r(z | w) (R, M)."""
 
@@ -117,6 +125,7 @@ def _forward(
     generator: torch.Generator,
     num_draws: int,
     gradient: Moments | None = None,
+    bias: Biases | None = None,
 ) -> _Forward:
     layout, factors, num_examples = model.layout, model.factors, len(features)
 
@@ -125,10 +134,10 @@ def _forward(
 
     layers = layer_moments(weight, layout)
     to_layers = [None] * layout.num_layers if gradient is None else layer_moments(gradient, layout)
-    biases = zip(layout.biases(factors.bias_mean), layout.biases(factors.bias_sd), strict=True)
+    biases = zip(*(layout.biases(part) for part in bias or bias_leaves(factors)), strict=True)
     hidden = features.expand(model.num_repeats, -1, -1)
     draws, flows = [], []
-    for index, (own, (bias_mean, bias_sd)) in enumerate(zip(layers, biases, strict=True)):
+    for index, (own, (bias_mean, bias_variance)) in enumerate(zip(layers, biases, strict=True)):
         outputs, inputs = layout.shapes[index]
         z = None
         if model.multipliers:
@@ -141,7 +150,7 @@ def _forward(
             z = drawn if count == num_examples else drawn.repeat(1, -(-num_examples // count), 1)[:, :num_examples]
         hidden = draw_activations(
             hidden if index == 0 else hidden.relu(),
-            own, bias_mean, bias_sd, normal(num_examples, outputs), z, gradient=to_layers[index],
+            own, bias_mean, bias_variance, normal(num_examples, outputs), z, gradient=to_layers[index],
         )  # fmt: skip
     return _Forward(hidden, draws, flows)
 
@@ -149,6 +158,12 @@ def _forward(
 def leaves(model: LatentModel, variance: str, workspace: Workspace | None = None) -> Moments:
     """The moments of the weights, apart from the graph; without multipliers both variances as one."""
     return moments(model.factors, model.layout, variance=variance, is_merged=not model.multipliers, workspace=workspace)
+
+
+@torch.no_grad()
+def bias_leaves(factors: Factors) -> Biases:
+    """The moments of the biases, apart from the graph."""
+    return Biases(factors.bias_mean.detach(), factors.bias_sd.square_().add_(LEAST_VARIANCE))
 
 
 def _differentiate_moments(
@@ -160,19 +175,26 @@ def _differentiate_moments(
     for part in own:
         if part is not None:
             part.zero_()
-    forward = _forward(model, batch.features, weight, generator, settings.multiplier_draws, own)
+    bias = bias_leaves(factors)
+    for part in bias:
+        part.requires_grad_()
+    forward = _forward(model, batch.features, weight, generator, settings.multiplier_draws, own, bias)
     fit = log_likelihood(forward.logits, batch.labels)
-    divergence = bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, model.layout).sum()
-    multipliers = None
+    loss, multipliers = -fit.sum(), None
     if model.multipliers:
-        divergence = divergence + sum(flow.mean(dim=1).sum() for flow in forward.flows)
+        divergence = torch.stack(forward.flows).mean(dim=2).sum()
         pulls = multiplier_pull(weight, factors, model.prior, model.layout, space)
         for z, (first, second) in zip(forward.draws, pulls, strict=True):
             # The weights' divergence as far as z goes: linear in its two moments.
             divergence = divergence + (z.mean(dim=1) * first + z.square().mean(dim=1) * second).sum()
+        loss = loss + divergence * batch.share
         multipliers = [Multiplier(z.detach().mean(dim=1), z.detach().square().mean(dim=1)) for z in forward.draws]
-    rest = [factors.bias_mean, factors.bias_rho, *model.multiplier_parameters()]
-    gradients = torch.autograd.grad(divergence * batch.share - fit.sum(), rest, allow_unused=True)
+    rest = model.multiplier_parameters()
+    to_mean, to_variance, *gradients = torch.autograd.grad(loss, [*bias, *rest], allow_unused=True)
+    to_sd = torch.mul(to_variance, factors.bias_sd.detach()).mul_(2)
+    factors.bias_mean.grad, factors.bias_rho.grad = bias_gradients(
+        factors, to_mean, to_sd, model.prior, scale=batch.share
+    )
     if weight.switching is None and settings.variance == "exact":
         own = own._replace(switching=own.noise)  # one sum of two variances: the same derivative
     factors.mean.grad, factors.rho.grad, factors.logit.grad = factor_gradients(
@@ -196,16 +218,19 @@ def _differentiate_weights(
     """Weights drawn with relaxed inclusions, the same for all examples; Maddison et al. (2017), arXiv 1611.00712."""
     factors, layout = model.factors, model.layout
     draw = _draw_relaxed(model, settings.temperature, generator, space)
-    bias = torch.addcmul(factors.bias_mean, factors.bias_sd, _normal_like(factors.bias_mean, generator))
+    noise = _normal_like(factors.bias_mean, generator)
+    with torch.no_grad():
+        bias = torch.addcmul(factors.bias_mean, factors.bias_sd, noise)
+    bias.requires_grad_()
     d_weight = space.gradient.mean.zero_()
     hidden = batch.features.expand(model.num_repeats, -1, -1)
     parts = (layout.weights(draw.weight), layout.weights(d_weight), layout.biases(bias))
     for index, (weight, to_weight, own) in enumerate(zip(*parts, strict=True)):
         hidden = product(hidden.relu() if index else hidden, weight, own.unsqueeze(1), to_weight)
     fit = log_likelihood(hidden, batch.labels)
-    divergence = bias_divergence(factors.bias_mean, factors.bias_rho, model.prior, layout).sum()
-    factors.bias_mean.grad, factors.bias_rho.grad = torch.autograd.grad(
-        divergence * batch.share - fit.sum(), [factors.bias_mean, factors.bias_rho]
+    (to_bias,) = torch.autograd.grad(-fit.sum(), bias)
+    factors.bias_mean.grad, factors.bias_rho.grad = bias_gradients(
+        factors, to_bias, to_bias * noise, model.prior, scale=batch.share
     )
     factors.mean.grad, factors.rho.grad, factors.logit.grad = factor_gradients(
         factors, None, model.prior, layout, scale=batch.share, workspace=space
@@ -229,7 +254,7 @@ def _draw_relaxed(model: LatentModel, temperature: float, generator: torch.Gener
     _fill(torch.rand, relaxed, generator)
     _fill(torch.randn, noise, generator)
     moments_of = (factors.mean, factors.rho, factors.logit, space.inclusion, space.exclusion, space.sd)
-    for _, (mean, rho, logit, alpha, beta, sd, own, z, e) in layout.blocks(*moments_of, weight, relaxed, noise):
+    for _, (mean, rho, logit, alpha, beta, sd, own, z, e) in layout.chunks(*moments_of, weight, relaxed, noise):
         torch.sigmoid(logit, out=alpha)
         torch.neg(logit, out=beta).sigmoid_()
         sd.copy_(softplus(rho))
@@ -246,7 +271,7 @@ def _relaxed_gradient(
     """Adds what comes through the drawn weights to the factors' gradients."""
     factors = model.factors
     flats = (factors.rho, *draw, d_weight, space.to_mean, space.to_rho, space.to_logit)
-    for _, (rho, weight, z, noise, d_own, to_mean, to_rho, to_logit) in model.layout.blocks(*flats):
+    for _, (rho, weight, z, noise, d_own, to_mean, to_rho, to_logit) in model.layout.chunks(*flats):
         one, other = space.blocks_like(rho)
         torch.mul(d_own, z, out=one)
         to_mean.add_(one)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bnncli.latent.factors import LEAST_VARIANCE, Moments
+from bnncli.latent.factors import Moments
 from bnncli.latent.products import product
 
 
@@ -18,7 +18,7 @@ def draw_activations(
     inputs: Tensor,
     weight: Moments,
     bias_mean: Tensor,
-    bias_sd: Tensor,
+    bias_variance: Tensor,
     noise: Tensor,
     multiplier: Tensor | None = None,
     *,
@@ -29,7 +29,7 @@ def draw_activations(
     Args:
         inputs: (R, n, in).
         weight: moments of one layer's weights, (R, out, in) each.
-        bias_mean, bias_sd: (R, out).
+        bias_mean, bias_variance: (R, out).
         noise: standard normal, (R, n, out).
         multiplier: z of each input, (R, n, in) or (R, 1, in).
         gradient: as in `product`, of each moment.
@@ -37,9 +37,8 @@ def draw_activations(
     to_mean, to_noise, to_switching = gradient or (None, None, None)
     scaled = inputs if multiplier is None else inputs * multiplier
     mean = product(scaled, weight.mean, bias_mean.unsqueeze(1), to_mean)
-    variance = bias_sd.square().unsqueeze(1) + LEAST_VARIANCE
     squared = inputs.square()
-    variance = product(squared, weight.noise, variance, to_noise)
+    variance = product(squared, weight.noise, bias_variance.unsqueeze(1), to_noise)
     if weight.switching is not None:
         other = squared if multiplier is None else scaled.square()
         variance = product(other, weight.switching, variance, to_switching)

@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from bnncli.latent.factors import LEAST_SD, Factors, Moments, Workspace, log_sd, moments
 from bnncli.latent.layout import NetworkLayout
-from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.prior import LayerPrior, SpikeAndSlab
 
 
 class Multiplier(NamedTuple):
@@ -41,7 +41,7 @@ def weight_divergence(
     """
     num_repeats = factors.mean.shape[0]
     sums = [factors.mean.new_zeros(num_repeats, dtype=torch.float64) for _ in range(layout.num_layers)]
-    own = [_layer(prior, index, factors.mean) for index in range(layout.num_layers)]
+    own = prior.layers(factors.mean)
     for index, (mean, rho, logit) in layout.blocks(factors.mean, factors.rho, factors.logit):
         slab = _slab_divergence(mean, softplus(rho), own[index], None if multipliers is None else multipliers[index])
         kept = torch.sigmoid(logit) * (slab + logsigmoid(logit) - own[index].log_inclusion)
@@ -55,6 +55,21 @@ def bias_divergence(mean: Tensor, rho: Tensor, prior: SpikeAndSlab, layout: Netw
     sd = softplus(rho)
     each = prior.bias_log_sd - log_sd(sd) - 0.5 + (sd.square() + mean.square()) / (2 * prior.bias_sd**2)
     return torch.stack([part.sum(dim=1) for part in layout.biases(each)], dim=1)
+
+
+@torch.no_grad()
+def bias_gradients(
+    factors: Factors, to_mean: Tensor, to_sd: Tensor, prior: SpikeAndSlab, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a loss plus `scale` times the biases' KL with respect to bias_mean and bias_rho, (R, B).
+
+    Args:
+        to_mean, to_sd: of the loss with respect to the biases' means and standard deviations, (R, B).
+    """
+    sd, weight = factors.bias_sd, scale / prior.bias_sd**2
+    to_rho = torch.add(to_sd, sd, alpha=weight)
+    to_rho.sub_(sd.clamp_(min=LEAST_SD).reciprocal_(), alpha=scale).mul_(torch.sigmoid(factors.bias_rho))
+    return torch.add(to_mean, factors.bias_mean, alpha=weight), to_rho
 
 
 @torch.no_grad()
@@ -85,8 +100,11 @@ def factor_gradients(
     result = space.to_mean, space.to_rho, space.to_logit
     given = [part for part in gradient or () if part is not None]
     flats = [factors.mean, factors.rho, factors.logit, space.inclusion, space.exclusion, space.sd, *result]
-    own = [_layer(prior, index, factors.mean) for index in range(layout.num_layers)]
-    for index, blocks in layout.blocks(*flats, *given):
+    own = prior.layers(factors.mean)
+    is_flat = multipliers is None and prior.is_uniform  # layers make no difference then
+    if is_flat:
+        own = (own[0].flat,)
+    for index, blocks in (layout.chunks if is_flat else layout.blocks)(*flats, *given):
         _, _, _, alpha, beta, *_ = blocks
         multiplier = None if multipliers is None else multipliers[index]
         to_mean, to_rho, to_logit = blocks[6:9]
@@ -103,7 +121,7 @@ def factor_gradients(
 
 def _divergence_gradient(
     blocks: Sequence[Tensor],
-    prior: _LayerPrior,
+    prior: LayerPrior,
     multiplier: Multiplier | None,
     scale: float | Tensor,
     scratch: Sequence[Tensor],
@@ -124,7 +142,7 @@ def _divergence_gradient(
     distance.addcmul_(sd, sd).mul_(precision / 2)
     torch.clamp(sd, min=LEAST_SD, out=log)
     torch.reciprocal(log, out=to_sd).mul_(-scale).addcmul_(sd, precision)
-    torch.sub(logit, log.log_(), out=to_alpha).add_(prior.log_sd - 0.5 - prior.log_odds)
+    torch.sub(logit, log.log_(), out=to_alpha).add_(prior.balance)
     to_alpha.mul_(scale).add_(distance)
 
 
@@ -156,7 +174,7 @@ def multiplier_pull(
         weight: moments of these factors' weights.
         workspace: whose scratch is used.
     """
-    own = [_layer(prior, index, factors.mean) for index in range(layout.num_layers)]
+    own = prior.layers(factors.mean)
     pulls = [(factors.mean.new_zeros(len(factors.mean), inputs),) * 2 for _, inputs in layout.shapes]
     for index, (kept, mean) in layout.blocks(weight.mean, factors.mean):
         first, second = pulls[index]
@@ -168,24 +186,7 @@ def multiplier_pull(
     ]
 
 
-class _LayerPrior(NamedTuple):
-    """The prior of one layer, (R or 1, 1, 1) each, in the factors' precision."""
-
-    mean: Tensor
-    log_sd: Tensor
-    precision: Tensor
-    log_odds: Tensor
-    log_inclusion: Tensor
-    log_exclusion: Tensor
-
-
-def _layer(prior: SpikeAndSlab, index: int, like: Tensor) -> _LayerPrior:
-    inclusion, mean, sd = (part[:, index, None, None] for part in (prior.inclusion, prior.slab_mean, prior.slab_sd))
-    parts = (mean, sd.log(), sd.pow(-2), torch.logit(inclusion), inclusion.log(), torch.log1p(-inclusion))
-    return _LayerPrior(*(part.to(like) for part in parts))
-
-
-def _slab_divergence(mean: Tensor, sd: Tensor, prior: _LayerPrior, multiplier: Multiplier | None) -> Tensor:
+def _slab_divergence(mean: Tensor, sd: Tensor, prior: LayerPrior, multiplier: Multiplier | None) -> Tensor:
     """KL between the Gaussians of weights (R, out, in) that are there."""
     if multiplier is None:
         distance = (mean - prior.mean).square_()

@@ -155,13 +155,15 @@ def moments(
 
     Args:
         is_merged: put the whole variance into `noise`, which is all that is needed without multipliers.
-        workspace: to write them to.
+        workspace: of training, to write them to, all layers together. Without one layer by layer: numbers at the end of a
+            block may round otherwise, and predictions shall stay what they were.
     """
     is_split = variance == "exact" and not is_merged
     space = workspace or Workspace.of(factors, layout, has_switching=is_split)
     result = space.moments if is_split else space.moments._replace(switching=None)
     flats = [factors.mean, factors.rho, factors.logit, space.inclusion, space.exclusion, space.sd]
-    for _, (mean, rho, logit, alpha, beta, sd, first, noise, *switching) in layout.blocks(
+    pieces = layout.blocks if workspace is None else layout.chunks
+    for _, (mean, rho, logit, alpha, beta, sd, first, noise, *switching) in pieces(
         *flats, *(part for part in result if part is not None)
     ):
         torch.sigmoid(logit, out=alpha)

@@ -100,6 +100,19 @@ class NetworkLayout:
             for first in range(0, outputs, rows):
                 yield index, [views[index][:, first : first + rows] for views in layers]
 
+    def chunks(self, *flats: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """The same for work that is alike in all layers: 0, and the same columns (R, n) of each of (R, W), of any layers."""
+        num_weights, size = flats[0].shape[1], self._chunk_size(flats[0])
+        if size >= num_weights:
+            yield 0, list(flats)
+            return
+        for first in range(0, num_weights, size):
+            yield 0, [flat[:, first : first + size] for flat in flats]
+
+    def _chunk_size(self, flat: Tensor) -> int:
+        """Columns of a chunk."""
+        return max(1, _BLOCK // flat.shape[0]) if flat.device.type == "cpu" else flat.shape[1]
+
     def _block_rows(self, flat: Tensor) -> list[int]:
         """Rows of each layer's blocks."""
         if flat.device.type != "cpu":
@@ -107,9 +120,10 @@ class NetworkLayout:
         return [min(outputs, max(1, _BLOCK // (inputs * flat.shape[0]))) for outputs, inputs in self.shapes]
 
     def block_size(self, flat: Tensor) -> int:
-        """Numbers in the largest block of (R, W)."""
-        rows = self._block_rows(flat)
-        return max(flat.shape[0] * count * inputs for count, (_, inputs) in zip(rows, self.shapes, strict=True))
+        """Numbers in the largest block or chunk of (R, W)."""
+        rows, chunk = self._block_rows(flat), min(self._chunk_size(flat), flat.shape[1])
+        blocks = (count * inputs for count, (_, inputs) in zip(rows, self.shapes, strict=True))
+        return flat.shape[0] * max(chunk, *blocks)
 
     def biases(self, flat: Tensor) -> list[Tensor]:
         """Each layer's bias (..., out), a view of the biases of all layers (..., B)."""

@@ -8,9 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class LayerPrior(NamedTuple):
+    """The prior of one layer, (R or 1, 1, 1) each; balance is log_sd - 1/2 - log_odds."""
+
+    mean: Tensor
+    log_sd: Tensor
+    precision: Tensor
+    log_odds: Tensor
+    log_inclusion: Tensor
+    log_exclusion: Tensor
+    balance: Tensor
+
+    @property
+    def flat(self) -> LayerPrior:
+        """The same for weights that lie in one row, (R or 1, 1)."""
+        return LayerPrior(*(part[..., 0] for part in self))
 
 
 @dataclass(frozen=True)
@@ -22,7 +40,12 @@ class SpikeAndSlab:
         slab_mean: (R or 1, L), mean of a weight that is there.
         slab_sd: (R or 1, L), its standard deviation.
         bias_sd: standard deviation of the biases, whose mean is zero.
+
+    `is_uniform` says whether it is the same in all layers.
     """
+
+    is_uniform: ClassVar[bool]  # of each instance, but no field: it follows from them
+    _layers: ClassVar[dict[tuple[torch.dtype, torch.device], tuple[LayerPrior, ...]]]
 
     inclusion: Tensor
     slab_mean: Tensor
@@ -34,6 +57,9 @@ class SpikeAndSlab:
             raise ValueError("a prior inclusion probability must lie between 0 and 1")
         if not bool((self.slab_sd > 0).all()) or not self.bias_sd > 0:
             raise ValueError("standard deviations of a prior must be positive")
+        alike = [bool((part == part[:, :1]).all()) for part in self.tensors().values()]
+        object.__setattr__(self, "is_uniform", all(alike))  # asked for once: on a GPU it is a wait
+        object.__setattr__(self, "_layers", {})
 
     @classmethod
     def constant(
@@ -53,6 +79,20 @@ class SpikeAndSlab:
     def bias_log_sd(self) -> float:
         """Logarithm of the biases' standard deviation."""
         return math.log(self.bias_sd)
+
+    def layers(self, like: Tensor) -> tuple[LayerPrior, ...]:
+        """That of each layer, in the precision and on the device of a tensor; made once."""
+        key = like.dtype, like.device
+        if key not in self._layers:
+            self._layers[key] = tuple(self._layer(index, like) for index in range(self.inclusion.shape[1]))
+        return self._layers[key]
+
+    def _layer(self, index: int, like: Tensor) -> LayerPrior:
+        inclusion, mean, sd = (part[:, index, None, None] for part in (self.inclusion, self.slab_mean, self.slab_sd))
+        parts = (mean, sd.log(), sd.pow(-2), torch.logit(inclusion), inclusion.log(), torch.log1p(-inclusion))
+        mean, log_sd, precision, log_odds, log_inclusion, log_exclusion = (part.to(like) for part in parts)
+        balance = log_sd - 0.5 - log_odds
+        return LayerPrior(mean, log_sd, precision, log_odds, log_inclusion, log_exclusion, balance)
 
     def to(self, device: torch.device | str) -> SpikeAndSlab:
         """A copy on another device."""

@@ -34,7 +34,7 @@ from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 
-ALGO_REV = 1
+ALGO_REV = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
 
 
 def run(run: Run, options: FitLbbnnOptions) -> Result:
