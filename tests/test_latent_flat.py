@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bnncli.inference.latent_fit import Plan, _Fit
 from bnncli.inference.latent_steps import Batch, Settings, differentiate, workspace_of
 from bnncli.latent import layout as layouts
 from bnncli.latent.divergence import bias_divergence, bias_gradients, factor_gradients, weight_divergence
@@ -17,6 +18,7 @@ from bnncli.latent.factors import Factors, Moments, initial_factors
 from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.progress import SILENT
 
 SMALL = NetworkLayout((4, 3, 5, 2))
 
@@ -155,3 +157,20 @@ def test_a_layer_more_costs_the_operations_of_its_activations_alone(estimator: s
                 differentiate(model, batch, Settings(estimator), seeded(7), space)
         counts.append(operations.count)
     assert (counts[1] - counts[0]) / 4 <= most
+
+
+def test_one_update_for_one_rate_is_that_of_two() -> None:
+    features = torch.randn(20, 4, generator=seeded(3))
+    states = []
+    for choices, num_groups in (({}, 1), ({"inclusion_rate": 0.02, "early_epochs": 1}, 2)):
+        factors = Factors(**{name: part.float() for name, part in factors_of(SMALL).tensors().items()})
+        plan = Plan(2, 8, 0.02, schedule="cosine", **choices)  # type: ignore[arg-type]
+        data = features, torch.arange(20) % 2
+        fit = _Fit(LatentModel(SMALL, factors, prior_of(3)), data, plan, seeded(4), None)
+        assert len(fit.optimizer.param_groups) == num_groups
+        for _ in range(2):
+            fit.run_epoch(SILENT.task("fit", 6))
+        states.append(fit.state())
+    assert states[0].keys() == states[1].keys()
+    for name, part in states[0].items():
+        assert torch.equal(part, states[1][name]), name

@@ -179,10 +179,9 @@ class _Fit:
         self.parameters = [factors.logit, *others, *flows]
         self.rates = [torch.tensor(plan.learning_rate, device=model.device) for _ in range(3)]
         self.rates_now: tuple[float, ...] = (plan.learning_rate,) * 3
-        groups: list[dict[str, Any]] = [
-            {"params": self.parameters[:1], "lr": self.rates[0]},
-            {"params": others, "lr": self.rates[1]},
-        ]
+        groups: list[dict[str, Any]] = [{"params": [factors.logit, *others], "lr": self.rates[1]}]
+        if plan.inclusion_rate is not None:  # each group is an update of its own
+            groups = [{"params": [factors.logit], "lr": self.rates[0]}, {"params": others, "lr": self.rates[1]}]
         if flows:
             groups.append({"params": flows, "lr": self.rates[2]})
         is_cuda = model.device.type == "cuda"
