@@ -17,8 +17,6 @@ from bnncli import options as o
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import option_fields
 from bnncli.errors import DataError
-from bnncli.option import flag_of
-from bnncli.options.recorded import argument_place
 from bnncli.storage.checkpoints import load_checkpoint
 
 Cli = Any
@@ -224,20 +222,6 @@ def test_hints_of_a_copy_find_the_argument_behind_options(cli: Cli, small_run: P
     notes = {one["name"]: one["remake"] for one in cli("status", other, "--json").json["artifacts"]}
     expected = ["bnncli", "fit-laplace", "--name", "small", "--prior-precision", "10", str(other)]
     assert shlex.split(notes["posteriors/small.safetensors"]) == expected
-
-
-@pytest.mark.parametrize(
-    "command", [one for one in COMMANDS if one.arguments and not one.parent], ids=lambda one: one.name
-)
-def test_the_argument_of_a_recorded_command_is_found_behind_every_option(command: Any) -> None:
-    options = option_fields(command)
-    words = ["bnncli", command.name]
-    for name, (_, hint) in options.items():
-        words += [flag_of(name)] if hint is bool or name == "verbose" else [flag_of(name), "CKPT"]
-    words += ["-o", "CKPT", "-q", "-vv", "--name=CKPT"]
-    assert argument_place([*words, "CKPT"]) == len(words)
-    assert argument_place([*words, "--", "-CKPT"]) == len(words) + 1
-    assert argument_place(words) is None
 
 
 def test_no_flag_stands_alone_in_one_command_and_takes_a_value_in_another() -> None:

@@ -160,6 +160,7 @@ class _Invocation:
             lock=options.get(LockOptions, LockOptions()),
             inputs=options.get(InputOptions, InputOptions()),
             record=options.get(RecordOptions, RecordOptions()),
+            makers={one.name: one.groups for one in COMMANDS if RecordOptions in one.groups},
         )
         sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,17 +22,14 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.recorded import argument_place
-from bnncli.storage.freshness import Followed, check_fresh
+from bnncli.options.recorded import Groups, own_command
+from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import torch
-
-
-_STREAM_FLAGS = {"-q", "--quiet", "-v", "-vv", "--verbose", "--json", "-n", "--dry-run", "-f", "--force"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,7 @@ class Run:
     """One invocation of a command, as its stage sees it.
 
     Attributes:
+        makers: the commands that make artifacts, each with its groups of options.
         is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
         followed: what is known of files that artifacts were made from, until the command writes one.
     """
@@ -98,6 +97,7 @@ class Run:
     lock: LockOptions = field(default_factory=LockOptions)
     inputs: InputOptions = field(default_factory=InputOptions)
     record: RecordOptions = field(default_factory=RecordOptions)
+    makers: Mapping[str, Groups] = field(default_factory=dict)
     is_named: bool = False
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -117,16 +117,13 @@ class Run:
         """A command on this run, to be pasted: quoted, and with the --run-dir that was given."""
         return shlex.join(["bnncli", command, self._pasted_checkpoint, *words, *self._pasted_run_dir])
 
-    def remake(self, header: Header) -> str:
-        """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved."""
-        words = [str(word) for word in header.provenance["command"]]
-        place = argument_place(words)
-        if place is not None:
-            words[place] = self._pasted_checkpoint
-        words = [word for word in words if word not in _STREAM_FLAGS and not word.startswith("--run-dir=")]
-        if "--run-dir" in words:
-            del words[words.index("--run-dir") : words.index("--run-dir") + 2]
-        return shlex.join([*words, *self._pasted_run_dir])
+    def remake(self, header: Header) -> str | None:
+        """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved.
+
+        None where the record is no command of ours: it is never repeated as it stands.
+        """
+        words = own_command(header.provenance["command"], self.makers, self._pasted_checkpoint)
+        return None if words is None else shlex.join([*words, *self._pasted_run_dir])
 
     @property
     def _pasted_checkpoint(self) -> str:
@@ -185,7 +182,7 @@ class Run:
             raise DataError(
                 f"{header.path} was made from another checkpoint than {self.checkpoint_path}",
                 code="wrong_checkpoint",
-                hint=self.remake(header) or None,
+                hint=self.remake(header) or UNKNOWN_MAKER,
                 path=header.path,
             )
         return dict(recorded)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,29 +209,35 @@ def _staleness_of_features(header: Header) -> Stale | None:
     return Stale(f"the splits of the run do not belong together: {why}", newest)
 
 
-def refresh_command(header: Header, stale: Stale, remake: Callable[[Header], str]) -> str:
-    """The command that makes a stale artifact true again, or the splits that it is made from."""
-    return remake(header) if stale.maker is None else f"{remake(stale.maker)} --force"
+def refresh_command(header: Header, stale: Stale, remake: Callable[[Header], str | None]) -> str | None:
+    """The command that makes a stale artifact true again, or the splits that it is made from; None where none is known."""
+    if stale.maker is None:
+        return remake(header)
+    command = remake(stale.maker)
+    return None if command is None else f"{command} --force"
 
 
-def remake_command(header: Header) -> str:
-    """The command that made an artifact, to be pasted."""
-    return shlex.join(str(word) for word in header.provenance.get("command", []))
+UNKNOWN_MAKER = "make it again with the command that made it: its header records none of bnncli's"
 
 
 def check_fresh(
     header: Header,
     *,
     weights_digest: str | None,
-    remake: Callable[[Header], str] = remake_command,
+    remake: Callable[[Header], str | None],
     followed: Followed | None = None,
 ) -> None:
-    """Raise DataError when the artifact is stale, with the command that makes it again; arguments as of staleness."""
+    """Raise DataError when the artifact is stale, with the command that makes it again.
+
+    Args:
+        weights_digest, followed: as of staleness.
+        remake: that command, to be pasted; None where it is not known.
+    """
     stale = staleness(header, weights_digest=weights_digest, followed=followed)
     if stale is not None:
         raise DataError(
             f"{header.path} is stale: {stale.why}",
             code="stale_input",
-            hint=refresh_command(header, stale, remake) or None,
+            hint=refresh_command(header, stale, remake) or UNKNOWN_MAKER,
             path=header.path,
         )
