@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -63,6 +64,11 @@ class Console:
         self._line("ERROR", error.message)
         if error.hint:
             self._line("HINT", error.hint)
+
+    def traceback(self, error: BaseException) -> None:
+        """Where an exception came from; its text may be a file's, and is escaped as every other line."""
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            self._write(printable(line))
 
     def poll(self, where: str = "") -> None:
         """Raise Interrupted when a signal has come."""

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def printable(text: str) -> str:
-    """`text` in one line that every terminal and file can take: control characters and stray bytes are escaped."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def printable(text: str, *, keep_bytes: bool = False) -> str:
+    """`text` in one line that every terminal and file can take: control characters and stray bytes are escaped.
+
+    Args:
+        keep_bytes: leave the bytes of a file name that are not UTF-8, so that a script gets the name as it is.
+    """
+    return "".join(char if _is_shown(char, keep_bytes) else _escape(char) for char in text)
+
+
+def _is_shown(char: str, keep_bytes: bool) -> bool:
+    return char.isprintable() or (keep_bytes and "\udc80" <= char <= "\udcff")
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode()
 
 
 def quoted(name: object, *, limit: int = 80) -> str:

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from dataclasses import fields
 from typing import Any, TextIO
 
@@ -31,6 +30,7 @@ from bnncli.errors import (
     is_short_of_memory,
     resource_error,
 )
+from bnncli.names import printable
 from bnncli.option import flag_of
 from bnncli.options import (
     CommonOptions,
@@ -196,7 +196,7 @@ class _Invocation:
                 print_table(table, self.results)
             paths = [output["path"] for output in result.outputs] if not result.tables else []
             for line in result.lines or paths:
-                print(line, file=self.results)
+                print(printable(line, keep_bytes=not self.results.isatty()), file=self.results)
         if failure is not None:
             self.results.flush()  # the error stands last where both streams go to one place
             self.console.error(failure)
@@ -232,9 +232,9 @@ class _Invocation:
                 return
             known = BnnError(f"{type(error).__name__}: {error}", hint="this is a bug in bnncli; please report it")
             self.console.stop_bar()
-            traceback.print_exception(error, file=sys.stderr)
+            self.console.traceback(error)
         elif self.console.options.verbose:
-            traceback.print_exception(error, file=sys.stderr)
+            self.console.traceback(error)
         if known.code == "out_of_memory" and known.hint is None:
             known.hint = memory_advice(self._named_command(), is_gpu="cuda" in known.message.lower())
         self.console.stop_bar()

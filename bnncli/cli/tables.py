@@ -33,7 +33,7 @@ def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
     drawn = Table(box=box.SIMPLE_HEAD if is_terminal else box.ASCII2, show_edge=is_terminal, pad_edge=False)
     for position, column in enumerate(table.columns):
         is_number = position > 0 and all(_is_number(row[position]) for row in table.rows)
-        drawn.add_column(Text(column), justify="right" if is_number else "left", overflow="fold")
+        drawn.add_column(Text(printable(column)), justify="right" if is_number else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(printable(cell)) for cell in row))
     console.print(drawn)

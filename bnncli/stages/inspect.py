@@ -31,31 +31,34 @@ def _artifact(header: Header) -> Result:
     facts: list[list[str]] = [
         ["kind", header.kind],
         ["schema", header.schema],
-        ["content digest", header.content_digest],
-        ["command", " ".join(str(word) for word in provenance.get("command", []))],
+        ["content digest", _short(header.content_digest)],
+        ["command", _short(" ".join(str(word) for word in provenance["command"]), 2000)],
         [
             "made",
-            f"{provenance.get('created_at')} in {provenance.get('seconds')} s on {provenance.get('device')}",
+            f"{_short(provenance.get('created_at'))} in {provenance.get('seconds')} s on {_short(provenance.get('device'))}",
         ],
-        ["bnncli", str(provenance.get("tool", {}).get("version"))],
+        ["bnncli", _short(provenance.get("tool", {}).get("version"))],
         ["checkpoint", (header.weights_digest or "none")],
     ]
-    facts += [["source", str(provenance["source"])]] if "source" in provenance else []
-    facts += [[f"input {entry['role']}", f"{entry['path']} {entry['content_digest']}"] for entry in header.inputs]
-    facts += [[f"param {name}", str(value)] for name, value in sorted(provenance.get("params", {}).items())]
+    facts += [["source", _short(provenance["source"], 2000)]] if "source" in provenance else []
+    facts += [
+        [f"input {_short(entry['role'])}", f"{_short(entry['path'], 2000)} {_short(entry['content_digest'])}"]
+        for entry in header.inputs
+    ]
+    facts += [[f"param {_short(name)}", _short(value, 2000)] for name, value in sorted(provenance["params"].items())]
     shown = {
         name: value
         for name, value in meta.items()
         if name not in ("metrics", "rows", "curve", "classes", "param_layout", "predictions")
     }
     facts += [
-        [name, quoted(value, limit=120) if isinstance(value, str) else str(value)[:160]]
+        [_short(name), quoted(value, limit=120) if isinstance(value, str) else _short(value)]
         for name, value in sorted(shown.items())
     ]
     metrics = meta.get("metrics") or {}
-    facts += [[f"metric {name}", str(value)[:160]] for name, value in metrics.items()]
+    facts += [[f"metric {_short(name)}", _short(value)] for name, value in metrics.items()]
     arrays = _arrays(header)
-    facts += [[f"array {name}", described] for name, described in arrays.items()]
+    facts += [[f"array {_short(name)}", described] for name, described in arrays.items()]
     document = {
         "kind": header.kind,
         "content_digest": header.content_digest,
@@ -65,6 +68,12 @@ def _artifact(header: Header) -> Result:
         "arrays": arrays,
     }
     return Result(extra=document, tables=[Table(["what", "value"], facts[:MAX_ROWS], title=str(header.path))])
+
+
+def _short(value: Any, limit: int = 160) -> str:
+    """A value of a file in a cell: cut after `limit` characters."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _arrays(header: Header) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
 from bnncli.inputs import read_error, reading
+from bnncli.storage.header_types import is_text, odd_field
 
 SCHEMA = "1.0"
 KINDS = ("features", "posterior", "samples", "predictions", "metrics")
@@ -58,42 +60,27 @@ class Header:
 def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: Any, meta: Any) -> Header:
     """A Header from raw values. Raises DataError when they are not what our writer makes."""
     if kind not in KINDS:
-        raise DataError(f"{path}: not a bnncli artifact (kind {kind!r})", code="wrong_kind", path=path)
-    major = str(schema).partition(".")[0]
-    if not major.isdigit():
-        raise DataError(f"{path}: unreadable schema {schema!r}", code="bad_schema", path=path)
-    if int(major) > int(SCHEMA.partition(".")[0]):
+        raise DataError(f"{path}: not a bnncli artifact (kind {repr(kind)[:80]})", code="wrong_kind", path=path)
+    version = re.fullmatch(r"([0-9]{1,4})(\.[0-9]{1,4})?", schema) if isinstance(schema, str) else None
+    if version is None:
+        raise DataError(f"{path}: unreadable schema {repr(schema)[:80]}", code="bad_schema", path=path)
+    major, own = int(version[1]), int(SCHEMA.partition(".")[0])
+    if major > own:
         raise DataError(
             f"{path}: schema {schema} was made by a newer bnncli; this one reads {SCHEMA}",
             code="future_schema",
             hint="upgrade bnncli",
             path=path,
         )
-    if int(major) < int(SCHEMA.partition(".")[0]):
+    if major < own:
         raise DataError(f"{path}: schema {schema} is older than {SCHEMA}", code="old_schema", path=path)
-    if not isinstance(digest, str) or not isinstance(provenance, dict) or not isinstance(meta, dict):
+    if not is_text(digest) or not isinstance(provenance, dict) or not isinstance(meta, dict):
         raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
-    if not _is_provenance(provenance) or not all(key in meta for key in _REQUIRED_META.get(kind, ())):
-        raise DataError(f"{path}: its header is damaged", code="bad_header", path=path)
-    return Header(path, kind, str(schema), digest, provenance, meta)
-
-
-_REQUIRED_META = {"predictions": ("posterior", "integrator", "split", "num_examples")}
-
-
-def _is_provenance(value: dict[str, Any]) -> bool:
-    """True when everything that readers look up is there and of the right type."""
-    inputs, checkpoint = value.get("inputs"), value.get("checkpoint")
-    types = {"params_hash": str, "params": dict, "algo_rev": int, "command": list, "inputs": list}
-    if not all(isinstance(value.get(key), kind) for key, kind in types.items()):
-        return False
-    if not all(_has_texts(entry, "role", "path", "content_digest") for entry in inputs or []):
-        return False
-    return checkpoint is None or _has_texts(checkpoint, "file_sha256", "weights_digest")
-
-
-def _has_texts(value: Any, *keys: str) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in keys)
+    if (field := odd_field(kind, provenance, meta)) is not None:
+        raise DataError(
+            f"{path}: its header is damaged: {field!r} is not what it should be", code="bad_header", path=path
+        )
+    return Header(path, kind, schema, digest, provenance, meta)
 
 
 def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> Any:
