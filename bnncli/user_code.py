@@ -34,13 +34,21 @@ def running(what: str, *, but: type[Exception] = BnnError) -> Iterator[None]:
     """
     try:
         yield
-    except (BnnError, MemoryError, but):
+    except (BnnError, MemoryError, SystemExit, GeneratorExit, but):
         raise
-    except Exception as error:
-        first_line = str(error).strip().split("\n")[0][:200]
+    except BaseException as error:  # theirs may be of any kind; Ctrl-C does not come as an exception here
+        first_line = _text_of(error).strip().split("\n")[0][:200]
         raise DataError(
             f"{what} raised {type(error).__name__}: {first_line}", code="user_code", hint="-v shows where"
         ) from error
+
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says; nothing where even that raises."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
@@ -55,10 +63,11 @@ def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
         raise UsageError(f"{option}: expected package.module:factory or file.py:factory, got {spec!r}")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    except (BnnError, MemoryError):
+    except (BnnError, MemoryError, SystemExit):
         raise
-    except Exception as error:
-        raise UsageError(f"{option}: importing {place!r} failed: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        message = f"{option}: importing {place!r} failed: {type(error).__name__}: {_text_of(error)}"
+        raise UsageError(message) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise UsageError(f"{option}: {place!r} has no callable named {attribute!r}")
@@ -73,7 +82,10 @@ def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, 
     Raises:
         UsageError: for a name that the factory does not accept, listing those it does, or a value of the wrong type.
     """
-    parameters = inspect.signature(factory).parameters
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{option}: the factory's arguments cannot be told: {error}") from error
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     accepted = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
     hints = _type_hints(factory)
@@ -88,7 +100,7 @@ def check_arguments(factory: Callable[..., Any], arguments: Mapping[str, Any], *
     """Nothing, when `factory` can be called with these arguments. Raises UsageError naming what is missing."""
     try:
         inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(f"{option}: the factory cannot be called: {error}") from error
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bnncli.errors import DataError
 
+MAX_CLASSES = 1_000_000
 _ONE_CLASS = "bnncli takes one class an example"
 
 
@@ -32,7 +33,17 @@ def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> Tensor:
     if len(negative):
         first = negative[0]
         raise DataError(f"{where}: {rule}; row {first} has {labels[first]}", code="bad_labels")
+    check_largest(int(labels.max(initial=0)), f"{where}: {rule}; row {int(labels.argmax()) if len(labels) else 0}")
     return torch.from_numpy(labels.astype(np.int64))
+
+
+def check_largest(label: int, where: str) -> None:
+    """Raise DataError when a label would be of more classes than any classifier has: each of them gets a name."""
+    if label >= MAX_CLASSES:
+        raise DataError(
+            f"{where} has {label}, expected at most {MAX_CLASSES - 1}", code="bad_labels",
+            hint="number the classes from 0: np.unique(labels, return_inverse=True)[1]",
+        )  # fmt: skip
 
 
 def explain_matrix(labels: np.ndarray) -> tuple[str, str]:

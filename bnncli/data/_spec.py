@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,7 @@ from bnncli import registry
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._split import Split
 from bnncli.errors import DataError, UsageError
+from bnncli.inputs import reading
 from bnncli.option import check_split_name
 
 _FAMILY = "data"
@@ -45,10 +47,11 @@ def load_split(spec: str, *, preprocess: Preprocess | None = None) -> Split:
     module = registry.load_module(_FAMILY, kind)
     match = re.fullmatch(r"(.+)@(\d+)", place)
     count = None
-    if match and not module.exists(place):
-        place, count = match[1], int(match[2])
     preprocess = preprocess or Preprocess()
-    source = module.open_source(place, preprocess)
+    with reading(Path(place)):  # a name too long, a folder that may not be entered
+        if match and not module.exists(place):
+            place, count = match[1], int(match[2])
+        source = module.open_source(place, preprocess)
     if count is not None and not 1 <= count <= len(source):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(source)}", code="too_few_rows")
     rows = torch.arange(len(source) if count is None else count)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from bnncli import user_code
-from bnncli.data._labels import explain_matrix
+from bnncli.data._labels import check_largest, explain_matrix
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, UsageError
 from bnncli.progress import Progress
@@ -81,14 +81,19 @@ def open_source(place: str, preprocess: Preprocess) -> DatasetSource:
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_items:
         raise UsageError(f"--data py: {place!r} returned {type(dataset).__name__}, expected a map-style Dataset")
-    if len(dataset) == 0:
+    with user_code.running(f"py:{place} len()"):
+        size = len(dataset)
+    if size == 0:
         raise DataError(f"py:{place}: no examples", code="empty_split")
     with user_code.running(f"py:{place} row 0"):
         first = dataset[0]
     _, label = _item(first, f"py:{place} row 0")
-    classes, names = (_texts(getattr(dataset, attribute, None)) for attribute in ("classes", "names"))
-    if names is not None and len(names) != len(dataset):
-        raise DataError(f"py:{place}: its attribute `names` has {len(names)} names for {len(dataset)} examples")
+    with user_code.running(f"py:{place} its attributes `classes` and `names`"):
+        classes, names = (_texts(getattr(dataset, attribute, None)) for attribute in ("classes", "names"))
+    if any("\0" in text for text in (*(classes or ()), *(names or ()))):
+        raise DataError(f"py:{place}: its attributes `classes` and `names` may not have the character NUL in them")
+    if names is not None and len(names) != size:
+        raise DataError(f"py:{place}: its attribute `names` has {len(names)} names for {size} examples")
     return DatasetSource(dataset, f"py:{place}", label is not None, classes, names)
 
 
@@ -102,15 +107,23 @@ def _item(item: Any, where: str) -> tuple[Tensor, int | None]:
     """The input as a tensor, the label as a number or None."""
     value, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
     if not isinstance(value, Tensor):
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise DataError(f"{where}: the input cannot be made an array: {str(error)[:150]}") from error
         if array.dtype.kind not in "fui":
             raise DataError(f"{where}: expected an input that is a tensor, array or image, got {type(value).__name__}")
         value = torch.from_numpy(np.array(array))
+    if value.is_nested or value.is_meta or value.layout is not torch.strided:
+        raise DataError(f"{where}: the input is a sparse, nested or empty tensor, expected a plain one")
     return value, None if label is None else _label(label, where)
 
 
 def _label(label: Any, where: str) -> int:
-    array = np.asarray(label)
+    try:
+        array = np.asarray(label)
+    except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError) as error:
+        raise DataError(f"{where}: the label cannot be made a number: {str(error)[:150]}", code="bad_labels") from error
     if array.ndim == 1 and array.size > 1:
         found, hint = explain_matrix(array[None])
         raise DataError(
@@ -127,4 +140,5 @@ def _label(label: Any, where: str) -> int:
         raise DataError(
             f"{where}: labels must be whole numbers, counted from 0; got {label!r}"[:300], code="bad_labels"
         )
+    check_largest(int(array), f"{where}: labels must be whole numbers, counted from 0; it")
     return int(array)

@@ -181,7 +181,7 @@ def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, ac
     residual, direction = right.clone(), right.clone()
     square = residual.square().sum()
     distance = float(square)
-    goal = accuracy**2 * distance
+    goal = max(accuracy**2 * distance, torch.finfo(right.dtype).tiny)  # below it squares are lost
     for iteration in range(_MAX_CG_ITERATIONS):
         if distance <= goal:
             return x, iteration

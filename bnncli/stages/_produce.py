@@ -12,7 +12,7 @@ from bnncli.errors import BnnError, OutputExists, UsageError
 from bnncli.stages._run import Result, Run, source_json
 from bnncli.storage.atomic import check_free_space, check_writable, remove_dead_temporaries
 from bnncli.storage.freshness import Decision, decide, is_same_file
-from bnncli.storage.headers import Header
+from bnncli.storage.headers import Header, interpreting
 from bnncli.storage.locks import artifact_lock
 from bnncli.storage.provenance import Source, build_provenance
 
@@ -186,7 +186,8 @@ def _up_to_date(run: Run, request: Request, header: Header, when_fresh: Callable
     nothing = Computed(
         publish=lambda provenance, may_replace: header.content_digest, metrics=header.meta.get("metrics", {})
     )
-    computed = when_fresh(header) if when_fresh else nothing
+    with interpreting(header.path):
+        computed = when_fresh(header) if when_fresh else nothing
     run.console.info(f"{request.target}: up to date")
     return _result(request, "up_to_date", header.content_digest, computed)
 

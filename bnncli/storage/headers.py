@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,21 @@ def check_header(path: Path, kind: Any, schema: Any, digest: Any, provenance: An
             f"{path}: its header is damaged: {field!r} is not what it should be", code="bad_header", path=path
         )
     return Header(path, kind, schema, digest, provenance, meta)
+
+
+@contextmanager
+def interpreting(path: Path) -> Iterator[None]:
+    """Numbers of a fit, kept in a header, are looked up inside the block: what cannot be is damage of the file, not a bug.
+
+    Raises:
+        DataError: for a field that is missing or of another type.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = " ".join(str(error).split())[:120]
+        message = f"{path}: its header is damaged ({type(error).__name__}: {what})"
+        raise DataError(message, code="bad_header", hint="make it again", path=path) from error
 
 
 def parse_json(path: Path, text: str | bytes, *, most_bytes: int = MAX_JSON_BYTES) -> Any:

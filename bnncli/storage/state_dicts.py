@@ -111,7 +111,7 @@ def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
                 f"{quoted(name)} is a sparse, nested, quantized or empty tensor, expected a plain one",
                 code="odd_tensor",
             )
-        state[name] = value.detach()
+        state[name] = value.detach().resolve_conj().resolve_neg()
     if not state:
         raise DataError("the file holds no tensors", code="no_state_dict")
     return state
