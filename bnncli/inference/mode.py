@@ -181,13 +181,14 @@ def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, ac
     residual, direction = right.clone(), right.clone()
     square = residual.square().sum()
     distance = float(square)
-    goal = max(accuracy**2 * distance, torch.finfo(right.dtype).tiny)  # below it squares are lost
+    goal = accuracy**2 * distance
     for iteration in range(_MAX_CG_ITERATIONS):
         if distance <= goal:
             return x, iteration
         signals.raise_if_interrupted("the search for the mode")
         product = multiply(direction)
-        length = square / (direction * product).sum()
+        curvature = (direction * product).sum()
+        length = torch.where(curvature > 0, square / curvature, 0.0)  # lost below the smallest number: nothing to solve
         x += length * direction
         residual -= length * product
         previous, square = square, residual.square().sum()
