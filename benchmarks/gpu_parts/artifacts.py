@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bnncli.inference.latent_fit import History
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header
@@ -34,6 +35,7 @@ SCORES = 1e-6
 CHOSEN_PRIOR = 0.05  # of log precision: a search is as exact as that
 NATS = 0.5  # of an ELBO: what refine calls no difference that matters
 UNTRAINED = 0.2  # of what a training gains, for trainings that end before they stand still
+TRAINED = 0.01  # of a bound, beside what repeats scatter by
 STANDARD_ERRORS = 5.0
 DIAGNOSED = 1e-3  # of a diagnosis's numbers, which are sums of 10,000 nats in float32
 LOOSE_NLL = 5e-3  # nats per example, where each device went its own way from the features on
@@ -112,10 +114,23 @@ def _of_posteriors(reference: Path, made: Path) -> Iterator[Difference]:
         yield _by_errors("ELBO", _values(header, other, "elbo_after"), slack=NATS + UNTRAINED * gain)
     elif kind == "latent-binary":
         yield _by_errors("bound", _values(header, other, "bound"), slack=NATS)
+        yield from _of_trainings(History.from_tensors(first).bound(), History.from_tensors(second).bound())
     else:
         for name in sorted(first):
             largest = max(1e-30, float(first[name].double().abs().max())) if first[name].numel() else 1.0
             yield Difference(name, _apart(first[name], second[name]) / largest, POINT)
+
+
+def _of_trainings(one: Tensor, other: Tensor) -> Iterator[Difference]:
+    """Bounds (E, R) of the last quarter of the epochs, by how they scatter over the repeats, where there are several."""
+    if one.shape[1] < 2:
+        return
+    last = slice(-max(1, len(one) // 4), None)
+    means = [bound[last].mean(dim=0) for bound in (one, other)]
+    error = math.sqrt(sum(float(mean.var()) / len(mean) for mean in means))
+    apart = abs(float(means[0].mean() - means[1].mean()))
+    room = TRAINED * abs(float(means[0].mean())) + STANDARD_ERRORS * error
+    yield Difference("bound while training, nats", apart, room)
 
 
 def _of_gaussians(one: tuple[dict[str, Tensor], Header], other: tuple[dict[str, Tensor], Header]) -> Iterator[Difference]:  # fmt: skip
