@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,13 @@ def read_error(error: OSError, path: Path, what: str = "") -> BnnError:
 
 def is_failure(error: BaseException) -> bool:
     """Whether an exception that came while content was parsed is the system's, and says nothing about the content."""
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_ODD_CONTENT
+    found = _behind(error)
+    return isinstance(found, OSError) and found.errno is not None and found.errno not in _OF_ODD_CONTENT
+
+
+def _behind(error: BaseException) -> BaseException | None:
+    """The exception itself; of one that zipfile makes of an error of the system, saying the file is no archive, that."""
+    return error.__context__ if isinstance(error, zipfile.BadZipFile) else error
 
 
 @contextmanager
@@ -77,5 +84,8 @@ def reading(path: Path) -> Iterator[None]:
     """Errors of the operating system inside the block are those of reading `path`: raised as read_error says."""
     try:
         yield
-    except OSError as error:
-        raise read_error(error, path) from error
+    except (OSError, zipfile.BadZipFile) as error:
+        found = _behind(error)
+        if not isinstance(found, OSError):
+            raise
+        raise read_error(found, path) from error

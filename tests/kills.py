@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import io
 import multiprocessing
 import os
-import random
 import runpy
 import signal
 import sys
@@ -118,42 +116,6 @@ def run_killed_at(argv: list[str], module: str, name: str, after: int = 0) -> No
 
     setattr(home, name, call)
     run_command_line(argv, io.StringIO())
-
-
-def kill_at_any_moment(argv: list[str], target: Path) -> None:
-    """In the child: a command that writes `target` again and again, killed at twenty moments; fails where it is damaged."""
-    from bnncli.cli.execute import run_command_line
-    from bnncli.storage import atomic
-
-    reserve, moments = atomic.reserve, random.Random(0)
-
-    def slowly(descriptor: int, size: int) -> None:
-        reserve(descriptor, size)
-        time.sleep(0.03)  # a slow disk: many a kill comes while a file is written
-
-    atomic.reserve = slowly
-    assert run_command_line(argv, io.StringIO()) == 0  # imports what the children need
-    gc.collect()
-    gc.freeze()  # a collection of everything takes longer than the command, and every child would begin with one
-    begin = time.monotonic()
-    assert run_command_line(argv, io.StringIO()) == 0
-    longest = 2 * (time.monotonic() - begin)  # however busy the machine is, some children finish a command
-    target.unlink()
-    states = set()
-    for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            while run_command_line(argv, io.StringIO()) == 0:
-                pass
-            os._exit(1)
-        time.sleep(moments.uniform(0, longest))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        states.add(target.exists())
-        assert not target.exists() or run_command_line(["verify", str(target), "-q"], io.StringIO()) == 0
-    assert run_command_line(argv, io.StringIO()) == 0
-    assert [path.name for path in target.parent.iterdir()] == ["test.h5"]
-    assert True in states
 
 
 def run_signalled_in(argv: list[str], folder: Path, name: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from kills import kill_at_any_moment, start
 
 Cli = Any
 ARTIFACTS = {
@@ -70,28 +69,6 @@ def test_verify_sees_one_flipped_byte_anywhere(cli: Cli, small_run: Path, kind: 
     refused_by_verify(cli, path, flipped)
 
 
-COMMANDS = {
-    "features": ("predict", "--posterior", "map", "--integrator", "plug-in", "--name", "x"),
-    "gaussian": ("refine", "--name", "x", "--epochs", 1),
-    "flow": ("predict", "--posterior", "refine", "--name", "x"),
-    "samples": ("predict", "--posterior", "hmc", "--name", "x"),
-    "predictions": ("evaluate", "--force"),
-}
-
-
-@pytest.mark.parametrize("kind", COMMANDS)
-def test_a_command_refuses_a_truncated_input(cli: Cli, small_run: Path, kind: str) -> None:
-    command, *words = COMMANDS[kind]
-    path = artifact(small_run, kind)
-    content = path.read_bytes()
-    for offset in offsets(content, 8):
-        path.write_bytes(content[:offset])
-        done = cli(command, small_run, *words)
-        assert done.code == 65, done.stderr
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
-
-
 OUTPUTS = {
     "features": ("extract-features", "--from-npz", "features.npz", "--ood", "far"),
     "gaussian": ("fit-laplace", "--prior-precision", "10"),
@@ -144,25 +121,6 @@ def test_status_says_which_artifact_is_invalid(cli: Cli, small_run: Path) -> Non
     assert states["posteriors/laplace.safetensors"] == "invalid"
     assert states["posteriors/map.safetensors"] == "fresh"
     assert states["posteriors/refine.safetensors"] == "stale"
-
-
-def test_a_command_killed_at_any_moment_leaves_nothing_or_a_whole_artifact(small_run: Path) -> None:
-    words = [
-        "predict",
-        str(small_run),
-        "--posterior",
-        "laplace",
-        "--split",
-        "test",
-        "--name",
-        "killed",
-        "-q",
-        "--force",
-    ]
-    words += ["--threads", "1"]
-    process = start(kill_at_any_moment, words, small_run.with_name("small.bnn") / "predictions" / "killed" / "test.h5")
-    process.join(timeout=120)
-    assert process.exitcode == 0
 
 
 def test_leftovers_of_a_killed_run_are_shown_and_cleaned(cli: Cli, small_run: Path) -> None:

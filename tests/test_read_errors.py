@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
+import torch
 
 from bnncli.errors import MissingInput, ReadError
 from bnncli.storage import hdf5
@@ -70,6 +72,28 @@ def test_an_error_that_the_library_tells_as_a_missing_key_is_the_systems(
     text = f"Unable to synchronously open object (file read failed: time = x, file descriptor = 3, errno = {number}, e"
     with pytest.raises(kind, match=os.strerror(number)), open_hdf5(path):
         raise KeyError(text)
+
+
+@pytest.mark.parametrize("command", ["convert", "extract-features"])
+@pytest.mark.parametrize("at", range(3))
+def test_an_archive_whose_directory_cannot_be_read_is_not_called_damaged(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, command: str, at: int
+) -> None:
+    read, left = zipfile._EndRecData, [at]  # type: ignore[attr-defined]
+
+    def fail(stream: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError(errno.EIO, "x")
+        return read(stream)
+
+    torch.save({"weight": torch.ones(2)}, small_run.with_name("a.pt"))
+    words = ("a.pt", "b.safetensors") if command == "convert" else ("other", "--from-npz", "features.npz")
+    monkeypatch.chdir(small_run.parent)
+    monkeypatch.setattr(zipfile, "_EndRecData", fail)
+    done = cli(command, *words, "--json")
+    assert (done.code, "Traceback" in done.stderr) == ((74, False) if left[0] < 0 else (0, False)), done.stderr
+    assert at > 1 or left[0] < 0
 
 
 def test_a_damaged_reference_is_refused_and_not_left_out(cli: Cli, small_run: Path) -> None:

@@ -26,11 +26,13 @@ class Line:
     """One way to run a command, in the folder of a finished run.
 
     Attributes:
+        command: its name; after a slash, which way of running it.
         words: after the command.
         earlier: the same with other options: what the trials find there and replace; None where there is nothing to replace.
         outputs: what it writes, relative to the folder (patterns).
         inputs: files that it reads, for mutations.
         force: what is added where there is something to replace.
+        is_read_only: whether it must write nothing.
     """
 
     command: str
@@ -39,6 +41,7 @@ class Line:
     earlier: tuple[str, ...] | None = None
     inputs: tuple[str, ...] = ()
     force: tuple[str, ...] = ("--force",)
+    is_read_only: bool = False
 
     def argv(self, words: tuple[str, ...], *more: str) -> list[str]:
         """The command line."""
@@ -60,7 +63,6 @@ _TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "
 _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
 
-# The key is the command, and after a slash which way of running it.
 LINES = {
     line.command: line
     for line in (
@@ -136,9 +138,9 @@ LINES = {
         ),
         Line(
             "evaluate",
-            ("small", "--posterior", "laplace", "--bootstrap", "20", "--split", "test", "--plot", "figures"),
+            ("small", "--posterior", "laplace", "--bootstrap", "0", "--split", "test", "--plot", "figures"),
             ("small.bnn/metrics/laplace.mc.json", "figures/*.png"),
-            ("small", "--posterior", "laplace", "--bootstrap", "20", "--bins", "10"),
+            ("small", "--posterior", "laplace", "--bootstrap", "0", "--bins", "10"),
             (_MC, "small.bnn/posteriors/hmc.nc"),
         ),
         Line(
@@ -152,14 +154,13 @@ LINES = {
         Line("convert", ("net.pt", "plain.safetensors"), ("plain.safetensors",), ("other.pt", "plain.safetensors"), ("net.pt",)),
         Line("clean", ("small",), force=()),
         Line("demo", ("--dir", "demo"), ("demo/*.npz", "demo/*.pt"), force=()),
-        Line("diagnose", ("small", "--posterior", "laplace", "--samples", "50"), inputs=(_TRAIN, _LAPLACE)),
-        Line("status", ("small",)),
-        Line("inspect", (_LAPLACE,), inputs=(_LAPLACE,)),
-        Line("verify", ("small.bnn",), inputs=(_TRAIN, _LAPLACE, _MC)),
-        Line("config show", ("refine",)),
+        Line("diagnose", ("small", "--posterior", "laplace"), inputs=(_TRAIN, _LAPLACE), is_read_only=True),
+        Line("status", ("small",), is_read_only=True),
+        Line("inspect", (_LAPLACE,), is_read_only=True),
+        Line("verify", ("small.bnn",), inputs=(_TRAIN, _LAPLACE, _MC), is_read_only=True),
+        Line("config show", ("refine",), is_read_only=True),
     )
 }  # fmt: skip
-READ_ONLY = ("diagnose", "status", "inspect", "verify", "config show")
 # Options that name a file or folder which is written, and those that name one which is read.
 WRITTEN = {"--plot", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
 READ = {"--config", "--from-npz"}

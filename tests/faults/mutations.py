@@ -17,7 +17,8 @@ def mutations(path: Path, count: int, generator: random.Random) -> Iterator[tupl
     for _ in range(count):
         at = generator.randrange(len(content))
         yield f"truncated at {at}", content[:at]
+    # Posteriors may be called anything, and are what they say they are; what the user's own files hold cannot be told.
     others = sorted(other for other in path.parent.glob(f"*{path.suffix}") if other.name != path.name)
-    for other in generator.sample(others, min(count, len(others))):
+    for other in generator.sample(others, min(count, len(others))) if path.parent.name == "features" else ():
         if other.read_bytes() != content:
             yield f"swapped with {other.name}", other.read_bytes()

@@ -101,7 +101,7 @@ class Shim:
         os.open = opened
 
     def _watch_h5py(self) -> None:
-        """The library reads and writes by itself: its errors are an OSError with the errno in its text."""
+        """The library reads and writes by itself; its errors have the errno in their text, and may be a KeyError."""
 
         def watch(owner: Any, name: str, kind: str, file_of: Callable[[Any], Any]) -> None:
             plain = getattr(owner, name)
@@ -112,15 +112,17 @@ class Shim:
                     try:
                         self.hit(_kind(kind, words, names), file)
                     except OSError as error:
-                        raise OSError(
-                            error.errno, f"Can't do it (errno = {error.errno}, error message = '{error.strerror}')"
-                        ) from None
+                        text = f"file descriptor = 3, errno = {error.errno}, error message = '{error.strerror}'"
+                        if owner is h5py.Group and name == "__getitem__":
+                            raise KeyError(f"Unable to synchronously open object ({text})") from None
+                        raise OSError(error.errno, f"Unable to synchronously do it ({text})") from None
                 return plain(this, *words, **names)
 
             setattr(owner, name, call)
 
         watch(h5py.File, "__init__", "open", lambda words: words[1] if len(words) > 1 else None)
         for owner, name, kind in (
+            (h5py.Group, "__getitem__", "read"),
             (h5py.Dataset, "__getitem__", "read"),
             (h5py.Dataset, "__setitem__", "write"),
             (h5py.Group, "create_dataset", "write"),
