@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def mutations(path: Path, count: int, generator: random.Random) -> Iterator[tuple[str, bytes]]:
+def mutations(path: Path, count: int, generator: random.Random, *, swaps: bool) -> Iterator[tuple[str, bytes]]:
     """So many of each kind: what was done, and the content."""
     content = path.read_bytes()
     for _ in range(count):
@@ -19,6 +19,6 @@ def mutations(path: Path, count: int, generator: random.Random) -> Iterator[tupl
         yield f"truncated at {at}", content[:at]
     # Posteriors may be called anything, and are what they say they are; what the user's own files hold cannot be told.
     others = sorted(other for other in path.parent.glob(f"*{path.suffix}") if other.name != path.name)
-    for other in generator.sample(others, min(count, len(others))) if path.parent.name == "features" else ():
+    for other in generator.sample(others, min(count, len(others))) if swaps and path.parent.name == "features" else ():
         if other.read_bytes() != content:
             yield f"swapped with {other.name}", other.read_bytes()

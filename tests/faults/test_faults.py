@@ -15,7 +15,7 @@ from bnncli.option import flag_of
 from faults.lines import LINES, READ, WRITTEN, prepare
 from faults.trials import run_line
 
-FEW = 2  # trials of each kind and state in the default suite
+FEW = 1  # trials of each kind and state in the default suite
 SLOW = ("demo",)  # in the long run only
 
 
