@@ -131,9 +131,9 @@ class _Together(torch.autograd.Function):
         layers = zip(inputs, w, u, bend.unbind(1), steepness.unbind(1), known.unbind(1), strict=True)
         to_u, to_w, to_bias = [], [], []
         for place, (z, own_w, own_u, own_bend, steep, own) in reversed(list(enumerate(layers))):
-            inside = torch.addcmul(own, steep, to_image @ own_u)
-            to_u.append(own_bend @ to_image)
-            to_w.append(inside @ z)
+            inside = torch.addcmul(own, steep, torch.mv(to_image, own_u))
+            to_u.append(torch.mv(to_image.T, own_bend))
+            to_w.append(torch.mv(z.T, inside))
             to_bias.append(inside)
             if place or ctx.needs_input_grad[0]:
                 to_image = torch.addr(to_image, inside, own_w)
