@@ -47,7 +47,18 @@ def test_a_header_that_is_not_strict_json_is_refused(text: str | bytes, why: str
 
 
 @pytest.mark.parametrize(
-    ("schema", "code"), [("2.0", "future_schema"), ("0.9", "old_schema"), ("new", "bad_schema"), (None, "bad_schema")]
+    ("schema", "code"),
+    [
+        ("2.0", "future_schema"),
+        ("0.9", "old_schema"),
+        ("new", "bad_schema"),
+        (None, "bad_schema"),
+        ("\u00b2", "bad_schema"),
+        ("1.\u00b2", "bad_schema"),
+        ("9" * 5000, "bad_schema"),
+        (1, "bad_schema"),
+        ("1.0\n", "bad_schema"),
+    ],
 )
 def test_a_schema_of_another_major_version_is_refused(schema: Any, code: str) -> None:
     with pytest.raises(DataError, match=r"schema") as caught:
@@ -70,6 +81,8 @@ def test_an_unknown_kind_is_not_ours(kind: Any) -> None:
     [
         {"inputs": [{"role": "x"}]}, {"inputs": "x"}, {"inputs": [3]}, {"params_hash": None}, {"params": []},
         {"checkpoint": "x"}, {"checkpoint": {"weights_digest": "x"}}, {"algo_rev": "1"}, {"command": "rm"},
+        {"tool": None}, {"tool": "x"}, {"inputs": [{"role": "x", "path": "a\0b", "content_digest": "d"}]}, {"seconds": "x"},
+        {"inputs": [{"role": "x", "path": "a" * 20_000, "content_digest": "d"}]}, {"algo_rev": True}, {"warnings": {}}, {"device": None},
     ],
 )  # fmt: skip
 def test_provenance_that_readers_cannot_rely_on_is_refused(change: dict[str, Any]) -> None:

@@ -187,8 +187,10 @@ def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, ac
             return x, iteration
         signals.raise_if_interrupted("the search for the mode")
         product = multiply(direction)
-        curvature = (direction * product).sum()
-        length = torch.where(curvature > 0, square / curvature, 0.0)  # lost below the smallest number: nothing to solve
+        length = square / (direction * product).sum()
+        length = length.nan_to_num_(
+            nan=float("nan"), posinf=0.0
+        )  # a product below the smallest number: nothing to solve
         x += length * direction
         residual -= length * product
         previous, square = square, residual.square().sum()
