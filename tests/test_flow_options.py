@@ -11,6 +11,7 @@ import torch
 
 from bnncli import memory
 from bnncli.stages._inputs import open_posterior
+from bnncli.storage.headers import read_header
 
 Cli = Any
 QUICK = ("--epochs", 1, "--length", 2, "--elbo-draws", 8)
@@ -114,3 +115,15 @@ def test_a_saved_flow_loads_and_has_the_same_density(
     assert [getattr(layer, "index", i) for i, layer in enumerate(posterior.layers)] == [0, 1]
     theta, log_density = posterior.from_noise(posterior.noise(6, torch.Generator().manual_seed(0)))
     torch.testing.assert_close(posterior.log_density(theta), log_density, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("words", "revision"),
+    [(("--flow", "affine"), 2), (("--flow", "affine", "--scale", "block"), 3), (("--flow", "radial"), 3)],
+)
+def test_what_was_trained_otherwise_before_is_made_anew(
+    cli: Cli, small_run: Path, words: tuple[str, ...], revision: int
+) -> None:
+    """The gradients of a factor for each output were biased once; those of radial layers rounded otherwise."""
+    header = read_header(refined(cli, small_run, *words, "--epochs", 1, "--length", 1))
+    assert header.provenance["algo_rev"] == revision
