@@ -18,7 +18,9 @@ SERVER = multiprocessing.get_context("forkserver")
 STAGES = [
     f"bnncli.stages.{name}" for name in ("refine", "fit_lbbnn", "fit_laplace", "hmc", "predict", "extract_features")
 ]
-SERVER.set_forkserver_preload(["pytest", "torch._dynamo", "bnncli.cli.execute", *STAGES])  # optimizers import _dynamo
+# Optimizers import _dynamo; scores and levels sklearn and scipy.
+LATE = ["torch._dynamo", "sklearn.metrics", "scipy.stats", "scipy.optimize"]
+SERVER.set_forkserver_preload(["pytest", "bnncli.cli.execute", *LATE, *STAGES])
 
 
 def state_of(run: Path, name: str) -> Path:

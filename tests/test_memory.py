@@ -72,7 +72,7 @@ def test_no_content_depends_on_how_much_memory_is_free(
         monkeypatch.setattr(devices, "_container_memory", lambda folder: 1 << 62)
         outputs = []
         for word, *options in (
-            ("fit-laplace", "--structure", "kron"),
+            ("fit-laplace", "--structure", "kron", "--prior-precision", 10),
             ("hmc", "--chains", 3, "--warmup", 10, "--draws", 8),
             ("predict", "--posterior", "laplace", "--samples", 50),
         ):

@@ -88,7 +88,7 @@ def follow_hints(cli: Cli) -> None:
 
 
 # Before the first name the notes are written, one a split; the map is the first of the files.
-@pytest.mark.parametrize("count", [4 + 1, 4 + 2, 4 + 4])
+@pytest.mark.parametrize("count", [4 + 1, 4 + 3])
 def test_splits_of_an_interrupted_command_are_refused_until_the_command_named_is_run(
     cli: Cli, folder: Path, count: int
 ) -> None:
