@@ -9,6 +9,7 @@ What it cannot show: asynchrony, memory that runs out by itself, speed, kernels'
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,7 +65,8 @@ class Pretend:
         captures_nothing: whether captures record no kernel, as where they are made on another device's stream.
         registers_lazily: whether a graph finds the generators it draws from by itself, as from torch 2.14 on.
         mixes: kernels on tensors of both devices. errors: what CUDA refuses. scalars: 0-dimensional CPU tensors in kernels.
-        capture_problems: what a capture must not do: host syncs, copies from the CPU, generators that are not registered.
+        capture_problems: what a capture must not do: host syncs, copies from the CPU, generators that are not registered;
+            waits of other threads, which end it unless it is of its own thread alone.
         nondeterministic: kernels whose sums come in any order.
         syncs: where the host waits. uploads, downloads: bytes that travel.
         kernels: by name. num_captures, num_replays: of graphs.
@@ -575,7 +577,7 @@ class _Stream:
 
     def record_event(self, event: _Event | None = None) -> _Event:
         """An event after the work so far."""
-        return event or _Event()
+        return event or torch.cuda.Event()  # type: ignore[no-untyped-call,return-value]
 
     def synchronize(self) -> None:
         """The host waits."""
@@ -585,6 +587,8 @@ class _Stream:
 class _Event:
     """A mark in a queue."""
 
+    pretend: Pretend
+
     def __init__(self, **_: Any) -> None:
         """Options do not matter."""
 
@@ -593,6 +597,9 @@ class _Event:
 
     def synchronize(self) -> None:
         """All work is done; what waits for an event has taken care not to wait for much."""
+        capture = self.pretend.capture
+        if capture is not None and capture.thread in (None, threading.get_ident()):
+            self.pretend.capture_problems[f"wait for an event @ {_site()}"] += 1
 
     def query(self) -> bool:
         """All work is done."""
@@ -615,6 +622,7 @@ class _Graph:
         self.records: list[tuple[Any, Any, Any, Any]] = []
         self.generators: list[tuple[_Generator, Tensor]] = []
         self.error: RuntimeError | None = None
+        self.thread: int | None = None  # whose waits its capture forbids; None: everyone's
 
     def register_generator_state(self, generator: _Generator) -> None:
         """What a capture needs before torch 2.14; from then on a warning."""
@@ -687,7 +695,9 @@ def _graph(pretend_: Pretend, set_stream: Callable[[_Stream], None]) -> Callable
     default: list[_Stream] = []  # made once, for the device that is current then
 
     @contextmanager
-    def graph(which: _Graph, pool: Any = None, stream: _Stream | None = None, **_: Any) -> Iterator[None]:
+    def graph(
+        which: _Graph, pool: Any = None, stream: _Stream | None = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         if not default:
             default.append(_Stream(pretend_.current_device, pretend_=pretend_, is_side=True))
         pretend_.num_captures += 1
@@ -696,6 +706,7 @@ def _graph(pretend_: Pretend, set_stream: Callable[[_Stream], None]) -> Callable
         set_stream(side)
         if side.index == pretend_.device.index:
             pretend_.capture = which
+            which.thread = threading.get_ident() if capture_error_mode == "thread_local" else None
         try:
             yield
         finally:
@@ -722,6 +733,9 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
     class Graph(_Graph):
         pretend = pretend_
 
+    class Event(_Event):
+        pretend = pretend_
+
     class Stream(_Stream):
         def __init__(self, device: Any = None, **_: Any) -> None:
             super().__init__(_index(device, pretend_.current_device), pretend_=pretend_, is_side=True)
@@ -744,7 +758,7 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
         "stream": stream,
         "graph": _graph(pretend_, set_stream),
         "Stream": Stream,
-        "Event": _Event,
+        "Event": Event,
         "CUDAGraph": Graph,
     }
     for name, value in cuda.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pretend_cuda
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances.diag import Diag
-from bnncli.inference._step_graph import StepGraph
+from bnncli.inference._step_graph import StepGraph, num_updates
 from bnncli.inference.refine import fit_flow
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
@@ -51,9 +53,8 @@ def plain() -> Tensor:
 
 def graphed(device: str, said: list[str]) -> Tensor:
     descent = Descent(device)
-    return descent.run(
-        StepGraph(descent.step, descent.optimizer, torch.device(device), warn=said.append, drawing=descent)
-    )
+    num_done = partial(num_updates, descent.optimizer)
+    return descent.run(StepGraph(descent.step, num_done, torch.device(device), warn=said.append, drawing=descent))
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
@@ -89,10 +90,28 @@ def test_steps_go_on_one_by_one_where_there_can_be_no_graph(failure: dict[str, A
 def test_a_capture_on_another_devices_stream_takes_its_step_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretend_cuda.pretend("cuda:1") as gpu:
         plain_graph = torch.cuda.graph
-        monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: plain_graph(graph, stream=torch.cuda.Stream(0)))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: plain_graph(graph, stream=torch.cuda.Stream(0)))
         assert torch.equal(graphed("cuda:1", said := []), plain())
         monkeypatch.undo()
     assert len(said) == gpu.num_captures == 1
+
+
+def test_another_thread_may_wait_for_the_gpu_during_a_capture() -> None:
+    """As the one does that writes the draws of chains while the step of those is captured."""
+
+    class Waited(Descent):
+        def step(self) -> Tensor:
+            arrival = torch.cuda.Event()
+            writer = threading.Thread(target=arrival.synchronize)
+            writer.start()
+            writer.join()
+            return super().step()
+
+    with pretend_cuda.pretend() as gpu:
+        descent, said = Waited("cuda:0"), list[str]()
+        num_done = partial(num_updates, descent.optimizer)
+        descent.run(StepGraph(descent.step, num_done, gpu.device, warn=said.append, drawing=descent))
+    assert (said, gpu.problems(), gpu.num_captures) == ([], [], 1)
 
 
 def test_no_memory_for_a_graph_is_an_error_and_leaves_the_stream_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""A training step on a GPU as one captured graph, so that no Python runs between its kernels.
+"""A step that is taken many times on a GPU as one captured graph, so that no Python runs between its kernels.
 
 Streams and graphs are made for the device that the tensors are on, whichever is current. Where there can be no graph the
 steps go on one by one, and the reason is said.
@@ -23,12 +23,17 @@ class Drawing(Protocol):
     generator: torch.Generator
 
 
+def num_updates(optimizer: torch.optim.Optimizer) -> int:
+    """How many updates an optimizer has counted on the device."""
+    return int(next(iter(optimizer.state.values()))["step"])
+
+
 class StepGraph(Generic[Result]):
-    """A step of an optimizer: run as it is at first, then replayed.
+    """A step: run as it is at first, then replayed.
 
     Args:
         step: reads and writes tensors that stay where they are. What it returns in the capture, each replay overwrites.
-        optimizer: that the step updates with; its own count of updates tells whether a replay did the step.
+        num_done: the steps that the device has counted, which each step adds to: it tells whether a replay did the step.
         device: of the tensors.
         warn: told once why there is no graph.
         drawing: whose generator, on the device, the step draws from; None when it draws nothing.
@@ -37,13 +42,13 @@ class StepGraph(Generic[Result]):
     def __init__(
         self,
         step: Callable[[], Result],
-        optimizer: torch.optim.Optimizer,
+        num_done: Callable[[], int],
         device: torch.device,
         *,
         warn: Callable[[str], None],
         drawing: Drawing | None = None,
     ) -> None:
-        self.step, self.optimizer, self.device, self.warn, self.drawing = step, optimizer, device, warn, drawing
+        self.step, self.num_done, self.device, self.warn, self.drawing = step, num_done, device, warn, drawing
         self.is_refused = False
         self._captured: tuple[torch.cuda.CUDAGraph, Result] | None = None
         self._warm = 0
@@ -77,14 +82,14 @@ class StepGraph(Generic[Result]):
 
     def _first(self) -> Result:
         """The step by the first replay of a new graph; as it is where there is none, or where the replay did nothing."""
-        before = self._num_updates()
+        before = self.num_done()
         captured = self._capture()
         if captured is None:
             return self.step()
         graph, result = captured
-        is_recorded = self._num_updates() == before  # a capture does not take the step, it writes it down
+        is_recorded = self.num_done() == before  # a capture does not take the step, it writes it down
         graph.replay()
-        is_done = self._num_updates() > before
+        is_done = self.num_done() > before
         if is_recorded and is_done:
             self._captured = captured
             return result
@@ -99,8 +104,10 @@ class StepGraph(Generic[Result]):
             random = self.drawing.generator.get_state()
             if torch.torch_version.TorchVersion(torch.__version__) < _REGISTERING_ENDS:
                 graph.register_generator_state(self.drawing.generator)
+        stream = torch.cuda.Stream(self.device)
         try:
-            with torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
+            # Other threads may wait for the GPU meanwhile, as the one does that writes draws.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 result = self.step()
         except RuntimeError as error:
             torch.cuda.set_stream(here)  # torch 2.13 leaves that of the capture
@@ -115,10 +122,6 @@ class StepGraph(Generic[Result]):
             self._refuse(" ".join(str(causes[-1]).split())[:200])
             return None
         return graph, result
-
-    def _num_updates(self) -> int:
-        """How many updates the optimizer has counted on the device."""
-        return int(next(iter(self.optimizer.state.values()))["step"])
 
     def _refuse(self, why: str) -> None:
         self.is_refused = True

@@ -7,12 +7,13 @@ numbers of a whole epoch travel back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bnncli.inference._step_graph import StepGraph
+from bnncli.inference._step_graph import StepGraph, num_updates
 from bnncli.inference.objective import Objective
 from bnncli.progress import SILENT, Task
 from bnncli.targets.likelihood import label_indicators
@@ -57,7 +58,7 @@ class StepRunner:
         is_resident = not self.is_full or target.features.device.type == "cuda"
         self._graph: StepGraph[None] | None = None
         if target.device.type == "cuda" and is_resident:
-            self._graph = StepGraph(self._counted_step, optimizer, target.device, warn=warn)
+            self._graph = StepGraph(self._counted_step, partial(num_updates, optimizer), target.device, warn=warn)
 
     def run(self, rates: Sequence[float], generator: torch.Generator, task: Task) -> Tensor:
         """The steps' estimates of the ELBO, float64, one for each rate: one pass over the data, or steps on all data.

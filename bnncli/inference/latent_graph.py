@@ -6,11 +6,12 @@ The graph draws from the fit's own generator; it is captured anew when the prior
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from bnncli.inference._step_graph import StepGraph
+from bnncli.inference._step_graph import StepGraph, num_updates
 from bnncli.inference.latent_steps import Batch, Step
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
@@ -52,7 +53,8 @@ class GraphSteps:
             self.batch = Batch(batch.features.clone(), batch.labels.clone(), batch.share)
         if self.graph is None or self.prior is not fit.model.prior:
             self.prior = fit.model.prior
-            self.graph = StepGraph(self._step, fit.optimizer, fit.model.device, warn=self.warn, drawing=fit)
+            num_done = partial(num_updates, fit.optimizer)
+            self.graph = StepGraph(self._step, num_done, fit.model.device, warn=self.warn, drawing=fit)
         self.batch.features.copy_(batch.features)
         self.batch.labels.copy_(batch.labels)
         return self.graph()
