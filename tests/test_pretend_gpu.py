@@ -271,7 +271,14 @@ def test_a_fault_in_a_training_step_is_told_with_its_place(
         ({"capture_error": torch.OutOfMemoryError("CUDA out of memory")}, 69, "out of memory"),
     ],
 )
-@pytest.mark.parametrize("line", ["refine s --flow radial --batch-size 8", "fit-lbbnn s --batch-size 8 --slab-sd 1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "refine s --flow radial --batch-size 8 --epochs 2",
+        "fit-lbbnn s --batch-size 8 --slab-sd 1 --epochs 2",
+        "hmc s --chains 2 --warmup 3 --draws 4",
+    ],
+)
 def test_a_capture_that_fails_is_not_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, failure: dict[str, Any], code: int, said: str
 ) -> None:
@@ -280,7 +287,7 @@ def test_a_capture_that_fails_is_not_silent(
     with pretend_cuda.pretend(**failure):
         for first in (EXTRACT, LAPLACE):
             assert run_line(first, "cuda").code == 0
-        done = run_line(f"{line} --epochs 2", "cuda")
+        done = run_line(line, "cuda")
     assert done.code == code
     assert done.stderr.count(said) == 1, done.stderr
 
@@ -324,11 +331,11 @@ def test_every_line_runs_as_on_the_cpu_without_anything_a_gpu_refuses(both: Both
     assert both.device.problems() == []
 
 
-def test_every_line_computes_on_the_device_and_training_replays_graphs(both: Both) -> None:
+def test_every_line_computes_on_the_device_and_steps_replay_graphs(both: Both) -> None:
     for one in both.done:
         kernels, captures, replays = one.counts
         assert kernels > 0 or "--from-npz" in one.line, one.line
-        if "--batch-size" in one.line:
+        if "--batch-size" in one.line or one.line.startswith("hmc"):
             assert replays >= captures >= 1, one.line
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +61,39 @@ class WhitenedPotential:
         return State(z, -log_joint, -self.covariance.pull_back(gradient))
 
 
+class Factors(NamedTuple):
+    """What one integrator step multiplies by: numbers, or () float64 each on the device.
+
+    Args:
+        whole, half: the step size, and half of it, which a kick takes.
+        cosine, sine: of the step size as an angle.
+    """
+
+    whole: float | Tensor
+    half: float | Tensor
+    cosine: float | Tensor
+    sine: float | Tensor
+
+    @classmethod
+    def of(cls, step_size: float) -> Factors:
+        """As numbers."""
+        return cls(step_size, 0.5 * step_size, math.cos(step_size), math.sin(step_size))
+
+
+def integrate(
+    potential: WhitenedPotential, state: State, momentum: Tensor, factors: Factors, *, is_split: bool
+) -> tuple[State, Tensor]:
+    """The chains and their momenta (C, P) one step later: half a kick, a rotation or a straight move, half a kick."""
+    momentum = momentum - factors.half * _force(state, is_split)
+    if is_split:
+        z = factors.cosine * state.z + factors.sine * momentum
+        momentum = factors.cosine * momentum - factors.sine * state.z
+    else:
+        z = state.z + factors.whole * momentum
+    state = potential.state(z)
+    return state, momentum - factors.half * _force(state, is_split)
+
+
 def trajectory(
     potential: WhitenedPotential,
     state: State,
@@ -74,21 +108,21 @@ def trajectory(
     split: half a kick by the gradient of potential - |z|^2 / 2, a rotation of (z, momentum) by step_size, half a kick.
     leapfrog: half a kick by the gradient of the potential, a straight move, half a kick.
     """
-    is_split = dynamics == "split"
-    cosine, sine = math.cos(step_size), math.sin(step_size)
+    factors, is_split = Factors.of(step_size), dynamics == "split"
     for _ in range(num_steps):
-        momentum = momentum - 0.5 * step_size * _force(state, is_split)
-        if is_split:
-            z, momentum = cosine * state.z + sine * momentum, cosine * momentum - sine * state.z
-        else:
-            z = state.z + step_size * momentum
-        state = potential.state(z)
-        momentum = momentum - 0.5 * step_size * _force(state, is_split)
+        state, momentum = integrate(potential, state, momentum, factors, is_split=is_split)
     return state, momentum
 
 
 def _force(state: State, is_split: bool) -> Tensor:
     return state.gradient - state.z if is_split else state.gradient
+
+
+class Mover(Protocol):
+    """What makes trajectories as `trajectory` does, of a potential and dynamics of its own."""
+
+    def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
+        """The chains and their momenta (C, P) after num_steps steps; the next call may overwrite them."""
 
 
 class Transition(NamedTuple):
@@ -109,21 +143,22 @@ def transition(
     dynamics: str,
     *,
     max_steps: int = MAX_STEPS,
+    mover: Mover | None = None,
 ) -> Transition:
     """New momenta, a trajectory of jittered length, and each chain's acceptance by the exact energy.
 
     Args:
         generator: of momenta, length and acceptances, on the CPU; its state is all there is to store of them.
         step_size: the largest allowed; the steps divide the trajectory evenly.
+        mover: of the same potential and dynamics; `trajectory` by default.
     """
     num_chains, dim = state.z.shape
     momentum = standard_normal(num_chains, dim, generator, state.z.device)
     unit = torch.rand(num_chains + 1, generator=generator, device=generator.device, dtype=torch.float64)
     length = TURN * (JITTER[0] + (JITTER[1] - JITTER[0]) * float(unit[0]))
     num_steps = min(max_steps, max(1, math.ceil(length / step_size - 1e-9)))
-    proposal, new_momentum = trajectory(
-        potential, state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps, dynamics=dynamics
-    )
+    mover = mover or partial(trajectory, potential, dynamics=dynamics)
+    proposal, new_momentum = mover(state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps)
     energy = state.potential + 0.5 * momentum.square().sum(dim=1)
     new_energy = proposal.potential + 0.5 * new_momentum.square().sum(dim=1)
     error = (new_energy - energy).nan_to_num(nan=math.inf)

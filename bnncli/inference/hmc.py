@@ -18,9 +18,10 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.errors import Interrupted, NumericError
-from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, State, Transition, WhitenedPotential, transition
+from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, Mover, State, Transition, WhitenedPotential, transition
 from bnncli.inference.row_draws import complete
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
+from bnncli.inference.trajectory_graph import GraphMover
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
@@ -146,6 +147,7 @@ def sample_hmc(
         raise ValueError(f"dynamics: expected one of {', '.join(DYNAMICS)}; got {dynamics!r}")
     potential = WhitenedPotential(target, mode.to(target.device).double(), covariance.to(device=target.device))
     plan = Plan(num_warmup, target_accept, dynamics)
+    mover = GraphMover.where_possible(potential, dynamics, warn=progress.warn)
     store, checkpoint = store or MemoryDraws(), checkpoint or NoCheckpoint()
     kept = Kept(store)
     stored = checkpoint.restore()
@@ -165,7 +167,7 @@ def sample_hmc(
                 continue  # judged before the run was stored
             task = progress.task(f"hmc, {num_chains} chains", num_warmup + goal - walk.num_done)
             while walk.num_done < num_warmup + goal:
-                walk, result = advance(potential, walk, plan, generator=generator)
+                walk, result = advance(potential, walk, plan, generator=generator, mover=mover)
                 if walk.num_done > num_warmup:
                     kept.add(*_whole(potential, walk.state, rows, generator), result)
                 checkpoint.offer(tensors)
@@ -257,16 +259,19 @@ class Walk(NamedTuple):
 
 
 def advance(
-    potential: WhitenedPotential, walk: Walk, plan: Plan, *, generator: torch.Generator
+    potential: WhitenedPotential, walk: Walk, plan: Plan, *, generator: torch.Generator, mover: Mover | None = None
 ) -> tuple[Walk, Transition]:
-    """One transition of all chains, of the warm-up as long as that lasts."""
+    """One transition of all chains, of the warm-up as long as that lasts; mover as for `transition`."""
     if walk.num_done >= plan.num_warmup:
-        result = transition(potential, walk.state, generator, walk.adaptation.final, plan.dynamics)
+        step_size = walk.adaptation.final
+        result = transition(potential, walk.state, generator, step_size, plan.dynamics, mover=mover)
         return walk._replace(state=result.state, num_done=walk.num_done + 1), result
     # The steps that freed stuck chains say nothing about the steps to sample with.
     adaptation = plan.new_adaptation() if walk.num_done == plan.num_settling else walk.adaptation
     max_steps = SETTLING_STEPS if walk.num_done < plan.num_settling else MAX_STEPS
-    result = transition(potential, walk.state, generator, adaptation.current, plan.dynamics, max_steps=max_steps)
+    result = transition(
+        potential, walk.state, generator, adaptation.current, plan.dynamics, max_steps=max_steps, mover=mover
+    )
     smoothed = 0.7 * walk.smoothed + 0.3 * result.acceptance
     adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, plan.target_accept))
     return Walk(result.state, adaptation, smoothed, walk.num_done + 1), result

@@ -5,6 +5,7 @@ not fit the GPU, blocks travel through two pinned buffers on a stream of their o
 How long a block is follows from sizes and the kind of device alone, and its ends are the same wherever the features lie:
 sums have the same bits whatever memory is free. Only where the device refuses the memory for a block is it halved, and the
 pass goes on with the rows that are not done: that rounds the sums otherwise, in their last digits, and is better than to end.
+Not so while a graph is captured, whose memory it then is that there is too little of.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class FeatureBlocks:
 
         Raises:
             DeviceError: when not even one row fits in the device's memory.
+            torch.OutOfMemoryError: when a block does not, in the capture of a graph.
         """
         start, (num_rows, num_features) = 0, self.features.shape
         if dtype != self.features.dtype:  # the block is itself an intermediate
@@ -68,6 +70,8 @@ class FeatureBlocks:
                     start = rows.stop
                     yield parts
             except torch.OutOfMemoryError as error:
+                if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise  # nothing can be given back there, and what has failed would be replayed
                 if size == 1:
                     raise DeviceError(
                         f"{self.device}: out of memory with a block of one example ({columns} columns)",

@@ -1,0 +1,89 @@
+"""Trajectories on a GPU whose integrator step is one captured graph: no Python runs between its kernels.
+
+Chains, momenta and the step's factors lie in tensors that stay where they are; each trajectory writes its own into them and
+replays the graph. A step rounds as it does in `trajectory`: the same kernels on the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bnncli.inference._step_graph import StepGraph
+from bnncli.inference.dynamics import Factors, State, WhitenedPotential, integrate
+
+
+class _Phase:
+    """Chains and momenta that move where they are; knows nothing of the graph, so that both go when they are let go.
+
+    Args:
+        potential: that they move in.
+        state, momentum: of their shapes and precisions.
+        is_split: which dynamics.
+    """
+
+    def __init__(self, potential: WhitenedPotential, state: State, momentum: Tensor, *, is_split: bool) -> None:
+        self.potential, self.is_split = potential, is_split
+        self.state, self.momentum = State(*(torch.empty_like(part) for part in state)), torch.empty_like(momentum)
+        self.numbers = torch.zeros(len(Factors._fields), dtype=torch.float64, device=momentum.device).unbind()
+        self.count = torch.zeros((), dtype=torch.int64, device=momentum.device)
+
+    def write(self, state: State, momentum: Tensor, factors: Factors) -> None:
+        """Where a trajectory starts, and how it goes: numbers reach the device with their kernels, without a wait."""
+        for own, given in zip((*self.state, self.momentum), (*state, momentum), strict=True):
+            own.copy_(given)
+        for place, number in zip(self.numbers, factors, strict=True):
+            place.fill_(number)
+
+    def step(self) -> None:
+        """One integrator step, which is counted."""
+        state, momentum = integrate(
+            self.potential, self.state, self.momentum, Factors(*self.numbers), is_split=self.is_split
+        )
+        for own, new in zip((*self.state, self.momentum), (*state, momentum), strict=True):
+            own.copy_(new)
+        self.count += 1
+
+    def num_done(self) -> int:
+        """Steps counted on the device."""
+        return int(self.count)
+
+
+class GraphMover:
+    """Makes trajectories as `trajectory` does; what it returns, its next call overwrites.
+
+    Args:
+        potential: whose features are on its GPU.
+        dynamics: split or leapfrog.
+        warn: told once where the step cannot be captured.
+    """
+
+    def __init__(self, potential: WhitenedPotential, dynamics: str, *, warn: Callable[[str], None]) -> None:
+        self.potential, self.is_split, self.warn = potential, dynamics == "split", warn
+        self._moving: tuple[_Phase, StepGraph[None]] | None = None
+
+    @classmethod
+    def where_possible(
+        cls, potential: WhitenedPotential, dynamics: str, *, warn: Callable[[str], None]
+    ) -> GraphMover | None:
+        """One for these trajectories; None on a CPU, and where features travel to the GPU block by block."""
+        target = potential.target
+        is_resident = target.device.type == "cuda" and target.features.device == target.device
+        return cls(potential, dynamics, warn=warn) if is_resident else None
+
+    def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
+        """The chains and their momenta (C, P) after num_steps steps.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for the graph.
+        """
+        if self._moving is None:
+            phase = _Phase(self.potential, state, momentum, is_split=self.is_split)
+            self._moving = phase, StepGraph(phase.step, phase.num_done, momentum.device, warn=self.warn)
+        phase, step = self._moving
+        phase.write(state, momentum, Factors.of(step_size))
+        for _ in range(num_steps):
+            step()
+        return phase.state, phase.momentum
