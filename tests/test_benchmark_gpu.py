@@ -86,12 +86,13 @@ def test_content_and_chains_do_not_depend_on_memory_or_interruptions(run: Run) -
 
 
 @pytest.mark.parametrize("captures_nothing", [False, True])
-def test_a_graph_that_does_not_step_is_missed(captures_nothing: bool) -> None:
+@pytest.mark.parametrize("name", ["affine", "split chains"])
+def test_a_graph_that_does_not_step_is_missed(name: str, captures_nothing: bool) -> None:
     from gpu_parts.gpu import open_gpu
     from gpu_parts.graphs import check_graphs
     from gpu_parts.ledger import Ledger
 
-    ledger = Ledger(only="graph of affine")
+    ledger = Ledger(only=f"graph of {name}")
     with open_gpu(None) as gpu:
         gpu.pretend.captures_nothing = captures_nothing  # type: ignore[attr-defined]
         check_graphs(gpu, ledger, is_quick=True)

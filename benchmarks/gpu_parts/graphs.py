@@ -12,7 +12,8 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.errors import Interrupted
 from bnncli.flows import choose_space
-from bnncli.inference.hmc import sample_hmc
+from bnncli.inference.dynamics import DYNAMICS
+from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.latent_fit import Plan, fit_latent
 from bnncli.inference.latent_steps import Settings
 from bnncli.inference.refine import RefineFit, fit_flow
@@ -60,12 +61,15 @@ class Fit(NamedTuple):
 
 
 def check_graphs(gpu: Gpu, ledger: Ledger, *, is_quick: bool) -> None:
-    """All flows, batches and spaces; all estimators and repeats."""
+    """All flows, batches and spaces; all estimators and repeats; chains of both dynamics in every whitening."""
     fits = [*_flow_fits(gpu.device, is_quick), *_latent_fits(gpu.device, is_quick)]
     for fit in fits:
         ledger.item(f"graph of {fit.name}", _check_replay, gpu, ledger, fit)
         if fit.steps >= 2 * MIN_ROUND_STEPS or (fit.epochs > 1 and "repeats" in fit.name and not is_quick):
             ledger.item(f"resuming {fit.name}", _check_resumed, ledger, fit)
+    for dynamics in DYNAMICS[:1] if is_quick else DYNAMICS:
+        for place in ["full"] if is_quick else [*registry.names("covariances"), "row space"]:
+            ledger.item(f"graph of {dynamics} chains, {place}", _check_chain_graph, gpu, ledger, dynamics, place)
     ledger.item("resuming hmc", _check_hmc, gpu, ledger, is_quick)
     ledger.item("syncs", _check_syncs, gpu, ledger, is_quick)
 
@@ -193,6 +197,33 @@ class _Draws:
             self.state = {name: part.clone() for name, part in tensors().items()}
         elif self.left == 0:
             raise Interrupted(15, "as asked")
+
+
+def _check_chain_graph(gpu: Gpu, ledger: Ledger, dynamics: str, place: str) -> None:
+    """One capture, all steps after the first few replayed, and the draws without any graph."""
+    name, is_span = f"{dynamics} chains, {place}", place == "row space"
+    target = head_target(HeadLayout(3, 40 if is_span else 6), 30 if is_span else NUM_EXAMPLES, gpu.device)
+    if is_span:
+        target = RowSpace.of(target.features, target.layout).target(target)
+    base = head_gaussian(target, "full" if is_span else place)
+
+    def run() -> HmcRun:
+        """Without a warm-up, so that all steps are told."""
+        return sample_hmc(
+            target, mode=base.mean, covariance=base.covariance, generator=torch.Generator().manual_seed(0),
+            num_chains=4, num_warmup=0, num_draws=6, dynamics=dynamics,
+        )  # fmt: skip
+
+    with gpu.counted() as counts:
+        replayed = run()
+    steps = int(replayed.n_steps[0].sum())
+    ledger.check(f"captures of {name}", counts.captures, 1, least=1)
+    ledger.check(f"replays of {name}", counts.replays, steps - WARM_UP, least=steps - WARM_UP)
+    with gpu.refusing_captures(), gpu.counted() as without:
+        eager = run()
+    ledger.check(f"replays of {name}, captures refused", without.replays, 0)
+    apart, is_same = _apart({"draws": replayed.draws}, {"draws": eager.draws})
+    ledger.check(f"replay against steps one by one, {name}", apart, REPLAY, bits="equal" if is_same else "differ")
 
 
 def _check_hmc(gpu: Gpu, ledger: Ledger, is_quick: bool) -> None:
