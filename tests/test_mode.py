@@ -253,3 +253,38 @@ def test_conjugate_gradients_wait_for_the_device_once_a_product() -> None:
     assert found[0][1] == len(products) > 10
     assert seen.syncs == 1 + len(products)
     assert seen.launches < 15 * len(products)
+
+
+def exact_decrement(target: LastLayerTarget, theta: torch.Tensor, labels: torch.Tensor) -> float:
+    """sqrt(g^T H^{-1} g) at theta (P,), H and g made as dense matrices in float64."""
+    layout, precision = target.layout, float(target.prior.weight_precision)
+    rows = layout.augment_features(target.features.double())
+    places = layout.augment(torch.arange(layout.num_params))
+    probabilities = (rows @ theta[places].T).softmax(dim=1)
+    outer = torch.diag_embed(probabilities) - probabilities.unsqueeze(2) * probabilities.unsqueeze(1)
+    size, flat = layout.num_params, places.flatten()
+    hessian = torch.eye(size, dtype=torch.float64) * precision
+    hessian[flat.unsqueeze(1), flat] += torch.einsum("nkl,ni,nj->kilj", outer, rows, rows).reshape(size, size)
+    gradient = -precision * theta
+    gradient[flat] += ((torch.nn.functional.one_hot(labels, layout.num_outputs) - probabilities).T @ rows).flatten()
+    return float(
+        torch.linalg.solve_triangular(torch.linalg.cholesky(hessian), gradient.unsqueeze(1), upper=False).norm()
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "num_features", "scale", "precision"),
+    [(60, 4, 1e3, 1e-4), (60, 4, 1e4, 1e-2), (1000, 20, 100, 1e-4), (1000, 20, 1e4, 1)],
+)
+def test_large_features_under_a_weak_prior_end_where_they_are_said_to(
+    num_examples: int, num_features: int, scale: float, precision: float
+) -> None:
+    """Conjugate gradients lose the curvature in float32 there, and their step pointed downhill: no distance at all."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(num_examples, num_features, generator=generator) * scale
+    features = features.relu() if num_examples > 60 else features
+    labels = torch.randint(0, 3, (num_examples,), generator=generator)
+    layout = HeadLayout(3, num_features, True)
+    target = LastLayerTarget(features, labels, layout, Prior(precision))
+    mode = find_mode(target, 0.01 / scale * torch.randn(layout.num_params, generator=generator))
+    assert exact_decrement(target, mode.theta, labels) < 2e-3

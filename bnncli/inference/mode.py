@@ -160,6 +160,10 @@ def _newton_step(
         white_gradient,
         accuracy(float(white_gradient.norm())),
     )
+    if not bool(
+        (white_gradient * white_step).sum() > 0
+    ):  # the products' rounding hid the curvature: the whitening's own step
+        white_step = white_gradient
     return whitening.unwhiten(white_step)[0], num_products
 
 
@@ -188,9 +192,8 @@ def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, ac
         signals.raise_if_interrupted("the search for the mode")
         product = multiply(direction)
         length = square / (direction * product).sum()
-        length = length.nan_to_num_(
-            nan=float("nan"), posinf=0.0
-        )  # a product below the smallest number: nothing to solve
+        # A product below the smallest number: nothing to solve.
+        length = length.nan_to_num_(nan=math.nan, posinf=0.0, neginf=0.0)
         x += length * direction
         residual -= length * product
         previous, square = square, residual.square().sum()
