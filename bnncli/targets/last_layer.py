@@ -35,7 +35,8 @@ from bnncli.targets.stream import FeatureBlocks, Work
 ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # Of probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
-_KEPT_BYTES = {"cpu": 2**30, "cuda": 2**33}
+_KEPT_BYTES = 2**28
+_KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
 
 
 class ValueWithGradient(torch.autograd.Function):
@@ -204,7 +205,9 @@ class LastLayerTarget:
     def _kept_probabilities(self, theta: Tensor) -> Tensor | None:
         """Probabilities (K, N) under theta (P,); None where they are large, or the device has no memory for them."""
         size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
-        if size > _KEPT_BYTES.get(self.device.type, _KEPT_BYTES["cuda"]):
+        if size > (
+            _KEPT_BYTES if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[1] // _KEPT_SHARE
+        ):
             return None
         with contextlib.suppress(torch.OutOfMemoryError):
             return self.probabilities(theta)

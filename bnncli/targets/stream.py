@@ -60,7 +60,7 @@ class FeatureBlocks:
             torch.OutOfMemoryError: when a block does not, in the capture of a graph.
         """
         start, (num_rows, num_features) = 0, self.features.shape
-        if dtype != self.features.dtype:  # the block is itself an intermediate
+        if dtype != self.features.dtype or self.device.type != "cpu":  # the block is itself an intermediate, or travels
             columns = max(columns, num_features)
         while start < num_rows:
             size = max(1, BLOCK_ELEMENTS.get(self.device.type, 2**19) // columns // self.divisor)
@@ -101,9 +101,8 @@ class FeatureBlocks:
         """Slices of `size` rows or a multiple of them and their features, copied to the GPU while the ones before are in use."""
         num_rows, num_features = self.features.shape
         row_bytes = num_features * self.features.element_size()
-        whole = (
-            TRANSFER_BYTES // self.divisor // row_bytes // size * size
-        )  # or blocks would end elsewhere than on the GPU
+        # Whole blocks, or they would end elsewhere than on the GPU.
+        whole = TRANSFER_BYTES // self.divisor // row_bytes // size * size
         length = min(max(size, whole), num_rows - start)
         shape = (length, num_features)
         pinned = [torch.empty(shape, dtype=self.features.dtype, pin_memory=True) for _ in range(2)]
