@@ -62,6 +62,9 @@ def interruptible(work: Callable[[], Result], *, operations: float, device: torc
     finally:
         if thread.is_alive():
             signals.abandon(thread)
-    if errors:
-        raise errors[0]
-    return results[0]
+    try:
+        if errors:
+            raise errors[0]
+        return results[0]
+    finally:
+        errors.clear()  # or the error would hold itself, by its traceback, and with it all that the work has made

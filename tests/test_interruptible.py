@@ -1,11 +1,14 @@
 """Long factorisations: the bits of a plain call, and a process that ends at a signal without waiting for them."""
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,3 +146,21 @@ signals.abandon(thread)
 def test_an_ordinary_exit_waits_for_what_was_left_behind() -> None:
     done = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_an_error_of_the_work_keeps_nothing_alive() -> None:
+    """After an error of memory, what the work had made must go at once, not with some later collection."""
+    held: list[weakref.ref[torch.nn.Module]] = []
+
+    def work() -> None:
+        large = torch.nn.Identity()
+        held.append(weakref.ref(large))
+        raise NumericError("no")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(NumericError):
+            interruptible(work, operations=1e12, device=CPU, name="a test")
+        assert held[0]() is None
+    finally:
+        gc.enable()
