@@ -135,7 +135,7 @@ def test_a_file_size_limit_is_a_write_error_and_the_old_file_survives(old: Path)
 
 
 def test_free_space_is_asked_for_before_the_work(small_disk: Path) -> None:
-    with pytest.raises(WriteError, match="are needed and 0 MiB are free"):
+    with pytest.raises(WriteError, match="of them to spare, and 0 MiB are free"):
         check_free_space(small_disk / "folder" / "to" / "be", 10)
     check_free_space(Path("/"), 10)
 

@@ -23,8 +23,8 @@ ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
 Each command reads files and writes files. In order: extract-features, fit-laplace, refine, hmc, predict, evaluate. Try
 `bnncli demo` first.
 
-Exit codes: 0 done or up to date, 1 a bug, 2 usage, 3 check failed, 65 bad data, 66 input missing, 69 device, 70 numeric, 73 output
-exists, 74 write failed, 75 locked, 77 untrusted, 78 config, 128+n signal n.
+Exit codes: 0 done or up to date, 1 a bug, 2 usage, 3 check failed, 65 bad data, 66 input missing or
+unreadable, 69 device or memory, 70 numeric, 73 output exists, 74 reading or writing failed, 75 locked, 77 untrusted, 78 config, 128+n signal n.
 """
 
 

@@ -213,7 +213,8 @@ def check_free_space(folder: Path, size: int) -> None:
     needed = int(size * 1.1) + SPARE_BYTES
     if free < needed:
         raise WriteError(
-            f"{folder}: about {needed >> 20} MiB are needed and {free >> 20} MiB are free; nothing was changed",
+            f"{folder}: about {needed >> 20} MiB are needed, {SPARE_BYTES >> 20} of them to spare, and {free >> 20} MiB are free"
+            f"{_UNCHANGED}",
             hint="free space, or choose another place with --run-dir",
             path=folder,
         )
