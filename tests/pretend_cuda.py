@@ -52,6 +52,11 @@ _PLACES = {"device", "generator", "pin_memory"}
 _ALLOCATING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
+def _registers_lazily() -> bool:
+    """As the release of torch that is there does."""
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.14"
+
+
 @dataclass
 class Pretend:
     """What the pretend device saw, and how it is to behave; sites are places in the package, innermost first.
@@ -77,7 +82,7 @@ class Pretend:
     largest_tensor: int = 1 << 62
     capture_error: RuntimeError | None = None
     captures_nothing: bool = False
-    registers_lazily: bool = False
+    registers_lazily: bool = field(default_factory=_registers_lazily)
     mixes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     scalars: Counter[str] = field(default_factory=Counter)
@@ -583,6 +588,10 @@ class _Stream:
         """The host waits."""
         self.pretend_.sync("stream")
 
+    def is_capturing(self) -> bool:
+        """Whether what goes to it is being written down."""
+        return self.pretend_.capture is not None
+
 
 class _Event:
     """A mark in a queue."""
@@ -763,6 +772,9 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
     }
     for name, value in cuda.items():
         replace(torch.cuda, name, value)
+    # From torch 2.15 optimizers ask here whether their step is captured.
+    replace(torch.accelerator, "current_accelerator", lambda check_available=False: pretend_.device)
+    replace(torch.accelerator, "current_stream", pretend_.current_stream)
     replace(torch, "Generator", Generator)
     fork_rng, step = torch.random.fork_rng, torch.optim.Adam.step
     replace(torch.random, "fork_rng", lambda devices=None, **options: fork_rng(devices=[], **options))

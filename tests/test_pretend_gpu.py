@@ -211,7 +211,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_pretend_device_tells_each_kind_of_fault(fault: str) -> None:
-    with pretend_cuda.pretend() as gpu, suppress(TypeError, RuntimeError):
+    with pretend_cuda.pretend(registers_lazily=False) as gpu, suppress(TypeError, RuntimeError):
         FAULTS[fault]()
     assert fault in {line.split(" @")[0] for line in gpu.problems()}
 
@@ -232,7 +232,7 @@ def test_the_pretend_device_counts_waits_and_bytes() -> None:
 
 
 def test_a_replay_does_what_the_capture_did_not() -> None:
-    with pretend_cuda.pretend() as gpu:
+    with pretend_cuda.pretend(registers_lazily=False) as gpu:
         generator, total = torch.Generator("cuda").manual_seed(0), torch.zeros(2, device="cuda")
         graph = captured(lambda: total.add_(torch.randn(2, device="cuda", generator=generator)), generator)
         assert torch.equal(total.cpu(), torch.zeros(2))

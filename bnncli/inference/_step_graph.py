@@ -6,6 +6,7 @@ steps go on one by one, and the reason is said.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -75,7 +76,9 @@ class StepGraph(Generic[Result]):
         """The step on a stream of its own."""
         here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(here)
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), warnings.catch_warnings():
+            # Optimizers that can be captured warn of a first step outside of a capture.
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable=True", UserWarning)
             result = self.step()
         here.wait_stream(side)
         return result
