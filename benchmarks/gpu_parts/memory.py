@@ -14,5 +14,7 @@ from gpu_parts.repeats import check_repeats
 def run(gpu: Gpu, ledger: Ledger, folder: Path, *, is_quick: bool) -> None:
     """All of it, the quick checks first; folders of runs are made in `folder`."""
     check_graphs(gpu, ledger, is_quick=is_quick)
-    check_peaks(gpu, ledger, is_quick=is_quick or gpu.is_pretend)  # a pretend GPU has no peaks: that the work runs is all
+    check_peaks(
+        gpu, ledger, is_quick=is_quick or gpu.is_pretend
+    )  # a pretend GPU has no peaks: that the work runs is all
     check_repeats(gpu, ledger, folder, is_quick=is_quick)
