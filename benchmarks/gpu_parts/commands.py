@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -72,12 +73,15 @@ def run_line(line: str, folder: Path, device: str, *words: str) -> Done:
     if CommonOptions in command.groups:
         argv += ["--json", "--progress", "none"]
     results, errors, before = io.StringIO(), io.StringIO(), sys.stderr
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     start = time.perf_counter()
     sys.stderr = errors
     try:
         code = run_command_line(argv, results)
     finally:
         sys.stderr = before
+        for name, handler in handlers.items():  # or what is no command would not end at a signal
+            signal.signal(name, handler)
     seconds = time.perf_counter() - start
     if code > 128:  # a signal, which the command took for its own
         raise SystemExit(code)
