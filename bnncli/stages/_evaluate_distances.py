@@ -65,21 +65,13 @@ def open_reference(run: Run, name: str) -> Reference:
     """
     path = run.folder.posterior(name, suffix=".nc")
     if path.is_file():
+        header = read_header(path)
         try:
-            run.use(read_header(path))
-        except DataError as error:
-            if error.code != "stale_input":  # damaged: what else was made of it is no truer
+            run.use(header)
+            require_draws(run, header, num_used=0)
+        except (DataError, DeviceError) as error:
+            if error.code not in ("stale_input", "out_of_memory"):  # damaged: what else was made of it is no truer
                 raise
-            run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
-            return Reference(name, None)
-        try:
-            require_draws(run, read_header(path), num_used=0)
-        except DeviceError as error:
-            run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
-            return Reference(name, None)
-        try:
-            require_draws(run, read_header(path), num_used=0)
-        except DeviceError as error:
             run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
             return Reference(name, None)
         return Reference(name, path)
