@@ -25,13 +25,13 @@ Cli = Any
 def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the objects of each file were checked; and every file is old enough to be remembered."""
     found: Counter[str] = Counter()
-    check = hdf5._check_objects
+    check = hdf5.check_objects
 
-    def count(path: Path, file: h5py.File) -> None:
+    def count(path: Path, file: h5py.h5f.FileID) -> None:
         found[str(path.resolve())] += 1
         check(path, file)
 
-    monkeypatch.setattr(hdf5, "_check_objects", count)
+    monkeypatch.setattr(hdf5, "check_objects", count)
     monkeypatch.setattr(checked, "STEP_NS", -(1 << 62))
     monkeypatch.setattr(checked, "_SECOND_NS", 1 << 62)
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
-from bnncli.storage import hdf5
+from bnncli.storage import hdf5, hdf5_objects
 from bnncli.storage.hdf5 import check_digest, header_of, open_hdf5, read_contents, write_hdf5
 from bnncli.storage.provenance import build_provenance
 from bnncli.storage.seal import MARK, make_seal
@@ -176,6 +176,10 @@ def has_pickled_objects(file: h5py.File) -> None:
     file.create_dataset("objects", (2,), h5py.vlen_dtype(np.uint8))
 
 
+def has_an_array_without_shape(file: h5py.File) -> None:
+    file["nothing"] = h5py.Empty("f8")
+
+
 def has_a_committed_type(file: h5py.File) -> None:
     file["type"] = np.dtype("f8")
 
@@ -196,7 +200,7 @@ def has_no_provenance(file: h5py.File) -> None:
     "attack",
     [
         declares_more_than_is_stored, declares_much_in_total, is_compressed, has_a_loop, has_pickled_objects,
-        has_a_committed_type, has_long_text, has_a_list_of_marks, has_no_provenance,
+        has_an_array_without_shape, has_a_committed_type, has_long_text, has_a_list_of_marks, has_no_provenance,
     ],
 )  # fmt: skip
 def test_a_file_that_our_writer_never_makes_is_refused(path: Path, attack: Callable[[h5py.File], None]) -> None:
@@ -225,7 +229,7 @@ def test_a_file_without_its_seal_is_refused_although_all_its_content_is_there(pa
 
 
 def test_a_million_small_groups_are_refused_early(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5, "MAX_OBJECTS", 10)
+    monkeypatch.setattr(hdf5_objects, "MAX_OBJECTS", 10)
     with h5py.File(path, "r+") as file:
         for number in range(20):
             file.create_group(f"g{number}")

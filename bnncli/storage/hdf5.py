@@ -20,15 +20,15 @@ import h5py
 import numpy as np
 
 from bnncli.digests import canonical_json, tensor_digest
-from bnncli.errors import DataError, Untrusted
+from bnncli.errors import DataError
 from bnncli.inputs import is_failure, read_error, reading
 from bnncli.storage.atomic import publish, publish_bytes
 from bnncli.storage.checked import is_checked, is_settled, remember, state_of
+from bnncli.storage.hdf5_objects import check_objects, is_text
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
 from bnncli.storage.seal import is_sealed, make_seal
 
 IN_MEMORY_LIMIT = 1 << 27  # the image is held up to four times while it is made and sealed
-MAX_OBJECTS = 10_000
 BLOCK_BYTES = 64 << 20
 _STRING = h5py.string_dtype("utf-8")
 _PROVENANCE, _META = "provenance", "meta"
@@ -94,12 +94,6 @@ def write_hdf5(
 def _marked(array: Array) -> Array:
     """The array as it is stored: texts in bytes, all of one length, are marked as UTF-8."""
     return array.view(h5py.string_dtype("utf-8", array.dtype.itemsize)) if array.dtype.kind == "S" else array
-
-
-def _is_text(kind: np.dtype[Any]) -> bool:
-    """Whether a stored type is that of a text; texts of one length are arrays like any other."""
-    found = h5py.check_string_dtype(kind)
-    return found is not None and found.length is None
 
 
 def _write_allocated(path: Path, arrays: Mapping[str, Array], fill: Callable[[h5py.File], None]) -> None:
@@ -170,7 +164,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
 def _check_whole(path: Path, file: h5py.File, *, has_seal: bool) -> None:
     """Raise unless every object is one that our writer makes, and the writer came to its end."""
     try:
-        _check_objects(path, file)
+        check_objects(path, file.id)
         complete = file.attrs.get("bnncli_complete", 0)
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError) as error:
         raise _damaged(path, error) from None
@@ -191,50 +185,6 @@ def _raise_if_unreadable(path: Path, error: BaseException) -> None:
     found = error if isinstance(error, OSError) or told is None else OSError(int(told[1]), os.strerror(int(told[1])))
     if isinstance(found, OSError) and is_failure(found):
         raise read_error(found, path) from None
-
-
-def _check_objects(path: Path, file: h5py.File) -> None:
-    """Refuse anything that our writer never makes, before any data are read."""
-    declared, count, groups = 0, 0, [file["/"]]
-    seen = set()
-    while groups:
-        group = groups.pop()
-        if group.id.__hash__() in seen:
-            raise DataError(f"{path}: groups form a loop", path=path)
-        seen.add(group.id.__hash__())
-        for name in group:
-            count += 1
-            if count > MAX_OBJECTS:
-                raise DataError(f"{path}: more than {MAX_OBJECTS} objects", path=path)
-            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-                raise Untrusted(f"{path}: {name!r} is a link to somewhere else", code="hdf5_link", path=path)
-            entry = group[name]
-            if isinstance(entry, h5py.Group):
-                groups.append(entry)
-            elif isinstance(entry, h5py.Dataset):
-                declared += _check_dataset(path, name, entry)
-            else:
-                raise DataError(f"{path}: {name!r} is neither array nor group", path=path)
-    if declared > path.stat().st_size:
-        raise DataError(
-            f"{path}: declares {declared} bytes of data and has {path.stat().st_size}",
-            code="size_mismatch",
-            path=path,
-        )
-
-
-def _check_dataset(path: Path, name: str, entry: h5py.Dataset) -> int:
-    """Bytes the dataset declares."""
-    if entry.is_virtual or entry.external is not None:
-        raise Untrusted(f"{path}: {name!r} takes its data from another file", code="hdf5_external", path=path)
-    if entry.chunks is not None or entry.compression is not None:
-        raise DataError(f"{path}: {name!r} is not stored as bnncli stores arrays", path=path)
-    is_text = _is_text(entry.dtype)
-    if not is_text and entry.dtype.kind not in "fiubS":
-        raise DataError(f"{path}: {name!r} has the unexpected type {entry.dtype}", path=path)
-    if not is_text and entry.size and entry.id.get_storage_size() != entry.size * entry.dtype.itemsize:
-        raise DataError(f"{path}: {name!r} declares more data than it has", code="size_mismatch", path=path)
-    return int(entry.size) * entry.dtype.itemsize
 
 
 def read_text(file: h5py.File, name: str) -> str:
@@ -279,7 +229,7 @@ def read_contents(
 
     def visit(name: str, entry: Any) -> None:
         if isinstance(entry, h5py.Dataset) and name not in (_PROVENANCE, _META):
-            if not _is_text(entry.dtype):
+            if not is_text(entry.dtype):
                 arrays[name] = _map(file, entry) if name in mapped else entry[()]
             else:
                 texts[name] = read_text(file, name) if entry.shape == () else read_texts(file, name)
