@@ -31,7 +31,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # what stays so until somebody does somethi
 WRITE_CODES = {errno.ENOSPC: 74, errno.EDQUOT: 74, errno.EIO: 74, errno.EROFS: 73, errno.EACCES: 73}
 READ_CODES = {errno.EIO: 74, errno.ESTALE: 74}
 SECONDS = 60  # that a trial may take
-FEW_INPUTS = 2  # that are damaged, in the default suite
+FEW_INPUTS = 1  # that are damaged, in the default suite
 MANY = 100  # of each kind of damage to each input, in the long run
 
 
