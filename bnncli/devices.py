@@ -68,6 +68,22 @@ def configure_torch(*, threads: int | None, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def has_coarse_products(device: torch.device) -> bool:
+    """Whether the device multiplies TF32 and bfloat16 numbers itself: GPUs from NVIDIA's Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Float32 matrix products on a GPU are in TF32 inside the block, and what they were after it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @contextmanager
 def single_threaded() -> Iterator[None]:
     """CPU work on one thread inside the block: small operations lose more by waiting for threads than they gain."""

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -312,7 +312,7 @@ class _Dispatch:
         capture = pretend_.capture
         if capture is not None and kernel.is_launched:
             return self._record(capture, func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = _as_on_a_gpu(func)(*args, **kwargs)
         self._place(out, tensors)
         return out
 
@@ -362,9 +362,10 @@ class _Dispatch:
             capture.error = self.pretend.capture_error
             raise capture.error
         if not func._schema.is_mutable:
-            out = func(*args, **kwargs)
+            kernel = _as_on_a_gpu(func)  # with the precision of now, whatever it is at a replay
+            out = kernel(*args, **kwargs)
             self._place(out, [*_tensors(args), *_tensors(kwargs)])
-            capture.records.append((func, _aliases(args), _aliases(kwargs), _aliases(out)))
+            capture.records.append((kernel, _aliases(args), _aliases(kwargs), _aliases(out)))
             return out
         capture.records.append((func, _aliases(args), _aliases(kwargs), None))
         given = dict(zip((part.name for part in func._schema.arguments), args, strict=False)) | kwargs
@@ -392,6 +393,23 @@ class _Kernels(_Dispatch, TorchDispatchMode):
     def __init__(self, pretend_: Pretend) -> None:
         super().__init__()
         self.pretend = pretend_
+
+
+def _as_on_a_gpu(func: Any) -> Callable[..., Any]:
+    """The kernel with what a GPU's products can and a CPU's cannot: float32 sums of halves, and TF32 where it is on."""
+    if func is torch.ops.aten.mm.dtype:
+        return lambda left, right, dtype: torch.mm(left.to(dtype), right.to(dtype))
+    if func is torch.ops.aten.mm.default and torch.get_float32_matmul_precision() != "highest":
+        return lambda left, right: torch.mm(_ten_bits(left), _ten_bits(right))
+    return cast("Callable[..., Any]", func)
+
+
+def _ten_bits(tensor: Tensor) -> Tensor:
+    """Float32 numbers with TF32's bits of mantissa, the nearest ones; other types as they are."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    fraction, exponent = torch.frexp(tensor)
+    return torch.ldexp((fraction * 2**11).round() * 2**-11, exponent)
 
 
 def _adds_twice(name: str, args: Any) -> bool:
@@ -756,6 +774,7 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
         "current_device": lambda: pretend_.current_device,
         "set_device": lambda device: setattr(pretend_, "current_device", _index(device, pretend_.current_device)),
         "get_device_name": lambda device=None: "a pretend GPU",
+        "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (pretend_.free_memory, _TOTAL_MEMORY),
         "synchronize": lambda device=None: pretend_.sync("synchronize"),
         "empty_cache": lambda: None,

@@ -23,7 +23,7 @@ Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
     "metric": "nll", "score": "knn", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
-    "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "sampler": "nuts", "dynamics": "leapfrog", "dtype": "float16",
+    "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "dtype": "float16",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",
     "fit-lbbnn hidden": "7,5", "fit-lbbnn estimator": "mnf", "schedule": "cosine", "variance": "published", "prior-inclusion": "0.5", "start-inclusion": "1,2", "flow-hidden": "7", "prune rule": "density", "density": "0.1", "slab-sd": "0.3", "true-inputs": "1,3",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from bnncli import registry, seeds
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
 from bnncli.evaluation.convergence import convergence
+from bnncli.inference import hmc
 from bnncli.inference.dynamics import DYNAMICS, JITTER, TURN, WhitenedPotential, trajectory, transition
 from bnncli.inference.hmc import HmcRun, MemoryDraws, Walk, goals, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
@@ -21,6 +23,7 @@ from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
+from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
 
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
@@ -41,7 +44,7 @@ def make_base(target: LastLayerTarget, structure: str = "full") -> Gaussian:
     return fit_gaussian(target, start=torch.zeros(target.layout.num_params), structure=structure).gaussian
 
 
-def run(target: LastLayerTarget, base: Gaussian, dynamics: str = "split", **options: int) -> HmcRun:
+def run(target: LastLayerTarget, base: Gaussian, dynamics: str = "split", **options: Any) -> HmcRun:
     return sample_hmc(
         target, mode=base.mean, covariance=base.covariance, generator=seeded(), dynamics=dynamics, **options
     )
@@ -76,6 +79,29 @@ def test_draws_have_the_moments_of_the_posterior_on_a_grid(dynamics: str, struct
     result = run(target, base, dynamics, num_chains=320, num_warmup=30, num_draws=40)
     z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(320, 40, 2)
     assert_moments(z, *grid_moments(target, base))
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "gradients"), [("leapfrog", "tf32"), ("split", "bfloat16"), ("split", "wrong"), ("leapfrog", "wrong")]
+)
+def test_draws_have_the_moments_of_the_posterior_whatever_kicks(
+    dynamics: str, gradients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(LAYOUTS[1])
+    base = make_base(target)
+    if gradients == "wrong":
+        monkeypatch.setattr(hmc.CoarseGradient, "about", off_by_a_third)
+    options = {"gradients": "bfloat16" if gradients == "wrong" else gradients}
+    result = run(target, base, dynamics, num_chains=320, num_warmup=20, num_draws=25, **options)
+    z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(320, 25, 2)
+    assert_moments(z, *grid_moments(target, base))
+    expected = torch.stack([target.log_joint(chain.double()) for chain in result.draws[:5]])
+    torch.testing.assert_close(result.log_joint[:5], expected, rtol=1e-5, atol=1e-5)
+
+
+def off_by_a_third(target: LastLayerTarget, anchor: Tensor, precision: str) -> Any:
+    """A gradient of another posterior: its chains, if they asked it for energies too, would be there."""
+    return lambda displacement: 0.7 * target.log_joint_and_grad(anchor + displacement)[1] + 0.2
 
 
 @every_dynamics
@@ -142,9 +168,14 @@ def test_energy_errors_fall_with_the_square_of_the_step(dynamics: str) -> None:
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
 
 
-def transition_by_hand(dynamics: str, step_size: float, seed: int) -> tuple[Any, dict[str, Tensor]]:
+def transition_by_hand(
+    dynamics: str, step_size: float, seed: int, gradients: str = "float32"
+) -> tuple[Any, dict[str, Tensor]]:
     """A transition of 400 chains, and from the same random numbers what each part of it should be."""
     potential, _, _ = start_of_a_trajectory()
+    if gradients != "float32":
+        coarse = CoarseGradient.about(potential.target, potential.mode, gradients)
+        potential = replace(potential, coarse=coarse)
     z = 2 * torch.randn(400, 2, generator=seeded(seed), dtype=torch.float64)
     got = transition(potential, potential.state(z), seeded(seed), step_size, dynamics)
     generator = seeded(seed)
@@ -162,8 +193,11 @@ def transition_by_hand(dynamics: str, step_size: float, seed: int) -> tuple[Any,
 
 
 @every_dynamics
-def test_a_transition_accepts_by_the_exact_energy_and_tells_the_energy_of_where_it_is(dynamics: str) -> None:
-    got, hand = transition_by_hand(dynamics, 1.7, 3)
+@pytest.mark.parametrize("gradients", hmc.GRADIENTS)
+def test_a_transition_accepts_by_the_exact_energy_and_tells_the_energy_of_where_it_is(
+    dynamics: str, gradients: str
+) -> None:
+    got, hand = transition_by_hand(dynamics, 1.7, 3, gradients)
     accepted = hand["accepted"]
     assert 20 < int(accepted.sum()) < 380  # both kinds are there
     torch.testing.assert_close(got.acceptance, hand["chance"])
@@ -288,6 +322,12 @@ def test_unknown_dynamics_are_refused() -> None:
     target = make_target(LAYOUTS[0])
     with pytest.raises(ValueError, match="expected one of split, leapfrog"):
         run(target, make_base(target), "verlet")
+
+
+def test_unknown_gradients_are_refused() -> None:
+    target = make_target(LAYOUTS[0])
+    with pytest.raises(ValueError, match="expected one of float32, tf32, bfloat16"):
+        run(target, make_base(target), gradients="float16")
 
 
 def test_nuts_has_the_moments_of_the_posterior_on_a_grid() -> None:

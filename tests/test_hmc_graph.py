@@ -17,7 +17,7 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.errors import Interrupted
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential
-from bnncli.inference.hmc import HmcRun, MemoryDraws, sample_hmc
+from bnncli.inference.hmc import GRADIENTS, HmcRun, MemoryDraws, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
@@ -107,14 +107,14 @@ def assert_same(one: HmcRun, other: HmcRun) -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch, case: Case, **words: Any) -> tuple[HmcRun, int]:
     """The run on the CPU, and the steps it took, warm-up included."""
-    states, plain = [], WhitenedPotential.state
+    states, plain = [], WhitenedPotential.moving
 
-    def state(self: WhitenedPotential, z: Tensor) -> Any:
+    def moving(self: WhitenedPotential, z: Tensor) -> Any:
         states.append(0)
         return plain(self, z)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WhitenedPotential, "state", state)
+        patch.setattr(WhitenedPotential, "moving", moving)
         return sample(case, **words), len(states) - 1  # the first is that of the starts
 
 
@@ -131,6 +131,22 @@ def test_one_capture_replays_all_steps_to_the_same_bits(
     assert (gpu.num_captures, gpu.num_replays) == (1, num_steps - WARM_UP)
     assert num_steps > 4 + WARM_UP
     assert_same(graphed, plain)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS[1:])
+@pytest.mark.parametrize("place", ["full", "row space"])
+def test_coarse_gradients_are_captured_too_and_their_energies_are_not(
+    monkeypatch: pytest.MonkeyPatch, place: str, gradients: str
+) -> None:
+    case, told = case_of(place), Told()
+    plain, num_steps = counted(monkeypatch, case, gradients=gradients)
+    with pretend_cuda.pretend() as gpu:
+        graphed = sample(case, gpu.device, gradients=gradients, progress=told)
+    assert (gpu.problems(), told.lines) == ([], [])
+    assert (gpu.num_captures, gpu.num_replays) == (1, num_steps - WARM_UP)
+    assert_same(graphed, plain)
+    assert not torch.equal(plain.draws, sample(case).draws)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(("place", "outputs", "bias_precision"), [("full", 1, None), ("kron", 3, 0.1)])
@@ -156,10 +172,13 @@ def test_chains_go_on_step_by_step_where_there_can_be_no_graph(dynamics: str, fa
     assert_same(refused, sample(case, dynamics=dynamics))
 
 
-@pytest.mark.parametrize(("dynamics", "stop_at"), [("split", 1), ("leapfrog", 2)])
-def test_an_interrupted_run_goes_on_to_the_same_bits(dynamics: str, stop_at: int) -> None:
+@pytest.mark.parametrize(
+    ("dynamics", "stop_at", "gradients"),
+    [("split", 1, "float32"), ("leapfrog", 2, "float32"), ("split", 3, "tf32"), ("split", 2, "bfloat16")],
+)
+def test_an_interrupted_run_goes_on_to_the_same_bits(dynamics: str, stop_at: int, gradients: str) -> None:
     case, cut, store = case_of("full"), StopAt(stop_at), MemoryDraws()
-    words = {"dynamics": dynamics, "num_draws": 6}
+    words = {"dynamics": dynamics, "num_draws": 6, "gradients": gradients}
     with pretend_cuda.pretend() as gpu:
         with pytest.raises(Interrupted):
             sample(case, gpu.device, **words, checkpoint=cut, store=store)
@@ -168,12 +187,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(dynamics: str, stop_at: int
     assert_same(resumed, sample(case, **words))
 
 
-def test_features_beside_the_gpu_are_not_captured() -> None:
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_features_beside_the_gpu_are_not_captured(gradients: str) -> None:
     case = case_of("full")
     with pretend_cuda.pretend() as gpu:
-        streamed = sample(case, gpu.device, is_resident=False)
+        streamed = sample(case, gpu.device, is_resident=False, gradients=gradients)
     assert (gpu.problems(), gpu.num_captures) == ([], 0)
-    assert_same(streamed, sample(case))
+    assert_same(streamed, sample(case, gradients=gradients))
 
 
 def test_a_block_that_a_capture_has_no_memory_for_is_an_error_and_not_halved(monkeypatch: pytest.MonkeyPatch) -> None:

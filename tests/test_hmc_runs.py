@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from bnncli.evaluation.bfmi import bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.held_out import log_probabilities
 from bnncli.layout import HeadLayout
+from bnncli.options import HmcOptions
 from bnncli.stages import hmc
 from bnncli.stages._hmc_report import hmc_warnings
 from bnncli.stages._resumable import ResumableDraws
@@ -74,6 +76,31 @@ def test_an_interrupted_run_continues_to_the_same_bits(
     assert f"resuming after {sum(stops)} transitions" in done.stderr
     assert digest_of(done) == expected
     assert hidden_files(small_run) == []
+
+
+def test_coarse_gradients_are_told_recorded_and_continued(cli: Cli, small_run: Path, stop_after: Any) -> None:
+    words = ["hmc", small_run, *SMALL, "--gradients", "bfloat16"]
+    whole = cli(*words, "--name", "whole", "--json")
+    assert re.search(r"acceptance 0\.\d\d with bfloat16 gradients and exact energies, \d+ divergences", whole.stderr)
+    assert whole.json["metrics"]["gradients"] == "bfloat16"
+    stop_after(13)
+    assert cli(*words, "--name", "cut").code == 128 + signal.SIGTERM
+    assert "other options" in cli("hmc", small_run, *SMALL, "--name", "cut", "--resume").stderr
+    assert digest_of(cli(*words, "--name", "cut", "--resume", "--json")) == digest_of(whole)
+    other = cli("hmc", small_run, *SMALL, "--name", "whole")
+    assert other.code == 73
+    assert "gradients: 'bfloat16' there, 'float32' asked" in other.stderr
+
+
+def test_draws_from_before_there_were_coarse_gradients_are_fresh(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = HmcOptions.params
+    with monkeypatch.context() as patch:
+        patch.setattr(HmcOptions, "params", lambda self: {k: v for k, v in plain(self).items() if k != "gradients"})
+        assert cli("hmc", small_run, *SMALL, "--name", "old").code == 0
+    assert cli("hmc", small_run, *SMALL, "--name", "old", "--json").json["action"] == "up_to_date"
+    assert cli("hmc", small_run, *SMALL, "--name", "old", "--gradients", "tf32").code == 73
 
 
 def joined(words: list[Any]) -> str:

@@ -100,17 +100,20 @@ def test_streamed_features_train_the_same_network(shuffles: bool) -> None:
     assert gpu.problems() == []
 
 
-def hmc(num_warmup: int, num_draws: int, dynamics: str) -> None:
+def hmc(num_warmup: int, num_draws: int, dynamics: str, gradients: str) -> None:
     target, start = target_of(30), base()
     mode, covariance = start.mean, start.covariance
+    how = {"dynamics": dynamics, "gradients": gradients}
     sizes = {"num_chains": 3, "num_warmup": num_warmup, "num_draws": num_draws}
-    sample_hmc(target, mode=mode, covariance=covariance, generator=seeded(), dynamics=dynamics, **sizes)
+    sample_hmc(target, mode=mode, covariance=covariance, generator=seeded(), **how, **sizes)
 
 
-@pytest.mark.parametrize("dynamics", ["split", "leapfrog"])
-def test_hmc_waits_for_no_draw_and_once_for_a_transition_of_the_warm_up(dynamics: str) -> None:
-    same_syncs(lambda count: hmc(4, count, dynamics), 6)
-    (few, _), (many, sites) = (syncs(lambda count: hmc(count, 4, dynamics), count) for count in (6, 12))
+@pytest.mark.parametrize(
+    ("dynamics", "gradients"), [("split", "float32"), ("leapfrog", "float32"), ("split", "tf32"), ("split", "bfloat16")]
+)
+def test_hmc_waits_for_no_draw_and_once_for_a_transition_of_the_warm_up(dynamics: str, gradients: str) -> None:
+    same_syncs(lambda count: hmc(4, count, dynamics, gradients), 6)
+    (few, _), (many, sites) = (syncs(lambda count: hmc(count, 4, dynamics, gradients), count) for count in (6, 12))
     assert many - few == 6, sites
 
 

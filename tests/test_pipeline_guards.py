@@ -100,10 +100,11 @@ def test_draws_and_another_posterior_do_not_share_a_name(cli: Cli, small_run: Pa
     assert (done.code, done.json["error"]["code"]) == (73, "exists")
 
 
-def test_nuts_has_no_dynamics_to_choose(cli: Cli, small_run: Path) -> None:
-    done = cli("hmc", small_run, "--sampler", "nuts", "--dynamics", "leapfrog", "--name", "n")
+@pytest.mark.parametrize("words", [("--dynamics", "leapfrog"), ("--gradients", "tf32")])
+def test_nuts_has_no_dynamics_and_gradients_to_choose(cli: Cli, small_run: Path, words: tuple[str, str]) -> None:
+    done = cli("hmc", small_run, "--sampler", "nuts", *words, "--name", "n")
     assert done.code == 2
-    assert "--dynamics" in done.stderr
+    assert words[0] in done.stderr
 
 
 @pytest.mark.parametrize(

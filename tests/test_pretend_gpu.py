@@ -58,6 +58,8 @@ LINES = (
     "hmc s --chains 2 --warmup 6 --draws 8",
     "hmc s --chains 2 --warmup 6 --draws 8 --dynamics leapfrog --name leap",
     "hmc b --chains 2 --warmup 6 --draws 4 --until ess>=1",
+    "hmc s --chains 2 --warmup 6 --draws 8 --gradients tf32 --name tf32",
+    "hmc b --chains 2 --warmup 6 --draws 8 --gradients bfloat16 --name bf16",
     *(
         f"fit-lbbnn s --estimator {name} --epochs 2 --batch-size 8 --slab-sd 1 --name l-{name} --schedule constant"
         for name in choices(FitLbbnnOptions, "estimator")

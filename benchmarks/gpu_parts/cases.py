@@ -122,6 +122,8 @@ def _lines(extract: str) -> list[str]:
         "refine FOLDER/run --base kron --epochs 60 --scale low-rank --name from-kron",
         "hmc FOLDER/run",
         "hmc FOLDER/run --dynamics leapfrog --name leapfrog",
+        "hmc FOLDER/run --gradients tf32 --name tf32",
+        "hmc FOLDER/run --gradients bfloat16 --name bfloat16",
         *(f"fit-lbbnn FOLDER/run --estimator {name} --repeats 4 --epochs 60 --name {name}" for name in ESTIMATORS),
         "fit-lbbnn FOLDER/run --hidden 20 --standardize --epochs 20 --name hidden",
         "prune FOLDER/run --posterior lrt",

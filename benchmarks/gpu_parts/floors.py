@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from machine import Rates, Work, measure_rates
+from machine import Rates, Work, best_of, measure_rates
+
+from bnncli.devices import has_coarse_products, tf32_products
 
 # Dense float32 and float64 flops (the latter by tensor cores), bytes of its memory and exponentials a second: data sheets of
 # NVIDIA; exponentials are 16 a clock and multiprocessor.
@@ -29,6 +31,22 @@ def rates_of(device: torch.device, name: str, *, is_quick: bool) -> tuple[Rates,
     if stated is not None:
         return stated, "stated"
     return measure_rates(device, size=256 if is_quick else None), "measured"
+
+
+def product_rates(device: torch.device, rates: Rates, *, is_quick: bool) -> dict[str, float]:
+    """Flops a second of TF32 and bfloat16 products, measured: of square matrices, where the device has such products."""
+    if not has_coarse_products(device):
+        return {"tf32": rates.flops32, "bfloat16": rates.flops32}
+    size = 256 if is_quick else 8192
+    left, right = (torch.rand(size, size, device=device) for _ in range(2))
+    halves = left.bfloat16(), right.bfloat16()
+
+    def multiply() -> torch.Tensor:
+        with tf32_products():
+            return left @ right
+
+    runs = {"tf32": multiply, "bfloat16": lambda: torch.mm(*halves, out_dtype=torch.float32)}
+    return {name: 2 * size**3 / best_of(run, device, repeats=5)[0] for name, run in runs.items()}
 
 
 def is_held(name: str) -> bool:

@@ -13,7 +13,7 @@ from bnncli import registry
 from bnncli.errors import Interrupted
 from bnncli.flows import choose_space
 from bnncli.inference.dynamics import DYNAMICS
-from bnncli.inference.hmc import HmcRun, sample_hmc
+from bnncli.inference.hmc import GRADIENTS, HmcRun, sample_hmc
 from bnncli.inference.latent_fit import Plan, fit_latent
 from bnncli.inference.latent_steps import Settings
 from bnncli.inference.refine import RefineFit, fit_flow
@@ -70,6 +70,9 @@ def check_graphs(gpu: Gpu, ledger: Ledger, *, is_quick: bool) -> None:
     for dynamics in DYNAMICS[:1] if is_quick else DYNAMICS:
         for place in ["full"] if is_quick else [*registry.names("covariances"), "row space"]:
             ledger.item(f"graph of {dynamics} chains, {place}", _check_chain_graph, gpu, ledger, dynamics, place)
+    for gradients in GRADIENTS[1:]:
+        what = f"graph of {gradients} gradients"
+        ledger.item(what, _check_chain_graph, gpu, ledger, DYNAMICS[0], "full", gradients)
     ledger.item("resuming hmc", _check_hmc, gpu, ledger, is_quick)
     ledger.item("syncs", _check_syncs, gpu, ledger, is_quick)
 
@@ -199,9 +202,9 @@ class _Draws:
             raise Interrupted(15, "as asked")
 
 
-def _check_chain_graph(gpu: Gpu, ledger: Ledger, dynamics: str, place: str) -> None:
+def _check_chain_graph(gpu: Gpu, ledger: Ledger, dynamics: str, place: str, gradients: str = "float32") -> None:
     """One capture, all steps after the first few replayed, and the draws without any graph."""
-    name, is_span = f"{dynamics} chains, {place}", place == "row space"
+    name, is_span = f"{dynamics} chains, {place}, {gradients} gradients", place == "row space"
     target = head_target(HeadLayout(3, 40 if is_span else 6), 30 if is_span else NUM_EXAMPLES, gpu.device)
     if is_span:
         target = RowSpace.of(target.features, target.layout).target(target)
@@ -211,7 +214,7 @@ def _check_chain_graph(gpu: Gpu, ledger: Ledger, dynamics: str, place: str) -> N
         """Without a warm-up, so that all steps are told."""
         return sample_hmc(
             target, mode=base.mean, covariance=base.covariance, generator=torch.Generator().manual_seed(0),
-            num_chains=4, num_warmup=0, num_draws=6, dynamics=dynamics,
+            num_chains=4, num_warmup=0, num_draws=6, dynamics=dynamics, gradients=gradients,
         )  # fmt: skip
 
     with gpu.counted() as counts:

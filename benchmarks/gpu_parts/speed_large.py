@@ -14,8 +14,9 @@ from bnncli.inference.prior_precision import search
 from bnncli.layout import HeadLayout
 from bnncli.prior import Prior
 from bnncli.seeds import stream
+from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
-from gpu_parts.floors import BUS
+from gpu_parts.floors import BUS, product_rates
 
 if TYPE_CHECKING:
     from gpu_parts.speed import Clock
@@ -45,6 +46,7 @@ def measure_resnet(clock: Clock, num_examples: int, num_features: int, num_outpu
         theta = _theta(CHAINS, layout, clock.device)
         work = gradient_work(num_examples, layout, draws=CHAINS)
         clock.job(f"gradient of {CHAINS} chains, {name}", work, lambda: target.log_joint_and_grad(theta), most=0.17)
+        _time_coarse(clock, target, theta, f"{CHAINS} chains, {name}")
 
     def product() -> None:
         target = _target(clock.device, num_examples, layout)
@@ -98,6 +100,15 @@ def measure_imagenet(clock: Clock, num_examples: int, num_features: int, num_out
         clock.ledger.check("streamed pass, of the resident one", ratio, STREAMED, bus_seconds=bus)
     else:
         clock.ledger.note("streamed pass, of the resident one", f"{ratio:.3g}", bus_seconds=bus)
+
+
+def _time_coarse(clock: Clock, target: LastLayerTarget, theta: Tensor, name: str) -> None:
+    """The gradients of `hmc --gradients`, each beside a floor at the rate of its own products."""
+    for precision, rate in product_rates(clock.device, clock.rates, is_quick=clock.is_quick).items():
+        coarse = CoarseGradient.about(target, torch.zeros_like(theta[0], dtype=torch.float64), precision)
+        work = gradient_work(target.num_examples, target.layout, draws=len(theta))
+        rated = work._replace(flops32=work.flops32 * clock.rates.flops32 / rate)
+        clock.job(f"{precision} gradient of {name}", rated, partial(coarse, theta), most=None)
 
 
 def _time_product(clock: Clock, target: LastLayerTarget, theta: Tensor, name: str) -> None:

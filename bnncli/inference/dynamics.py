@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.posteriors import move, standard_normal
+from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
 
 DYNAMICS = ("split", "leapfrog")
@@ -45,20 +46,38 @@ class WhitenedPotential:
         target: the log posterior.
         mode: (P,), float64.
         covariance: L L^T.
+        coarse: the gradient that kicks, about the same mode, where it is not the target's own. A trajectory needs only that:
+            whatever function of position kicks, it is reversible and preserves volume, and the energy at its end, which
+            decides about it, is the target's.
     """
 
     target: LastLayerTarget
     mode: Tensor
     covariance: Covariance
+    coarse: CoarseGradient | None = None
 
     def theta(self, z: Tensor) -> Tensor:
         """theta (C, P) at z (C, P)."""
         return self.mode + self.covariance.unwhiten(z)
 
     def state(self, z: Tensor) -> State:
-        """Potential and gradient at z (C, P), as one pass over the data."""
-        log_joint, gradient = self.target.log_joint_and_grad(self.theta(z))
+        """Potential and gradient at z (C, P): one pass over the data, or one for each where the gradient is coarse."""
+        return self.with_energy(self.moving(z))
+
+    def moving(self, z: Tensor) -> State:
+        """The same within a trajectory: the potential, which no kick needs, is NaN where the gradient is coarse."""
+        displacement = self.covariance.unwhiten(z)
+        if self.coarse is not None:
+            unknown = torch.full_like(z[:, 0], math.nan)
+            return State(z, unknown, -self.covariance.pull_back(self.coarse(displacement)))
+        log_joint, gradient = self.target.log_joint_and_grad(self.mode + displacement)
         return State(z, -log_joint, -self.covariance.pull_back(gradient))
+
+    def with_energy(self, state: State) -> State:
+        """What `moving` gave, with the target's own potential."""
+        if self.coarse is None:
+            return state
+        return state._replace(potential=-self.target.log_joint(self.theta(state.z)))
 
 
 class Factors(NamedTuple):
@@ -90,7 +109,7 @@ def integrate(
         momentum = factors.cosine * momentum - factors.sine * state.z
     else:
         z = state.z + factors.whole * momentum
-    state = potential.state(z)
+    state = potential.moving(z)
     return state, momentum - factors.half * _force(state, is_split)
 
 
@@ -103,8 +122,9 @@ def trajectory(
     num_steps: int,
     dynamics: str,
 ) -> tuple[State, Tensor]:
-    """The chains and their momenta (C, P) after num_steps steps: reversible and volume-preserving.
+    """The chains, their energy as `moving` has it, and their momenta (C, P) after num_steps steps.
 
+    Reversible and volume-preserving.
     split: half a kick by the gradient of potential - |z|^2 / 2, a rotation of (z, momentum) by step_size, half a kick.
     leapfrog: half a kick by the gradient of the potential, a straight move, half a kick.
     """
@@ -159,6 +179,7 @@ def transition(
     num_steps = min(max_steps, max(1, math.ceil(length / step_size - 1e-9)))
     mover = mover or partial(trajectory, potential, dynamics=dynamics)
     proposal, new_momentum = mover(state, momentum, step_size=min(length / num_steps, step_size), num_steps=num_steps)
+    proposal = potential.with_energy(proposal)
     energy = state.potential + 0.5 * momentum.square().sum(dim=1)
     new_energy = proposal.potential + 0.5 * new_momentum.square().sum(dim=1)
     error = (new_energy - energy).nan_to_num(nan=math.inf)

@@ -24,12 +24,14 @@ from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.inference.trajectory_graph import GraphMover
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
+from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 
 # The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
 SETTLING_SHARE = 0.4
 SETTLING_STEPS = 16
+GRADIENTS = ("float32", "tf32", "bfloat16")
 _OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
 _STATISTICS = ("log_joint", "energy", "acceptance_rate", "diverging")
 
@@ -113,6 +115,7 @@ def sample_hmc(
     num_draws: int = 160,
     target_accept: float = 0.8,
     dynamics: str = "split",
+    gradients: str = "float32",
     is_enough: Callable[[Tensor], bool] | None = None,
     max_draws: int | None = None,
     rows: RowSpace | None = None,
@@ -132,6 +135,7 @@ def sample_hmc(
         num_draws: transitions kept, a chain.
         target_accept: acceptance rate that the step size aims for.
         dynamics: split or leapfrog.
+        gradients: of the kicks: float32, the target's own; tf32 or bfloat16, coarse ones, while energies stay what they are.
         is_enough: judges the draws (C, T, P) after num_draws, and again after every num_draws / 2 more, until it
             says True or there are max_draws a chain (20 num_draws by default).
         rows: the span of the features where the target is `rows.target`: draws are completed by the prior outside it,
@@ -145,7 +149,11 @@ def sample_hmc(
     """
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics: expected one of {', '.join(DYNAMICS)}; got {dynamics!r}")
-    potential = WhitenedPotential(target, mode.to(target.device).double(), covariance.to(device=target.device))
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients: expected one of {', '.join(GRADIENTS)}; got {gradients!r}")
+    mode = mode.to(target.device).double()
+    coarse = None if gradients == "float32" else CoarseGradient.about(target, mode, gradients)
+    potential = WhitenedPotential(target, mode, covariance.to(device=target.device), coarse)
     plan = Plan(num_warmup, target_accept, dynamics)
     mover = GraphMover.where_possible(potential, dynamics, warn=progress.warn)
     store, checkpoint = store or MemoryDraws(), checkpoint or NoCheckpoint()

@@ -34,6 +34,11 @@ class HmcOptions(Checked):
         "split: the Gaussian at the mode moves exactly, only the rest is stepped; leapfrog: plain.",
         choices=("split", "leapfrog"),
     )
+    gradients: str = option(
+        "float32",
+        "Digits of the gradients that move the chains: float32; tf32 or bfloat16, for GPUs that multiply these faster (elsewhere they are slower). Draws are of the same posterior, as the energies that accept stay float32; acceptance and effective draws tell what it costs.",
+        choices=("float32", "tf32", "bfloat16"),
+    )
     sampler: str = option("hmc", "hmc, or Pyro's nuts as the independent (slow) reference.", choices=("hmc", "nuts"))
     max_rhat: float | None = option(None, "Exit 3 when the largest R-hat is above this.", minimum=1.0, numeric=False)
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
@@ -48,6 +53,8 @@ class HmcOptions(Checked):
         super().__post_init__()
         if self.sampler == "nuts" and self.dynamics != "split":
             raise UsageError("--dynamics is for --sampler hmc; nuts has its own")
+        if self.sampler == "nuts" and self.gradients != "float32":
+            raise UsageError("--gradients is for --sampler hmc; nuts takes exact ones")
         if self.sampler == "nuts" and (self.until is not None or self.resume):
             raise UsageError("--until and --resume are for --sampler hmc; nuts runs one chain after the other")
         if self.max_draws is not None and self.max_draws < self.draws:

@@ -154,6 +154,7 @@ class Sampling:
                 drawn = sample_hmc(
                     target,
                     dynamics=options.dynamics,
+                    gradients=options.gradients,
                     generator=run.stream("hmc/chains"),
                     is_enough=is_enough if options.conditions else None,
                     max_draws=options.max_draws,

@@ -34,7 +34,7 @@ from bnncli.targets.stream import FeatureBlocks, Work
 
 ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-# Of probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
+# Of logits or probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
 _KEPT_BYTES = 2**28
 _KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
 
@@ -205,9 +205,7 @@ class LastLayerTarget:
     def _kept_probabilities(self, theta: Tensor) -> Tensor | None:
         """Probabilities (K, N) under theta (P,); None where they are large, or the device has no memory for them."""
         size = self.layout.num_outputs * self.num_examples * self.dtype.itemsize
-        if size > (
-            _KEPT_BYTES if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[1] // _KEPT_SHARE
-        ):
+        if not is_kept(size, self.device):
             return None
         with contextlib.suppress(torch.OutOfMemoryError):
             return self.probabilities(theta)
@@ -249,6 +247,11 @@ class LastLayerTarget:
 
         (total,) = self._sum(work, columns=self.layout.num_outputs * vectors.shape[0])
         return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
+
+
+def is_kept(num_bytes: int, device: torch.device) -> bool:
+    """Whether what a pass over the data could make again is small enough to stay on the device."""
+    return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // _KEPT_SHARE)
 
 
 def batch_log_likelihood_and_grad(

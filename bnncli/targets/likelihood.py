@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 
 from bnncli.layout import HeadLayout
+from bnncli.targets.products import Multiply
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 
 # Rows of a matrix product; more gain nothing.
 _MAX_ROWS = {"cpu": 1024, "cuda": 2**14}
 
 
-def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout) -> Tensor:
-    """Logits (K, S, n) of features (n, D) under theta (S, P), as one matrix product."""
+def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout, *, multiply: Multiply | None = None) -> Tensor:
+    """Logits (K, S, n) of features (n, D) under theta (S, P), as one matrix product; `multiply` makes it another way."""
     weight, bias = layout.split(theta)
     rows = weight.transpose(0, 1).reshape(-1, layout.num_features)
-    if bias is None:
+    if multiply is not None:
+        flat = multiply(rows, features.T)
+        flat = flat if bias is None else flat.add_(bias.T.reshape(-1, 1))
+    elif bias is None:
         flat = rows @ features.T
     else:
         flat = torch.addmm(bias.T.reshape(-1, 1), rows, features.T)
@@ -57,10 +61,12 @@ def label_indicators(labels: Tensor, layout: HeadLayout, dtype: torch.dtype) -> 
     return zeros.scatter_(0, labels.unsqueeze(0), 1.0)
 
 
-def weighted_feature_sums(weights: Tensor, features: Tensor, layout: HeadLayout) -> Tensor:
+def weighted_feature_sums(
+    weights: Tensor, features: Tensor, layout: HeadLayout, *, multiply: Multiply = torch.matmul
+) -> Tensor:
     """sum_n weights[k, s, n] x_n in theta order, (S, P) float64, for weights (K, S, n) and features (n, D)."""
     num_draws = weights.shape[1]
-    sums = weights.flatten(0, 1) @ features
+    sums = multiply(weights.flatten(0, 1), features)
     weight = sums.view(layout.num_outputs, num_draws, -1).transpose(0, 1).double()
     bias = weights.sum(dim=2).T.double() if layout.has_bias else None
     return layout.join(weight, bias)

@@ -1,0 +1,86 @@
+"""The gradient of a log posterior near a point, with products of few digits.
+
+About an anchor (the mode, say), gradient(anchor + d) = gradient(anchor) - sum_n (p_n(anchor + d) - p_n(anchor)) x_n - Lambda d,
+and logit_n(anchor + d) = logit_n(anchor) + d x_n. What is rounded is d, x and the differences of probabilities: the error is
+relative to the way from the anchor, not to theta or to the residuals. On 60,000 examples it is a fraction of what the same
+digits cost without the anchor, and it vanishes at the anchor itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bnncli.targets.last_layer import LastLayerTarget, is_kept
+from bnncli.targets.likelihood import block_logits, draw_blocks, normalize_, weighted_feature_sums
+from bnncli.targets.products import multiply_in
+
+
+@dataclass(frozen=True)
+class CoarseGradient:
+    """The gradient of a target's log joint, a function of the displacement from an anchor.
+
+    Args:
+        target: the log posterior.
+        anchor: (P,), float64, on the target's device.
+        gradient: (P,), float64, of the log joint there.
+        logits: (K, N), float32, of the examples there; None where they are large, and are made in each pass.
+        precision: tf32 or bfloat16, of the products.
+    """
+
+    target: LastLayerTarget
+    anchor: Tensor
+    gradient: Tensor
+    logits: Tensor | None
+    precision: str
+
+    @classmethod
+    def about(cls, target: LastLayerTarget, anchor: Tensor, precision: str) -> CoarseGradient:
+        """One about an anchor (P,), as two passes over the data."""
+        anchor = anchor.to(target.device).double()
+        gradient = target.log_joint_and_grad(anchor.unsqueeze(0), dtype=torch.float64)[1][0]
+        return cls(target, anchor, gradient, _kept_logits(target, anchor), precision)
+
+    def __call__(self, displacement: Tensor) -> Tensor:
+        """The gradient (S, P), float64, at anchor + displacement (S, P)."""
+        target = self.target
+        blocks = draw_blocks(displacement.to(target.device, torch.float32), target.layout)
+        sums = torch.cat([self._difference(block) for block in blocks])
+        prior = target.prior.gradient(displacement.double(), target.layout)
+        return self.gradient + prior - target.likelihood_scale * sums
+
+    def _difference(self, displacement: Tensor) -> Tensor:
+        """sum_n (p_n(anchor + d) - p_n(anchor)) x_n in theta order, (S, P) float64, for d (S, P) float32."""
+        layout, multiply = self.target.layout, multiply_in(self.precision)
+
+        def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+            anchor = _logits(block, self.anchor, self.target) if self.logits is None else self.logits[:, rows].clone()
+            logits = block_logits(block, displacement, layout, multiply=multiply).add_(anchor.unsqueeze(1))
+            _, probabilities = normalize_(logits)
+            _, expected = normalize_(anchor)
+            differences = probabilities.sub_(expected.unsqueeze(1))
+            return (weighted_feature_sums(differences, block, layout, multiply=multiply),)
+
+        columns = layout.num_outputs * (displacement.shape[0] + 1)
+        return self.target.blocks.sum(work, columns=columns, dtype=torch.float32)[0]
+
+
+def _logits(block: Tensor, theta: Tensor, target: LastLayerTarget) -> Tensor:
+    """Logits (K, n) of features (n, D), float32, under one theta (P,), with float32 products."""
+    return block_logits(block, theta.float().unsqueeze(0), target.layout)[:, 0]
+
+
+def _kept_logits(target: LastLayerTarget, theta: Tensor) -> Tensor | None:
+    """Logits (K, N) under theta (P,); None where they are large, or the device has no memory for them."""
+    outputs = target.layout.num_outputs
+    if not is_kept(4 * outputs * target.num_examples, target.device):
+        return None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        parts = target.blocks.map(
+            lambda rows, block: (_logits(block, theta, target),), columns=outputs, dtype=torch.float32
+        )
+        return torch.cat([part for (part,) in parts], dim=1)
+    return None

@@ -1,0 +1,46 @@
+"""Matrix products of float32 operands rounded to fewer digits, summed in float32: what tensor cores do.
+
+TF32 keeps 10 bits of the mantissa, bfloat16 keeps 7 (NVIDIA A100 Tensor Core GPU Architecture, 2020). Products of two such
+numbers are exact in float32, so that rounding the operands says all; where a device has no such products they are rounded
+and multiplied in float32, which takes longer and means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bnncli.devices import has_coarse_products, tf32_products
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+_DROPPED = 13  # of float32's 23 bits of mantissa, for TF32
+
+
+def multiply_in(precision: str) -> Multiply:
+    """A function of two float32 matrices (n, m) and (m, p) that gives their product (n, p), float32, in tf32 or bfloat16."""
+    return {"tf32": _multiply_tf32, "bfloat16": _multiply_bfloat16}[precision]
+
+
+def round_to_tf32(tensor: Tensor) -> Tensor:
+    """A float32 tensor's nearest numbers of 10 bits of mantissa, ties to even, as float32; infinities and NaN stay."""
+    bits = tensor.contiguous().view(torch.int32)
+    half = (1 << (_DROPPED - 1)) - 1
+    rounded = (bits + half + ((bits >> _DROPPED) & 1)) & -(1 << _DROPPED)
+    return torch.where(tensor.isfinite(), rounded.view(torch.float32), tensor)
+
+
+def _multiply_tf32(left: Tensor, right: Tensor) -> Tensor:
+    if has_coarse_products(left.device):
+        with tf32_products():
+            return left @ right
+    return round_to_tf32(left) @ round_to_tf32(right)
+
+
+def _multiply_bfloat16(left: Tensor, right: Tensor) -> Tensor:
+    left, right = left.bfloat16(), right.bfloat16()
+    if has_coarse_products(left.device):
+        return torch.mm(left, right, out_dtype=torch.float32)  # rounded logits would lose two digits more
+    return left.float() @ right.float()

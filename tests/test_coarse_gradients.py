@@ -1,0 +1,133 @@
+"""Gradients with few digits: how the digits are rounded, what the gradient loses, and that draws lose nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pretend_cuda
+import pytest
+import torch
+from torch import Tensor
+
+from bnncli.devices import configure_torch
+from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.layout import HeadLayout
+from bnncli.prior import Prior
+from bnncli.targets import coarse_gradient
+from bnncli.targets.coarse_gradient import CoarseGradient
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.products import multiply_in, round_to_tf32
+
+DIGITS = {"tf32": 11, "bfloat16": 8}  # bits, the leading one included
+every_precision = pytest.mark.parametrize("precision", DIGITS)
+LAYOUTS = [HeadLayout(3, 6), HeadLayout(1, 6), HeadLayout(4, 6, has_bias=False)]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def rounded(values: Any, bits: int) -> np.ndarray:
+    """The nearest numbers of so many bits, ties to even, in float64."""
+    fraction, exponent = np.frexp(np.asarray(values, dtype=np.float64))
+    return np.ldexp(np.rint(fraction * 2.0**bits) / 2.0**bits, exponent)
+
+
+def make_target(layout: HeadLayout, num_examples: int = 200) -> LastLayerTarget:
+    features = torch.randn(num_examples, layout.num_features, generator=seeded()) + 2
+    labels = (features[:, : layout.num_classes] + torch.randn(num_examples, 1, generator=seeded(1))).argmax(dim=1)
+    return LastLayerTarget(features, labels, layout, Prior(0.5, 0.2), likelihood_scale=1.5)
+
+
+def anchor_of(target: LastLayerTarget) -> Tensor:
+    return torch.randn(target.layout.num_params, generator=seeded(2), dtype=torch.float64)
+
+
+def errors(target: LastLayerTarget, precision: str, displacement: Tensor) -> Tensor:
+    """Lengths, (S,), of what the coarse gradient (S, P) is off by."""
+    anchor = anchor_of(target)
+    exact = target.log_joint_and_grad(anchor + displacement, dtype=torch.float64)[1]
+    return (CoarseGradient.about(target, anchor, precision)(displacement) - exact).norm(dim=1)
+
+
+def test_tf32_numbers_are_the_nearest_of_eleven_bits() -> None:
+    halfway = [1 + 2**-11, 1 + 3 * 2**-11, -(1 + 2**-11)]
+    values = torch.cat([torch.randn(1000, generator=seeded()) * 1e20, torch.tensor([*halfway, 0.0, -0.0, 3e38])])
+    np.testing.assert_array_equal(round_to_tf32(values).numpy(), rounded(values, 11).astype(np.float32))
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    torch.testing.assert_close(round_to_tf32(special), special, rtol=0, atol=0, equal_nan=True)
+
+
+@every_precision
+def test_products_are_of_rounded_numbers_and_summed_in_float32(precision: str) -> None:
+    left, right = (torch.randn(*shape, generator=seeded()) for shape in ((7, 300), (300, 5)))
+    got = multiply_in(precision)(left, right.T.contiguous().T).numpy()
+    expected = rounded(left, DIGITS[precision]) @ rounded(right, DIGITS[precision])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+    assert np.abs(got - left.double().numpy() @ right.double().numpy()).max() > 1e-3
+
+
+@every_precision
+def test_a_gpu_multiplies_by_itself_and_means_the_same(precision: str) -> None:
+    configure_torch(threads=None, deterministic=False)
+    left, right = (torch.randn(*shape, generator=seeded()) for shape in ((4, 30), (30, 5)))
+    with pretend_cuda.pretend() as gpu:
+        on_gpu = multiply_in(precision)(left.to(gpu.device), right.to(gpu.device))
+        assert torch.get_float32_matmul_precision() == "highest"
+        exact = left.to(gpu.device) @ right.to(gpu.device)
+    names = set(gpu.kernels)
+    assert gpu.problems() == []
+    assert names <= {"mm", "_to_copy", "copy_"}  # nothing is rounded apart
+    assert torch.equal(on_gpu.cpu(), multiply_in(precision)(left, right))
+    assert torch.equal(exact.cpu(), left @ right)
+
+
+@every_precision
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_error_is_of_the_way_from_the_anchor(precision: str, layout: HeadLayout) -> None:
+    target = make_target(layout)
+    way = torch.randn(6, layout.num_params, generator=seeded(3), dtype=torch.float64)
+    lengths = [1e-1, 1e-3, 0.0]
+    far, near, none = (errors(target, precision, length * way).mean() for length in lengths)
+    size = (target.log_joint_and_grad(anchor_of(target) + 0.1 * way)[1] - target.log_joint_and_grad(anchor_of(target)[None])[1]).norm(dim=1).mean()  # fmt: skip
+    digits = 2.0 ** -DIGITS[precision]
+    assert 0.02 * digits * size < far < 2 * digits * size
+    assert near < 0.03 * far + 1e-4 * digits * size + 1e-4
+    assert none < 1e-9
+
+
+@every_precision
+def test_logits_that_are_not_kept_are_made_again(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(LAYOUTS[0])
+    way = 0.1 * torch.randn(3, target.layout.num_params, generator=seeded(3), dtype=torch.float64)
+    kept = CoarseGradient.about(target, anchor_of(target), precision)
+    monkeypatch.setattr(coarse_gradient, "is_kept", lambda size, device: False)
+    made = CoarseGradient.about(target, anchor_of(target), precision)
+    assert kept.logits is not None
+    assert made.logits is None
+    torch.testing.assert_close(made(way), kept(way), rtol=1e-3, atol=1e-3)
+
+
+@every_precision
+@pytest.mark.parametrize("dynamics", DYNAMICS)
+def test_trajectories_are_reversible_whatever_kicks(precision: str, dynamics: str) -> None:
+    target = make_target(LAYOUTS[0], num_examples=60)
+    base = fit_gaussian(target, start=torch.zeros(target.layout.num_params), structure="full").gaussian
+    coarse = CoarseGradient.about(target, base.mean, precision)
+    potential = WhitenedPotential(target, base.mean, base.covariance, coarse)
+    z, momentum = torch.randn(2, 5, target.layout.num_params, generator=seeded(4), dtype=torch.float64)
+    options: dict[str, Any] = {"step_size": 0.3, "num_steps": 4, "dynamics": dynamics}
+    end, end_momentum = trajectory(potential, potential.state(z), momentum, **options)
+    assert end.potential.isnan().all()  # it is not known before it is asked for
+    torch.testing.assert_close(potential.with_energy(end).potential, -target.log_joint(potential.theta(end.z)))
+    back, back_momentum = trajectory(potential, end, -end_momentum, **options)
+    # Rounding is discontinuous: where the way back differs in the last digit, a number may round to its neighbour.
+    torch.testing.assert_close(back.z, z, rtol=0, atol=1e-3)
+    torch.testing.assert_close(back_momentum, -momentum, rtol=0, atol=1e-3)
+    plain, _ = trajectory(
+        replace(potential, coarse=None), replace(potential, coarse=None).state(z), momentum, **options
+    )
+    assert float((plain.z - end.z).abs().max()) > 0
