@@ -24,7 +24,7 @@ def hmc_metrics(
     return {
         "sampler": options.sampler,
         "dynamics": options.dynamics if options.sampler == "hmc" else None,
-        "gradients": options.gradients if options.sampler == "hmc" else None,
+        **({} if options.gradients == "float32" else {"gradients": options.gradients}),
         "chains": options.chains,
         "draws": num_draws,
         **prior.to_meta(),
@@ -71,8 +71,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
             f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk" + ("" if tail is None else f", {tail:.0f} tail")
         )
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
-    gradients = metrics.get("gradients")  # the metrics of earlier artifacts have none
-    coarse = f" with {gradients} gradients and exact energies" if gradients not in (None, "float32") else ""
+    coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
     lines.append(
         f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {metrics['divergences']} divergences, step size {metrics['step_size']:.3f}, "
         f"{metrics['mean_steps']:.1f} steps a draw{bfmi}"
