@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pretend_cuda
 import pytest
 import torch
 from arviz_stats.base import array_stats
@@ -168,22 +169,38 @@ def test_draws_whose_distances_from_the_median_do_not_vary_have_no_r_hat() -> No
     assert "parameter 0" in str(result.undefined)
 
 
-def test_a_device_that_is_nearly_full_judges_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_nearly_full_judges_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, seen = chains(3, 20, 40, correlation=0.5), []
     expected = convergence(draws)
 
     def tight(part: torch.Tensor) -> Any:
-        seen.append(len(part))
+        seen.append((part.device.type, len(part)))
         if len(part) > 7:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return rank_statistics(part)
 
     monkeypatch.setattr(module, "rank_statistics", tight)
-    assert convergence(draws) == expected
-    assert min(seen) < 7 < max(seen)
-    monkeypatch.setattr(module, "rank_statistics", lambda part: tight(torch.zeros(8)))
+    monkeypatch.setitem(module._WORK_VALUES, "cpu", 4 * 60)
+    with pretend_cuda.pretend() as gpu:
+        assert convergence(draws, device=gpu.device) == expected
+    assert seen == [("cuda", size) for size in (40, 20, 10, *8 * [5])]
+    monkeypatch.setitem(module._WORK_VALUES, "cpu", 1 << 18)
     with pytest.raises(torch.OutOfMemoryError):
         convergence(draws)
+
+
+@pytest.mark.parametrize("free", [0, 9000, 20_000, 70_000])
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_gpu_that_is_full_leaves_the_rest_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, free: int, is_stuck: bool
+) -> None:
+    """Blocks that cannot travel, be laid out or be judged there."""
+    draws = stuck((3, 20, 40), 17) if is_stuck else chains(3, 20, 40, correlation=0.5)
+    monkeypatch.setitem(module._WORK_VALUES, "cpu", 30 * 60)
+    expected = convergence(draws)
+    with pretend_cuda.pretend(largest_tensor=free) as gpu:
+        assert convergence(draws, device=gpu.device) == expected
+    assert gpu.problems() == []
 
 
 @pytest.mark.parametrize(("read", "work"), [(100, 60), (1, 1), (1 << 20, 500)])

@@ -125,10 +125,12 @@ def test_convergence_is_judged_on_the_gpu_to_the_numbers_of_the_cpu(gpu: pretend
     features, labels = torch.randn(9, 6, generator=seeded()), torch.arange(9) % 3
     expected = convergence(draws), held_out_convergence(torch.from_numpy(draws), features, labels, layout=LAYOUT)
     assert gpu.num_kernels == 0
-    moved = features.to(CUDA), labels.to(CUDA)
-    got = convergence(draws, device=CUDA), held_out_convergence(torch.from_numpy(draws), *moved, layout=LAYOUT)
+    words = {"layout": LAYOUT, "device": CUDA}
+    got = convergence(draws, device=CUDA), held_out_convergence(torch.from_numpy(draws), features, labels, **words)
     assert got == expected
     assert gpu.num_kernels > 200
+    gpu.largest_tensor = 8 * 4 * 30 * 9 - 1  # the log probabilities, then, are made on the CPU
+    assert held_out_convergence(torch.from_numpy(draws), features, labels, **words) == expected[1]
 
 
 def test_features_beside_the_gpu_give_the_bits_of_features_on_it(

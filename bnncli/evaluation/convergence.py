@@ -7,8 +7,9 @@ the ones that do not mix, so the worst is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +55,8 @@ def convergence(draws: NDArray, *, device: torch.device = CPU, progress: Progres
 
     Args:
         draws: (C, T, P): C chains, T draws each; may be memory-mapped, it is read some parameters at a time.
-        device: where they are judged, in float64: the numbers are the same up to rounding.
+        device: where they are judged, in float64; on the CPU where it has no memory left. The numbers are the same up to
+            rounding.
         progress: advances once per parameter.
 
     Raises:
@@ -63,20 +65,25 @@ def convergence(draws: NDArray, *, device: torch.device = CPU, progress: Progres
     if draws.ndim != 3:
         raise DataError(f"draws: expected shape (C, T, P), got {draws.shape}")
 
-    def quantities(block: slice) -> Tensor:
-        return torch.from_numpy(np.array(draws[:, :, block])).to(device)
+    def quantities(block: slice, where: torch.device) -> Tensor:
+        return torch.from_numpy(np.array(draws[:, :, block])).to(where)
 
-    return convergence_of(quantities, draws.shape, progress=progress)
+    return convergence_of(quantities, draws.shape, device=device, progress=progress)
 
 
 def convergence_of(
-    quantities: Callable[[slice], Tensor], shape: tuple[int, ...], *, progress: Progress = SILENT
+    quantities: Callable[[slice, torch.device], Tensor],
+    shape: tuple[int, ...],
+    *,
+    device: torch.device = CPU,
+    progress: Progress = SILENT,
 ) -> Convergence:
     """The same for quantities that are made a block at a time.
 
     Args:
-        quantities: the draws (C, T, m) of those in a slice, on the device where they are to be judged.
+        quantities: the draws (C, T, m) of those in a slice, on the device that it is told.
         shape: (C, T, M), of all of them.
+        device: where they are judged, fewer at a time or on the CPU in the end where it has no memory left.
         progress: advances once per quantity.
     """
     num_chains, num_draws, num_params = shape
@@ -86,21 +93,16 @@ def convergence_of(
         reason = f"needs at least {MIN_DRAWS} draws per chain, got {num_draws}"
         return Convergence(None, None, None, None, undefined=reason)
     task = progress.task("convergence", num_params)
-    size = max(1, _READ_VALUES // (num_chains * num_draws))
     found: list[RankStatistics] = []
     stuck: list[int] = []
-    for begin in range(0, num_params, size):
-        block = quantities(slice(begin, min(begin + size, num_params))).permute(2, 0, 1).contiguous()
-        if not bool(torch.isfinite(block).all()):
-            raise DataError("draws: expected finite values, got NaN or infinity")
-        stuck += [begin + index for index in _stuck(block).tolist()]
-        if not stuck:
-            found += _judge(block)
-        task.advance(len(block))
+    for begin, look in _looks(quantities, shape, device):
+        stuck += [begin + index for index in look.stuck]
+        found += look.statistics
+        task.advance(look.size)
     if stuck:
         reason = f"constant draws: parameter {stuck[0]} does not move within any half-chain ({len(stuck)} such)"
         return Convergence(None, None, None, None, undefined=reason)
-    r_hat, ess_bulk, ess_tail = (torch.cat(part).cpu() for part in zip(*found, strict=True))
+    r_hat, ess_bulk, ess_tail = (torch.cat(part) for part in zip(*found, strict=True))
     smallest = float(ess_bulk.min()), float(ess_tail.min())
     if num_chains == 1:
         return Convergence(None, int(ess_bulk.argmin()), *smallest, undefined="R-hat needs at least two chains, got 1")
@@ -111,24 +113,53 @@ def convergence_of(
     return Convergence(float(r_hat.max()), int(r_hat.argmax()), *smallest)
 
 
-def _judge(quantities: Tensor) -> list[RankStatistics]:
-    """Statistics of quantities (m, C, T), some at a time; fewer where the device, full of the run, refuses the memory."""
-    most = _WORK_VALUES.get(quantities.device.type, _WORK_VALUES["cuda"])
-    size = max(1, most // (quantities.shape[1] * quantities.shape[2]))
-    found: list[RankStatistics] = []
-    done = 0
-    while done < len(quantities):
+class _Look(NamedTuple):
+    """What a block of quantities is like: how many there are, which are stuck, and the statistics where none is."""
+
+    size: int
+    stuck: list[int]
+    statistics: list[RankStatistics]
+
+
+def _looks(
+    quantities: Callable[[slice, torch.device], Tensor], shape: tuple[int, ...], device: torch.device
+) -> Iterator[tuple[int, _Look]]:
+    """Where each block begins, and the look at it.
+
+    A GPU that is full of the run, and refuses memory anywhere on the way, gets smaller blocks; where those would be small
+    enough for a CPU's cache, the CPU takes the rest.
+    """
+    num_values, num_params = shape[0] * shape[1], shape[2]
+    whole = size = max(1, _READ_VALUES // num_values)
+    begin = 0
+    while begin < num_params:
+        look = None
         try:
-            found.append(rank_statistics(quantities[done : done + size]))
-            done += size
-            continue
+            look = _look(quantities(slice(begin, min(begin + size, num_params)), device))
         except torch.OutOfMemoryError:
-            if size == 1:
+            if device.type == "cpu":
                 raise
-        size //= 2  # only now are the tensors of the failed part free
-        if quantities.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return found
+        if look is not None:
+            yield begin, look
+            begin += look.size
+            continue
+        torch.cuda.empty_cache()  # only now are the tensors of the failed block free
+        size = min(size, num_params - begin) // 2
+        if size * num_values < _WORK_VALUES["cpu"]:
+            size, device = whole, CPU
+
+
+def _look(draws: Tensor) -> _Look:
+    """At quantities (C, T, m), where they are; the statistics are on the CPU."""
+    block = draws.permute(2, 0, 1).contiguous()
+    if not bool(torch.isfinite(block).all()):
+        raise DataError("draws: expected finite values, got NaN or infinity")
+    stuck = _stuck(block).tolist()
+    if stuck:
+        return _Look(len(block), stuck, [])
+    most = _WORK_VALUES.get(block.device.type, _WORK_VALUES["cuda"])
+    parts = block.split(max(1, most // (block.shape[1] * block.shape[2])))
+    return _Look(len(block), [], [RankStatistics(*(one.cpu() for one in rank_statistics(part))) for part in parts])
 
 
 def _stuck(quantities: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bnncli.evaluation.convergence import Convergence, convergence_of
+from bnncli.evaluation.convergence import CPU, Convergence, convergence_of
 from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.likelihood import block_logits
@@ -18,20 +18,28 @@ _LOGIT_VALUES = {"cpu": 1 << 22, "cuda": 1 << 24}  # made at a time
 
 
 def held_out_convergence(
-    draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout, progress: Progress = SILENT
+    draws: Tensor,
+    features: Tensor,
+    labels: Tensor,
+    *,
+    layout: HeadLayout,
+    device: torch.device = CPU,
+    progress: Progress = SILENT,
 ) -> Convergence:
     """The worst R-hat and smallest ESS of log p(y | x, theta) over the examples.
 
     Args:
         draws: (C, T, P); may be mapped from a file.
-        features: (N, D), where the work is to be done. labels: (N,) int64, there too.
+        features: (N, D). labels: (N,) int64.
+        device: where the work is to be done; on the CPU where it has no memory left.
         layout: how weight and bias lie in theta.
     """
 
-    def quantities(rows: slice) -> Tensor:
-        return log_probabilities(draws, features[rows], labels[rows], layout=layout)
+    def quantities(rows: slice, where: torch.device) -> Tensor:
+        return log_probabilities(draws, features[rows].to(where), labels[rows].to(where), layout=layout)
 
-    return convergence_of(quantities, (*draws.shape[:2], features.shape[0]), progress=progress)
+    shape = (*draws.shape[:2], features.shape[0])
+    return convergence_of(quantities, shape, device=device, progress=progress)
 
 
 def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout: HeadLayout) -> Tensor:

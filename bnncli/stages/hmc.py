@@ -190,12 +190,17 @@ class Sampling:
         """How the chains agree on a few hundred seeded examples of the val split; None without labels there."""
         if self.held_out is None or self.held_out.content.labels is None:
             return None
-        device, labels = self.run.device, self.held_out.labels(torch.device("cpu"))
+        labels = self.held_out.labels(torch.device("cpu"))
         order = torch.randperm(len(labels), generator=self.run.stream("hmc/held-out"))
         rows = order[:MAX_ROWS].sort().values
-        features = torch.from_numpy(self.held_out.content.features)[rows].to(device)
+        features = torch.from_numpy(self.held_out.content.features)[rows]
         return held_out_convergence(
-            drawn.draws, features, labels[rows].to(device), layout=self.train.layout, progress=self.run.console
+            drawn.draws,
+            features,
+            labels[rows],
+            layout=self.train.layout,
+            device=self.run.device,
+            progress=self.run.console,
         )
 
     def _publish(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
