@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bnncli
+from bnncli.inference._step_graph import _side_stream
 
 _PACKAGE = str(Path(bnncli.__file__).parent) + "/"
 _CPU = torch.device("cpu")
@@ -816,6 +817,8 @@ def pretend(device: str = "cuda:0", **behaviour: Any) -> Iterator[Pretend]:
     pretend_ = Pretend(torch.device(device), **behaviour)
     with ExitStack() as stack:
         _install(pretend_, stack)
+        _side_stream.cache_clear()
+        stack.callback(_side_stream.cache_clear)
         stack.enter_context(_Kernels(pretend_))
         stack.enter_context(_Calls(pretend_))
         yield pretend_

@@ -114,6 +114,30 @@ def test_another_thread_may_wait_for_the_gpu_during_a_capture() -> None:
     assert (said, gpu.problems(), gpu.num_captures) == ([], [], 1)
 
 
+@pytest.mark.parametrize(("device", "current"), [("cuda:0", 0), ("cuda:1", 0), ("cuda", 1)])
+def test_all_graphs_of_a_device_use_one_side_stream(device: str, current: int) -> None:
+    """The allocator keeps what a stream gives back for that stream alone."""
+    seen, descents = set[int](), []
+
+    class Watched(Descent):
+        def step(self) -> Tensor:
+            seen.add(id(torch.cuda.current_stream(device)))
+            return super().step()
+
+    with pretend_cuda.pretend(f"cuda:{max(current, int(device[5:] or 0))}") as gpu:
+        torch.cuda.set_device(current)
+        before = id(torch.cuda.current_stream(device))
+        for _ in range(2):
+            descents.append(descent := Watched(str(gpu.device)))
+            num_done = partial(num_updates, descent.optimizer)
+            descent.run(StepGraph(descent.step, num_done, torch.device(device), warn=pytest.fail, drawing=descent))
+        assert (len(seen), gpu.num_captures) == (1, 2)
+        assert before not in seen
+        again = Watched(str(gpu.device))
+        again.step()
+        assert before in seen
+
+
 def test_no_memory_for_a_graph_is_an_error_and_leaves_the_stream_as_it_was() -> None:
     with pretend_cuda.pretend(capture_error=torch.OutOfMemoryError("CUDA out of memory")):
         before = torch.cuda.current_stream()

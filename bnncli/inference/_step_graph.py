@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -73,8 +74,9 @@ class StepGraph(Generic[Result]):
             return self._first()
 
     def _beside(self) -> Result:
-        """The step on a stream of its own."""
-        here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        """The step on the side stream."""
+        here = torch.cuda.current_stream(self.device)
+        side = _side_stream(here.device)
         side.wait_stream(here)
         with torch.cuda.stream(side), warnings.catch_warnings():
             # Optimizers that can be captured warn of a first step outside of a capture.
@@ -107,7 +109,7 @@ class StepGraph(Generic[Result]):
             random = self.drawing.generator.get_state()
             if torch.torch_version.TorchVersion(torch.__version__) < _REGISTERING_ENDS:
                 graph.register_generator_state(self.drawing.generator)
-        stream = torch.cuda.Stream(self.device)
+        stream = _side_stream(here.device)
         try:
             # Other threads may wait for the GPU meanwhile, as the one does that writes draws.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -129,6 +131,12 @@ class StepGraph(Generic[Result]):
     def _refuse(self, why: str) -> None:
         self.is_refused = True
         self.warn(f"steps are launched one by one, which is slower: CUDA cannot replay them as a graph ({why})")
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where all steps of a device warm up and are captured: memory that one stream has given back no other gets."""
+    return torch.cuda.Stream(device)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
