@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -103,6 +104,7 @@ class Pretend:
     _tags: dict[int, StorageWeakRef] = field(default_factory=dict)
     _pinned: dict[int, StorageWeakRef] = field(default_factory=dict)
     _streams: dict[int, _Stream] = field(default_factory=dict)
+    _graphs: list[weakref.ref[_Graph]] = field(default_factory=list)
 
     @property
     def num_syncs(self) -> int:
@@ -118,6 +120,11 @@ class Pretend:
         """Lines for all that must not happen: mixes, errors, capture problems, sums in any order."""
         kinds = ("mixes", "errors", "capture_problems", "nondeterministic")
         return [f"{kind}: {text} ({count})" for kind in kinds for text, count in getattr(self, kind).items()]
+
+    @property
+    def num_live_graphs(self) -> int:
+        """Graphs that somebody holds, and their memory with them."""
+        return sum(graph() is not None for graph in self._graphs)
 
     def clear(self) -> None:
         """Forget what was seen."""
@@ -650,6 +657,7 @@ class _Graph:
         self.records: list[tuple[Any, Any, Any, Any]] = []
         self.generators: list[tuple[_Generator, Tensor]] = []
         self.error: RuntimeError | None = None
+        self.pretend._graphs.append(weakref.ref(self))
         self.thread: int | None = None  # whose waits its capture forbids; None: everyone's
 
     def register_generator_state(self, generator: _Generator) -> None:

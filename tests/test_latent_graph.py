@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pretend_cuda
@@ -62,3 +63,16 @@ def test_a_capture_that_fails_is_tried_once_and_draws_as_if_it_had_not_been(fail
     assert gpu.num_captures == len(said) == 1
     for name, part in plain.items():
         assert torch.equal(part, graphed[name]), name
+
+
+@pytest.mark.parametrize("choices", [{}, {"hyper_prior": True, "early_epochs": 1}])
+def test_the_graphs_go_when_the_network_is_fitted(choices: dict[str, Any]) -> None:
+    """Their memory is wanted by what comes next, which no collection of cycles comes before."""
+    gc.disable()
+    try:
+        with pretend_cuda.pretend() as gpu:
+            fit_on("cuda:0", **choices)
+            assert gpu.num_captures == 1 + bool(choices)
+            assert gpu.num_live_graphs == 0
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from bnncli.covariances.diag import Diag
 from bnncli.inference._step_graph import StepGraph, num_updates
-from bnncli.inference.refine import fit_flow
+from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
@@ -158,25 +159,37 @@ def test_generators_are_registered_where_torch_does_not_do_it(
     assert (said, gpu.problems(), gpu.num_replays) == ([], [], NUM_STEPS - 3)
 
 
+def refined(device: str, batch_size: int) -> RefineFit:
+    features, labels = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    layout, prior = HeadLayout(3, 4), Prior(2.0)
+    target = LastLayerTarget(features.to(device), labels.to(device), layout, prior)
+    zeros = torch.zeros(layout.num_params, dtype=torch.float64)
+    base = Gaussian(zeros, Diag.from_hessian({"hessian.diag": zeros}, prior, layout), layout, prior)
+    generator = torch.Generator(device).manual_seed(1)
+    return fit_flow(
+        target, base.to(torch.device(device)), generator=generator, flow="householder", length=1, epochs=8,
+        batch_size=batch_size, num_draws=4, learning_rate=0.3,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("batch_size", [16, 60])
 def test_a_flow_learns_the_same_on_a_second_gpu(batch_size: int) -> None:
     """With the first GPU current, as where a library's user has chosen no other."""
-
-    def history(device: str) -> Tensor:
-        features, labels = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
-        layout, prior = HeadLayout(3, 4), Prior(2.0)
-        target = LastLayerTarget(features.to(device), labels.to(device), layout, prior)
-        zeros = torch.zeros(layout.num_params, dtype=torch.float64)
-        base = Gaussian(zeros, Diag.from_hessian({"hessian.diag": zeros}, prior, layout), layout, prior)
-        generator = torch.Generator(device).manual_seed(1)
-        fit = fit_flow(
-            target, base.to(torch.device(device)), generator=generator, flow="householder", length=1, epochs=8,
-            batch_size=batch_size, num_draws=4, learning_rate=0.3,
-        )  # fmt: skip
-        return fit.history
-
     with pretend_cuda.pretend("cuda:1") as gpu:
-        learnt = history("cuda:1")
+        learnt = refined("cuda:1", batch_size).history
     assert (gpu.problems(), gpu.num_captures) == ([], 1)
     assert gpu.num_replays > 1
-    assert torch.equal(learnt, history("cpu"))
+    assert torch.equal(learnt, refined("cpu", batch_size).history)
+
+
+@pytest.mark.parametrize("batch_size", [16, 60])
+def test_the_graph_goes_when_the_flow_is_fitted(batch_size: int) -> None:
+    """Its memory is wanted by what is said of the fit, which no collection of cycles comes before."""
+    gc.disable()
+    try:
+        with pretend_cuda.pretend() as gpu:
+            fit = refined("cuda:0", batch_size)
+            assert (gpu.num_captures, gpu.num_live_graphs) == (1, 0)
+        assert all(parameter.grad is None for layer in fit.posterior.layers for parameter in layer.parameters())
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ numbers of a whole epoch travel back.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -58,7 +59,9 @@ class StepRunner:
         is_resident = not self.is_full or target.features.device.type == "cuda"
         self._graph: StepGraph[None] | None = None
         if target.device.type == "cuda" and is_resident:
-            self._graph = StepGraph(self._counted_step, partial(num_updates, optimizer), target.device, warn=warn)
+            runner: StepRunner = weakref.proxy(self)  # a graph that held its holder would outlive it until a collection
+            num_done = partial(num_updates, optimizer)
+            self._graph = StepGraph(lambda: runner._counted_step(), num_done, target.device, warn=warn)
 
     def run(self, rates: Sequence[float], generator: torch.Generator, task: Task) -> Tensor:
         """The steps' estimates of the ELBO, float64, one for each rate: one pass over the data, or steps on all data.

@@ -5,6 +5,7 @@ The graph draws from the fit's own generator; it is captured anew when the prior
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -32,13 +33,15 @@ class GraphSteps:
     """The steps of a fit on a GPU.
 
     Args:
-        fit: whose steps they are.
+        fit: whose steps they are. It is not kept alive: it holds these steps, and a graph would outlive both until a
+            collection.
         batch_size: of the batches that replay the graph; others are ordinary steps.
         warn: told where steps cannot be captured.
     """
 
     def __init__(self, fit: Fit, batch_size: int, *, warn: Callable[[str], None]) -> None:
-        self.fit, self.batch_size, self.warn = fit, batch_size, warn
+        self.fit: Fit = weakref.proxy(fit)
+        self.batch_size, self.warn = batch_size, warn
         self.graph: StepGraph[Step] | None = None
         self.batch: Batch | None = None
         self.prior: SpikeAndSlab | None = None
@@ -51,15 +54,11 @@ class GraphSteps:
             return fit.step(batch)
         if self.batch is None:
             self.batch = Batch(batch.features.clone(), batch.labels.clone(), batch.share)
+        own = self.batch
         if self.graph is None or self.prior is not fit.model.prior:
             self.prior = fit.model.prior
             num_done = partial(num_updates, fit.optimizer)
-            self.graph = StepGraph(self._step, num_done, fit.model.device, warn=self.warn, drawing=fit)
-        self.batch.features.copy_(batch.features)
-        self.batch.labels.copy_(batch.labels)
+            self.graph = StepGraph(lambda: fit.step(own), num_done, fit.model.device, warn=self.warn, drawing=fit)
+        own.features.copy_(batch.features)
+        own.labels.copy_(batch.labels)
         return self.graph()
-
-    def _step(self) -> Step:
-        """The step on what lies in the graph's own batch."""
-        assert self.batch is not None
-        return self.fit.step(self.batch)

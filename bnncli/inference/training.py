@@ -108,6 +108,7 @@ def train(
         if save is not None:
             save(kept, True)
         raise
+    trainer.optimizer.zero_grad()  # gradients lie in the memory of the graph, which is to go
     return trainer.history
 
 
