@@ -9,6 +9,7 @@ import numpy as np
 import pretend_cuda
 import pytest
 import torch
+from interrupted import StopAt
 from torch import Tensor
 
 from bnncli import seeds
@@ -43,23 +44,6 @@ def seeded(seed: int = 0) -> torch.Generator:
 def make_target(num_examples: int = 100) -> LastLayerTarget:
     features = torch.randn(num_examples, 6, generator=seeded())
     return LastLayerTarget(features.to(CUDA), (3 * features[:, :3]).argmax(dim=1).to(CUDA), LAYOUT, Prior(1.0))
-
-
-class StopAt:
-    """Offers the state of a run that was interrupted after so many transitions."""
-
-    def __init__(self, left: int = -1, stored: dict[str, Tensor] | None = None) -> None:
-        self.left, self.stored = left, stored
-
-    def restore(self) -> dict[str, Tensor] | None:
-        return self.stored
-
-    def offer(self, tensors: object, *, is_last: bool = False) -> None:
-        self.left -= 1
-        if is_last:
-            self.stored = {name: tensor.cpu().clone() for name, tensor in tensors().items()}  # type: ignore[operator]
-        elif self.left == 0:
-            raise Interrupted(15, "interrupted")
 
 
 def sample(target: LastLayerTarget, store: DrawStore, stop: StopAt | None = None) -> HmcRun:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupted import StopAt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -408,24 +409,7 @@ def test_a_run_goes_on_until_its_draws_are_enough() -> None:
     assert torch.equal(long.draws, sample_hmc(target, generator=seeded(), num_draws=20, **options).draws)
 
 
-class MemoryCheckpoint:
-    """Offers the state of a run that was interrupted at a given transition."""
-
-    def __init__(self, store: MemoryDraws, stored: dict[str, Tensor] | None, stop_at: int = -1) -> None:
-        self.store, self.stored, self.left = store, stored, stop_at
-
-    def restore(self) -> dict[str, Tensor] | None:
-        return self.stored
-
-    def offer(self, tensors: Any, *, is_last: bool = False) -> None:
-        self.left -= 1
-        if is_last:
-            self.stored = {name: tensor.clone() for name, tensor in tensors().items()}
-        elif self.left == 0:
-            raise Interrupted(15, "interrupted")
-
-
-def sample_until_fifth_look(dynamics: str, checkpoint: MemoryCheckpoint, seen: list[int]) -> HmcRun:
+def sample_until_fifth_look(dynamics: str, seen: list[int], store: MemoryDraws, checkpoint: StopAt) -> HmcRun:
     """A run that is enough at its fifth look; the draws that each look saw are added to `seen`."""
     target = make_target(LAYOUTS[0])
     base = make_base(target)
@@ -437,14 +421,14 @@ def sample_until_fifth_look(dynamics: str, checkpoint: MemoryCheckpoint, seen: l
     return sample_hmc(
         target, mode=base.mean, covariance=Full(4 * base.covariance.scale_tril), generator=seeded(),  # type: ignore[attr-defined]
         num_chains=3, num_warmup=15, num_draws=8, is_enough=is_enough,
-        dynamics=dynamics, store=checkpoint.store, checkpoint=checkpoint,
+        dynamics=dynamics, store=store, checkpoint=checkpoint,
     )  # fmt: skip
 
 
 @functools.cache
 def uninterrupted(dynamics: str) -> HmcRun:
     seen: list[int] = []
-    whole = sample_until_fifth_look(dynamics, MemoryCheckpoint(MemoryDraws(), None), seen)
+    whole = sample_until_fifth_look(dynamics, seen, MemoryDraws(), StopAt())
     assert seen == [8, 12, 16, 20, 24]
     return whole
 
@@ -452,10 +436,10 @@ def uninterrupted(dynamics: str) -> HmcRun:
 @every_dynamics
 @pytest.mark.parametrize("stop_at", [1, 7, 9, 18, 27, 33])
 def test_an_interrupted_sampler_goes_on_to_the_same_bits(dynamics: str, stop_at: int) -> None:
-    cut, seen = MemoryCheckpoint(MemoryDraws(), None, stop_at), list[int]()
+    seen, store, cut = list[int](), MemoryDraws(), StopAt(stop_at)
     with pytest.raises(Interrupted):
-        sample_until_fifth_look(dynamics, cut, seen)
-    again = sample_until_fifth_look(dynamics, MemoryCheckpoint(cut.store, cut.stored), seen)
+        sample_until_fifth_look(dynamics, seen, store, cut)
+    again = sample_until_fifth_look(dynamics, seen, store, StopAt(stored=cut.stored))
     assert seen == [8, 12, 16, 20, 24]
     whole = uninterrupted(dynamics)
     for name in ("draws", "log_joint", "energy", "acceptance_rate", "diverging", "n_steps"):
@@ -473,11 +457,11 @@ def test_an_interrupted_sampler_of_long_draws_goes_on_to_the_same_bits(
         monkeypatch.setattr(
             seeds, "on_device", lambda generator, device: seeded(int(torch.randint(2**62, (1,), generator=generator)))
         )
-    whole = sample_until_fifth_look("split", MemoryCheckpoint(MemoryDraws(), None), [])
-    cut, seen = MemoryCheckpoint(MemoryDraws(), None, stop_at), list[int]()
+    whole = sample_until_fifth_look("split", [], MemoryDraws(), StopAt())
+    seen, store, cut = list[int](), MemoryDraws(), StopAt(stop_at)
     with pytest.raises(Interrupted):
-        sample_until_fifth_look("split", cut, seen)
-    again = sample_until_fifth_look("split", MemoryCheckpoint(cut.store, cut.stored), seen)
+        sample_until_fifth_look("split", seen, store, cut)
+    again = sample_until_fifth_look("split", seen, store, StopAt(stored=cut.stored))
     assert torch.equal(again.draws, whole.draws)
     monkeypatch.undo()
     assert not torch.equal(whole.draws, uninterrupted("split").draws)

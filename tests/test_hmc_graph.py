@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pretend_cuda
 import pytest
 import torch
+from interrupted import StopAt
 from pretend_cuda import Pretend
 from torch import Tensor
 
@@ -71,23 +72,6 @@ class Told(SilentProgress):
 
     def warn(self, text: str) -> None:
         self.lines.append(text)
-
-
-class StopAt:
-    """Offers the state of a run that was interrupted after so many transitions."""
-
-    def __init__(self, left: int = -1, stored: dict[str, Tensor] | None = None) -> None:
-        self.left, self.stored = left, stored
-
-    def restore(self) -> dict[str, Tensor] | None:
-        return self.stored
-
-    def offer(self, tensors: Any, *, is_last: bool = False) -> None:
-        self.left -= 1
-        if is_last:
-            self.stored = {name: tensor.cpu().clone() for name, tensor in tensors().items()}
-        elif self.left == 0:
-            raise Interrupted(15, "interrupted")
 
 
 def sample(case: Case, device: torch.device = CPU, *, is_resident: bool = True, **words: Any) -> HmcRun:

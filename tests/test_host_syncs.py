@@ -72,6 +72,7 @@ def fit_lbbnn(num_steps: int, *, estimator: str, is_streamed: bool, shuffles: bo
 def syncs(work: Callable[[int], object], count: int) -> tuple[int, list[str]]:
     with pretend_cuda.pretend() as gpu:
         work(count)
+    assert gpu.problems() == []
     return gpu.num_syncs, [f"{count} {site}" for site, count in gpu.syncs.most_common(5)]
 
 
