@@ -7,6 +7,7 @@ import hashlib
 import os
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,33 @@ def test_what_the_writer_fails_with_is_raised_by_the_run(
     assert store.path.stat().st_size == 2 * 60
     store.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("of the writer"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_error_of_the_writer_that_is_no_disks_is_raised_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    def fail() -> None:
+        raise failure
+
+    slow_writer(monkeypatch, fail)
+    store, done = open_file(tmp_path, buffer_bytes=1), list[BaseException]()
+
+    def chains() -> None:
+        try:
+            for record in records(9):
+                store.append(record)
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=chains, daemon=True)
+    thread.start()
+    thread.join(timeout=5)
+    (told,) = done  # and no wait without end
+    assert (told if isinstance(failure, Exception) else told.__cause__) is failure
+    assert isinstance(told, Exception)
+    assert "fail" in [frame.name for frame in traceback.extract_tb(failure.__traceback__)]
+    store.remove()
 
 
 def test_nothing_is_written_before_the_first_flush_and_then_an_old_state_goes(tmp_path: Path) -> None:

@@ -90,6 +90,9 @@ class _Writer:
                     self._write(batch)
             except Exception as error:  # of any kind: it belongs to the main thread
                 self._failure = error
+            except BaseException as error:  # a thread that ended would be waited for without end
+                self._failure = RuntimeError(f"the writer of draws was ended by {error!r}")
+                self._failure.__cause__ = error
             finally:
                 self._queue.task_done()
 
