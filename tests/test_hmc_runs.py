@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from kills import kill_midway
 
 from bnncli import signals
+from bnncli.errors import WriteError
 from bnncli.evaluation.bfmi import bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.held_out import log_probabilities
@@ -131,11 +134,57 @@ def test_a_run_that_cannot_write_its_draws_continues_once_it_can(
     monkeypatch.setattr(draw_file._Writer, "_write", full)
     done = cli(*words, "--name", "cut")
     assert (done.code, ".cut.resume.draws failed: No space left" in done.stderr) == (74, True)
+    told = f"free space on the file system of {posteriors(small_run)}, then continue with: bnncli hmc {small_run}"
+    assert told in done.stderr
+    assert done.stderr.count(" --resume") == 1
     assert not (posteriors(small_run) / "cut.nc").exists()
     monkeypatch.undo()
     done = cli(*words, "--name", "cut", "--resume", "--json")
     assert "resuming after 22 transitions" in done.stderr  # 10 of the warm-up, and the 12 draws that are on disk
     assert digest_of(done) == digest_of(cli(*words, "--name", "whole", "--json"))
+
+
+def test_a_disk_that_is_full_when_the_draws_are_published_keeps_the_state_and_says_so(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise WriteError("writing cut.nc failed: No space left on device", hint="free space")
+
+    words = ("hmc", small_run, *SMALL, "--name", "cut", "--save-every")
+    for seconds, hint in ((0, "hint: free space, then continue with: bnncli hmc "), (1000, "hint: free space\n")):
+        monkeypatch.setattr(hmc, "write_samples", full)
+        done = cli(*words, seconds)
+        assert (done.code, hint in done.stderr) == (74, True), done.stderr
+        monkeypatch.undo()
+    cli(*words, 0)
+    assert hidden_files(small_run) == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "line"),
+    [
+        (MemoryError(), 69, "error: out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 69, "error: the device failed: CUDA out of memory"),
+        (RuntimeError("of the writer"), 1, "error: RuntimeError: of the writer"),
+    ],
+)
+def test_whatever_ends_the_writer_of_draws_is_told_once(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int, line: str
+) -> None:
+    plain, left = draw_file._Writer._write, iter(range(3, -1, -1))
+
+    def fail_at_the_fourth(self: Any, batch: Any) -> None:
+        if not next(left, 0):
+            raise failure
+        plain(self, batch)
+
+    monkeypatch.setattr(draw_file._Writer, "_write", fail_at_the_fourth)
+    monkeypatch.setattr(hmc, "DrawFile", partial(draw_file.DrawFile, buffer_bytes=1))
+    done = cli("hmc", small_run, *SMALL, "--name", "cut")
+    assert (done.code, done.stderr.count(line)) == (code, 1), done.stderr
+    assert done.stderr.count("Traceback") == done.stderr.count("in fail_at_the_fourth") == (code == 1)
+    assert hidden_files(small_run) == []
+    assert "draws" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_until_continues_where_it_was_stopped(cli: Cli, small_run: Path, stop_after: Any) -> None:

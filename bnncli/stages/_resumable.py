@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from bnncli.errors import Interrupted
+from bnncli.errors import Interrupted, WriteError
 from bnncli.stages._produce import Request
 from bnncli.stages._run import Run
 from bnncli.storage.draw_file import DrawFile
@@ -44,6 +44,7 @@ class Resumable:
             weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
         )
         self._identity = {**identity, **(also or {})}
+        self._is_ours = False  # whether the state is of this run, and not one that nobody asked to continue
 
     @property
     def is_stored(self) -> bool:
@@ -66,12 +67,14 @@ class Resumable:
             console.info(f"nothing to resume (no {self._path.name}): starting afresh")
         else:
             console.info(f"resuming{where(state)}")
+            self._is_ours = True
         return state
 
     def offer(self, state: Callable[[], State], *, is_last: bool = False) -> None:
         """Make the state and store it when it is due, or when the work is about to end early."""
         if is_last or self._clock.is_due():
             write_state(self._path, state(), self._identity)
+            self._is_ours = True
 
     def save(self, state: State, is_last: bool) -> None:
         """The same for a state that is made already."""
@@ -83,12 +86,13 @@ class Resumable:
 
     @contextmanager
     def hint(self) -> Iterator[None]:
-        """An interruption inside the block says how to go on."""
+        """An interruption inside the block, or a failure to write, says how to go on."""
         try:
             yield
-        except Interrupted as error:
-            if self.is_stored:
-                error.hint = f"continue with: {resume_command(self._run.argv)}"
+        except (Interrupted, WriteError) as error:
+            if self._is_ours and self.is_stored:
+                first = f"{error.hint}, then " if error.hint else ""
+                error.hint = f"{first}continue with: {resume_command(self._run.argv)}"
             raise
 
 
@@ -126,8 +130,11 @@ class ResumableDraws:
         if not self._resumable.is_stored:
             self._store.remove()
 
-    def remove(self) -> None:
-        """The run is complete: neither state nor raw draws are needed."""
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Around the publication of the complete run, after which neither state nor raw draws are needed."""
+        with self._resumable.hint():
+            yield
         self._resumable.remove()
         self._store.remove()
 

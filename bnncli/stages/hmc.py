@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,8 @@ from bnncli.until import unmet
 
 ALGO_REV = 1
 ROW_SPACE_REV = 2  # of chains in the row space of the features, which moved over all of theta before
+
+Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
 
 
 def run(run: Run, options: HmcOptions) -> Result:
@@ -99,7 +102,7 @@ class Sampling:
             target, start = rows.target(target), rows.reduce(start)
         fit = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console)
         sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
-        drawn, judged, finish = sample(
+        drawn, judged, publishing = sample(
             target,
             mode=fit.gaussian.mean,
             covariance=fit.gaussian.covariance,
@@ -127,13 +130,12 @@ class Sampling:
         }
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-            digest = self._publish(drawn, meta, provenance, may_replace)
-            finish()
-            return digest
+            with publishing():
+                return self._publish(drawn, meta, provenance, may_replace)
 
         return Computed(publish, metrics, summary(metrics), verdict(metrics, options))
 
-    def _sample_hmc(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Callable[[], None]]:
+    def _sample_hmc(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
         """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
         run, options, request = self.run, self.options, self.request
         store = DrawFile(request.target, num_chains=options.chains, num_params=self.train.layout.num_params)
@@ -165,11 +167,11 @@ class Sampling:
         finally:
             checkpoint.close()
         judged = judgements.get(drawn.draws.shape[1])
-        return drawn, judged or self._judge(drawn.draws), checkpoint.remove
+        return drawn, judged or self._judge(drawn.draws), checkpoint.publishing
 
     def _sample_nuts(
         self, target: LastLayerTarget, rows: RowSpace | None, **common: Any
-    ) -> tuple[HmcRun, Convergence, Callable[[], None]]:
+    ) -> tuple[HmcRun, Convergence, Publishing]:
         """The same by Pyro's NUTS, which cannot be continued."""
         from bnncli.inference.nuts import sample_nuts
 
@@ -180,7 +182,7 @@ class Sampling:
             shape = drawn.draws.shape[:2]
             log_joint = drawn.log_joint + outside.to(drawn.log_joint.device).view(shape)
             drawn = replace(drawn, draws=theta.float().unflatten(0, shape), log_joint=log_joint)
-        return drawn, self._judge(drawn.draws.cpu()), lambda: None
+        return drawn, self._judge(drawn.draws.cpu()), nullcontext
 
     def _judge(self, draws: torch.Tensor) -> Convergence:
         """How the chains agree on every parameter, for draws (C, T, P) on the CPU; judged on the device."""
