@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forged import forge
 from kills import is_stopped, run_stopped_once, start
+
+from bnncli.stages import _revisions
 
 Cli = Any
 REQUESTS = {
@@ -245,3 +248,30 @@ def test_of_two_at_once_one_computes_and_the_other_waits_or_leaves_and_both_woul
     assert (waited.code, waited.json["action"]) == (0, "up_to_date")
     here = cli(*words, "--force", "--threads", 1, "--json").json
     assert (here["action"], digests(here)) == ("replaced", digests(waited.json))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_status_tells_what_its_command_would_make_anew(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """For a newer revision of the algorithm, as for another input."""
+    assert cli("status", small_run, "--check").code == 0
+    command = name.upper().replace("-", "_")
+    number, function = (command, f"of_{name.rpartition('-')[2]}")
+    if hasattr(_revisions, number):
+        monkeypatch.setattr(_revisions, number, 99)
+    else:
+        monkeypatch.setattr(_revisions, function, lambda *_, **__: 99)
+    told = cli("status", small_run, "--check", "--json")
+    assert told.code == 3
+    stale = [entry for entry in told.json["artifacts"] if entry["state"] == "stale"]
+    assert {entry["why"] for entry in stale} == {"made by another revision of the algorithm"}
+    assert {entry["remake"].split()[1] for entry in stale} == {name}
+    assert ask(cli, small_run, name).json["action"] == "replaced"
+
+
+def test_a_header_that_no_command_writes_is_told_by_status(cli: Cli, small_run: Path) -> None:
+    path = small_run.with_name("small.bnn") / "posteriors" / "laplace.safetensors"
+    forge(path, lambda document: document["meta"].pop("num_examples"))
+    told = cli("status", small_run, "--json").json["artifacts"]
+    assert [entry["state"] for entry in told if entry["path"] == str(path)] == ["invalid"]

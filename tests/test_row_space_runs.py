@@ -25,6 +25,7 @@ from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
 from bnncli.registry import names
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import open_posterior
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.samples import read_samples
@@ -281,3 +282,19 @@ def test_a_file_whose_basis_is_cut_is_damaged(run: Path) -> None:
     json.dumps(meta)
     with pytest.raises(ValueError, match="the row space has"):
         Gaussian.from_tensors({**tensors, "cov.basis": tensors["cov.basis"][:, :-1]}, meta)
+
+
+def test_status_knows_which_fits_are_made_in_the_row_space(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have a revision of their own: none is told to be of another, until there is another."""
+    for structure in names("covariances"):
+        words = ("--structure", structure, "--name", structure, "--prior-precision", PRIOR)
+        assert cli("fit-laplace", run, *words).code == 0
+    assert cli("hmc", run, "--chains", 2, "--warmup", 4, "--draws", 8).code == 0
+    assert cli("refine", run, "--flow", "radial", "--epochs", 1, "--length", 1).code == 0
+    assert cli("status", run, "--check").code == 0
+    monkeypatch.setattr(_revisions, "of_laplace", lambda *, in_span: 4 if in_span else 2)
+    told = {Path(entry["path"]).stem: entry["state"] for entry in cli("status", run, "--json").json["artifacts"]}
+    assert {told[name] for name in ("laplace", "full", "block")} == {"stale"}
+    assert {told[name] for name in ("kron", "diag")} == {"fresh"}

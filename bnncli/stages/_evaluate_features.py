@@ -16,6 +16,7 @@ from bnncli.evaluation.detection_rows import detection_rows
 from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
 from bnncli.options import EvaluateOptions
 from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
+from bnncli.stages import _revisions
 from bnncli.stages._evaluate_rows import bootstrap_of
 from bnncli.stages._inputs import Split, load_split
 from bnncli.stages._prediction_groups import Group
@@ -24,7 +25,6 @@ from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 
-ALGO_REV = 1
 _INTEGRATOR = "none"
 _GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # what its metrics file is called
 Scores = dict[str, NDArray | str]
@@ -50,7 +50,14 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
     params |= {"bootstrap": options.bootstrap, "level": options.level, "seed": run.compute.seed}
     target = run.folder.metrics(_GROUP)
     request = Request(
-        target, "metrics", f"metrics.{FEATURES_NAME}", params, ALGO_REV, sources, train.checkpoint, 1 << 18
+        target,
+        "metrics",
+        f"metrics.{FEATURES_NAME}",
+        params,
+        _revisions.EVALUATE_FEATURES,
+        sources,
+        train.checkpoint,
+        1 << 18,
     )
 
     def compute() -> Computed:

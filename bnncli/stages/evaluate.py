@@ -8,6 +8,7 @@ from typing import Any
 from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.checks import Absent, check_names, failure_text, hold_against
 from bnncli.options import EvaluateOptions
+from bnncli.stages import _revisions
 from bnncli.stages._evaluate_curves import curves_of, draw_plots, planned_plots
 from bnncli.stages._evaluate_density import (
     check_true_inputs,
@@ -26,8 +27,6 @@ from bnncli.stages._score_table import USUAL, score_table
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source
-
-ALGO_REV = 2
 
 
 def run(run: Run, options: EvaluateOptions) -> Result:
@@ -161,7 +160,9 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
     del params["neighbors"]  # of the features alone
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
-    request = Request(target, "metrics", f"metrics.{group.name}", params, ALGO_REV, sources, checkpoint, 1 << 18)
+    request = Request(
+        target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, 1 << 18
+    )
 
     def compute() -> Computed:
         distance = distance_rows(run, reference, posterior)

@@ -17,6 +17,7 @@ from bnncli.errors import BnnError, DataError
 from bnncli.layout import HeadLayout
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.posteriors.point import Point
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import head_theta
 from bnncli.stages._network import NO_NETWORK, NetworkFeatures
 from bnncli.stages._newer_requests import note_changed, note_unreadable, settle
@@ -41,8 +42,6 @@ from bnncli.storage.features import (
 from bnncli.storage.headers import read_header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
-
-ALGO_REV = 1
 
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
@@ -109,7 +108,16 @@ def _request(
     num_examples: int,
 ) -> Request:
     target = run.folder.features(name)
-    return Request(target, "features", f"features.{name}", params, ALGO_REV, sources, checkpoint, num_examples * 64)
+    return Request(
+        target,
+        "features",
+        f"features.{name}",
+        params,
+        _revisions.EXTRACT_FEATURES,
+        sources,
+        checkpoint,
+        num_examples * 64,
+    )
 
 
 def _publishable(
@@ -191,7 +199,9 @@ def _make_map(
     target = run.folder.posterior("map")
     params = {"last_layer": options.last_layer}
     source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
-    request = Request(target, "posterior", "map", params, ALGO_REV, [source], checkpoint, theta.numel() * 16)
+    request = Request(
+        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, theta.numel() * 16
+    )
 
     def compute() -> Computed:
         tensors, meta = Point(theta, layout).to_tensors()

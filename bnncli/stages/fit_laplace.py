@@ -14,6 +14,7 @@ from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
 from bnncli.layout import HeadLayout
 from bnncli.options import FitLaplaceOptions
 from bnncli.prior import Prior
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._laplace_doubts import warn_of_jitter, warn_of_missing_classes, warn_of_val
 from bnncli.stages._laplace_structure import structure_by_val, structure_to_fit
@@ -25,8 +26,6 @@ from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.posteriors import write_posterior
 
-ALGO_REV = 2
-ROW_SPACE_REV = 3  # of fits in the row space of the features, which were made over all of theta before
 MARGLIK_WARNING = (
     "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
     "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
@@ -62,7 +61,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
     size = memory.stored_bytes(structure, span or train.layout, whole=train.layout if span else None)
     run.folder.check_name_is_free(target)
-    revision = ROW_SPACE_REV if span else ALGO_REV
+    revision = _revisions.of_laplace(in_span=span is not None)
     request = Request(target, "posterior", target.stem, params, revision, sources, train.checkpoint, size)
 
     def compute() -> Computed:

@@ -25,6 +25,7 @@ from bnncli.latent.scaling import Scaling
 from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import Split, head_tensors, load_split
 from bnncli.stages._lbbnn_doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages._lbbnn_report import Data, measure, summary
@@ -33,8 +34,6 @@ from bnncli.stages._resumable import Resumable
 from bnncli.stages._run import Result, Run
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
-
-ALGO_REV = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
 
 
 def run(run: Run, options: FitLbbnnOptions) -> Result:
@@ -50,7 +49,7 @@ def run(run: Run, options: FitLbbnnOptions) -> Result:
     run.folder.check_name_is_free(target)
     size = 4 * options.repeats * (3 * layout.num_weights + 2 * layout.num_biases)
     sources = [train.source] + ([val.source] if val is not None else [])
-    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, train.checkpoint, size)
+    request = Request(target, "posterior", target.stem, params, _revisions.FIT_LBBNN, sources, train.checkpoint, size)
     return produce(
         run, request, lambda: _compute(run, options, train, val, layout=layout, request=request), when_fresh=_when_fresh
     )

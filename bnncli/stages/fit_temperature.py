@@ -14,6 +14,7 @@ from bnncli.inference.temperature import LARGEST, SMALLEST, TemperatureFit, fit_
 from bnncli.options import FitTemperatureOptions
 from bnncli.posteriors.point import Point
 from bnncli.registry import load_class, names
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import Split, head_tensors, load_split, open_posterior, posterior_source
 from bnncli.stages._predict_plan import kind_of
 from bnncli.stages._produce import Computed, Request, produce
@@ -22,7 +23,6 @@ from bnncli.stages._shared_rows import shared_rows
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 
-ALGO_REV = 1
 _WHY_UNBOUNDED = {
     "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",
     "hopeless": "the logits tell so little of the labels of val that any higher temperature is better",
@@ -44,7 +44,9 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
     run.folder.check_name_is_free(target)
     params = {**options.params(), "base": base_path.stem if base_path else None}
     size = 16 * val.layout.num_params
-    request = Request(target, "posterior", target.stem, params, ALGO_REV, sources, val.checkpoint, size)
+    request = Request(
+        target, "posterior", target.stem, params, _revisions.FIT_TEMPERATURE, sources, val.checkpoint, size
+    )
     return produce(run, request, lambda: _compute(run, val, base_path, target), when_fresh=_when_fresh)
 
 

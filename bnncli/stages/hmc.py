@@ -22,6 +22,7 @@ from bnncli.inference.row_draws import complete
 from bnncli.layout import HeadLayout
 from bnncli.options import HmcOptions
 from bnncli.prior import Prior
+from bnncli.stages import _revisions
 from bnncli.stages._hmc_report import hmc_metrics, hmc_warnings, summary, verdict
 from bnncli.stages._inputs import Split, load_split, posterior_prior, posterior_source
 from bnncli.stages._produce import Computed, Request, produce
@@ -34,9 +35,6 @@ from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 from bnncli.until import unmet
-
-ALGO_REV = 1
-ROW_SPACE_REV = 2  # of chains in the row space of the features, which moved over all of theta before
 
 Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
 
@@ -65,7 +63,7 @@ def run(run: Run, options: HmcOptions) -> Result:
     size = 2 * options.chains * options.draws * (train.layout.num_params * 4 + 64)
     run.folder.check_name_is_free(target)
     span = span_to_fit(train, run.device)
-    revision = ROW_SPACE_REV if span else ALGO_REV
+    revision = _revisions.of_hmc(in_span=span is not None)
     request = Request(target, "samples", target.stem, params, revision, sources, train.checkpoint, size)
     whole = train.layout if span else None
     memory.require_sampling(span or train.layout, run.device, num_chains=options.chains, whole=whole)

@@ -10,6 +10,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, kept_rows
 from bnncli.integrators._intervals import LEVEL
 from bnncli.options import PredictOptions
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import Split, load_split, posterior_source
 from bnncli.stages._predict_plan import ALL, Choice, Plan, default_integrator, num_stored
 from bnncli.stages._predict_table import check_table_path, make_table, parse_merges
@@ -19,8 +20,6 @@ from bnncli.stages._run import Result, Run
 from bnncli.stages._val_report import note_on_default
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source
-
-ALGO_REV = 2  # 2: groups of draws; Sobol points in several scrambles; stored draws in their order
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
         "predictions",
         f"predictions.{label}.{name}",
         params,
-        ALGO_REV,
+        _revisions.PREDICT,
         [
             split.source,
             *(one for one in sources if one.role != split.source.role),

@@ -15,6 +15,7 @@ from bnncli.integrators.plug_in import PlugIn
 from bnncli.options import PruneOptions
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_source
 from bnncli.stages._predict_plan import kind_of
 from bnncli.stages._produce import Computed, Request, produce
@@ -26,7 +27,6 @@ from bnncli.storage.posteriors import read_posterior, write_posterior
 from bnncli.storage.provenance import Source
 from bnncli.storage.sniff import sniff
 
-ALGO_REV = 1
 MUCH_LOST = 0.02  # of accuracy, above which there is a warning
 NEARLY = 0.9  # of the weights that are in at any time: keeping as many would not help
 
@@ -52,7 +52,7 @@ def run(run: Run, options: PruneOptions) -> Result:
         "posterior",
         target.stem,
         params,
-        ALGO_REV,
+        _revisions.PRUNE,
         sources,
         header.provenance.get("checkpoint"),
         path.stat().st_size,

@@ -12,7 +12,7 @@ from bnncli import memory
 from bnncli.covariances._row_space import WithinRows
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, UsageError
-from bnncli.flows import FlowLayer, build_layers, choose_recipe, choose_space, settings_of
+from bnncli.flows import build_layers, choose_recipe, choose_space, settings_of
 from bnncli.flows.affine import Affine
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.layout import HeadLayout
@@ -21,6 +21,7 @@ from bnncli.posteriors import layout_from_meta
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.prior import Prior
+from bnncli.stages import _revisions
 from bnncli.stages._inputs import (
     Split,
     head_tensors,
@@ -39,10 +40,6 @@ from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import reduced_layout
-
-ALGO_REV = 2
-TOGETHER_REV = 3  # of layers that are pushed through together, whose gradients autograd made and rounded in its own way
-BLOCK_SCALE_REV = 3  # of affine flows with a factor for each output, whose gradients were biased
 
 
 def run(run: Run, options: RefineOptions) -> Result:
@@ -77,7 +74,7 @@ def run(run: Run, options: RefineOptions) -> Result:
     num_stored = train.layout.num_params * 4 + (options.length or 0) * sum(part.numel() for part in layer.parameters())
     size = (base_path.stat().st_size if base_path else 0) + 8 * num_stored
     run.folder.check_name_is_free(target)
-    revision = _revision(layer)
+    revision = _revisions.of_refine(layer, getattr(layer, "scale", None))
     request = Request(target, "posterior", target.stem, params, revision, sources, train.checkpoint, size)
 
     def compute() -> Computed:
@@ -85,13 +82,6 @@ def run(run: Run, options: RefineOptions) -> Result:
         return _compute(run, options, (train, val), base, prior=prior, request=request)
 
     return produce(run, request, compute, when_fresh=lambda header: _when_fresh(run, header))
-
-
-def _revision(layer: FlowLayer) -> int:
-    """The revision of the algorithm that trains such layers."""
-    if hasattr(layer, "push_together"):
-        return TOGETHER_REV
-    return BLOCK_SCALE_REV if getattr(layer, "scale", None) == "block" else ALGO_REV
 
 
 def _span(header: Header) -> HeadLayout | None:

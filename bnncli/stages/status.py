@@ -7,10 +7,11 @@ from typing import Any
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed, MissingInput
 from bnncli.options import StatusOptions
+from bnncli.stages._revisions import is_another
 from bnncli.stages._run import Result, Run, Table
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries
-from bnncli.storage.freshness import Followed, refresh_command, staleness
+from bnncli.storage.freshness import Followed, Stale, refresh_command, staleness
 from bnncli.storage.headers import read_header
 
 
@@ -79,6 +80,11 @@ def _entry(run: Run, path: Path, followed: Followed) -> dict[str, Any]:
         return entry | {"state": "stale", "why": changed}
     weights_digest = record["weights_digest"] if record else None
     stale = staleness(header, weights_digest=weights_digest, followed=followed)
+    try:
+        if stale is None and is_another(header):
+            stale = Stale("made by another revision of the algorithm")
+    except BnnError as error:
+        return entry | {"state": "invalid", "why": error.message}
     if stale is None:
         return entry
     return entry | {"state": "stale", "why": stale.why, "remake": refresh_command(header, stale, run.remake)}
