@@ -14,6 +14,7 @@ import pytest
 from forged import forge
 from kills import is_stopped, run_stopped_once, start
 
+from bnncli import seeds
 from bnncli.stages import _revisions
 
 Cli = Any
@@ -256,8 +257,7 @@ def test_status_tells_what_its_command_would_make_anew(
 ) -> None:
     """For a newer revision of the algorithm, as for another input."""
     assert cli("status", small_run, "--check").code == 0
-    command = name.upper().replace("-", "_")
-    number, function = (command, f"of_{name.rpartition('-')[2]}")
+    number, function = name.upper().replace("-", "_"), f"of_{name.rpartition('-')[2]}"
     if hasattr(_revisions, number):
         monkeypatch.setattr(_revisions, number, 99)
     else:
@@ -275,3 +275,19 @@ def test_a_header_that_no_command_writes_is_told_by_status(cli: Cli, small_run: 
     forge(path, lambda document: document["meta"].pop("num_examples"))
     told = cli("status", small_run, "--json").json["artifacts"]
     assert [entry["state"] for entry in told if entry["path"] == str(path)] == ["invalid"]
+
+
+def test_long_draws_that_came_from_another_stream_are_made_anew(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run from before they had one: what is drawn of a Gaussian or by chains, and nothing else."""
+    assert ask(cli, small_run, "hmc").json["action"] == "up_to_date"
+    monkeypatch.setattr(seeds, "LARGE", 1)
+    told = {Path(entry["path"]).stem: entry["state"] for entry in cli("status", small_run, "--json").json["artifacts"]}
+    assert (told["hmc"], told["laplace"]) == ("stale", "fresh")
+    assert ask(cli, small_run, "hmc").json["action"] == "replaced"
+    words = ("predict", small_run, "--posterior", "laplace", "--json", "--name", "drawn", "--integrator")
+    assert cli(*words, "mc").json["action"] == "computed"
+    monkeypatch.undo()
+    assert cli(*words, "mc").json["action"] == "replaced"
+    assert ask(cli, small_run, "hmc").json["action"] == "replaced"

@@ -5,6 +5,8 @@ A command records its own and makes anew what was made by another; status compar
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 
 from bnncli import registry
@@ -15,7 +17,6 @@ EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
 PRUNE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
-PREDICT = 2  # 2: groups of draws; Sobol points in several scrambles; stored draws in their order
 EVALUATE = 2
 EVALUATE_FEATURES = 1
 
@@ -25,9 +26,24 @@ def of_laplace(*, in_span: bool) -> int:
     return 3 if in_span else 2
 
 
-def of_hmc(*, in_span: bool) -> int:
-    """2: chains in the row space of the features, which moved over all of theta before."""
-    return 2 if in_span else 1
+def of_hmc(*, in_span: bool, num_params: int) -> int:
+    """2: chains in the row space of the features, which moved over all of theta before. 3 and 4: the same of long draws."""
+    return (2 if in_span else 1) + (2 if _is_long(num_params) else 0)
+
+
+def of_predict(num_drawn: int) -> int:
+    """Predictions from draws of so many numbers each, 0 without draws. 3: of long ones.
+
+    2: groups of draws; Sobol points in several scrambles; stored draws in their order.
+    """
+    return 3 if _is_long(num_drawn) else 2
+
+
+def _is_long(num_params: int) -> bool:
+    """Whether draws come from another stream than once: in float32 on a CPU, and made on a GPU where there is one."""
+    from bnncli import seeds  # here, for torch
+
+    return num_params > seeds.LARGE
 
 
 def of_refine(layer: object, scale: str | None) -> int:
@@ -63,7 +79,8 @@ def _laplace_today(header: Header) -> set[int]:
 
 
 def _hmc_today(header: Header) -> set[int]:
-    return {of_hmc(in_span=in_span) for in_span in _in_span_today(header, "whitening")}
+    num_params = sum(math.prod(part["shape"]) for part in header.meta["param_layout"])
+    return {of_hmc(in_span=in_span, num_params=num_params) for in_span in _in_span_today(header, "whitening")}
 
 
 def _refine_today(header: Header) -> set[int]:
@@ -86,6 +103,6 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
 }
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},
-    "predictions": lambda header: {PREDICT},
+    "predictions": lambda header: {of_predict(0), of_predict(sys.maxsize)},  # their header does not say how long
     "metrics": _metrics_today,
 }

@@ -63,7 +63,7 @@ def run(run: Run, options: HmcOptions) -> Result:
     size = 2 * options.chains * options.draws * (train.layout.num_params * 4 + 64)
     run.folder.check_name_is_free(target)
     span = span_to_fit(train, run.device)
-    revision = _revisions.of_hmc(in_span=span is not None)
+    revision = _revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params)
     request = Request(target, "samples", target.stem, params, revision, sources, train.checkpoint, size)
     whole = train.layout if span else None
     memory.require_sampling(span or train.layout, run.device, num_chains=options.chains, whole=whole)

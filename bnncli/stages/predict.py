@@ -193,7 +193,11 @@ def _predict(
 def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, sources: list[Source]) -> Request:
     posterior, name = sources[0].path.stem, split.content.name
     label = run.naming.name or f"{posterior}.{choice.variant}"
-    is_sampling = choice.integrator.is_sampling
+    is_sampling, header = choice.integrator.is_sampling, read_header(sources[0].path)
+    is_drawn = is_sampling and header.meta.get("method") in (
+        "laplace",
+        "refine",
+    )  # and not stored, or of a latent network
     params: dict[str, Any] = {
         "integrator": choice.name,
         "settings": choice.settings,
@@ -208,16 +212,14 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
         "predictions",
         f"predictions.{label}.{name}",
         params,
-        _revisions.PREDICT,
+        _revisions.of_predict(split.layout.num_params if is_drawn else 0),
         [
             split.source,
             *(one for one in sources if one.role != split.source.role),
             *([split.classes_source] if split.classes_source is not None else []),
         ],
         split.checkpoint,
-        _estimated_bytes(
-            split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(read_header(sources[0].path))
-        ),
+        _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(header)),
     )
 
 
