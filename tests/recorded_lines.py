@@ -1,0 +1,256 @@
+"""The command lines of the recorded runs, in the order they are run, and the small inputs that they read.
+
+Budgets are tiny on purpose: a few epochs and draws, so that the whole takes seconds and so that rounding, which differs
+between processors and releases of torch, has no time to grow into other decisions (an accepted draw, an early end).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+# How far numbers may lie from the recorded ones, relative to the size of the tensor or to the number itself (at least 1).
+ROUNDED = 1e-6  # sums in float64, or float32 numbers that are copied or averaged
+SOLVED = 2e-5  # float32 arithmetic: convolutions, Newton's method, Cholesky factors, and what predicts with them
+SEARCHED = (
+    2e-3  # a prior precision is searched for until steps are small, and a Newton decrement at the mode is rounding
+)
+TRAINED = 2e-3  # steps of Adam or of leapfrog: Adam divides by the root of small gradients, which makes rounding larger
+
+
+AMPLIFIED = (
+    0.5  # Adam on gradients that are rounding alone: the first steps of a Householder flow from where it does nothing
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command line, what happens in the folder before it, and how closely its numbers must agree."""
+
+    words: str
+    tolerance: float = ROUNDED
+    before: Callable[[], None] | None = None
+    is_help: bool = False  # only the names of the commands are kept of its stdout
+
+    @property
+    def argv(self) -> list[str]:
+        """The words as they are handed to the command line; what computes does so on the CPU."""
+        words = shlex.split(self.words)
+        return [*words, "--device", "cpu"] if words[0] in COMPUTING and "--device" not in words else words
+
+
+COMPUTING = {
+    "extract-features",
+    "fit-laplace",
+    "fit-temperature",
+    "refine",
+    "hmc",
+    "fit-lbbnn",
+    "prune",
+    "predict",
+    "evaluate",
+    "diagnose",
+    "integrals",
+}
+
+
+def make_inputs() -> None:
+    """Every input file of the lines, in the current folder."""
+    np.savez("small.npz", **_classes(seed=0, counts=(240, 80, 120), num_classes=3, num_features=5))
+    np.savez("other.npz", **_classes(seed=1, counts=(240, 80, 120), num_classes=3, num_features=5))
+    np.savez("wide.npz", **_classes(seed=2, counts=(20, 40, 30), num_classes=3, num_features=30))
+    np.savez("pair.npz", **_one_logit())
+    for split, count in (("train", 120), ("test", 100), ("mnist", 40)):
+        with np.load(FIXTURES / f"{split}.npz") as arrays:
+            np.savez(f"{split}.npz", x=arrays["x"][:count], y=arrays["y"][:count])
+            np.savez(f"coarse-{split}.npz", x=arrays["x"][:count, ::5, ::5], y=arrays["y"][:count])
+    Path("net.pt").write_bytes((FIXTURES / "lenet5-fmnist.pt").read_bytes())
+    Path("bad.toml").write_text("[refine]\nepoks = 3\n")
+    Path("good.toml").write_text('[common]\nquiet = true\n[refine]\nflow = "radial"\nlength = 3\n')
+
+
+def _classes(seed: int, counts: tuple[int, int, int], num_classes: int, num_features: int) -> dict[str, np.ndarray]:
+    """Overlapping Gaussian classes with a head that fits them, and unlabelled far features."""
+    generator = np.random.default_rng(seed)
+    centers = generator.normal(size=(num_classes, num_features)) * np.sqrt(5 / num_features)
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in zip(("train", "val", "test"), counts, strict=True):
+        labels = generator.integers(num_classes, size=count)
+        features = centers[labels] + generator.normal(size=(count, num_features))
+        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
+    arrays["features_far"] = (3 * generator.normal(size=(40, num_features))).astype(np.float32)
+    arrays["head_weight"] = (2 * centers).astype(np.float32)
+    arrays["head_bias"] = (-(centers**2).sum(axis=1)).astype(np.float32)
+    return arrays
+
+
+def _one_logit() -> dict[str, np.ndarray]:
+    """Two classes by one logit, of which two inputs of six matter."""
+    generator = np.random.default_rng(3)
+    weight = np.array([2.0, 0.0, -1.5, 0.0, 0.0, 0.0])
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in (("train", 150), ("val", 50), ("test", 60)):
+        features = generator.normal(size=(count, 6))
+        labels = generator.random(count) < 1 / (1 + np.exp(-features @ weight))
+        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
+    return arrays | {"head_weight": weight[None].astype(np.float32), "head_bias": np.zeros(1, np.float32)}
+
+
+def _cut_short() -> None:
+    whole = Path("wide.bnn/features/val.h5").read_bytes()
+    Path("wide.bnn/features/val.h5").write_bytes(whole[:-100])
+
+
+def _leave_a_temporary() -> None:
+    Path("wide.bnn/posteriors/.laplace.safetensors.999999999.00000000.tmp").write_bytes(b"half")
+
+
+SCORES = "evaluate small --posterior laplace --integrator mc --bootstrap 50 --neighbors 5"
+REFINE = "refine small --epochs 2 --elbo-draws 64"
+LBBNN = "fit-lbbnn small --epochs 2 --slab-sd 1"
+
+LINES = (
+    Line("--help", is_help=True),
+    # Features: of arrays, of a network, of the inputs themselves.
+    Line("extract-features small --from-npz small.npz --ood far"),
+    Line(
+        "extract-features net.pt --model lenet5 --data train=npz:train.npz --data test=npz:test.npz@80 --hold-out val=test:30 --ood mnist=npz:mnist.npz --json",
+        SOLVED,
+    ),
+    Line(
+        "extract-features flat --model flatten --data train=npz:coarse-train.npz --data test=npz:coarse-test.npz --ood mnist=npz:coarse-mnist.npz"
+    ),
+    Line("extract-features wide --from-npz wide.npz --ood far --dtype float16"),
+    Line("extract-features pair --from-npz pair.npz"),
+    # Gaussians: every structure, centre and way to choose the prior precision; few examples of many features; one logit.
+    Line("fit-laplace small --structure full --prior-precision 10", SOLVED),
+    Line("fit-laplace small --structure block --name block --json", SEARCHED),
+    Line("fit-laplace small --structure kron --name kron --prior-precision marglik", SEARCHED),
+    Line("fit-laplace small --structure diag --name diag --center checkpoint --prior-precision 5", SOLVED),
+    Line("fit-laplace small --name chosen --bias-precision 0.1 --plot prior.png --json", SEARCHED),
+    Line("fit-laplace wide --structure full --prior-precision 5", SOLVED),
+    Line("fit-laplace pair --prior-precision 1", SOLVED),
+    Line("fit-laplace net.pt --structure kron --prior-precision 50", SOLVED),
+    Line("fit-temperature small", SOLVED),
+    Line("fit-temperature small --base laplace --name cooled --json", SOLVED),
+    # Flows.
+    Line(f"{REFINE} --json", TRAINED),
+    Line(f"{REFINE} --flow affine --scale block --name affine-block", TRAINED),
+    Line(f"{REFINE} --flow affine --scale low-rank --rank 2 --name affine-low-rank", TRAINED),
+    Line(f"{REFINE} --flow householder --name householder", AMPLIFIED),
+    Line(f"{REFINE} --flow iaf --hidden 8 --name iaf", TRAINED),
+    Line(f"{REFINE} --flow planar --name planar --base diag", TRAINED),
+    Line(f"{REFINE} --flow radial --length 2 --batch-size 64 --name radial", TRAINED),
+    Line(f"{REFINE} --flow realnvp --hidden 8 --name realnvp", TRAINED),
+    Line(f"{REFINE} --flow spline --hidden 8 --name spline", TRAINED),
+    Line(f"{REFINE} --flow sylvester --rank 2 --name sylvester --space weight", TRAINED),
+    Line(f"{REFINE} --flow radial --length 1 --base prior --name naive", TRAINED),
+    # Draws.
+    Line("hmc small --chains 4 --warmup 4 --draws 10", TRAINED),
+    Line(
+        "hmc small --chains 4 --warmup 4 --draws 8 --dynamics leapfrog --name plain --max-rhat 1.0001 --json", TRAINED
+    ),
+    Line("hmc pair --chains 4 --warmup 4 --draws 8 --until 'rhat<=1.0001' --max-draws 12", TRAINED),
+    # Latent binary networks: every estimator, variance and prior.
+    Line(LBBNN, TRAINED),
+    Line(f"{LBBNN} --estimator mnf --flow-hidden 8,8 --name mnf", TRAINED),
+    Line(f"{LBBNN} --estimator concrete --name concrete --json", TRAINED),
+    Line("fit-lbbnn small --epochs 1 --variance published --prior-inclusion 0.3 --name published", TRAINED),
+    Line("fit-lbbnn flat --epochs 1 --hidden 6", TRAINED),
+    Line("fit-lbbnn pair --epochs 3 --repeats 2 --standardize --slab-sd 2 --no-shuffle", TRAINED),
+    Line("prune small --json", TRAINED),
+    Line("prune flat --rule density --density 0.2 --dense dense.safetensors", TRAINED),
+    # Predictions: every integrator, its settings, tables.
+    Line("predict small --posterior map --posterior laplace --samples 20 --dry-run --json"),
+    Line("predict small --posterior map --posterior laplace --samples 20 --split test --split far", SOLVED),
+    Line("predict small --posterior laplace --integrator all --samples 20 --split test", SOLVED),
+    Line(
+        "predict small --posterior refine --posterior hmc --posterior lbbnn --posterior lbbnn-sparse --posterior temperature"
+        " --samples 20 --split test",
+        TRAINED,
+    ),
+    Line(
+        "predict small --posterior laplace --integrator logit-mc --qmc --samples 16 --keep-samples --split val", SOLVED
+    ),
+    Line(
+        "predict small --posterior block --integrator mean-field --order 2 --integrator probit --projection sum-zero"
+        " --split test --json",
+        SOLVED,
+    ),
+    Line(
+        "predict small --posterior kron --integrator bridge --normalize --top-k best --merge first=0,1 --probabilities"
+        " --table bridge.csv --split test",
+        SOLVED,
+    ),
+    Line("predict small --posterior lbbnn --integrator mean --split test", TRAINED),
+    Line(
+        "predict pair --posterior laplace --integrator quadrature --integrator bridge --integrator mc --samples 20 --split test",
+        SOLVED,
+    ),
+    Line("predict pair --posterior map --posterior lbbnn --samples 20 --split test --table table.npz", TRAINED),
+    Line("predict wide --samples 20 --posterior laplace --split test", SOLVED),
+    Line("predict flat --samples 10 --split test", TRAINED),
+    Line("predict net.pt --samples 20 --posterior laplace --split test --split mnist", SOLVED),
+    # Scores.
+    Line(f"{SCORES} --score all", SOLVED),
+    Line("evaluate small --posterior hmc --bootstrap 0", TRAINED),
+    Line("evaluate pair --posterior lbbnn --bootstrap 50 --split test --true-inputs 1,3 --per-class --json", TRAINED),
+    Line(
+        "evaluate net.pt --posterior laplace --split test --bootstrap 50 --intervals --plot figures --level 0.9 --bins 10",
+        SOLVED,
+    ),
+    Line(f"{SCORES} --score all --assert 'laplace.mc.nll<=0.01'"),
+    Line("compare small --bootstrap 100", TRAINED),
+    Line(
+        "compare small --bootstrap 100 --posterior map --posterior laplace --integrator plug-in --integrator probit --baseline map --metric nll --metric auroc:far --json",
+        TRAINED,
+    ),
+    Line(
+        "compare small pair --posterior map --posterior laplace --integrator plug-in --metric nll --metric accuracy --format csv",
+        SOLVED,
+    ),
+    Line("compare net.pt --bootstrap 100 --format markdown", SOLVED),
+    Line("diagnose small --posterior laplace --posterior refine --posterior hmc --posterior map --draws 128", TRAINED),
+    Line("diagnose small --posterior laplace --posterior lbbnn --draws 128 --strict --json", TRAINED),
+    Line("integrals --mean 2,0,-1 --covariance '2,1,0;1,2,0;0,0,1'", SOLVED),
+    Line("integrals --grid-size 3 --samples 20 --json", SOLVED),
+    # What is there.
+    Line("inspect net.pt"),
+    Line("inspect small.bnn/posteriors/laplace.safetensors", SOLVED),
+    Line("inspect small.bnn/posteriors/hmc.nc --json", TRAINED),
+    Line("status small"),
+    Line("status net.pt --check --json"),
+    Line("verify small.bnn/posteriors pair.bnn/features"),
+    Line("config show refine --config good.toml"),
+    Line("convert net.pt net.safetensors"),
+    # Again, and after a change.
+    Line("fit-laplace small --structure full --prior-precision 10"),
+    Line("evaluate pair --posterior lbbnn --bootstrap 50 --split test --true-inputs 1,3", TRAINED),
+    Line("fit-laplace small --structure full --prior-precision 11"),
+    Line("extract-features small --from-npz other.npz --ood far --force --json"),
+    Line("predict small --posterior laplace --samples 20"),
+    Line("status small --check"),
+    Line("fit-laplace small --structure full --prior-precision 10 --quiet", SOLVED),
+    # What is refused.
+    Line("fit-laplace absent"),
+    Line("predict pair --posterior absent --json"),
+    Line("refine small --flow spiral"),
+    Line("predict small --integrator spiral"),
+    Line("fit-laplace small --structure spiral"),
+    Line("evaluate small --score spiral"),
+    Line("fit-lbbnn small --estimator spiral"),
+    Line("refine small --epochs 0"),
+    Line("predict pair --posterior laplace --integrator mean"),
+    Line("predict pair --posterior laplace --rule spiral"),
+    Line("refine small --scale block --flow radial"),
+    Line("refine small --config bad.toml"),
+    Line("verify wide.bnn", before=_cut_short),
+    Line("fit-temperature wide"),
+    Line("clean wide --json", before=_leave_a_temporary),
+)
