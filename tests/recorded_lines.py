@@ -181,12 +181,12 @@ LINES = (
     Line(
         "predict small --posterior block --integrator mean-field --order 2 --integrator probit --projection sum-zero"
         " --split test --json",
-        SOLVED,
+        SEARCHED,
     ),
     Line(
         "predict small --posterior kron --integrator bridge --normalize --top-k best --merge first=0,1 --probabilities"
         " --table bridge.csv --split test",
-        SOLVED,
+        SEARCHED,
     ),
     Line("predict small --posterior lbbnn --integrator mean --split test", TRAINED),
     Line(
@@ -222,7 +222,7 @@ LINES = (
     Line("integrals --grid-size 3 --samples 20 --json", SOLVED),
     # What is there.
     Line("inspect net.pt"),
-    Line("inspect small.bnn/posteriors/laplace.safetensors", SOLVED),
+    Line("inspect small.bnn/posteriors/laplace.safetensors", SEARCHED),
     Line("inspect small.bnn/posteriors/hmc.nc --json", TRAINED),
     Line("status small"),
     Line("status net.pt --check --json"),
