@@ -198,7 +198,9 @@ def _far_number(old: str, new: str, tolerance: float, is_printed: bool) -> tuple
     for one, other in zip(before, after, strict=True):
         a, b = float(one), float(other)
         scale = size if is_array else max(1.0, abs(a))
-        unit = max(_unit(one), _unit(other)) if is_printed else 1e-5 * max(size if is_array else 0.0, abs(a))  # 6 digits
+        unit = (
+            max(_unit(one), _unit(other)) if is_printed else 1e-5 * max(size if is_array else 0.0, abs(a))
+        )  # 6 digits
         if abs(a - b) > max(tolerance * scale, unit) * (1 + 1e-9):
             return one, other
     return None
