@@ -18,7 +18,6 @@ import numpy as np
 
 # Values of these keys tell of the machine and the moment; the key stays.
 PASSING = {
-    "document_sha256",
     "created_at",
     "document_sha256",  # of a document that holds times
     "seconds",
