@@ -31,8 +31,8 @@ from problem import Problem, fit_laplace, fixture_features, load_problem
 from refine_job import measure_refine
 from report import Row, against, row_of, table
 
-from bnncli.devices import configure_torch, resolve_device
 from bnncli.errors import BnnError
+from bnncli.machine.devices import configure_torch, resolve_device
 
 SCHEMA = "bnncli.benchmark.engine/1"
 STRUCTURES = ("full", "kron", "diag")

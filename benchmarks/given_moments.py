@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances._logit_root import LogitRoot
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.theta.head import HeadLayout
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ import machine
 from gpu_parts.gpu import Gpu, open_gpu
 from gpu_parts.ledger import Ledger
 
-from bnncli.devices import resolve_device
 from bnncli.errors import BnnError
+from bnncli.machine.devices import resolve_device
 
 SCHEMA = "bnncli.benchmark.gpu/1"
 PARTS = ("correctness", "memory", "speed")

@@ -14,14 +14,14 @@ from problem import Problem, fit_laplace
 from report import Row, against, row_of
 from torch.nn.functional import cross_entropy
 
-from bnncli import memory
 from bnncli.errors import NumericError
 from bnncli.evaluation.convergence import Convergence, convergence
+from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.nuts import sample_nuts
+from bnncli.numerics.seeds import stream
 from bnncli.options import HmcOptions
-from bnncli.seeds import stream
 
 STEPS_A_TRANSITION = 63  # of NUTS, to plan its warm-up with; it takes what it takes
 

@@ -29,16 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bnncli.devices import configure_torch, resolve_device
 from bnncli.errors import BnnError, UsageError
-from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_steps import Settings
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.seeds import stream
+from bnncli.latent.steps import Settings
+from bnncli.machine.devices import configure_torch, resolve_device
+from bnncli.numerics.seeds import stream
+from bnncli.theta.network import NetworkLayout
 
 SCHEMA = "bnncli.benchmark.lbbnn/1"
 PUBLISHED = {"concrete": 20.0, "lrt": 6.0, "mnf": 30.0}

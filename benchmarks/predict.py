@@ -30,14 +30,14 @@ from problem import Problem, fit_laplace, load_problem
 from synthetic import write_split
 from torch import Tensor
 
-from bnncli import dirichlet
-from bnncli.devices import configure_torch, resolve_device
 from bnncli.errors import BnnError
 from bnncli.integrators import Prediction, load_integrator, variant
 from bnncli.integrators._exact import SOBOL_LOGITS, exact_probs
-from bnncli.layout import HeadLayout
+from bnncli.machine.devices import configure_torch, resolve_device
+from bnncli.numerics import dirichlet
+from bnncli.numerics.seeds import stream
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.seeds import stream
+from bnncli.theta.head import HeadLayout
 
 SCHEMA = "bnncli.benchmark.predict/1"
 NUM_DRAWS = 1000

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.features import read_features
-from bnncli.storage.fixtures import fixture_path
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from machine import Rates, Work
 from problem import Problem, fit_laplace
 from report import Row, against, row_of
 
-from bnncli.devices import single_threaded
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.machine.devices import single_threaded
+from bnncli.numerics.seeds import stream
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.seeds import stream
 
 
 class RefinePlan(NamedTuple):

@@ -28,18 +28,18 @@ import torch
 from machine import Work
 from synthetic import open_target, write_split
 
-from bnncli import memory
-from bnncli.devices import available_memory, configure_torch, resolve_device
 from bnncli.errors import BnnError
+from bnncli.inference import memory
 from bnncli.inference.curvature import ggn
 from bnncli.inference.dynamics import WhitenedPotential, transition
 from bnncli.inference.laplace import covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.inference.refine import fit_flow
-from bnncli.layout import HeadLayout
+from bnncli.machine.devices import available_memory, configure_torch, resolve_device
+from bnncli.numerics.seeds import stream
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.seeds import stream
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
 
 SCHEMA = "bnncli.benchmark.scaling/1"
 PRIOR_PRECISION = 100.0

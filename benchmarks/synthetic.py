@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bnncli.digests import json_sha256
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.numerics.digests import json_sha256
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit, read_features, write_features
 from bnncli.storage.provenance import build_provenance
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 _BLOCK_ELEMENTS = 2**24
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TextIO
 
-from bnncli import signals
+from bnncli.machine import signals
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from bnncli import signals
 from bnncli.errors import BnnError
+from bnncli.machine import signals
 from bnncli.names import printable
 from bnncli.options import CommonOptions
 from bnncli.progress import Task

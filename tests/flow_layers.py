@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.flows import build_layers
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 LAYOUTS = {
     1: HeadLayout(1, 1, has_bias=False),

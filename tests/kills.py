@@ -41,9 +41,9 @@ def kill_midway(run: Path, name: str, command: str, *words: object, saves: int =
 def fit_until_killed(argv: list[str], saves: int) -> None:
     """In the child: the command, and SIGKILL when the state is saved the last time."""
     from bnncli.cli.execute import run_command_line
-    from bnncli.stages import _resumable
+    from bnncli.run import resumable
 
-    write, left = _resumable.write_state, [saves]
+    write, left = resumable.write_state, [saves]
 
     def counted(*words: Any) -> None:
         write(*words)
@@ -51,7 +51,7 @@ def fit_until_killed(argv: list[str], saves: int) -> None:
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _resumable.write_state = counted
+    resumable.write_state = counted
     run_command_line(argv, io.StringIO())
 
 
@@ -85,16 +85,16 @@ def run_python(words: list[str]) -> None:
 def run_stopped_once(argv: list[str]) -> None:
     """In the child: a fit that stops itself where it saves its state first; SIGCONT lets it go on."""
     from bnncli.cli.execute import run_command_line
-    from bnncli.stages import _resumable
+    from bnncli.run import resumable
 
-    write = _resumable.write_state
+    write = resumable.write_state
 
     def stop(*words: Any) -> None:
-        _resumable.write_state = write
+        resumable.write_state = write
         os.kill(os.getpid(), signal.SIGSTOP)
         write(*words)
 
-    _resumable.write_state = stop
+    resumable.write_state = stop
     sys.exit(run_command_line(argv, io.StringIO()))
 
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bnncli
-from bnncli.inference._step_graph import _side_stream
+from bnncli.training.step_graph import _side_stream
 
 _PACKAGE = str(Path(bnncli.__file__).parent) + "/"
 _CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from kills import SERVER
 from peaks import MMAP_THRESHOLD, OWN_PAGES, now
 
 from bnncli.inference.curvature import ggn
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.storage.features import read_features
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import FeatureBlocks
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 def private_peaks(files: Sequence[Path], folder: Path) -> list[int]:

@@ -9,35 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from bnncli.cli.commands import COMMANDS
+
 PACKAGE = Path(__file__).parents[1] / "bnncli"
 LAYERS = (
-    ("__main__", "cli"),
+    ("__main__",),
+    ("cli",),
     ("stages",),
-    ("console",),
-    ("storage", "networks", "inference", "integrators", "evaluation", "extraction", "memory", "figures"),
-    ("head",),
-    ("posteriors",),
+    ("run",),
+    ("console", "storage"),
+    ("checkpoints", "extraction", "figures", "integrators", "networks"),
+    ("inference",),
+    ("evaluation", "posteriors"),
     ("covariances", "flows", "latent"),
-    ("targets",),
-    ("data", "user_code"),
+    ("data", "targets", "training"),
     ("options",),
-    (
-        "option",
-        "layout",
-        "dirichlet",
-        "top_k",
-        "prior",
-        "seeds",
-        "devices",
-        "interruptible",
-        "digests",
-        "inputs",
-        "until",
-        "assertions",
-        "sobol",
-        "running_sum",
-    ),
-    ("registry", "shapes", "names", "signals", "progress"),
+    ("machine", "numerics", "registry", "theta"),
+    ("names", "progress", "shapes"),
     ("errors",),
     ("__init__", ""),
 )
@@ -77,8 +65,17 @@ def external(path: Path) -> set[str]:
 def test_imports_point_down(path: Path) -> None:
     own = own_part(path)
     assert own in RANK, f"{own} has no place in the layers"
-    above = {name for name in imported(path) if RANK[name] < RANK[own]}
-    assert not above
+    assert not {name for name in imported(path) - {own} if RANK[name] <= RANK[own]}
+
+
+def test_what_lies_loose_is_what_everything_stands_on() -> None:
+    loose = {path.stem for path in PACKAGE.glob("*.py")}
+    assert loose == {"__init__", "__main__", "console", "errors", "names", "progress", "registry", "shapes"}
+
+
+def test_stages_has_one_entry_a_command() -> None:
+    entries = {path.stem for path in (PACKAGE / "stages").iterdir() if not path.name.startswith("_")}
+    assert entries == {command.stage for command in COMMANDS}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bnncli.assertions import Quantity, parse_assertion, parse_score
 from bnncli.errors import MissingInput, UsageError
 from bnncli.evaluation.checks import Absent, check_names, failure_text, forms, hold_against
+from bnncli.options.assertions import Quantity, parse_assertion, parse_score
 
 Cli = Any
 METRICS = ("nll", "ece", "auroc", "mmd2")

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli import memory
+from bnncli.inference import memory
 from bnncli.inference.elbo import elbo
-from bnncli.prior import Prior
-from bnncli.stages._inputs import open_posterior, recorded_prior
+from bnncli.run.inputs import open_posterior, recorded_prior
 from bnncli.storage.headers import read_header
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.prior import Prior
 
 Cli = Any
 PRIOR = Prior(10.0, 0.1)

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
-from bnncli.digests import canonical_json, file_sha256, json_sha256, tensor_digest
+from bnncli.checkpoints.load import convert_checkpoint, load_checkpoint
 from bnncli.errors import DataError, MissingInput, Untrusted
-from bnncli.storage.checkpoints import convert_checkpoint, load_checkpoint
-from bnncli.storage.fixtures import fixture_path
+from bnncli.numerics.digests import canonical_json, file_sha256, json_sha256, tensor_digest
+from bnncli.stages.demo.fixtures import fixture_path
 
 STATE = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.tensor([0.5, -0.5])}
 

@@ -11,16 +11,17 @@ from scipy import special, stats
 from test_integrators import Draws, Full, gaussian, inputs, predict
 from torch import Tensor
 
-from bnncli import dirichlet, integrators
+from bnncli import integrators
 from bnncli.errors import UsageError
 from bnncli.integrators import Prediction, load_integrator
 from bnncli.integrators.bridge import condition_on_zero_sum, shrink
 from bnncli.integrators.probit import probit_probs
-from bnncli.layout import HeadLayout
+from bnncli.numerics import dirichlet
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
-from bnncli.prior import Prior
 from bnncli.registry import load_class
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 ONE, TWO, THREE = HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bnncli.devices import configure_torch
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.machine.devices import configure_torch
 from bnncli.targets import coarse_gradient
 from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.products import multiply_in, round_to_tf32
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 DIGITS = {"tf32": 11, "bfloat16": 8}  # bits, the leading one included
 every_precision = pytest.mark.parametrize("precision", DIGITS)

@@ -15,8 +15,8 @@ from scipy import stats
 
 from bnncli.evaluation.paired import Difference, Sample
 from bnncli.evaluation.standings import Standing
-from bnncli.stages._compare_measure import Column, Entry
-from bnncli.stages._compare_tables import Comparison, Name, as_csv, as_latex, as_markdown, as_table
+from bnncli.stages.compare.measure import Column, Entry
+from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_latex, as_markdown, as_table
 
 Cli = Any
 
@@ -202,8 +202,8 @@ def test_unlabelled_scores_that_are_named_are_an_error_and_dashes_otherwise(cli:
 def test_posteriors_of_different_examples_are_refused(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from bnncli.run.prediction_groups import open_groups
     from bnncli.stages import compare
-    from bnncli.stages._prediction_groups import open_groups
 
     def changed(*words: Any, **names: Any) -> Any:
         groups = open_groups(*words, **names)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bnncli import console as console_module
-from bnncli import signals
 from bnncli.console import Console
 from bnncli.errors import DataError, Interrupted
+from bnncli.machine import signals
 from bnncli.names import printable
 from bnncli.options import CommonOptions
 

@@ -19,14 +19,14 @@ import pytest
 import torch
 from kills import run_to_files, start
 
-from bnncli import memory
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.settings import option_fields
+from bnncli.inference import memory
 from bnncli.inference.prior_precision import NUM_DRAWS
-from bnncli.layout import HeadLayout
-from bnncli.option import flag_of
+from bnncli.options.declaration import flag_of
 from bnncli.registry import names
+from bnncli.theta.head import HeadLayout
 
 SCRIPT = Path(sys.executable).with_name("bnncli")
 Cli = Any
@@ -358,7 +358,7 @@ def test_141_is_a_reader_that_went_away() -> None:
 
 SIGNALS = """
 import os, signal
-from bnncli import signals
+from bnncli.machine import signals
 signals.install_handlers()
 """
 

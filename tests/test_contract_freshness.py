@@ -14,8 +14,8 @@ import pytest
 from forged import forge
 from kills import is_stopped, run_stopped_once, start
 
-from bnncli import seeds
-from bnncli.stages import _revisions
+from bnncli.numerics import seeds
+from bnncli.run import revisions as _revisions
 
 Cli = Any
 REQUESTS = {

@@ -17,7 +17,7 @@ from bnncli.cli.build import build_app
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.settings import option_fields, read_config
 from bnncli.errors import ConfigError
-from bnncli.option import flag_of
+from bnncli.options.declaration import flag_of
 
 Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.stages._inputs import open_posterior
+from bnncli.run.inputs import open_posterior
 from bnncli.storage import headers
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import read_header

@@ -8,9 +8,9 @@ import torch
 from bnncli import registry
 from bnncli.inference.costs import fit_seconds
 from bnncli.inference.laplace import covariance_at
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 def make_target(layout: HeadLayout, num_examples: int) -> LastLayerTarget:

@@ -11,10 +11,10 @@ from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron, kron_ggn
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets import stream
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bnncli import devices
 from bnncli.errors import DeviceError, UsageError
+from bnncli.machine import devices
 
 
 def test_products_and_convolutions_are_never_coarser_than_float32() -> None:

@@ -232,12 +232,12 @@ def test_each_posterior_is_measured_on_its_own_target(cli: Cli, small_run: Path)
 
 
 def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path) -> None:
-    from bnncli.stages import _diagnosis
-    from bnncli.stages._inputs import open_samples
+    from bnncli.run.inputs import open_samples
+    from bnncli.stages.diagnose import diagnosis
 
     path = folder_of(small_run) / "posteriors/hmc.nc"
     posterior, content = open_samples(path)
-    stored = _diagnosis._chains(None, posterior.draws, content)  # type: ignore[arg-type]
+    stored = diagnosis._chains(None, posterior.draws, content)  # type: ignore[arg-type]
     assert content.header is not None
     content.header.meta["metrics"].clear()
 
@@ -246,9 +246,9 @@ def test_diagnostics_that_are_not_stored_are_computed(cli: Cli, small_run: Path)
 
         device = torch.device("cpu")
 
-    assert _diagnosis._chains(Quiet(), posterior.draws, content) == stored  # type: ignore[arg-type]
+    assert diagnosis._chains(Quiet(), posterior.draws, content) == stored  # type: ignore[arg-type]
     content.stats.clear()
-    assert _diagnosis._chains(Quiet(), posterior.draws, content)["bfmi"]["reason"] == "the sampler does not tell"  # type: ignore[arg-type]
+    assert diagnosis._chains(Quiet(), posterior.draws, content)["bfmi"]["reason"] == "the sampler does not tell"  # type: ignore[arg-type]
 
 
 def test_no_posteriors_or_no_training_features_is_66_with_the_command(cli: Cli, small_run: Path) -> None:

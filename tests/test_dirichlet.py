@@ -10,7 +10,7 @@ from scipy import integrate, special, stats
 from torch import Tensor
 from torch.distributions import Dirichlet
 
-from bnncli import dirichlet
+from bnncli.numerics import dirichlet
 
 SIZES = [2, 3, 10, 100]
 

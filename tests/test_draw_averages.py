@@ -19,13 +19,13 @@ from bnncli.flows import build_layers
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import _averages, load_integrator, prepare
 from bnncli.integrators._intervals import central_interval, effective_draws, interval_level
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
-from bnncli.prior import Prior
 from bnncli.storage.predictions import read_predictions
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 Cli = Any
 

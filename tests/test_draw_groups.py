@@ -18,14 +18,14 @@ from bnncli.integrators import _averages, _groups, load_integrator, prepare
 from bnncli.integrators._groups import Groups, group_ends, kept_rows, scramble_ends
 from bnncli.integrators.mc import FEWEST_DRAWS, DrawnMc, sample_in_runs
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
 from bnncli.storage.predictions import PredictionFile, read_predictions, write_predictions
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
 
 Cli = Any
 LAYOUT = HeadLayout(3, 4)

@@ -12,19 +12,19 @@ import torch
 from interrupted import StopAt
 from torch import Tensor
 
-from bnncli import seeds
 from bnncli.errors import Interrupted
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.held_out import held_out_convergence
 from bnncli.inference.curvature import ggn
 from bnncli.inference.hmc import DrawStore, HmcRun, MemoryDraws, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.layout import HeadLayout
+from bnncli.numerics import seeds
 from bnncli.posteriors import standard_normal
-from bnncli.prior import Prior
 from bnncli.storage.draw_file import DrawFile
 from bnncli.targets import stream
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(3, 6)
 CUDA = torch.device("cuda", 0)

@@ -10,11 +10,11 @@ from bnncli.flows.radial import Radial
 from bnncli.inference import elbo as elbo_module
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bnncli.evaluation import probabilities
-from bnncli.stages._score_table import score_table
+from bnncli.run.score_table import score_table
 from bnncli.storage.predictions import read_predictions
 
 Cli = Any

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bnncli.checkpoints.load import load_checkpoint
 from bnncli.data import Split, load_split
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.extraction import Head, collect, extract, find_last_linear, head_of, prove_head
+from bnncli.extraction.features import Head, collect, extract, find_last_linear, head_of, prove_head
 from bnncli.networks import load_network
 from bnncli.progress import Task
-from bnncli.storage.checkpoints import load_checkpoint
-from bnncli.storage.fixtures import fixture_path
+from bnncli.stages.demo.fixtures import fixture_path
 
 INPUTS = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
 

@@ -13,19 +13,19 @@ from conftest import Cli
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
-from bnncli.inference.latent_fit import History
-from bnncli.inference.latent_search import nll_of_repeats
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.fit import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.search import nll_of_repeats
 from bnncli.options import FitLbbnnOptions
 from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.run.inputs import open_posterior
 from bnncli.stages import fit_lbbnn
-from bnncli.stages._inputs import open_posterior
-from bnncli.stages._lbbnn_report import Data, measure
+from bnncli.stages.fit_lbbnn.report import Data, measure
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
+from bnncli.theta.network import NetworkLayout
 
 
 def generator_of(seed: int) -> torch.Generator:

@@ -15,10 +15,10 @@ from sklearn.metrics import log_loss
 
 from bnncli.cli.execute import run_command_line
 from bnncli.errors import DataError
-from bnncli.inference.latent_fit import History, Plan
+from bnncli.latent.fit import History, Plan
 from bnncli.options import FitLbbnnOptions
-from bnncli.stages._inputs import open_posterior
-from bnncli.stages._lbbnn_doubts import guessing, reach, rise, short_plan, still_rising
+from bnncli.run.inputs import open_posterior
+from bnncli.stages.fit_lbbnn.doubts import guessing, reach, rise, short_plan, still_rising
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import read_header
 from bnncli.storage.predictions import read_predictions

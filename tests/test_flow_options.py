@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli import memory
-from bnncli.stages._inputs import open_posterior
+from bnncli.inference import memory
+from bnncli.run.inputs import open_posterior
 from bnncli.storage.headers import read_header
 
 Cli = Any

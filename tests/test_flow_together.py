@@ -17,9 +17,9 @@ from bnncli.covariances.diag import Diag
 from bnncli.flows import push
 from bnncli.inference.objective import Objective
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import label_indicators
+from bnncli.theta.prior import Prior
 
 KINDS = [kind for kind, _ in EXAMPLES if hasattr(registry.load_class("flows", kind), "push_together")]
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -20,11 +20,11 @@ from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.importance import diagnose_importance
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(1, 1)  # theta = (slope, intercept)
 PRIOR = Prior(0.3)

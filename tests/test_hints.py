@@ -14,10 +14,10 @@ from kills import run_python, start
 
 from bnncli import data
 from bnncli import options as o
+from bnncli.checkpoints.load import load_checkpoint
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import option_fields
 from bnncli.errors import DataError
-from bnncli.storage.checkpoints import load_checkpoint
 
 Cli = Any
 Arrays = dict[str, np.ndarray]

@@ -11,7 +11,7 @@ from interrupted import StopAt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bnncli import registry, seeds
+from bnncli import registry
 from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
 from bnncli.evaluation.convergence import convergence
@@ -21,11 +21,12 @@ from bnncli.inference.hmc import HmcRun, MemoryDraws, Walk, goals, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
-from bnncli.layout import HeadLayout
+from bnncli.numerics import seeds
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
 LAYOUTS = [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False), HeadLayout(2, 1, has_bias=False)]

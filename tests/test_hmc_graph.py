@@ -20,13 +20,13 @@ from bnncli.errors import Interrupted
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential
 from bnncli.inference.hmc import GRADIENTS, HmcRun, MemoryDraws, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.progress import SilentProgress
 from bnncli.targets import last_layer
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 CPU = torch.device("cpu")
 WARM_UP = 3  # steps before the capture

@@ -16,18 +16,18 @@ import pytest
 import torch
 from kills import kill_midway
 
-from bnncli import signals
 from bnncli.errors import WriteError
 from bnncli.evaluation.bfmi import bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.held_out import log_probabilities
-from bnncli.layout import HeadLayout
+from bnncli.machine import signals
 from bnncli.options import HmcOptions
+from bnncli.run.resumable import ResumableDraws
 from bnncli.stages import hmc
-from bnncli.stages._hmc_report import hmc_warnings
-from bnncli.stages._resumable import ResumableDraws
+from bnncli.stages.hmc.report import hmc_warnings
 from bnncli.storage import draw_file
 from bnncli.storage.samples import read_samples
+from bnncli.theta.head import HeadLayout
 
 Cli = Any
 SMALL = ("--chains", 4, "--warmup", 10, "--draws", 30)
@@ -233,7 +233,9 @@ def test_a_state_of_another_whitening_is_refused(
 ) -> None:
     stop_after(20)
     assert cli("hmc", small_run, *SMALL, "--name", "cut").code == 143
-    monkeypatch.setattr("bnncli.memory.automatic_structure", lambda *_, **__: "kron")  # less memory than before
+    monkeypatch.setattr(
+        "bnncli.inference.memory.automatic_structure", lambda *_, **__: "kron"
+    )  # less memory than before
     done = cli("hmc", small_run, *SMALL, "--name", "cut", "--resume")
     assert (done.code, "it was saved with another whitening" in done.stderr) == (65, True)
 

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from bnncli.covariances.diag import Diag
 from bnncli.inference.hmc import sample_hmc
-from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_steps import Settings
 from bnncli.inference.refine import fit_flow
 from bnncli.integrators import load_integrator, prepare
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.layout import HeadLayout
+from bnncli.latent.steps import Settings
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
+from bnncli.theta.prior import Prior
 
 GPU = torch.device("cuda:0")
 LAYOUT = HeadLayout(3, 4)

@@ -10,10 +10,10 @@ import torch
 from bnncli.covariances.diag import Diag
 from bnncli.inference import importance
 from bnncli.inference.importance import diagnose_importance, diagnose_weights, k_threshold
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(1, 3)
 

@@ -17,11 +17,11 @@ from bnncli.integrators import load_integrator, prepare, probs_of_draws
 from bnncli.integrators._groups import Groups
 from bnncli.integrators.importance import WeightedMc, importance_weights
 from bnncli.integrators.mc import DrawnMc
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 BINARY = HeadLayout(1, 1)  # theta = (slope, intercept): small enough for a grid
 LAYOUT = HeadLayout(3, 2)

@@ -17,11 +17,11 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator, prepare
 from bnncli.integrators._groups import Groups, group_ends
 from bnncli.integrators.mc import DrawnMc
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(3, 6)
 NUM_FRESH = 120  # predictions of other seeds: their variance has a standard error of 0.13 of itself

@@ -25,9 +25,9 @@ from bnncli.integrators import (
     supports,
 )
 from bnncli.integrators.probit import probit_probs
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
+from bnncli.theta.head import HeadLayout
 
 LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
 

@@ -19,15 +19,15 @@ from conftest import Cli
 from kills import run_signalled_in, start
 from torch import Tensor
 
-from bnncli import interruptible as module
-from bnncli import signals
 from bnncli.covariances._roots import inverse_root
 from bnncli.covariances.kron import Kron
 from bnncli.errors import Interrupted, NumericError
-from bnncli.interruptible import interruptible
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.machine import interruptible as module
+from bnncli.machine import signals
+from bnncli.machine.interruptible import interruptible
 from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 CPU = torch.device("cpu")
 
@@ -136,7 +136,7 @@ def test_fit_laplace_ends_in_the_midst_of_a_factorisation_and_leaves_nothing(tmp
 
 LIBRARY = """
 import threading, time
-from bnncli import signals
+from bnncli.machine import signals
 thread = threading.Thread(target=lambda: (time.sleep(0.3), print("done")), daemon=True)
 thread.start()
 signals.abandon(thread)

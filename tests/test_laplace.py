@@ -9,9 +9,9 @@ import torch
 from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import MOST_MODEL_ERROR, fit_gaussian, laplace_evidence
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

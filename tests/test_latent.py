@@ -16,9 +16,16 @@ from scipy import integrate, stats
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.inference import latent_fit
-from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_steps import (
+from bnncli.latent import fit as latent_fit
+from bnncli.latent.activations import draw_activations
+from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, weight_divergence
+from bnncli.latent.factors import Factors, Moments, initial_factors, layer_moments, moments
+from bnncli.latent.fit import Plan, fit_latent
+from bnncli.latent.learnt_prior import learnt_prior
+from bnncli.latent.model import LatentModel
+from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
+from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.steps import (
     Batch,
     Settings,
     Step,
@@ -28,16 +35,9 @@ from bnncli.inference.latent_steps import (
     log_likelihood,
     workspace_of,
 )
-from bnncli.latent.activations import draw_activations
-from bnncli.latent.divergence import Multiplier, bias_divergence, factor_gradients, weight_divergence
-from bnncli.latent.factors import Factors, Moments, initial_factors, layer_moments, moments
-from bnncli.latent.layout import NetworkLayout
-from bnncli.latent.learnt_prior import learnt_prior
-from bnncli.latent.model import LatentModel
-from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
-from bnncli.latent.prior import SpikeAndSlab
 from bnncli.posteriors.latent_binary import LatentBinary
-from bnncli.stages import _lbbnn_report
+from bnncli.stages.fit_lbbnn import report
+from bnncli.theta.network import NetworkLayout
 
 SMALL = NetworkLayout((4, 3, 2))
 
@@ -325,10 +325,10 @@ def test_the_flow_part_of_the_reported_bound_is_of_weights_that_are_drawn(
     else:  # activations follow the inclusions, far from a Gaussian
         for tensor in ("readout", "location", "log_scale"):
             getattr(model.multipliers[0], tensor).mul_(10)
-    monkeypatch.setattr(_lbbnn_report, "FLOW_DRAWS", count)
-    monkeypatch.setattr(_lbbnn_report, "NUM_PASSES", count // 4)
+    monkeypatch.setattr(report, "FLOW_DRAWS", count)
+    monkeypatch.setattr(report, "NUM_PASSES", count // 4)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
-    found = _lbbnn_report._flow_divergences(run, LatentBinary(model, best=1), generator(2))
+    found = report._flow_divergences(run, LatentBinary(model, best=1), generator(2))
     assert found.shape == (count, 1)
 
     part, factors, rng = model.multipliers[0], model.factors, generator(3)
@@ -469,7 +469,7 @@ def test_draws_and_flows_stay_where_the_model_is(has_multipliers: bool) -> None:
     found.append(latent_fit.averaged_divergence(moved, generator(2), 4))
     found.append(layer_moments(leaves(moved, "exact"), SMALL)[0].mean)
     if has_multipliers:
-        found.append(_lbbnn_report._flow_divergences(run, posterior, generator(3)))
+        found.append(report._flow_divergences(run, posterior, generator(3)))
     assert {part.device.type for part in found} == {"meta"}
 
 

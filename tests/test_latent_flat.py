@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bnncli.inference.latent_fit import Plan, _Fit
-from bnncli.inference.latent_steps import Batch, Settings, differentiate, workspace_of
-from bnncli.latent import layout as layouts
 from bnncli.latent.divergence import bias_divergence, bias_gradients, factor_gradients, weight_divergence
 from bnncli.latent.factors import Factors, Moments, initial_factors
-from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.fit import Plan, _Fit
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.steps import Batch, Settings, differentiate, workspace_of
 from bnncli.progress import SILENT
+from bnncli.theta import network as layouts
+from bnncli.theta.network import NetworkLayout
 
 SMALL = NetworkLayout((4, 3, 5, 2))
 

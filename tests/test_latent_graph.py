@@ -9,11 +9,11 @@ import pretend_cuda
 import pytest
 import torch
 
-from bnncli.inference.latent_fit import Plan, _Fit
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.fit import Plan, _Fit
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.theta.network import NetworkLayout
 
 LAYOUT = NetworkLayout((3, 2))
 

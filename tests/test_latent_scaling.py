@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_search import nll_of_repeats
 from bnncli.latent import scaling
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling, take
+from bnncli.latent.search import nll_of_repeats
 from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.theta.network import NetworkLayout
 
 CPU = torch.device("cpu")
 

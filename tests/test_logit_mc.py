@@ -15,12 +15,12 @@ from bnncli.covariances._logit_root import root_of_covariances
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

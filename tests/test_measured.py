@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bnncli.assertions import parse_score
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
 from bnncli.evaluation.detection_rows import detection_rows
 from bnncli.evaluation.examples import Examples, examples_of
 from bnncli.evaluation.measured import measure_detection, measure_split, needed_scores
 from bnncli.evaluation.rows import score_rows, split_scores
+from bnncli.options.assertions import parse_score
 from bnncli.options.compare import COMPARED
 
 SIZE = 150

@@ -7,12 +7,14 @@ import pytest
 import torch
 from peaks import named, peaks_of
 
-from bnncli import devices, memory, registry
+from bnncli import registry
 from bnncli.errors import DeviceError
 from bnncli.flows.affine import Affine
-from bnncli.latent.layout import NetworkLayout
+from bnncli.inference import memory
 from bnncli.latent.multiplier import num_params
-from bnncli.layout import HeadLayout
+from bnncli.machine import devices
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
 
 # Sizes at which the matrices outweigh the rest.
 FITS = {"full": (10, 150), "block": (30, 200), "kron": (30, 800), "diag": (30, 800)}

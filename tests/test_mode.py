@@ -10,9 +10,9 @@ from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
 from bnncli.inference.curvature import ggn, ggn_full
 from bnncli.inference.mode import find_mode
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bnncli import registry
+from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.networks import load_network
 from bnncli.networks.wide_resnet import build as build_wide_resnet
-from bnncli.storage.checkpoints import load_checkpoint
-from bnncli.storage.fixtures import fixture_path
+from bnncli.stages.demo.fixtures import fixture_path
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 INPUT_SHAPES = {

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from bnncli import posteriors, seeds
+from bnncli import posteriors
 from bnncli.covariances.diag import Diag
 from bnncli.inference.elbo import elbo, log_weights
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.layout import HeadLayout
+from bnncli.numerics import seeds
 from bnncli.posteriors import noise_blocks, sample_from_noise, standard_normal
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
+from bnncli.theta.prior import Prior
 
 CPU = torch.device("cpu")
 

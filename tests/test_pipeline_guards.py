@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from bnncli.stages import _inputs
+from bnncli.run import inputs
 from bnncli.storage.predictions import read_predictions
 
 Cli = Any
@@ -222,7 +222,7 @@ def test_predictions_in_blocks_are_those_of_the_whole_split(
     whole, blocks = (small_run.with_name(name) for name in ("whole.h5", "blocks.h5"))
     common = ("predict", small_run, "--posterior", "laplace", "--split", "test", *words)
     assert cli(*common, "--out", whole).code == 0
-    monkeypatch.setattr(_inputs, "PREDICTION_BYTES", 7 * 5 * 4)
+    monkeypatch.setattr(inputs, "PREDICTION_BYTES", 7 * 5 * 4)
     assert cli(*common, "--out", blocks).code == 0
     ours, theirs = read_predictions(blocks), read_predictions(whole)
     for name in ("probs", "entropy", "mutual_info", "probs_samples"):

@@ -16,14 +16,14 @@ from bnncli.integrators import load_integrator, settings_of
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.integrators.mc import Mc
 from bnncli.integrators.probit import Probit
-from bnncli.layout import HeadLayout
 from bnncli.options import PredictOptions
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import load_class, names
-from bnncli.stages import _inputs
-from bnncli.stages._inputs import open_posterior
+from bnncli.run import inputs as run_inputs
+from bnncli.run.inputs import open_posterior
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import PredictionFile, read_predictions
+from bnncli.theta.head import HeadLayout
 
 Cli = Any
 
@@ -267,7 +267,7 @@ def test_every_integrator_predicts_in_blocks_as_it_does_at_once(
         assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
     common = ("predict", small_run, "--posterior", posterior, "--split", "test", "--integrator", name)
     assert cli(*common, "--out", whole).code == 0
-    monkeypatch.setattr(_inputs, "PREDICTION_BYTES", 7 * 5 * 4)
+    monkeypatch.setattr(run_inputs, "PREDICTION_BYTES", 7 * 5 * 4)
     assert cli(*common, "--out", blocks).code == 0
     ours, theirs = read_predictions(blocks), read_predictions(whole)
     for array in ("probs", "entropy", "mutual_info", "interval", "log_concentration", "energy", "max_logit"):

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 from bnncli.errors import UsageError
-from bnncli.stages import _predict_table
-from bnncli.stages._predict_table import parse_merges
+from bnncli.stages.predict import table as predict_table
+from bnncli.stages.predict.table import parse_merges
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.tables import TableBlock, write_table
 
@@ -111,7 +111,7 @@ def test_a_table_says_what_its_intervals_hold(cli: Cli, small_run: Path) -> None
 def test_blocks_do_not_change_a_table(cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*BRIDGE, "--top-k", "best", "--merge", "ab=0,1", "--split", "test", "--split", "far")
     whole = [make(cli, small_run, name, *words).read_bytes() for name in ("a.csv", "a.npz")]
-    monkeypatch.setattr(_predict_table, "BLOCK_PROBABILITIES", 21)
+    monkeypatch.setattr(predict_table, "BLOCK_PROBABILITIES", 21)
     assert [make(cli, small_run, name, *words).read_bytes() for name in ("b.csv", "b.npz")] == whole
 
 

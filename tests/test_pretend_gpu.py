@@ -20,14 +20,16 @@ import pretend_cuda
 import pytest
 import torch
 
-from bnncli import registry, seeds
+from bnncli import registry
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.execute import run_command_line
-from bnncli.inference import latent_fit, refine
+from bnncli.inference import refine
+from bnncli.latent import fit as latent_fit
 from bnncli.networks import mlp
-from bnncli.option import choices_of, flag_of
+from bnncli.numerics import seeds
 from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, FitLbbnnOptions
-from bnncli.stages import _lbbnn_report
+from bnncli.options.declaration import choices_of, flag_of
+from bnncli.stages.fit_lbbnn import report
 from bnncli.storage.headers import read_header
 from bnncli.targets.last_layer import LastLayerTarget
 
@@ -143,7 +145,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
 
     with monkeypatch.context() as patches:
-        for module in (latent_fit, refine, _lbbnn_report):
+        for module in (latent_fit, refine, report):
             assert module.on_device is seeds.on_device  # type: ignore[attr-defined]
             patches.setattr(module, "on_device", on_device)
         yield

@@ -21,12 +21,12 @@ from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import find_mode
 from bnncli.inference.objective import Objective
 from bnncli.inference.prior_precision import search
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import label_indicators
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4)]
 PRIOR = Prior(2.0, 0.05)

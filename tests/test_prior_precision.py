@@ -14,9 +14,9 @@ from bnncli.inference.curvature import ggn
 from bnncli.inference.laplace import covariance_at, fit_gaussian
 from bnncli.inference.prior_candidates import lagrange_weights, predictive_nll
 from bnncli.inference.prior_precision import NUM_DRAWS, TOLERANCES, PriorSearch, _parabola_vertex, search
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4, has_bias=False)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -18,9 +18,9 @@ from bnncli.covariances._products import (
 )
 from bnncli.covariances.full import Full
 from bnncli.inference.curvature import ggn
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 every_route = pytest.mark.parametrize("packs", [True, False], ids=["packed", "square"])
 

@@ -20,16 +20,16 @@ from torch import nn
 from bnncli.cli.execute import run_command_line
 from bnncli.evaluation.density import density_rows, density_thresholds, inclusion_histogram
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
-from bnncli.stages import _evaluate_density
-from bnncli.stages._inputs import open_posterior
+from bnncli.run.inputs import open_posterior
+from bnncli.stages.evaluate import density as evaluate_density
 from bnncli.stages.prune import chosen_weights
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
+from bnncli.theta.network import NetworkLayout
 
 FIT = ("--epochs", "20", "--learning-rate", "0.03", "--hidden", "6")
 
@@ -187,9 +187,9 @@ def test_densities_of_draws_are_those_of_the_best_repeat(monkeypatch: pytest.Mon
     factors.logit[:2] = 30.0
     factors.logit[2] -= 2
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(2)), best=2)
-    monkeypatch.setattr(_evaluate_density, "open_posterior", lambda path: (posterior, None))
+    monkeypatch.setattr(evaluate_density, "open_posterior", lambda path: (posterior, None))
     run: Any = SimpleNamespace(stream=lambda name: torch.Generator().manual_seed(1))
-    rows, histograms = _evaluate_density.density_metrics(run, Path(), "mc")
+    rows, histograms = evaluate_density.density_metrics(run, Path(), "mc")
     found = {(row["layer"], row["kind"]): row["value"] for row in rows}
     for layer, part in (("0", layout.weights(factors.inclusion[2])[0]), ("all", factors.inclusion[2])):
         error = float((part * (1 - part)).sum().sqrt()) / part.numel() / 10**0.5  # of ten draws

@@ -16,7 +16,7 @@ from bnncli import options as o
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import _from_text, option_fields
 from bnncli.errors import UsageError
-from bnncli.option import choices_of, flag_of
+from bnncli.options.declaration import choices_of, flag_of
 from bnncli.options.recorded import own_command
 from bnncli.storage.freshness import UNKNOWN_MAKER
 

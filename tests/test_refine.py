@@ -14,12 +14,12 @@ from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.objective import Objective
 from bnncli.inference.refine import RefineFit, fit_flow
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import label_indicators
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
 every_flow_and_space = pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bnncli.stages._diagnosis_tables import MAX_PAIRS, diagnosis_tables
-from bnncli.stages._refine_report import summary
+from bnncli.stages.diagnose.tables import MAX_PAIRS, diagnosis_tables
+from bnncli.stages.refine.report import summary
 
 
 def refined(**changes: Any) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from bnncli.inference.elbo import log_weights
 from bnncli.inference.laplace import covariance_at, fit_gaussian, laplace_evidence, lift_fit, lift_gaussian
 from bnncli.inference.mode import find_mode
 from bnncli.inference.prior_precision import search
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 FEATURES = 7
 PRIOR = 0.7

@@ -14,23 +14,23 @@ import torch
 from conftest import make_arrays
 from torch import Tensor
 
-from bnncli import memory
 from bnncli.cli.execute import run_command_line
 from bnncli.covariances._row_space import WithinRows
+from bnncli.inference import memory
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_draws import complete
 from bnncli.integrators import can_use
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.registry import names
-from bnncli.stages import _revisions
-from bnncli.stages._inputs import open_posterior
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import open_posterior
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 Cli = Any
 FEATURES, EXAMPLES, PRIOR = 30, 12, 4.0
@@ -205,8 +205,8 @@ def test_draws_are_the_prior_outside_and_know_their_log_joint(cli: Cli, run: Pat
 
 
 def test_interrupted_chains_continue_to_the_same_draws(cli: Cli, run: Path) -> None:
-    from bnncli import signals
-    from bnncli.stages._resumable import ResumableDraws
+    from bnncli.machine import signals
+    from bnncli.run.resumable import ResumableDraws
 
     words = ("hmc", run, "--chains", 2, "--warmup", 4, "--draws", 8, "--save-every", 0)
     through = cli(*words, "--name", "through", "--json").json["outputs"][0]["content_digest"]

@@ -11,8 +11,8 @@ import torch
 from bnncli.evaluation.feature_scores import Mahalanobis
 from bnncli.flows import build_layers
 from bnncli.integrators._intervals import central_interval
-from bnncli.layout import HeadLayout
-from bnncli.running_sum import by_products, running_sum
+from bnncli.numerics.running_sum import by_products, running_sum
+from bnncli.theta.head import HeadLayout
 
 
 @pytest.fixture

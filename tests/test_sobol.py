@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bnncli.errors import UsageError
-from bnncli.sobol import MOST_DIMENSIONS, balance_warning, quasi_normal
+from bnncli.numerics.sobol import MOST_DIMENSIONS, balance_warning, quasi_normal
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances.diag import Diag
-from bnncli.inference._step_graph import StepGraph, num_updates
 from bnncli.inference.refine import RefineFit, fit_flow
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
+from bnncli.training.step_graph import StepGraph, num_updates
 
 NUM_STEPS = 8
 

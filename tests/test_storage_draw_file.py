@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from bnncli.digests import tensor_digest
 from bnncli.errors import DataError, OutputExists, WriteError
+from bnncli.numerics.digests import tensor_digest
 from bnncli.storage import draw_file
 from bnncli.storage.draw_file import DrawFile
 

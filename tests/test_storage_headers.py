@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bnncli import digests
-from bnncli.digests import canonical_json, json_sha256
 from bnncli.errors import DataError
+from bnncli.numerics import digests
+from bnncli.numerics.digests import canonical_json, json_sha256
 from bnncli.storage import provenance as provenance_module
 from bnncli.storage.headers import check_header, parse_json, read_header
 from bnncli.storage.metrics import read_metrics, write_metrics

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
+from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.posteriors import read_posterior, tensor_shapes, write_posterior
 from bnncli.storage.provenance import build_provenance
 

@@ -11,17 +11,17 @@ import torch
 from streaming import private_peaks
 from torch import Tensor
 
-from bnncli import devices
 from bnncli.errors import DataError, DeviceError
 from bnncli.inference.curvature import ggn
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.machine import devices
 from bnncli.storage import features as feature_files
 from bnncli.storage import hdf5
 from bnncli.storage.features import FeatureSplit, read_features, write_features
 from bnncli.targets import last_layer, stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import FeatureBlocks
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(3, 40)
 N = 3000

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli import memory
 from bnncli.evaluation.excess import WORSE_SHARE
+from bnncli.inference import memory
 from bnncli.inference.laplace import covariance_at, fit_gaussian
 from bnncli.inference.prior_candidates import Criterion, predictive_nll
 from bnncli.inference.prior_precision import search
 from bnncli.inference.structure_choice import choose_structure, first_near_the_best
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 from tests.conftest import make_arrays
 
 Cli = Any

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli.errors import DataError
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.targets import likelihood, stream
 from bnncli.targets.last_layer import LastLayerTarget, batch_log_likelihood_and_grad
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

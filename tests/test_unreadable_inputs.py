@@ -17,7 +17,7 @@ import torch
 from conftest import Cli
 
 from bnncli.errors import WriteError
-from bnncli.inputs import read_error
+from bnncli.machine.inputs import read_error
 from bnncli.storage.atomic import write_error
 
 CODES = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import Cli
 
+from bnncli.checkpoints.load import load_checkpoint
 from bnncli.data._labels import MAX_CLASSES
-from bnncli.storage.checkpoints import load_checkpoint
 
 NETWORK = """
 import sys, torch

@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import Cli
 
+from bnncli.checkpoints.load import convert_checkpoint, load_checkpoint
+from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums
 from bnncli.data._arrays import read_npz
-from bnncli.digests import tensor_digest
 from bnncli.errors import BnnError, DataError, Untrusted
-from bnncli.storage.checkpoints import convert_checkpoint, load_checkpoint
-from bnncli.storage.zip_checksums import UNCHECKED, check_checksums
+from bnncli.numerics.digests import tensor_digest
 
 STATE = {"fc.weight": torch.linspace(-1, 1, 600).reshape(20, 30), "fc.bias": torch.arange(20.0)}
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from bnncli import registry
 from bnncli.cli.commands import COMMANDS
-from bnncli.storage.fixtures import fixture_path
+from bnncli.stages.demo.fixtures import fixture_path
 from gpu_parts.commands import command_of
 
 # Sums of float32 differ by their order; a weaker prior leaves Hessians near enough to singular for that to be seen.

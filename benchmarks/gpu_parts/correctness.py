@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bnncli.devices import configure_torch
+from bnncli.machine.devices import configure_torch
 from gpu_parts import artifacts
 from gpu_parts.cases import Case, cases, small_case, without_line
 from gpu_parts.commands import Done, command_of, copied, run_line, takes_device

@@ -14,15 +14,15 @@ from bnncli.errors import Interrupted
 from bnncli.flows import choose_space
 from bnncli.inference.dynamics import DYNAMICS
 from bnncli.inference.hmc import GRADIENTS, HmcRun, sample_hmc
-from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_steps import Settings
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.inference.training import MIN_ROUND_STEPS
-from bnncli.layout import HeadLayout
+from bnncli.latent.fit import Plan, fit_latent
+from bnncli.latent.steps import Settings
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
 from gpu_parts.cases import ESTIMATORS
 from gpu_parts.gpu import Gpu
 from gpu_parts.heads import examples, head_gaussian, head_target, latent_model

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.layout import HeadLayout
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
+from bnncli.theta.prior import Prior
 
 
 def examples(count: int, num_features: int, num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:

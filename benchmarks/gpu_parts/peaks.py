@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from bnncli import memory
 from bnncli.flows.affine import Affine
+from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian, lift_fit
-from bnncli.inference.latent_fit import Plan, fit_latent
-from bnncli.inference.latent_steps import Settings
 from bnncli.inference.refine import fit_flow
-from bnncli.latent.layout import NetworkLayout
+from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.multiplier import num_params
-from bnncli.layout import HeadLayout
+from bnncli.latent.steps import Settings
 from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
 from gpu_parts.gpu import Gpu
 from gpu_parts.heads import examples, head_gaussian, head_target, latent_model
 from gpu_parts.ledger import Ledger

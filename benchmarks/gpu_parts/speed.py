@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from machine import Rates, Work, best_of
 
-from bnncli.devices import configure_torch
+from bnncli.machine.devices import configure_torch
 from gpu_parts import speed_large, speed_lenet
 from gpu_parts.floors import explained, is_held, rates_of
 from gpu_parts.ledger import Ledger

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from bnncli.inference.curvature import ggn
 from bnncli.inference.prior_precision import search
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
-from bnncli.seeds import stream
+from bnncli.numerics.seeds import stream
 from bnncli.targets.coarse_gradient import CoarseGradient
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 from gpu_parts.floors import BUS, product_rates
 
 if TYPE_CHECKING:

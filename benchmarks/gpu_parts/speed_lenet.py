@@ -19,13 +19,13 @@ from bnncli.evaluation.convergence import convergence
 from bnncli.flows import choose_recipe
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.laplace import LaplaceFit
-from bnncli.inference.latent_fit import Plan, fit_latent
 from bnncli.inference.prior_precision import search
 from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.latent.fit import Plan, fit_latent
+from bnncli.numerics.seeds import stream
 from bnncli.options import HmcOptions
-from bnncli.seeds import stream
+from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.features import read_features
-from bnncli.storage.fixtures import fixture_path
 from gpu_parts.commands import run_line
 from gpu_parts.heads import examples, latent_model
 

@@ -13,7 +13,7 @@ import typer
 from bnncli import __version__
 from bnncli.cli.commands import COMMANDS, Argument, Command
 from bnncli.cli.settings import default_of, option_fields
-from bnncli.option import choices_of, flag_of
+from bnncli.options.declaration import choices_of, flag_of
 
 Execute = Callable[[Command, dict[str, Any]], None]
 

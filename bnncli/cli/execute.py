@@ -12,7 +12,6 @@ import time
 from dataclasses import fields
 from typing import Any, TextIO
 
-from bnncli import signals
 from bnncli.cli.build import build_app
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.memory_advice import memory_advice
@@ -30,8 +29,8 @@ from bnncli.errors import (
     is_short_of_memory,
     resource_error,
 )
+from bnncli.machine import signals
 from bnncli.names import printable
-from bnncli.option import flag_of
 from bnncli.options import (
     CommonOptions,
     ComputeOptions,
@@ -42,6 +41,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
+from bnncli.options.declaration import flag_of
 from bnncli.storage.checked import checks_remembered
 
 
@@ -142,7 +142,7 @@ class _Invocation:
         self.console = Console(command.name, common)
         if common.verbose >= 2:
             logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, force=True)
-        from bnncli.stages._run import Run
+        from bnncli.run.session import Run
 
         arguments = {argument.name: values[argument.name] for argument in command.arguments}
         if command.name == "config-show":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bnncli.cli.commands import Command
 from bnncli.cli.settings import option_fields
-from bnncli.option import flag_of
+from bnncli.options.declaration import flag_of
 
 # Options that decide how much is held at once, the one that helps most first.
 _WAYS = {

@@ -16,8 +16,8 @@ from typing import Any
 
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.errors import ConfigError, UsageError
-from bnncli.inputs import read_error
-from bnncli.option import check_value, flag_of
+from bnncli.machine.inputs import read_error
+from bnncli.options.declaration import check_value, flag_of
 
 MAX_CONFIG_BYTES = 1 << 20
 

@@ -10,7 +10,7 @@ WIDE = 100_000
 
 
 def print_table(table: Any, stream: TextIO) -> None:
-    """Print a Table (bnncli.stages._run.Table): title, header, rows, notes."""
+    """Print a Table (bnncli.run.session.Table): title, header, rows, notes."""
     from rich.console import Console
 
     console = Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, emoji=False, markup=False)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances._logit_root import LogitRoot
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 class Covariance(Protocol):

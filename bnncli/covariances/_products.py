@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bnncli import signals
+from bnncli.machine import signals
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 
 Weights = Callable[[slice], Tensor]

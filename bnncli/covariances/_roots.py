@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError
-from bnncli.interruptible import interruptible
+from bnncli.machine.interruptible import interruptible
 
 Result = TypeVar("Result")
 

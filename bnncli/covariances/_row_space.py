@@ -18,9 +18,9 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
 from bnncli.covariances.full import Full
-from bnncli.layout import HeadLayout
 from bnncli.targets.row_space import RowSpace
 from bnncli.targets.stream import slices
+from bnncli.theta.head import HeadLayout
 
 _FEATURE_ELEMENTS = {
     "cpu": 2**25,

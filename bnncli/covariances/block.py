@@ -17,8 +17,8 @@ from bnncli.covariances._logit_root import LogitRoot
 from bnncli.covariances._products import tiles, weighted_grams
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from bnncli.covariances import project_independent
 from bnncli.covariances._logit_root import LogitRoot
 from bnncli.errors import NumericError
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

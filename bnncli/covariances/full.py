@@ -24,9 +24,9 @@ from bnncli.covariances._products import (
     weighted_grams,
 )
 from bnncli.covariances._roots import inverse_root
-from bnncli.interruptible import interruptible
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.machine.interruptible import interruptible
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

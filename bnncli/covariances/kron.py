@@ -20,9 +20,9 @@ from torch import Tensor
 
 from bnncli.covariances._logit_root import LogitRoot
 from bnncli.errors import NumericError
-from bnncli.interruptible import interruptible
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
+from bnncli.machine.interruptible import interruptible
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bnncli.data._split import Split
 from bnncli.errors import UsageError
-from bnncli.option import check_split_name
+from bnncli.options.declaration import check_split_name
 
 
 def hold_out_rows(num_rows: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from bnncli import registry
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._split import Split
 from bnncli.errors import DataError, UsageError
-from bnncli.inputs import reading
-from bnncli.option import check_split_name
+from bnncli.machine.inputs import reading
+from bnncli.options.declaration import check_split_name
 
 _FAMILY = "data"
 _FORMS = "npz:FILE[:x,y], idx:IMAGES,LABELS, images:DIR or py:module:factory, each with @N for the first N rows"

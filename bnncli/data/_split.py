@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bnncli.data._preprocess import Preprocess
-from bnncli.digests import tensor_digest
 from bnncli.errors import BnnError, DataError
+from bnncli.numerics.digests import tensor_digest
 from bnncli.progress import SILENT, Progress
 
 

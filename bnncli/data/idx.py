@@ -18,7 +18,7 @@ import numpy as np
 from bnncli.data._arrays import ArraySource, array_source, can_hold, check_memory
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError
-from bnncli.inputs import is_failure, open_regular
+from bnncli.machine.inputs import is_failure, open_regular
 from bnncli.names import quoted
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}

@@ -19,10 +19,10 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from bnncli.data._preprocess import Preprocess
-from bnncli.digests import file_sha256
 from bnncli.errors import DataError, MissingInput
-from bnncli.inputs import is_failure, open_regular, reading
+from bnncli.machine.inputs import is_failure, open_regular, reading
 from bnncli.names import quoted
+from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".gif"}

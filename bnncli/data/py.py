@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from bnncli import user_code
 from bnncli.data._labels import check_largest, explain_matrix
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, UsageError
+from bnncli.machine import user_code
 from bnncli.progress import Progress
 
 

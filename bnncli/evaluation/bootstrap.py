@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.seeds import stream_seed
+from bnncli.numerics.seeds import stream_seed
 
 BLOCK_WEIGHTS = 1 << 20  # weights held at once: 4 MB stay in a cache
 _COUNTED = 1 << 17  # drawn and counted at once: what stays in the cache

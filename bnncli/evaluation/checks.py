@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from bnncli.assertions import Assertion, Quantity
 from bnncli.errors import MissingInput, UsageError
 from bnncli.names import posterior_title, quoted
+from bnncli.options.assertions import Assertion, Quantity
 from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
 
 Row = dict[str, Any]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bnncli.dirichlet import total_variance
 from bnncli.evaluation.examples import Examples
 from bnncli.evaluation.probabilities import row_blocks
+from bnncli.numerics.dirichlet import total_variance
 from bnncli.options.evaluate import PREDICTION_SCORES
 
 __all__ = ["PREDICTION_SCORES", "prediction_score", "prediction_scores"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bnncli.evaluation.convergence import CPU, Convergence, convergence_of
-from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.likelihood import block_logits
+from bnncli.theta.head import HeadLayout
 
 MAX_ROWS = 512
 _LOGIT_VALUES = {"cpu": 1 << 22, "cuda": 1 << 24}  # made at a time

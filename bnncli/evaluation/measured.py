@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.assertions import Quantity
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.checks import find_metric
 from bnncli.evaluation.detection import Ranking
 from bnncli.evaluation.detection_rows import DETECTION_ROWS
 from bnncli.evaluation.scores import Scores
+from bnncli.options.assertions import Quantity
 
 Row = dict[str, Any]
 Vectors = Mapping[str, NDArray | str]

@@ -1,7 +1,7 @@
 """Sets of the most probable classes: how often the label is in them, against a plain rule with sets as large on average.
 
 Hobbhahn (2020), arXiv 2003.01227, Algorithm 1: the uncertainty-aware ranking keeps as many classes of each example as
-cannot be told apart (bnncli.top_k); the plain rule keeps the fewest whose probabilities sum to a threshold.
+cannot be told apart (bnncli.numerics.top_k); the plain rule keeps the fewest whose probabilities sum to a threshold.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bnncli.evaluation.examples import Examples
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores, means
-from bnncli.top_k import cumulative_lengths
+from bnncli.numerics.top_k import cumulative_lengths
 
 NO_RANKING = "the predictions have no ranking (predict --top-k makes one)"
 

@@ -19,7 +19,7 @@ from bnncli.evaluation.per_class import per_class_scores
 from bnncli.evaluation.ranking import ranking_scores
 from bnncli.evaluation.scores import Score, Scores, label_scores, prediction_scores
 from bnncli.evaluation.selective import selective_scores
-from bnncli.seeds import stream_seed
+from bnncli.numerics.seeds import stream_seed
 
 Row = dict[str, Any]
 

@@ -16,7 +16,7 @@ from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
-from bnncli.prior import Prior
+from bnncli.theta.prior import Prior
 
 CLOSE_LOG_WEIGHT_SD = 2.0  # nats; the KL divergence of log-normal weights is half its square
 GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: fewer, and the diagnostics themselves are noise

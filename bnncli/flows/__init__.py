@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 SPACES = ("whitened", "weight")
 DEFAULT_RANK = 16

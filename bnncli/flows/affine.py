@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bnncli.errors import UsageError
 from bnncli.flows import SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 
 class Affine(nn.Module):

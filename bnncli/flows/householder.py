@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, Recipe, loaded, tensors_of, uniform, zeros
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 
 class Householder(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 
 class Radial(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 
 class Realnvp(nn.Module):

@@ -15,8 +15,8 @@ from torch.nn.functional import softplus
 
 from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, settings_in, split_halves
-from bnncli.layout import HeadLayout
-from bnncli.running_sum import running_sum
+from bnncli.numerics.running_sum import running_sum
+from bnncli.theta.head import HeadLayout
 
 NUM_BINS = 8
 BOUND = 5.0  # of a standard normal, 6e-7 lies outside

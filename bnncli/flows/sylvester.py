@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 # Halving an interval this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.inference._step_graph import StepGraph, num_updates
 from bnncli.inference.objective import Objective
 from bnncli.progress import SILENT, Task
 from bnncli.targets.likelihood import label_indicators
+from bnncli.training.step_graph import StepGraph, num_updates
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the rows and of the draws that are laid out at once
 _MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once

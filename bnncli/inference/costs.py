@@ -6,7 +6,7 @@ for eigenvectors. Right to a factor of about three (tests/test_costs.py): enough
 
 from __future__ import annotations
 
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 SEARCH_FITS, SEARCH_MODES = 10, 16  # of a search for the prior precision: Hessians that are made, modes that are found
 _PRODUCTS = 3e10  # operations a second of products over the examples, float32

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bnncli import registry, signals
+from bnncli import registry
 from bnncli.covariances.kron import Kron
+from bnncli.machine import signals
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import BLOCK_ELEMENTS
 

@@ -17,13 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bnncli import signals
 from bnncli.covariances import Covariance
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError
 from bnncli.inference.curvature import ggn, kron_ggn
-from bnncli.memory import MAX_FULL_PRECONDITIONER
+from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
+from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 

@@ -22,7 +22,6 @@ from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, covariance_at, fit_gaussian, laplace_evidence
 from bnncli.inference.mode import find_mode
-from bnncli.layout import HeadLayout
 from bnncli.progress import Task
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import (
@@ -33,6 +32,7 @@ from bnncli.targets.likelihood import (
     row_blocks,
 )
 from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
 
 _MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val nll, 0.05 nats of log determinant
 _EXACT_MODE_TOLERANCE = 1e-5  # where nothing is interpolated either

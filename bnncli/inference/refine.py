@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.devices import single_threaded
 from bnncli.flows import build_layers, choose_recipe, choose_space
 from bnncli.inference.objective import Objective
 from bnncli.inference.training import Plan, Save, State, train
+from bnncli.machine.devices import single_threaded
+from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
-from bnncli.seeds import on_device
 from bnncli.targets.last_layer import LastLayerTarget
 
 # Multiplications a step, below which one thread was as fast as two, and far faster beside other programs.

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bnncli.inference._step_graph import StepGraph
 from bnncli.inference.dynamics import Factors, State, WhitenedPotential, integrate
+from bnncli.training.step_graph import StepGraph
 
 
 class _Phase:

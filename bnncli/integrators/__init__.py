@@ -19,10 +19,10 @@ from torch import Tensor
 
 from bnncli.errors import NumericError, UsageError
 from bnncli.integrators._intervals import LEVEL
-from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
 from bnncli.registry import check_name, load_class, names
 from bnncli.shapes import check_shapes
+from bnncli.theta.head import HeadLayout
 
 # Logits held at once. On a CPU a chunk that stays in the cache decides the speed (2 MB of float32 measured
 # best); on a GPU a chunk must be large enough to fill the device.

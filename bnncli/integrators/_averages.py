@@ -17,8 +17,8 @@ from torch import Tensor
 from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest, with_reference_class
 from bnncli.integrators._groups import Groups
 from bnncli.integrators._intervals import central_interval, tail_shares
-from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
+from bnncli.theta.head import HeadLayout
 
 _CHUNK_EXAMPLES = 512  # at least: fewer make the products too thin; measured on two CPU cores
 # Probabilities of one class, of all draws, held at once for the interval.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bnncli.running_sum import running_sum
+from bnncli.numerics.running_sum import running_sum
 
 LEVEL = 0.95  # where there are draws enough
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bnncli.integrators import check_features, chunk_budget, slices
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 MEAN_DRAWS = 256  # for the mean of a posterior without a center: it is then a sixteenth of a standard deviation off
 _DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once

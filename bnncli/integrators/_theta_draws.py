@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.integrators._averages import BlockDraws
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
 
 
 @dataclass(frozen=True)

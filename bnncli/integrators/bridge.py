@@ -1,6 +1,6 @@
 """The Laplace bridge: a Dirichlet over the class probabilities from the mean and variance of the logits, without draws.
 
-Hobbhahn (2020), arXiv 2003.01227, eq. (2.7); the formula is `bnncli.dirichlet.from_gaussian`. Its mean does not depend on
+Hobbhahn (2020), arXiv 2003.01227, eq. (2.7); the formula is `bnncli.numerics.dirichlet.from_gaussian`. Its mean does not depend on
 the scale of the variances (all of them times c divide every alpha by c): it neither tends to the softmax for small
 variances nor to equal probabilities for large ones. What the scale decides is how concentrated the Dirichlet is.
 """
@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli import dirichlet
 from bnncli.integrators import Prediction, check_features, entropy, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
+from bnncli.numerics import dirichlet
 from bnncli.progress import SILENT, Progress
 
 

@@ -24,10 +24,10 @@ from bnncli.integrators._averages import BlockDraws, average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators.mc import check_num_samples
-from bnncli.layout import HeadLayout
+from bnncli.numerics.sobol import balance_warning, quasi_normal
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
-from bnncli.sobol import balance_warning, quasi_normal
+from bnncli.theta.head import HeadLayout
 
 
 class HasLogitRoot(HasLayout, Protocol):

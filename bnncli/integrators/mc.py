@@ -19,9 +19,9 @@ from bnncli.integrators._averages import average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators._theta_draws import NetworkDraws, ThetaDraws, draws_of
-from bnncli.layout import HeadLayout
+from bnncli.numerics.sobol import balance_warning
 from bnncli.progress import SILENT, Progress
-from bnncli.sobol import balance_warning
+from bnncli.theta.head import HeadLayout
 
 FEWEST_DRAWS = 32  # of a default, however large the head
 _MOST_ELEMENTS = 2**26  # of all draws by default: 256 MiB, and 15 seconds for 10,000 examples on two cores

@@ -18,8 +18,8 @@ from bnncli.integrators import (
     widest,
     with_reference_class,
 )
-from bnncli.layout import HeadLayout
 from bnncli.progress import SILENT, Progress
+from bnncli.theta.head import HeadLayout
 
 
 class HasCenter(HasLayout, Protocol):

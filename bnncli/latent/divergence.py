@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from bnncli.latent.factors import LEAST_SD, Factors, Moments, Workspace, log_sd, moments
-from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.prior import LayerPrior, SpikeAndSlab
+from bnncli.theta.network import NetworkLayout
 
 
 class Multiplier(NamedTuple):

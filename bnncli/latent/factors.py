@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bnncli.latent.layout import NetworkLayout
+from bnncli.theta.network import NetworkLayout
 
 LEAST_SD = 1e-30
 LEAST_VARIANCE = 1e-20  # added, so that the derivative of the square root is finite where nothing varies

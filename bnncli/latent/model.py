@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bnncli.latent.factors import Factors
-from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.seeds import source_of
+from bnncli.numerics.seeds import source_of
+from bnncli.theta.network import NetworkLayout
 
 
 @dataclass(frozen=True)

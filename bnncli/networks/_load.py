@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bnncli import registry, user_code
+from bnncli import registry
 from bnncli.errors import DataError, UsageError
+from bnncli.machine import user_code
 from bnncli.names import listed, quoted
 
 _FAMILY = "networks"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, check_artifact_name, option
+from bnncli.options.declaration import Checked, check_artifact_name, option
 
 
 @dataclass(frozen=True)

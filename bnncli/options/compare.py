@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bnncli.assertions import Quantity, parse_score
 from bnncli.errors import UsageError
-from bnncli.option import Checked, option
+from bnncli.options.assertions import Quantity, parse_score
+from bnncli.options.declaration import Checked, option
 from bnncli.options.evaluate import METRICS
 
 _OF_POSTERIORS = (  # not a mean over examples that two posteriors could be paired in

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli import registry
-from bnncli.assertions import Assertion, Quantity, parse_assertion
 from bnncli.errors import UsageError
-from bnncli.option import Checked, option
+from bnncli.options.assertions import Assertion, Quantity, parse_assertion
+from bnncli.options.declaration import Checked, option
 
 METRICS = (
     "accuracy",

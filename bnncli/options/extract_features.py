@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, option
+from bnncli.options.declaration import Checked, option
 from bnncli.registry import check_name
 
 

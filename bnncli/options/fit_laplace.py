@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, check_suffix, option, parse_positive
+from bnncli.options.declaration import Checked, check_suffix, option, parse_positive
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, flag_of, option, parse_positive
+from bnncli.options.declaration import Checked, flag_of, option, parse_positive
 
 # Learning rates of the thesis, by estimator, and of the inclusion logits in the first epochs.
 LEARNING_RATES = {"lrt": 1e-3, "mnf": 1e-4, "concrete": 1e-4}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, option
-from bnncli.until import Condition, parse_until
+from bnncli.options.declaration import Checked, option
+from bnncli.options.until import Condition, parse_until
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, check_suffix, option
+from bnncli.options.declaration import Checked, check_suffix, option
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 
 from bnncli.errors import UsageError
-from bnncli.option import Checked, flag_of
 from bnncli.options.common import CommonOptions, RunOptions
+from bnncli.options.declaration import Checked, flag_of
 
 Groups = Sequence[type[Checked]]
 MAX_LENGTH = 10_000  # of all words: a list of data sets may be long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bnncli.option import Checked, option
+from bnncli.options.declaration import Checked, option
 
 
 @dataclass(frozen=True)

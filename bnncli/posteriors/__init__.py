@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bnncli import seeds
-from bnncli.layout import HeadLayout
+from bnncli.numerics import seeds
+from bnncli.theta.head import HeadLayout
 
 _AT_ONCE = 2**24  # numbers of noise held at once: 128 MiB
 _UNIT, _FEWEST = 64, 16  # draws that a part holds whole numbers of, and the fewest however large they are

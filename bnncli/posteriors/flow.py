@@ -16,10 +16,10 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.covariances._row_space import WithinRows
 from bnncli.flows import SPACES, FlowLayer, settings_of
-from bnncli.layout import HeadLayout
 from bnncli.posteriors import sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.prior import Prior
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.covariances._logit_root import LogitRoot
 from bnncli.covariances._row_space import WithinRows, read_covariance
-from bnncli.layout import HeadLayout
+from bnncli.numerics.sobol import quasi_normal
 from bnncli.posteriors import layout_from_meta, layout_to_meta, move, sample_from_noise, standard_normal
-from bnncli.prior import Prior
 from bnncli.shapes import check_shapes
-from bnncli.sobol import quasi_normal
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 
 @dataclass(frozen=True)

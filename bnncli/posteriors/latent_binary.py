@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from bnncli.latent.factors import Factors
-from bnncli.latent.layout import NetworkLayout
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
 
 # Networks of a prediction where there are hidden layers, and each is a whole network to run; fewer where it is large. The
 # thesis has 10. With a hidden layer of 100 (384 inputs, 20 classes, 15 epochs) their Monte Carlo error of NLL was as

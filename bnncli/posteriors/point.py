@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances._logit_root import LogitRoot
-from bnncli.layout import HeadLayout
 from bnncli.posteriors import layout_from_meta, layout_to_meta
 from bnncli.shapes import check_shapes
+from bnncli.theta.head import HeadLayout
 
 
 @dataclass(frozen=True)

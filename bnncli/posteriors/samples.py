@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.layout import HeadLayout
 from bnncli.shapes import check_shapes
+from bnncli.theta.head import HeadLayout
 
 _AT_ONCE = 2**24  # numbers in double precision: 128 MiB
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.latent.layout import NetworkLayout
-from bnncli.layout import HeadLayout
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
 
 
 @dataclass(frozen=True)

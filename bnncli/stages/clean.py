@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import Locked, MissingInput
-from bnncli.stages._run import Result, Run
+from bnncli.run.session import Result, Run
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries, write_error
 from bnncli.storage.locks import artifact_lock

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.option import flag_of
-from bnncli.stages._run import Result, Run, Table
+from bnncli.options.declaration import flag_of
+from bnncli.run.session import Result, Run, Table
 
 
 def run(run: Run, options: Any) -> Result:

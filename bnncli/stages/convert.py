@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.checkpoints.load import convert_checkpoint
+from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
-from bnncli.inputs import open_regular
+from bnncli.machine.inputs import open_regular
 from bnncli.options import ConvertOptions
-from bnncli.stages._run import Result, Run
+from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable, publish_bytes, remove_dead_temporaries
-from bnncli.storage.checkpoints import convert_checkpoint
 from bnncli.storage.freshness import carries_our_mark, is_same_file
-from bnncli.storage.sniff import sniff
 
 
 def run(run: Run, options: ConvertOptions) -> Result:
     """Write the weights of a checkpoint; with --trust-pickle the file's own code may run."""
     from safetensors.torch import save
 
-    from bnncli.digests import tensor_digest
+    from bnncli.numerics.digests import tensor_digest
 
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
     if is_same_file(source, target):

@@ -14,12 +14,12 @@ from bnncli.inference.temperature import LARGEST, SMALLEST, TemperatureFit, fit_
 from bnncli.options import FitTemperatureOptions
 from bnncli.posteriors.point import Point
 from bnncli.registry import load_class, names
-from bnncli.stages import _revisions
-from bnncli.stages._inputs import Split, head_tensors, load_split, open_posterior, posterior_source
-from bnncli.stages._predict_plan import kind_of
-from bnncli.stages._produce import Computed, Request, produce
-from bnncli.stages._run import Result, Run
-from bnncli.stages._shared_rows import shared_rows
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import Split, head_tensors, load_split, open_posterior, posterior_source
+from bnncli.run.predict_plan import kind_of
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.session import Result, Run
+from bnncli.run.shared_rows import shared_rows
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 

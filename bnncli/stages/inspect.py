@@ -7,7 +7,7 @@ from typing import Any
 
 from bnncli.errors import DataError
 from bnncli.names import quoted
-from bnncli.stages._run import Result, Run, Table
+from bnncli.run.session import Result, Run, Table
 from bnncli.storage.headers import Header, check_is_file, read_header
 
 MAX_ROWS = 400
@@ -90,7 +90,7 @@ def _arrays(header: Header) -> dict[str, str]:
 
 
 def _checkpoint(path: Path) -> Result:
-    from bnncli.storage.checkpoints import load_checkpoint
+    from bnncli.checkpoints.load import load_checkpoint
 
     checkpoint = load_checkpoint(path)
     facts = [

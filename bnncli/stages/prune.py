@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
-from bnncli.inputs import open_regular
 from bnncli.integrators.plug_in import PlugIn
+from bnncli.machine.inputs import open_regular
 from bnncli.options import PruneOptions
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
-from bnncli.stages import _revisions
-from bnncli.stages._inputs import Split, load_split, open_posterior, posterior_source
-from bnncli.stages._predict_plan import kind_of
-from bnncli.stages._produce import Computed, Request, produce
-from bnncli.stages._run import Result, Run
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import Split, load_split, open_posterior, posterior_source
+from bnncli.run.predict_plan import kind_of
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable, publish_bytes
 from bnncli.storage.freshness import carries_our_mark, is_same_file
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import read_posterior, write_posterior
 from bnncli.storage.provenance import Source
-from bnncli.storage.sniff import sniff
 
 MUCH_LOST = 0.02  # of accuracy, above which there is a warning
 NEARLY = 0.9  # of the weights that are in at any time: keeping as many would not help
@@ -223,7 +223,7 @@ def _write_dense(run: Run, source: Path, path: Path) -> Result:
     """The dense state dict of a sparse file."""
     from safetensors.torch import save
 
-    from bnncli.digests import tensor_digest
+    from bnncli.numerics.digests import tensor_digest
 
     output: dict[str, Any] = {"role": "state_dict", "path": str(path)}
     if run.write.dry_run:

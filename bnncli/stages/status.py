@@ -7,8 +7,8 @@ from typing import Any
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed, MissingInput
 from bnncli.options import StatusOptions
-from bnncli.stages._revisions import is_another
-from bnncli.stages._run import Result, Run, Table
+from bnncli.run.revisions import is_another
+from bnncli.run.session import Result, Run, Table
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries
 from bnncli.storage.freshness import Followed, Stale, refresh_command, staleness

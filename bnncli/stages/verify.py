@@ -7,8 +7,8 @@ from typing import Any
 
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.probabilities import check_probabilities
-from bnncli.stages._inputs import open_posterior
-from bnncli.stages._run import Result, Run, Table
+from bnncli.run.inputs import open_posterior
+from bnncli.run.session import Result, Run, Table
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import read_metrics

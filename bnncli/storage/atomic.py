@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from bnncli import signals
 from bnncli.errors import BnnError, OutputExists, WriteError, resource_error
+from bnncli.machine import signals
 
 SPARE_BYTES = 64 << 20
 _TEMPORARY = re.compile(r"^\.(.+)\.(\d+)\.[0-9a-f]{8}\.tmp$", re.DOTALL)

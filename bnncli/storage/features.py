@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
+from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, read_texts, write_hdf5
 from bnncli.storage.headers import Header
 

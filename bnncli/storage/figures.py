@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from bnncli.digests import file_sha256
 from bnncli.figures import MARK
+from bnncli.numerics.digests import file_sha256
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.side_outputs import check_side_output
 

@@ -19,9 +19,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
-from bnncli.inputs import is_failure, read_error, reading
+from bnncli.machine.inputs import is_failure, read_error, reading
+from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish, publish_bytes
 from bnncli.storage.checked import is_checked, is_settled, remember, state_of
 from bnncli.storage.hdf5_objects import check_objects, is_text

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bnncli.digests import json_sha256
 from bnncli.errors import DataError, MissingInput
-from bnncli.inputs import read_error, reading
+from bnncli.machine.inputs import read_error, reading
+from bnncli.numerics.digests import json_sha256
 from bnncli.storage.header_types import is_text, odd_field
 
 SCHEMA = "1.0"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bnncli.digests import json_sha256
 from bnncli.errors import DataError
-from bnncli.inputs import reading
+from bnncli.machine.inputs import reading
+from bnncli.numerics.digests import json_sha256
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, with_digest
 

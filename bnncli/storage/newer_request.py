@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bnncli.digests import canonical_json, json_sha256
 from bnncli.errors import BnnError
-from bnncli.inputs import read_error
+from bnncli.machine.inputs import read_error
 from bnncli.names import printable
+from bnncli.numerics.digests import canonical_json, json_sha256
 from bnncli.storage.atomic import publish_bytes, write_error
 from bnncli.storage.headers import Header, parse_json
 from bnncli.storage.provenance import Source, params_hash

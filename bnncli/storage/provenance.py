@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli import __version__
-from bnncli.digests import json_sha256
+from bnncli.numerics.digests import json_sha256
 
 _PACKAGES = ("torch", "numpy", "h5py", "safetensors", "scikit-learn", "arviz-stats", "pyro-ppl")
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.digests import canonical_json, tensor_digest
 from bnncli.errors import DataError
-from bnncli.inputs import reading
+from bnncli.machine.inputs import reading
+from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, with_digest
 from bnncli.storage.posteriors import METADATA_KEY, read_document

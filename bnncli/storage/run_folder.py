@@ -8,10 +8,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from bnncli.checkpoints.shards import sharded_folder
 from bnncli.errors import MissingInput, OutputExists, UsageError
-from bnncli.option import check_artifact_name, check_split_name
+from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.options.evaluate import FEATURES_NAME
-from bnncli.storage.shards import sharded_folder
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 MAX_NAME_BYTES = 255

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from bnncli.digests import canonical_json
 from bnncli.errors import DataError
-from bnncli.inputs import reading
+from bnncli.machine.inputs import reading
+from bnncli.numerics.digests import canonical_json
 
 MARK = b"\nbnncli-seal/1 "
 MAX_SEAL_BYTES = 1 << 16

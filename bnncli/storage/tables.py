@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from bnncli.digests import file_sha256
+from bnncli.numerics.digests import file_sha256
 from bnncli.storage.atomic import publish
 
 Array = np.ndarray[Any, Any]

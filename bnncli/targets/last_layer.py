@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.layout import HeadLayout
-from bnncli.prior import Prior
 from bnncli.shapes import check_shapes
 from bnncli.targets.likelihood import (
     block_logits,
@@ -31,6 +29,8 @@ from bnncli.targets.likelihood import (
     weighted_feature_sums,
 )
 from bnncli.targets.stream import FeatureBlocks, Work
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
 
 ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 

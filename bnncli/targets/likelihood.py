@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bnncli.layout import HeadLayout
 from bnncli.targets.products import Multiply
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
+from bnncli.theta.head import HeadLayout
 
 # Rows of a matrix product; more gain nothing.
 _MAX_ROWS = {"cpu": 1024, "cuda": 2**14}

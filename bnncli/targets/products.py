@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bnncli.devices import has_coarse_products, tf32_products
+from bnncli.machine.devices import has_coarse_products, tf32_products
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bnncli.interruptible import interruptible
-from bnncli.layout import HeadLayout
+from bnncli.machine.interruptible import interruptible
 from bnncli.shapes import check_shapes
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
 
 _OUTSIDE = 1e-4  # of a row's length; rounding to float32 leaves 1e-7, another data set half of it or more
 

@@ -11,7 +11,7 @@ import pytest
 from kills import start
 
 from bnncli.cli.commands import COMMANDS
-from bnncli.option import flag_of
+from bnncli.options.declaration import flag_of
 from faults.lines import LINES, READ, WRITTEN, prepare
 from faults.trials import run_line
 

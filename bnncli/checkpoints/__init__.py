@@ -1,0 +1,1 @@
+"""Saved models of others, read without running any of their code."""

@@ -1,0 +1,217 @@
+"""Checkpoints as people save them, read as a plain dictionary of named tensors without running any of their code.
+
+Reads torch's zip format (1.6 and later), its older pickle format, and safetensors. The format is what the first bytes
+say, whatever the file is called.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from bnncli.checkpoints.pickles import TRUST_HINT, list_globals, load_tensors, load_trusted
+from bnncli.checkpoints.shards import sharded_file
+from bnncli.checkpoints.sniff import HINTS, describe_wrong_kind, sniff, sniff_zip
+from bnncli.checkpoints.state_dicts import clean_names, select_state
+from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums
+from bnncli.errors import DataError, Untrusted
+from bnncli.machine.inputs import open_regular
+from bnncli.names import listed, quoted
+from bnncli.numerics.digests import file_sha256, tensor_digest
+from bnncli.progress import SILENT, Progress
+
+_SHARED, _SMALL = 16, 1 << 24
+_CODE_KINDS = {
+    "torchscript": "a TorchScript program",
+    "pt2": "an exported program (.pt2)",
+    "torch-package": "a torch.package archive",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state dict and where it came from.
+
+    Attributes:
+        state: tensors by name, on the CPU, in the type they were saved in, names without wrapper prefixes.
+        format: torch-zip, torch-legacy or safetensors.
+        selected_key: dotted path of the state dict inside the file, None where the file is the state dict.
+        stripped_prefixes: prefixes removed from the names, in the order they were removed.
+        file_sha256: hexadecimal digest of the file's bytes.
+        weights_digest: digest of the state, the same for every file format.
+        size: bytes.
+        notes: what a reader should be told, such as that averaged weights were picked.
+    """
+
+    state: dict[str, Tensor]
+    format: str
+    selected_key: str | None
+    stripped_prefixes: tuple[str, ...]
+    file_sha256: str
+    weights_digest: str
+    size: int
+    path: Path
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_finite(self.state)
+
+
+def load_checkpoint(path: Path | str, *, progress: Progress = SILENT) -> Checkpoint:
+    """The state dict in a checkpoint file, read without running any code of the file.
+
+    Raises:
+        MissingInput: no such file, not readable, not a regular file.
+        DataError: empty, truncated, damaged, another kind of file, no state dict in it, NaN or infinite weights. Of a
+            torch file since version 1.6 every changed byte of the content shows by its checksums; a safetensors file or
+            an older torch file has none, and only sizes, types and places can be checked.
+        Untrusted: the file is a program, or loading it would call code that it names.
+    """
+    path = Path(path)
+    with open_regular(path) as stream:
+        try:
+            kind = _checkpoint_kind(stream, path)
+            content_notes = _check_content(stream, kind, progress)
+            saved = _load_safetensors(stream) if kind == "safetensors" else load_tensors(stream, kind=kind)
+            state, selected_key, notes = select_state(saved)
+            state, stripped, name_notes = clean_names(state)
+            check_sizes(state, stream.seek(0, 2))
+            return Checkpoint(
+                state=state, format=kind, selected_key=selected_key, stripped_prefixes=stripped,
+                file_sha256=file_sha256(stream, progress), weights_digest=tensor_digest(state),
+                size=stream.seek(0, 2), path=path, notes=(*notes, *name_notes, *content_notes),
+            )  # fmt: skip
+        except (DataError, Untrusted) as error:
+            raise _about(error, path) from error.__cause__
+
+
+def convert_checkpoint(path: Path | str, *, trust_pickle: bool) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, names cleaned up; with trust_pickle, of any pickle, whose code is then run.
+
+    Raises:
+        What load_checkpoint raises; with trust_pickle, DataError when the pickle cannot be loaded.
+    """
+    path = Path(path)
+    if not trust_pickle:
+        return load_checkpoint(path).state
+    with open_regular(path) as stream:
+        try:
+            kind = sniff(stream)
+            if kind != "pickle":
+                kind = _checkpoint_kind(stream, path)
+                _check_content(stream, kind, SILENT)
+            saved = _load_safetensors(stream) if kind == "safetensors" else load_trusted(stream)
+            state, _, _ = select_state(saved.state_dict() if isinstance(saved, torch.nn.Module) else saved)
+            state, _, _ = clean_names(state)
+            check_sizes(state, stream.seek(0, 2))
+            check_finite(state)
+        except (DataError, Untrusted) as error:
+            raise _about(error, path) from error.__cause__
+    return state
+
+
+def check_finite(state: Mapping[str, Tensor]) -> None:
+    """Nothing, when all weights are finite. Raises DataError with the first tensor that is not, and how many are."""
+    bad = {}
+    for name, tensor in state.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            values = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+            if count := int((~torch.isfinite(values)).sum()):
+                bad[name] = count
+    if bad:
+        name, count = next(iter(bad.items()))
+        raise DataError(
+            f"weights are not finite: {quoted(name)} has {count} NaN or infinite values, and {len(bad) - 1} other "
+            "tensors have some",
+            code="not_finite", hint="the training run diverged: take an earlier checkpoint",
+        )  # fmt: skip
+
+
+def check_sizes(state: Mapping[str, Tensor], size: int) -> None:
+    """Raise DataError when the tensors claim far more bytes than the file has: one number may stand for very many.
+
+    Tensors may share their numbers (tied weights), so that more is claimed than is there; hardly sixteen times as much.
+    """
+    claimed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
+    if claimed > _SHARED * size + _SMALL:
+        raise DataError(
+            f"the tensors claim {claimed} bytes, of a file of {size}", code="size_mismatch",
+            hint="save them with .contiguous().clone()",
+        )  # fmt: skip
+
+
+def _checkpoint_kind(stream: IO[bytes], path: Path) -> str:
+    """torch-zip, torch-legacy or safetensors; raises for everything else, a part of a checkpoint in several files too."""
+    if (sharded := sharded_file(path)) is not None:
+        raise DataError(sharded.what, code="sharded", hint=sharded.hint)
+    kind = sniff(stream)
+    if kind == "zip":
+        kind = sniff_zip(stream)
+    stream.seek(0)
+    if kind in ("torch-zip", "torch-legacy", "safetensors"):
+        return kind
+    if kind in _CODE_KINDS:
+        raise Untrusted(
+            f"the file is {_CODE_KINDS[kind]}: code, not only tensors", code="program",
+            hint="save the network's state_dict() where you trust the program, and give that file",
+        )  # fmt: skip
+    if kind == "pickle":
+        raise Untrusted(_raw_pickle(stream), code="needs_code", hint=TRUST_HINT)
+    raise DataError(describe_wrong_kind(kind), code=f"is_{kind}", hint=HINTS.get(kind))
+
+
+def _check_content(stream: IO[bytes], kind: str, progress: Progress) -> tuple[str, ...]:
+    """What a reader should be told of the file's checksums. Raises DataError when they say that it is damaged."""
+    is_checked = kind != "torch-zip" or check_checksums(stream, progress)
+    stream.seek(0)
+    return () if is_checked else (UNCHECKED,)
+
+
+def _raw_pickle(stream: IO[bytes]) -> str:
+    names = list_globals(stream, "pickle")
+    asks = f"; it asks for {listed(names, limit=10)}" if names else ""
+    return f"the file is a raw pickle, not a torch checkpoint, and is never loaded as it is{asks}"
+
+
+def _load_safetensors(stream: IO[bytes]) -> dict[str, Tensor]:
+    """Tensors of a safetensors file whose header names everything once."""
+    import safetensors
+    import safetensors.torch
+
+    data = stream.read()
+    length = int.from_bytes(data[:8], "little")
+    if 8 + length > len(data):
+        raise DataError(f"safetensors header claims {length} bytes, the file has {len(data)}", code="truncated")
+    try:
+        json.loads(data[8 : 8 + length], object_pairs_hook=_unique)
+        return safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError, RecursionError, KeyError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise DataError(f"the safetensors file is truncated or damaged: {text}", code="truncated") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated keys; the library itself would keep the last one."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"the safetensors header names {quoted(twice)} twice", code="duplicate_key")
+    return found
+
+
+def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
+    """The same error, naming the file."""
+    message = f"{quoted(path, limit=300)}: {error.message}"
+    hint = error.hint
+    if hint == TRUST_HINT:
+        target = path.with_suffix(".safetensors")
+        hint = f"if you trust where it comes from: {shlex.join(['bnncli', 'convert', str(path), str(target), '--trust-pickle'])}"
+    return type(error)(message, hint=hint, code=error.code, path=path)

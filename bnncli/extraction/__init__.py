@@ -1,0 +1,1 @@
+"""What is taken from a network: its head, and the features that the head sees."""

@@ -1,0 +1,181 @@
+"""Features and logits of a network over a split: what goes into its last linear layer, and what comes out.
+
+The split between features and head is proven, not assumed: on the first rows, features times head must give the
+network's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bnncli.data import Batch, Split
+from bnncli.errors import DataError, NumericError
+from bnncli.extraction.head import (
+    Head,
+    advise_layer,
+    find_last_linear,
+    forward,
+    head_of,
+    linear_layers,
+    plain_copy,
+    prove_head,
+)
+from bnncli.progress import SILENT, Progress
+
+__all__ = ["ExtractedBatch", "Head", "collect", "extract", "find_last_linear", "head_of", "prove_head"]
+
+
+class ExtractedBatch(NamedTuple):
+    """Features (n, D) in the storage type, logits (n, K) float32 or None without a head, labels (n,) or None."""
+
+    features: Tensor
+    logits: Tensor | None
+    labels: Tensor | None
+
+
+def extract(
+    model: nn.Module,
+    head: Head | None,
+    split: Split,
+    *,
+    name: str = "",
+    batch_size: int = 512,
+    num_workers: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: Progress = SILENT,
+) -> Iterator[ExtractedBatch]:
+    """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
+
+    The first batch also proves the head, as `prove_head` does.
+
+    Args:
+        model: the network; it is moved to the device and put in evaluation mode.
+        head: its last linear layer; None when the model's output are the features.
+        name: the split's name, for messages.
+        batch_size: examples a forward pass.
+        dtype: what features are returned in, float32 or float16.
+
+    Raises:
+        DataError: features that are not finite or not (n, D), a head that is not the last step, labels that are not
+            classes of the head.
+        NumericError: features beyond the range of float16.
+        DeviceError: not enough memory for a batch.
+    """
+    model = model.to(device).eval()
+    layer = None if head is None else linear_layers(model)[head.name]
+    label = name or split.spec
+    task = progress.task(f"extract {label}".strip(), len(split))
+    start = 0
+    for batch in split.batches(batch_size, device=device, num_workers=num_workers):
+        features, output = _features_and_output(model, layer, batch.inputs)
+        where = f"split {label}"
+        _check_features(features, where=where, first_row=start)
+        logits = None
+        if head is not None:
+            logits = _as_logits(output, head)
+            if start == 0:
+                _prove_head(model, head, batch.inputs, features, output)
+            _check_labels(batch, head, where=where, first_row=start)
+        stored = _store(features, dtype, where)
+        yield ExtractedBatch(stored, None if logits is None else plain_copy(logits), batch.labels)
+        start += len(features)
+        task.advance(len(features))
+
+
+def collect(batches: Iterator[ExtractedBatch], num_rows: int) -> ExtractedBatch:
+    """All batches as one, each array allocated once."""
+    whole: dict[str, Tensor] = {}
+    start = 0
+    for batch in batches:
+        parts = {name: part for name, part in batch._asdict().items() if part is not None}
+        for name, part in parts.items():
+            if name not in whole:
+                whole[name] = part.new_empty((num_rows, *part.shape[1:]))
+            whole[name][start : start + len(part)] = part
+        start += len(batch.features)
+    return ExtractedBatch(whole["features"], whole.get("logits"), whole.get("labels"))
+
+
+def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The layer's input (n, D) and the network's output, of one forward pass."""
+    if layer is None:
+        output = forward(model, inputs)
+        return output, output
+    captured: list[Tensor] = []
+
+    def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured.append(args[0] if args else kwargs["input"])
+
+    hook = layer.register_forward_pre_hook(capture, with_kwargs=True)
+    try:
+        output = forward(model, inputs)
+    finally:
+        hook.remove()
+    if len(captured) != 1:
+        raise DataError(
+            f"the last linear layer is called {len(captured)} times in one forward pass, expected once",
+            code="not_the_head", hint="name another layer with --last-layer",
+        )  # fmt: skip
+    return captured[0], output
+
+
+def _prove_head(model: nn.Module, head: Head, inputs: Tensor, features: Tensor, output: Tensor) -> None:
+    """Nothing, when the head is what it should be; names the layer that is, where that can be told."""
+    try:
+        prove_head(head, features, output)
+    except DataError as error:
+        raise advise_layer(error, model, inputs) from None
+
+
+def _as_logits(output: Tensor, head: Head) -> Tensor:
+    """The output as (n, K); a network with one logit may return (n,)."""
+    return output.unsqueeze(1) if output.ndim == 1 and head.weight.shape[0] == 1 else output
+
+
+def _check_features(features: Tensor, *, where: str, first_row: int) -> None:
+    if features.ndim != 2:
+        raise DataError(
+            f"{where}: the last layer takes inputs of shape {tuple(features.shape)}, expected (N, D): "
+            "one vector for each example",
+            code="bad_shape", hint="networks that classify every position or patch are not supported",
+        )  # fmt: skip
+    if bool(torch.isfinite(features.sum())):
+        return
+    bad = (~torch.isfinite(features)).nonzero()
+    if len(bad):
+        raise DataError(
+            f"{where}: {len(bad)} feature values are NaN or infinite in this batch, the first in row "
+            f"{first_row + int(bad[0, 0])}",
+            code="not_finite", hint="look at that input, and at --mean and --std",
+        )  # fmt: skip
+
+
+def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> None:
+    num_classes = head.layout.num_classes
+    if batch.labels is None:
+        return
+    bad = (batch.labels >= num_classes).nonzero()
+    if len(bad):
+        row = int(bad[0, 0])
+        raise DataError(
+            f"{where}: the label of row {first_row + row} is {int(batch.labels[row])}, the head has classes 0 to "
+            f"{num_classes - 1}",
+            code="bad_labels", hint="give data of other classes with --ood, which stores no labels",
+        )  # fmt: skip
+
+
+def _store(features: Tensor, dtype: torch.dtype, where: str) -> Tensor:
+    """Features on the CPU in the storage type. Raises NumericError where float16 would overflow."""
+    largest = torch.finfo(dtype).max
+    if dtype != torch.float32 and float(features.abs().max()) > largest:
+        raise NumericError(
+            f"{where}: a feature of {float(features.abs().max()):.3g} is beyond {largest:.3g}, the range of "
+            f"{str(dtype).removeprefix('torch.')}",
+            hint="store features with --dtype float32",
+        )  # fmt: skip
+    return plain_copy(features, dtype)

@@ -1,0 +1,243 @@
+"""What a command will take of the device's memory, estimated from sizes before it starts, in bytes.
+
+Features and probabilities are not among it: they are streamed where they do not fit. The counts of copies are measured
+peaks (tests/test_memory.py): the Hessian, its sums, the precision, its factor and the root, or what takes their places.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import torch
+
+from bnncli import registry
+from bnncli.errors import DeviceError
+from bnncli.machine.devices import available_memory
+from bnncli.posteriors import draws_at_once
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
+
+STRUCTURES = ("full", "block", "kron", "diag")  # from the one that says most of the posterior to the least
+SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
+MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
+MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
+_COPIES = 6  # of a structure's matrices that a fit holds at its peak
+_MODE_VECTORS = 10  # of P numbers that the search for the mode holds
+_BYTES_A_DRAW = 32  # of each parameter: noise, theta in two precisions, and one product on the way
+_WEIGHT_VECTORS = (
+    40  # of a latent binary network's weights: factors, gradients, Adam's, moments, and states to resume from
+)
+_FLOW_VECTORS = 10  # of its flows' parameters
+_ACTIVATION_VECTORS = 10  # of a batch's activations
+_SCALED_VECTORS = 3  # of a batch's inputs of each layer, once they are scaled by multipliers
+_BYTES_A_LAYER_NUMBER = (
+    60  # of refine's layers: in two precisions, gradient, Adam's two, products, states to resume from
+)
+_BYTES_A_TRAINING_DRAW = 150  # of each parameter: what a step through the layers keeps for its gradient
+_BATCH_VECTORS = 4  # of a minibatch's logits under every draw
+_CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
+_SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
+_COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
+
+
+def fit_bytes(structure: str, layout: HeadLayout, *, num_draws: int = 0, whole: HeadLayout | None = None) -> int:
+    """Bytes that a Gaussian of this structure takes to fit, with `num_draws` draws of it at once to judge it.
+
+    Args:
+        whole: of all of theta, where the layout is of the span of the features; draws are of all of it.
+    """
+    size = layout.num_params
+    matrices = _COPIES * max(_elements(structure, layout), _elements("kron", layout))
+    if size <= MAX_FULL_PRECONDITIONER:
+        matrices += 2 * size**2
+    drawn = _BYTES_A_DRAW * num_draws * (whole or layout).num_params
+    return 8 * (matrices + _MODE_VECTORS * size + _SPAN_COPIES * _basis_elements(layout, whole)) + drawn
+
+
+def sampling_bytes(structure: str, layout: HeadLayout, *, num_chains: int, whole: HeadLayout | None = None) -> int:
+    """Bytes that chains whitened by a Gaussian of this structure take: its fit, then their states."""
+    chain = _CHAIN_VECTORS * layout.num_params + (_COMPLETED_VECTORS * whole.num_params if whole else 0)
+    return fit_bytes(structure, layout, whole=whole) + 8 * num_chains * chain
+
+
+def refinement_bytes(
+    structure: str, layout: HeadLayout, *, num_draws: int, training: int = 0, whole: HeadLayout | None = None
+) -> int:
+    """Bytes that a stored Gaussian takes to refine: as read, in two precisions; the training, then draws to judge it."""
+    matrices = _elements(structure, layout) + _basis_elements(layout, whole)
+    return 20 * matrices + max(training, _BYTES_A_DRAW * num_draws * (whole or layout).num_params)
+
+
+def training_bytes(layout: HeadLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
+    """Bytes that the training of a flow takes.
+
+    Args:
+        num_layer_params: numbers in all layers.
+        num_draws: a step.
+        batch_size: of minibatches; 0 where a step takes all data, block by block.
+    """
+    batch = layout.num_features + _BATCH_VECTORS * num_draws * layout.num_outputs
+    draws = _BYTES_A_TRAINING_DRAW * num_draws * layout.num_params
+    return _BYTES_A_LAYER_NUMBER * num_layer_params + draws + 4 * batch_size * batch
+
+
+def latent_bytes(layout: NetworkLayout, *, num_repeats: int, batch_size: int, num_flow_params: int = 0) -> int:
+    """Bytes that a latent binary fit takes: so many networks at once, each with so many parameters of flows."""
+    vectors = _WEIGHT_VECTORS * layout.num_params + _FLOW_VECTORS * num_flow_params
+    activations = _ACTIVATION_VECTORS * sum(layout.sizes[1:]) + _SCALED_VECTORS * sum(layout.sizes[:-1]) * (
+        num_flow_params > 0
+    )
+    return 4 * num_repeats * (vectors + batch_size * activations) + 8 * batch_size * layout.num_features
+
+
+def stored_bytes(structure: str, layout: HeadLayout, *, whole: HeadLayout | None = None) -> int:
+    """Bytes of a Gaussian's file: the matrices in float64, the Hessian in float32, the mean and the head."""
+    return 12 * _elements(structure, layout) + 8 * _basis_elements(layout, whole) + 12 * (whole or layout).num_params
+
+
+def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
+    """The structure to fit when none was asked for.
+
+    Full where it fits in the budget (bytes) and has at most 6,000 parameters; else block where it fits and its sums over
+    the examples cost no more than that largest full one's; else kron where it fits; else diag. Sizes as for fit_bytes: in
+    the span of the features, whose examples are few, it is a block's factors that must cost no more than a full one's.
+    """
+    return next(iter(automatic_structures(layout, budget, **sizes)), "diag")
+
+
+def automatic_structures(layout: HeadLayout, budget: int, **sizes: Any) -> list[str]:
+    """All structures that are quick and fit in the budget (bytes), by the rule of automatic_structure, which takes the first."""
+    most = {"full": MAX_AUTO_FULL**2, "block": MAX_AUTO_FULL**2 // 4}  # the full one needs a quarter of its products
+    if sizes.get("whole") is not None:
+        most["block"] = MAX_AUTO_FULL**3 // (3 * (layout.num_features + layout.has_bias))
+    quick = [name for name in STRUCTURES if _elements(name, layout) <= most.get(name, _elements(name, layout))]
+    return [name for name in quick if fit_bytes(name, layout, **sizes) <= budget]
+
+
+def budget(device: torch.device) -> int:
+    """Bytes that a command may plan with on the device."""
+    return int(SHARE * available_memory(device))
+
+
+def require(needed: int, device: torch.device, *, what: str, hint: str | None) -> None:
+    """Pass when `needed` bytes are there. Raises DeviceError otherwise; without a hint the command line has one."""
+    there = budget(device)
+    if needed > there:
+        raise DeviceError(
+            f"{what} needs about {bytes_text(needed)} of memory; {bytes_text(there)} can be used on {device}",
+            hint=hint,
+            code="out_of_memory",
+        )
+
+
+def require_fit(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
+    """Pass when the structure can be fitted. Raises DeviceError, naming the largest that can, otherwise."""
+    there = budget(device)
+    fitting = [name for name in STRUCTURES if fit_bytes(name, layout, **sizes) <= there]
+    hint = (
+        f"use --structure {fitting[0]}, the largest that fits" if fitting else "no structure fits: use fewer features"
+    )
+    what = f"a {structure} covariance of {layout.num_params} parameters"
+    require(fit_bytes(structure, layout, **sizes), device, what=what, hint=hint)
+
+
+def require_sampling(
+    layout: HeadLayout, device: torch.device, *, num_chains: int, whole: HeadLayout | None = None
+) -> None:
+    """Pass when the chains have room. Raises DeviceError, naming how many do, otherwise."""
+    there = budget(device)
+    whitening = automatic_structure(layout, there, whole=whole)
+    one, more = (sampling_bytes(whitening, layout, num_chains=count, whole=whole) for count in (1, 2))
+    most = 1 + (there - one) // (more - one)
+    hint = f"use at most --chains {most}" if most > 0 else "no chain fits: use a head with fewer features"
+    needed = sampling_bytes(whitening, layout, num_chains=num_chains, whole=whole)
+    require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
+
+
+def require_refinement(
+    structure: str, layout: HeadLayout, device: torch.device, *, training: int = 0, **sizes: Any
+) -> None:
+    """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise.
+
+    Args:
+        training: training_bytes of the flow.
+        sizes: as for refinement_bytes.
+    """
+    there = budget(device)
+    sizes = {**sizes, "training": training}
+    fitting = [name for name in STRUCTURES if refinement_bytes(name, layout, **sizes) <= there]
+    less = "use --flow radial" if training > there else "use fewer --elbo-draws"
+    hint = f"refine a base made by fit-laplace --structure {fitting[0]}" if fitting else less
+    needed = refinement_bytes(structure, layout, **sizes)
+    require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
+
+
+def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
+    """Bytes that draws of theta take to predict with.
+
+    In float32: those that are stored, the chosen ones where they are not all of them, and these as matrices with the biases
+    in place. Draws that are made take noise and theta of a part of them in float64 besides.
+
+    Args:
+        num_used: draws that predict.
+        num_stored: draws of a posterior that is draws; 0 for one that makes them.
+    """
+    copies = 1 if num_used == num_stored else 2
+    made = 0 if num_stored else _BYTES_A_DRAW * min(num_used, draws_at_once(num_params))
+    return num_params * (4 * (num_stored + copies * num_used) + made)
+
+
+def require_draws(
+    num_params: int, device: torch.device, *, num_used: int, num_stored: int = 0, option: str | None = None
+) -> None:
+    """Pass when draws of theta have room on the device, and stored ones on the CPU, where they are read.
+
+    Args:
+        num_params, num_used, num_stored: as for drawn_bytes.
+        option: of the command that says how many are used.
+
+    Raises:
+        DeviceError: they have none; names how many do, where fewer do.
+    """
+    what = f"{num_stored or num_used} draws of {num_params} parameters"
+    fewer = "make fewer draws: hmc with fewer --chains or --draws" if num_stored else None
+    if device.type != "cpu":
+        require(4 * num_stored * num_params, torch.device("cpu"), what=f"reading {what}", hint=fewer)
+
+    def needed(count: int) -> int:
+        return drawn_bytes(num_params, num_used=count, num_stored=num_stored)
+
+    most = bisect.bisect_right(range(1, num_used), budget(device), key=needed) if option is not None else 0
+    require(needed(num_used), device, what=what, hint=f"use at most {option} {most}" if most else fewer)
+
+
+def require_latent(layout: NetworkLayout, device: torch.device, *, num_repeats: int, hint: str, **sizes: int) -> None:
+    """Pass when a latent binary fit has room; sizes as for latent_bytes. Raises DeviceError with the hint otherwise."""
+    there = budget(device)
+    one, more = (latent_bytes(layout, num_repeats=count, **sizes) for count in (1, 2))
+    most = 1 + (there - one) // (more - one)
+    what = f"fit-lbbnn of {num_repeats} networks of {layout.num_params} parameters"
+    if num_repeats == 1:
+        what = f"fit-lbbnn of {layout.num_params} parameters"
+    elif most > 0:
+        hint = f"{hint}, at most {most} fit at once"
+    require(latent_bytes(layout, num_repeats=num_repeats, **sizes), device, what=what, hint=hint)
+
+
+def _elements(structure: str, layout: HeadLayout) -> int:
+    """Numbers in one copy of the structure's matrices."""
+    return int(registry.load_class("covariances", structure).num_elements(layout))
+
+
+def _basis_elements(layout: HeadLayout, whole: HeadLayout | None) -> int:
+    """Numbers of the basis of the span that the layout is of; none where it is of all of theta."""
+    return 0 if whole is None else whole.num_features * layout.num_features
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes for people."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size / 1024:.0f} KiB"

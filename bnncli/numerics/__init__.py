@@ -1,0 +1,1 @@
+"""Mathematics and numbers that know nothing of posteriors."""

@@ -1,0 +1,273 @@
+"""What stages read: feature splits and posteriors of the run, checked to be fresh and of the run's checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.errors import DataError, MissingInput
+from bnncli.inference import memory
+from bnncli.integrators import with_reference_class
+from bnncli.machine.devices import available_memory
+from bnncli.numerics.digests import json_sha256
+from bnncli.posteriors.point import Point
+from bnncli.posteriors.samples import Samples
+from bnncli.run.classes import run_classes
+from bnncli.run.session import Run
+from bnncli.storage.features import FeatureSplit, head_digest, read_features
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.posteriors import read_posterior
+from bnncli.storage.provenance import Source
+from bnncli.storage.samples import SampleFile, read_samples
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
+from bnncli.theta.prior import Prior
+
+RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; memory.SHARE is for the rest
+PREDICTION_BYTES = 1 << 30  # of features that predict holds on the device at once; the same everywhere, as its sums are
+EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--data", "test=SPEC")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A feature split ready to use: its content, its identity, the record of its checkpoint.
+
+    Attributes:
+        classes_source: the names of the classes, where they are another split's.
+    """
+
+    content: FeatureSplit
+    source: Source
+    checkpoint: dict[str, Any] | None
+    classes_source: Source | None = None
+
+    @property
+    def layout(self) -> HeadLayout:
+        """The head's layout; without a head, one output a class, with a bias."""
+        weight = self.content.head_weight
+        if weight is None:
+            return HeadLayout(len(self.content.classes), self.content.features.shape[1])
+        return HeadLayout(weight.shape[0], weight.shape[1], has_bias=self.content.head_bias is not None)
+
+    def features(self, device: torch.device) -> Tensor:
+        """(N, D) float32 on the device; on the CPU the file's own pages, where they are float32."""
+        return torch.from_numpy(self.content.features).to(device=device, dtype=torch.float32)
+
+    def resident(self, device: torch.device) -> Tensor:
+        """(N, D) as the file has them: on the device where they leave room there, else in the file's pages."""
+        features = torch.from_numpy(self.content.features)
+        return features.to(device) if features.nbytes <= RESIDENT_SHARE * available_memory(device) else features
+
+    def feature_blocks(self, device: torch.device) -> Iterator[Tensor]:
+        """The features (n, D) float32 on the device, block by block; most splits are one block."""
+        rows = max(1, PREDICTION_BYTES // (4 * self.content.features.shape[1]))
+        for block in torch.from_numpy(self.content.features).split(rows):
+            yield block.to(device=device, dtype=torch.float32)
+
+    def class_logits(self, point: Point, device: torch.device) -> Tensor:
+        """Logits of all classes (N, C) under a point, on the device; float32, as predict has them."""
+        stacked = point.theta.to(device, torch.float32).unsqueeze(0)
+        blocks = [point.layout.logits(features, stacked)[0] for features in self.feature_blocks(device)]
+        return with_reference_class(torch.cat(blocks), dim=1)
+
+    def labels(self, device: torch.device) -> Tensor:
+        """(N,) int64 on the device. Raises DataError for a split without labels."""
+        if self.content.labels is None:
+            raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
+        return torch.from_numpy(self.content.labels).to(device)
+
+    def check_labeled(self) -> Split:
+        """The split itself. Raises DataError when it has no labels, before any work."""
+        if self.content.labels is None:
+            raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
+        return self
+
+    def check_fits(self, layout: HeadLayout | NetworkLayout) -> None:
+        """Pass when a posterior with this layout is one for the split's features and classes. Raises DataError otherwise."""
+        name, num_classes = self.content.name, len(self.content.classes)
+        if isinstance(layout, HeadLayout) and layout != self.layout and self.content.head_weight is not None:
+            raise DataError(f"the posterior is for {layout}, split {name!r} has {self.layout}", code="wrong_layout")
+        if layout.num_classes != num_classes:
+            message = f"split {name!r} has {num_classes} classes, the posterior {layout.num_classes}"
+            raise DataError(message, code="class_mismatch")
+        if layout.num_features != self.content.features.shape[1]:
+            message = (
+                f"split {name!r} has {self.content.features.shape[1]} features, the posterior {layout.num_features}"
+            )
+            raise DataError(message, code="wrong_layout")
+
+    def target(self, prior: Prior, device: torch.device) -> LastLayerTarget:
+        """The log posterior of the head given this split."""
+        return LastLayerTarget(self.resident(device), self.labels(device), self.layout, prior)
+
+    def head(self) -> Tensor | None:
+        """theta (P,) float64 of the network as trained; None without a head."""
+        return head_theta(self.content.head_weight, self.content.head_bias)
+
+    def start(self) -> Tensor:
+        """Where the search for the mode starts: the network's head, or zero without one."""
+        head = self.head()
+        return torch.zeros(self.layout.num_params, dtype=torch.float64) if head is None else head
+
+
+def head_theta(weight: np.ndarray | None, bias: np.ndarray | None) -> Tensor | None:
+    """theta (P,) float64 of a weight (K, D) and a bias (K,); None without a weight."""
+    if weight is None:
+        return None
+    layout = HeadLayout(weight.shape[0], weight.shape[1], has_bias=bias is not None)
+    return layout.join(torch.from_numpy(weight).double(), None if bias is None else torch.from_numpy(bias).double())
+
+
+def load_split(run: Run, name: str) -> Split:
+    """The features of a split of the run.
+
+    Raises:
+        MissingInput: not there, with the command that makes it and the splits there are.
+        DataError: damaged, of another checkpoint, or stale: newer ones were asked for in vain.
+    """
+    path = run.folder.features(name)
+    if not path.is_file():
+        if not run.folder.root.exists() and not run.checkpoint_path.exists():
+            raise MissingInput(
+                f"no checkpoint {run.checkpoint_path}, and no run folder {run.folder.root}", path=run.checkpoint_path
+            )
+        there = run.folder.splits()
+        near = difflib.get_close_matches(name, there, n=1)
+        has = f"splits there: {', '.join(there)}" if there else "there are none"
+        has += f"; did you mean {near[0]!r}?" if near else ""
+        raise MissingInput(
+            f"no features of split {name!r} for {run.checkpoint_path} (looked for {path}; {has})",
+            hint=run.suggest(*EXTRACT),
+            path=path,
+        )
+    content = read_features(path)
+    assert content.header is not None
+    if content.name != name:
+        raise DataError(
+            f"{path} holds the features of split {content.name!r}, not of {name!r}",
+            code="wrong_split",
+            hint="move it to where its name says, and extract the other again",
+            path=path,
+        )
+    run.use(content.header)
+    checkpoint = run.belongs(content.header)
+    identity = head_digest(content)
+    first = run.heads.setdefault("head", (name, identity))
+    if first[1] != identity:
+        raise DataError(
+            f"splits {first[0]!r} and {name!r} have different heads: they come from different networks",
+            code="wrong_head",
+            hint="extract all splits again in one command, with --force",
+            path=path,
+        )
+    classes = run_classes(run.folder, content, weights_digest=content.header.weights_digest)
+    named = None
+    if classes.path is not None:
+        named = Source("classes", classes.path, f"sha256:{json_sha256(classes.names)}", is_artifact=False)
+    source = Source(f"features.{name}", path, content.header.content_digest)
+    return Split(replace(content, classes=classes.names), source, checkpoint, named)
+
+
+def posterior_source(run: Run, path: Path, role: str) -> tuple[Header, Source]:
+    """Header and identity of a posterior file, once it is known to be fresh and of this run's checkpoint."""
+    header = read_header(path)
+    if header.kind not in ("posterior", "samples"):
+        raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
+    run.use(header)
+    return header, Source(role, path, header.content_digest)
+
+
+def open_posterior(path: Path) -> tuple[Any, Header]:
+    """The posterior in a file, on the CPU, and its header; every byte is checked.
+
+    Raises:
+        DataError: damaged, or of a type this version does not know.
+    """
+    header = read_header(path)
+    if header.kind == "samples":
+        return open_samples(path)[0], header
+    tensors, header = read_posterior(path)
+    kind = str(header.meta.get("type"))
+    if kind not in registry.names("posteriors"):
+        raise DataError(f"{path}: unknown posterior type {kind!r}", code="wrong_kind", path=path)
+    try:
+        return registry.load_class("posteriors", kind).from_tensors(tensors, header.meta), header
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise _damaged(path, error) from None
+
+
+def require_draws(run: Run, header: Header, *, num_used: int | None = None, option: str | None = None) -> None:
+    """Pass when the draws of a posterior have room, before they are read or made.
+
+    Args:
+        num_used: of them, or made; None for all that are stored.
+        option: of the command that says how many.
+
+    Raises:
+        DeviceError: they have none.
+    """
+    metrics = header.meta.get("metrics", {})
+    stored = int(metrics.get("chains", 0) * metrics.get("draws", 0)) if header.kind == "samples" else 0
+    num_params = sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
+    used = stored if num_used is None else num_used
+    if num_params and (stored or used):
+        memory.require_draws(num_params, run.device, num_used=used, num_stored=stored, option=option)
+
+
+def open_samples(path: Path) -> tuple[Samples, SampleFile]:
+    """The draws in a sample file as a posterior, and all that the file has. Raises DataError when it is damaged."""
+    content = read_samples(path)
+    try:
+        return samples_of(content), content
+    except (ValueError, RuntimeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is damaged: {' '.join(str(error).split())[:120]}", code="damaged", path=path)
+
+
+def samples_of(content: SampleFile) -> Samples:
+    """The draws (C, T, P) of a sample file as a posterior."""
+    weight = torch.from_numpy(content.head_weight)
+    layout = HeadLayout(
+        content.head_weight.shape[2], content.head_weight.shape[3], has_bias=content.head_bias is not None
+    )
+    bias = None if content.head_bias is None else torch.from_numpy(content.head_bias)
+    return Samples(layout.join(weight, bias), layout)
+
+
+def posterior_prior(path: Path, header: Header) -> Prior:
+    """The prior recorded in a posterior's header. Raises DataError where there is none."""
+    prior = recorded_prior(header)
+    if prior is None:
+        raise DataError(
+            f"{path}: has no prior precision",
+            hint="give --prior-precision NUMBER, or --base with a fitted posterior",
+            path=path,
+        )
+    return prior
+
+
+def recorded_prior(header: Header) -> Prior | None:
+    """The prior recorded in a posterior's header; None without one. Raises DataError where it is no prior."""
+    try:
+        return Prior.from_meta(header.meta)
+    except ValueError as error:
+        raise _damaged(header.path, error) from None
+
+
+def head_tensors(train: Split) -> dict[str, Tensor]:
+    """The network's own head, which travels with every posterior; nothing without one."""
+    parts = {"head.weight": train.content.head_weight, "head.bias": train.content.head_bias}
+    return {name: torch.from_numpy(part) for name, part in parts.items() if part is not None}

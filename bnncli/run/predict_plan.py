@@ -1,0 +1,217 @@
+"""Which integrator, with which settings and how many draws, predicts with each posterior; what is unfit is told early.
+
+Integrators and their settings are known from the registry alone: an option of predict that has the name of an
+integrator's field is that setting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from bnncli.errors import UsageError
+from bnncli.integrators import Integrator, SamplingIntegrator, load_integrator, settings_of, variant
+from bnncli.numerics.top_k import ranked_lengths
+from bnncli.options import PredictOptions
+from bnncli.registry import load_class, names
+from bnncli.storage.headers import Header
+
+ALL = "all"
+PLUG_IN_METHODS = ("map", "temperature", "prune")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An integrator with its settings, for one posterior.
+
+    Attributes:
+        samples: draws; None for an integrator without draws, and for all draws of a posterior that is draws.
+        top_k: rule, threshold and cap by which classes are ranked; None where they are not.
+    """
+
+    name: str
+    integrator: Integrator
+    samples: int | None
+    top_k: dict[str, Any] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The integrator's settings by name."""
+        return settings_of(self.integrator)
+
+    @property
+    def variant(self) -> str:
+        """The integrator's name, with the settings that are not the default."""
+        return variant(self.name, self.settings)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the options ask of every posterior.
+
+    Attributes:
+        named: integrators by name; empty for the default of each posterior.
+        takes_all: whether every integrator that fits was asked for.
+        given: settings that were given.
+        samples: draws that were asked for.
+        top_k: rule, threshold and cap of the ranking that was asked for.
+    """
+
+    named: tuple[str, ...]
+    takes_all: bool
+    given: dict[str, Any]
+    samples: int | None
+    top_k: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, options: PredictOptions, headers: Iterable[Header]) -> Plan:
+        """The plan that the options make for posteriors with these headers.
+
+        Raises:
+            UsageError: a setting or --samples that no chosen integrator has, or a value that one refuses.
+        """
+        named = tuple(dict.fromkeys(name for name in options.integrator if name != ALL))
+        plan = cls(named, ALL in options.integrator, _given_settings(options), options.samples, _top_k(options))
+        chosen = {name for header in headers for name in plan._names(header)}
+        plan._check(chosen)
+        return plan
+
+    def choices(self, header: Header, num_classes: int) -> tuple[list[Choice], list[UsageError]]:
+        """The integrators for one posterior, and why each of those that were asked for and do not fit does not."""
+        kind = kind_of(header)
+        found, refusals = [], []
+        for name in self._names(header):
+            integrator = self._build(name)
+            why = _why_unfit(name, integrator, header, num_classes)
+            if why is None:
+                top_k = self.top_k if gives_dirichlet(integrator) else None
+                found.append(Choice(name, integrator, self._samples(integrator, header), top_k))
+            elif name in self.named or not self.takes_all:
+                refusals.append(_refusal(why, kind, num_classes))
+        return found, refusals
+
+    def _names(self, header: Header) -> list[str]:
+        """The integrators asked for, by name; the default of the posterior where none was."""
+        everything = [name for name in names("integrators") if name not in self.named] if self.takes_all else []
+        return [*self.named, *everything] or [default_integrator(header)]
+
+    def _build(self, name: str) -> Integrator:
+        own = settings_of(load_integrator(name))
+        chosen = {setting: value for setting, value in self.given.items() if setting in own}
+        try:
+            return load_integrator(name, **chosen)
+        except ValueError as error:
+            raise UsageError(f"--integrator {name}: {error}") from None
+
+    def _samples(self, integrator: Integrator, header: Header) -> int | None:
+        if not integrator.is_sampling:
+            return None
+        if header.kind == "samples":  # no more than there are
+            return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
+        return self.samples or header.meta.get("default_samples") or default_samples(integrator, _num_params(header))
+
+    def _check(self, chosen: set[str]) -> None:
+        """Raise UsageError for what none of the chosen integrators has, or one refuses."""
+        built = {name: self._build(name) for name in sorted(chosen)}
+        for setting in self.given:
+            if not any(setting in settings_of(integrator) for integrator in built.values()):
+                having = [name for name in names("integrators") if setting in settings_of(load_integrator(name))]
+                flag = "--" + setting.replace("_", "-")
+                raise UsageError(
+                    f"{flag}: {_listed(built)} no such setting; integrators that have it: {', '.join(having)}",
+                    hint=f"add --integrator {having[0]}",
+                )
+        if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
+            having = [name for name in names("integrators") if load_integrator(name).is_sampling]
+            raise UsageError(f"--samples: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
+        if self.top_k is not None and not any(gives_dirichlet(integrator) for integrator in built.values()):
+            having = [name for name in names("integrators") if gives_dirichlet(load_integrator(name))]
+            message = f"--top-k: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
+            raise UsageError(message, hint=f"add --integrator {having[0]}")
+
+
+def default_integrator(header: Header) -> str:
+    """The integrator of a posterior when none is named."""
+    return default_integrator_of(str(header.meta.get("method")))
+
+
+def default_integrator_of(method: str) -> str:
+    """The integrator of what a method (laplace, map, ...) gives, when none is named."""
+    return "plug-in" if method in PLUG_IN_METHODS else "mc"
+
+
+def kind_of(header: Header) -> str:
+    """The posterior's type: gaussian, samples, ..."""
+    return "samples" if header.kind == "samples" else str(header.meta.get("type"))
+
+
+def num_stored(header: Header) -> int:
+    """How many draws a posterior that is draws has; 0 where its header does not say."""
+    metrics = header.meta.get("metrics", {})
+    return int(metrics.get("chains", 0) * metrics.get("draws", 0))
+
+
+def default_samples(integrator: Integrator, num_params: int) -> int:
+    """The draws that a sampling integrator takes by default of a posterior over P parameters."""
+    if hasattr(integrator, "default_for"):
+        return int(integrator.default_for(num_params))
+    return cast(SamplingIntegrator, integrator).default_samples
+
+
+def _num_params(header: Header) -> int:
+    """P of a posterior."""
+    return sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
+
+
+def gives_dirichlet(integrator: Integrator) -> bool:
+    """Whether its predictions have a log concentration."""
+    return bool(getattr(integrator, "gives_dirichlet", False))
+
+
+def _top_k(options: PredictOptions) -> dict[str, Any] | None:
+    """The ranking asked for, with what was not said filled in."""
+    if options.top_k is None:
+        return None
+    given = {"rule": options.top_k, "threshold": options.top_k_threshold, "cap": options.top_k_cap}
+    return {
+        **(ranked_lengths.__kwdefaults__ or {}),
+        **{name: value for name, value in given.items() if value is not None},
+    }
+
+
+def _given_settings(options: PredictOptions) -> dict[str, Any]:
+    """The settings of any integrator that the options give a value."""
+    known = dict.fromkeys(setting for name in names("integrators") for setting in settings_of(load_integrator(name)))
+    given = {setting: getattr(options, setting, None) for setting in known}
+    return {setting: value for setting, value in given.items() if value is not None and value is not False}
+
+
+def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: int) -> str | None:
+    """Why the integrator cannot predict with this posterior; None where it can."""
+    kind = kind_of(header)
+    if not hasattr(load_class("posteriors", kind), integrator.needs):
+        return f"--integrator {variant(name, settings_of(integrator))} does not work for a {kind} posterior ({header.path.stem})"
+    limit = getattr(integrator, "max_classes", None)
+    if limit is not None and num_classes > limit:
+        return f"--integrator {name} works for at most {limit} classes; there are {num_classes}"
+    return None
+
+
+def _refusal(why: str, kind: str, num_classes: int) -> UsageError:
+    fitting = []
+    for name in names("integrators"):
+        integrator = load_integrator(name)
+        limit = getattr(integrator, "max_classes", num_classes)
+        if hasattr(load_class("posteriors", kind), integrator.needs) and num_classes <= limit:
+            fitting.append(name)
+    return UsageError(
+        why, hint=f"integrators for a {kind} posterior: {', '.join(fitting)}", code="unsupported_integrator"
+    )
+
+
+def _listed(chosen: Iterable[str]) -> str:
+    """mc has; mc and probit have."""
+    found = list(chosen)
+    return f"{' and '.join(found)} {'has' if len(found) == 1 else 'have'}"

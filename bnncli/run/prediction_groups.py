@@ -1,0 +1,155 @@
+"""The predictions of a run that scores are made of: grouped by posterior and integrator, checked to be fresh."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bnncli.errors import DataError, MissingInput
+from bnncli.run.session import Run
+from bnncli.storage.headers import Header, read_header
+
+
+@dataclass(frozen=True)
+class Group:
+    """The predictions of one posterior by one integrator: a header for each split, the posterior's own file."""
+
+    name: str
+    headers: list[Header]
+
+    @property
+    def posterior(self) -> str:
+        """The posterior's name."""
+        return str(self.headers[0].meta["posterior"])
+
+    @property
+    def integrator(self) -> str:
+        """The integrator's name."""
+        return str(self.headers[0].meta["integrator"])
+
+    @property
+    def variant(self) -> str:
+        """The integrator's name with the settings that are not the default."""
+        return str(self.headers[0].meta.get("variant", self.integrator))
+
+    @property
+    def posterior_path(self) -> Path | None:
+        """The posterior's file, where it was when the predictions were made."""
+        for entry in self.headers[0].inputs:
+            if entry["role"] == "posterior":
+                return Path(os.path.normpath(self.headers[0].input_path(entry)))
+        return None
+
+    def splits(self, *, is_ood: bool) -> dict[str, Header]:
+        """The headers of the splits outside the distribution, or of those inside, by name."""
+        return {str(h.meta["split"]): h for h in self.headers if bool(h.meta.get("is_ood")) == is_ood}
+
+    def is_named(self, posteriors: Sequence[str], integrators: Sequence[str]) -> bool:
+        """Whether its names are among those asked for; an empty list asks for all."""
+        return (
+            not posteriors or not {self.posterior, self.name, f"{self.posterior}.{self.variant}"}.isdisjoint(posteriors)
+        ) and (not integrators or not {self.integrator, self.variant}.isdisjoint(integrators))
+
+
+class Skipped(NamedTuple):
+    """A posterior that is left out: its name, that of its predictions (or its own again), and the reason."""
+
+    posterior: str
+    name: str
+    reason: str
+
+
+def open_groups(
+    run: Run, *, posteriors: Sequence[str] = (), integrators: Sequence[str] = (), skipped: list[Skipped] | None = None
+) -> list[Group]:
+    """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
+
+    Args:
+        posteriors: names of posteriors or of groups; all when empty.
+        integrators: names of integrators, with or without their settings; all when empty.
+        skipped: gains the posteriors of the run that are left out: their predictions are stale, or there are none.
+
+    Raises:
+        MissingInput: there are none, with the command that makes them.
+        DataError: all are stale; one that was named is; or a name holds predictions of several posteriors.
+    """
+    found: dict[str, list[Header]] = {}
+    for path in run.folder.prediction_files():
+        try:
+            header = read_header(path)
+        except DataError as error:
+            if not _is_of_another(path.parent.name, posteriors):
+                raise
+            run.console.warn(f"skipping {path.parent.name}: {error.message}")
+            continue
+        if header.kind == "predictions":
+            found.setdefault(path.parent.name, []).append(header)
+    groups = [Group(name, headers) for name, headers in found.items()]
+    there = ", ".join(group.name for group in groups) or "none"
+    for name in posteriors:
+        if not any(group.is_named([name], []) for group in groups):
+            raise MissingInput(f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups))
+    for name in integrators:
+        if not any(group.is_named([], [name]) for group in groups):
+            family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
+            raise MissingInput(
+                f"no predictions by integrator {name!r} (there: {there})",
+                hint=run.suggest("predict", "--integrator", family),
+            )
+    wanted = [group for group in groups if group.is_named(posteriors, integrators)]
+    if not wanted:
+        what = f"no such predictions (there: {there})" if groups else "no predictions"
+        raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
+    reasons = {group.name: _why_unusable(run, group, is_named=bool(posteriors)) for group in wanted}
+    kept = [group for group in wanted if reasons[group.name] is None]
+    if not kept:
+        raise DataError("every prediction of the run is stale", code="stale_input", hint=run.suggest("predict"))
+    if skipped is not None:
+        skipped += [Skipped(g.posterior, g.name, why) for g in wanted if (why := reasons[g.name]) is not None]
+        predicted = {group.posterior for group in groups}
+        names = [path.stem for path in run.folder.posteriors() if not posteriors]
+        skipped += [Skipped(name, name, "it has no predictions") for name in names if name not in predicted]
+    order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
+    return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
+
+
+def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
+    """Whether the predictions in the folder `group`, by its name, are of no posterior that was named."""
+    return bool(posteriors) and "." in group and {group, group.partition(".")[0]}.isdisjoint(posteriors)
+
+
+def _maker(run: Run, name: str, groups: Sequence[Group]) -> str:
+    """The command that predicts with a posterior of the run, or the name that was meant where there is none of this name."""
+    known = {path.stem for path in run.folder.posteriors()}
+    near = difflib.get_close_matches(
+        name, sorted(known.union(*({group.posterior, group.name} for group in groups))), n=1
+    )
+    if name not in known and near:
+        return f"did you mean {near[0]!r}?"
+    return run.suggest("predict", "--posterior", name)
+
+
+def _why_unusable(run: Run, group: Group, *, is_named: bool) -> str | None:
+    """Why a group is not fresh, None where it is; raises instead when it was named."""
+    makers = {(Group(group.name, [header]).posterior, Group(group.name, [header]).variant) for header in group.headers}
+    if len(makers) > 1:
+        made = " and ".join(f"{posterior} by {variant}" for posterior, variant in sorted(makers))
+        raise DataError(
+            f"predictions {group.name!r} mix {made}: one name holds one posterior and one integrator",
+            code="mixed_predictions",
+            hint=run.suggest("predict", "--posterior", group.posterior, "--name", "OTHER"),
+            path=group.headers[0].path.parent,
+        )
+    try:
+        for header in group.headers:
+            run.use(header)
+    except DataError as error:
+        if is_named:
+            raise
+        run.console.warn(f"skipping {group.name}: {error.message}{error.advice}")
+        return error.message
+    return None

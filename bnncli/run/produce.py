@@ -1,0 +1,204 @@
+"""How every artifact is made: lock, decide, compute, publish. The order is the contract."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import BnnError, OutputExists, UsageError
+from bnncli.run.session import Result, Run, source_json
+from bnncli.storage.atomic import check_free_space, check_writable, remove_dead_temporaries
+from bnncli.storage.freshness import Decision, decide, is_same_file
+from bnncli.storage.headers import Header, interpreting
+from bnncli.storage.locks import artifact_lock
+from bnncli.storage.provenance import Source, build_provenance
+
+Publish = Callable[[dict[str, Any], bool], str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One artifact that a command was asked for.
+
+    Attributes:
+        role: the name the JSON result gives it, such as laplace or features.test.
+        params: the options that change its numbers.
+        algo_rev: raised when the same parameters give other numbers than before.
+        sources: its direct inputs. checkpoint: the record of the run's checkpoint.
+        estimated_bytes: size on disk, for the check before the work.
+    """
+
+    target: Path
+    kind: str
+    role: str
+    params: Mapping[str, Any]
+    algo_rev: int
+    sources: Sequence[Source]
+    checkpoint: Mapping[str, Any] | None
+    estimated_bytes: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a computation gives: how to publish it, numbers and lines for people, a negative verdict if any.
+
+    Attributes:
+        facts: what the JSON result says of this one output beside its path.
+    """
+
+    publish: Publish
+    metrics: dict[str, Any] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
+    failure: BnnError | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def produce(
+    run: Run,
+    request: Request,
+    compute: Callable[[], Computed],
+    *,
+    when_fresh: Callable[[Header], Computed] | None = None,
+) -> Result:
+    """The result of one request: up to date, computed, replaced or planned.
+
+    Args:
+        compute: does the work; called with the lock held, only when there is work.
+        when_fresh: metrics, summary and verdict of an artifact that is already there.
+
+    Raises:
+        BnnError: whatever the decision, the lock, the work or the writing raise; nothing is published then.
+    """
+    if run.write.dry_run:
+        decision = _decide(run, request)
+        if decision.action != "skip":
+            check_writable(request.target.parent)
+            check_free_space(request.target.parent, request.estimated_bytes)
+        return _planned(run, request, decision)
+    ready = ready_where_nothing_can_be_written(run, request, when_fresh)
+    if ready is not None:
+        return ready
+    with artifact_lock(run.folder.lock(request.target), wait=run.lock.wait, poll=run.console.poll):
+        return make(run, request, compute, when_fresh=when_fresh)
+
+
+def ready_where_nothing_can_be_written(
+    run: Run, request: Request, when_fresh: Callable[[Header], Computed] | None = None
+) -> Result | None:
+    """The result of a request that is up to date in a folder that cannot be written: it needs no lock. Else None.
+
+    Raises:
+        OutputExists: the folder cannot be written, and there is work.
+    """
+    try:
+        check_writable(request.target.parent)
+    except OutputExists:
+        decision = _decide(run, request)
+        if decision.action == "skip" and decision.header is not None:
+            return _up_to_date(run, request, decision.header, when_fresh)
+        raise
+    return None
+
+
+def make(
+    run: Run,
+    request: Request,
+    compute: Callable[[], Computed],
+    *,
+    when_fresh: Callable[[Header], Computed] | None = None,
+) -> Result:
+    """The result of one request whose lock is held; arguments and errors as those of `produce`."""
+    remove_dead_temporaries(request.target.parent)
+    decision = _decide(run, request)
+    if decision.action == "skip" and decision.header is not None:
+        return _up_to_date(run, request, decision.header, when_fresh)
+    if decision.action == "replace":
+        run.console.info(f"{request.target}: replacing it ({decision.why})")
+    check_free_space(request.target.parent, request.estimated_bytes)
+    run.console.debug(f"computing on {run.device}")  # threads and determinism are set with the device, before the work
+    start = time.monotonic()
+    computed = compute()
+    run.console.poll("publishing")
+    provenance = build_provenance(
+        request.target,
+        command=["bnncli", *run.argv],
+        params=request.params,
+        algo_rev=request.algo_rev,
+        inputs=request.sources,
+        checkpoint=request.checkpoint,
+        environment=run.environment(),
+        seconds=time.monotonic() - start,
+        # What to run is said with the path that was given; an artifact names no folder but in its command.
+        warnings=[text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings],
+    )
+    _check_sources(request.sources)
+    digest = computed.publish(provenance, decision.action == "replace")
+    run.followed.clear()
+    action = "replaced" if decision.action == "replace" else "computed"
+    return _result(request, action, digest, computed)
+
+
+def _decide(run: Run, request: Request) -> Decision:
+    if is_same_file(request.target, run.checkpoint_path):
+        raise UsageError(f"the output {request.target} is the checkpoint; choose another with --name or --out")
+    return decide(
+        request.target,
+        kind=request.kind,
+        params=request.params,
+        algo_rev=request.algo_rev,
+        sources=request.sources,
+        weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
+        force=run.write.force,
+    )
+
+
+def _check_sources(sources: Sequence[Source]) -> None:
+    """An input that was replaced while the work ran makes the work worthless."""
+    from bnncli.errors import DataError
+    from bnncli.storage.headers import read_header
+
+    for source in sources:
+        if source.is_artifact and read_header(source.path).content_digest != source.content_digest:
+            message = f"{source.path} was replaced while this command ran; nothing was written"
+            raise DataError(message, code="input_replaced", hint="run the command again", path=source.path)
+
+
+def _planned(run: Run, request: Request, decision: Decision) -> Result:
+    action = {"skip": "skip (up to date)", "compute": "compute", "replace": f"replace ({decision.why})"}[
+        decision.action
+    ]
+    lines = [f"{action}: {request.target} (about {max(1, request.estimated_bytes >> 20)} MiB, on {run.device})"]
+    lines += [f"  from {source.role}: {source.path} {source.content_digest[:27]}" for source in request.sources]
+    planned = "skip" if decision.action == "skip" else decision.action
+    output = {
+        "role": request.role,
+        "path": str(request.target),
+        "planned": planned,
+        "estimated_bytes": request.estimated_bytes,
+    }
+    return Result("planned", [output], [source_json(source) for source in request.sources], lines=lines)
+
+
+def _up_to_date(run: Run, request: Request, header: Header, when_fresh: Callable[[Header], Computed] | None) -> Result:
+    nothing = Computed(
+        publish=lambda provenance, may_replace: header.content_digest, metrics=header.meta.get("metrics", {})
+    )
+    with interpreting(header.path):
+        computed = when_fresh(header) if when_fresh else nothing
+    run.console.info(f"{request.target}: up to date")
+    return _result(request, "up_to_date", header.content_digest, computed)
+
+
+def _result(request: Request, action: str, digest: str, computed: Computed) -> Result:
+    output = {"role": request.role, "path": str(request.target), "content_digest": digest, **computed.facts}
+    return Result(
+        action,
+        [output],
+        [source_json(source) for source in request.sources],
+        metrics=computed.metrics,
+        summary=computed.summary,
+        failure=computed.failure,
+    )

@@ -1,0 +1,108 @@
+"""The revisions of the algorithms that make artifacts: raised where the same options give other numbers than before.
+
+A command records its own and makes anew what was made by another; status compares, without the command.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+from bnncli import registry
+from bnncli.options.evaluate import FEATURES_NAME
+from bnncli.storage.headers import Header, interpreting
+
+EXTRACT_FEATURES = 1
+FIT_TEMPERATURE = 1
+PRUNE = 1
+FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
+EVALUATE = 2
+EVALUATE_FEATURES = 1
+
+
+def of_laplace(*, in_span: bool) -> int:
+    """3: fits in the row space of the features, which were made over all of theta before."""
+    return 3 if in_span else 2
+
+
+def of_hmc(*, in_span: bool, num_params: int) -> int:
+    """2: chains in the row space of the features, which moved over all of theta before. 3 and 4: the same of long draws."""
+    return (2 if in_span else 1) + (2 if _is_long(num_params) else 0)
+
+
+def of_predict(num_drawn: int) -> int:
+    """Predictions from draws of so many numbers each, 0 without draws. 3: of long ones.
+
+    2: groups of draws; Sobol points in several scrambles; stored draws in their order.
+    """
+    return 3 if _is_long(num_drawn) else 2
+
+
+def _is_long(num_params: int) -> bool:
+    """Whether draws come from another stream than once: in float32 on a CPU, and made on a GPU where there is one."""
+    from bnncli.numerics import seeds  # here, for torch
+
+    return num_params > seeds.LARGE
+
+
+def of_refine(layer: object, scale: str | None) -> int:
+    """3: layers (or their class) that are pushed through together, whose gradients autograd made and rounded in its own way;
+    and affine ones with a factor for each output, whose gradients were biased.
+    """
+    return 3 if hasattr(layer, "push_together") or scale == "block" else 2
+
+
+def is_another(header: Header) -> bool:
+    """Whether an artifact was made by another revision than its command has today; False where that cannot be told.
+
+    Raises:
+        DataError: the header does not say what its command would have written.
+    """
+    revision = header.provenance.get("algo_rev")
+    find = _OF_METHODS.get(str(header.meta.get("method"))) if header.kind in ("posterior", "samples") else None
+    find = find or _OF_KINDS.get(header.kind)
+    with interpreting(header.path):
+        return find is not None and revision not in find(header)
+
+
+def _in_span_today(header: Header, structure: str) -> set[bool]:
+    """Whether the artifact would be made in the row space of the features; both where what memory there is decides."""
+    weight, *_ = header.meta["param_layout"]
+    if header.meta["num_examples"] >= weight["shape"][1]:
+        return {False}
+    return {True} if header.meta.get(structure) in ("full", "block") else {False, True}
+
+
+def _laplace_today(header: Header) -> set[int]:
+    return {of_laplace(in_span=in_span) for in_span in _in_span_today(header, "structure")}
+
+
+def _hmc_today(header: Header) -> set[int]:
+    num_params = sum(math.prod(part["shape"]) for part in header.meta["param_layout"])
+    return {of_hmc(in_span=in_span, num_params=num_params) for in_span in _in_span_today(header, "whitening")}
+
+
+def _refine_today(header: Header) -> set[int]:
+    return {of_refine(registry.load_class("flows", header.meta["flow"]), header.meta["settings"].get("scale"))}
+
+
+def _metrics_today(header: Header) -> set[int]:
+    is_of_features = header.path.name.startswith(f"{FEATURES_NAME}.")
+    return {EVALUATE_FEATURES if is_of_features else EVALUATE}
+
+
+_OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
+    "map": lambda header: {EXTRACT_FEATURES},
+    "laplace": _laplace_today,
+    "refine": _refine_today,
+    "hmc": _hmc_today,
+    "lbbnn": lambda header: {FIT_LBBNN},
+    "temperature": lambda header: {FIT_TEMPERATURE},
+    "prune": lambda header: {PRUNE},
+}
+_OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
+    "features": lambda header: {EXTRACT_FEATURES},
+    "predictions": lambda header: {of_predict(0), of_predict(sys.maxsize)},  # their header does not say how long
+    "metrics": _metrics_today,
+}

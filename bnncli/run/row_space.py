@@ -1,0 +1,60 @@
+"""When a fit runs in the row space of the training features, and that space.
+
+A full Gaussian and one of blocks are the same there and over all of theta, for less work and memory. A Kronecker-factored
+one is the same as well, and costs little anyway; a diagonal one would be another in another basis. Both stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bnncli.covariances._row_space import WithinRows
+from bnncli.inference import memory
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.run.inputs import Split
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace, reduced_layout
+from bnncli.theta.head import HeadLayout
+
+STRUCTURES = ("full", "block")
+
+
+def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
+    """The layout of theta inside the span of the features, as large as it can be; None to fit over all of theta.
+
+    Args:
+        structure: that was asked for; auto is full or block only where one of them can be fitted in the span.
+        sizes: as for memory.fit_bytes.
+    """
+    num_examples, num_features = train.content.features.shape
+    if num_examples >= num_features or structure not in ("auto", *STRUCTURES):
+        return None
+    span = reduced_layout(train.layout, num_examples)
+    if structure == "auto":
+        structure = memory.automatic_structure(span, memory.budget(device), whole=train.layout, **sizes)
+    return span if structure in STRUCTURES else None
+
+
+def row_space(target: LastLayerTarget) -> RowSpace:
+    """The span of a target's features, on the device that it is computed on."""
+    return RowSpace.of(target.features.to(target.device), target.layout)
+
+
+def span_metrics(gaussian: Gaussian) -> dict[str, int]:
+    """How many of how many directions the features span, where the Gaussian was fitted there; else nothing."""
+    covariance = gaussian.covariance
+    if not isinstance(covariance, WithinRows):
+        return {}
+    return {"row_space_rank": covariance.rows.rank, "num_features": gaussian.layout.num_features}
+
+
+def span_line(metrics: Mapping[str, Any]) -> list[str]:
+    """The same for people."""
+    rank = metrics.get("row_space_rank")
+    if rank is None:
+        return []
+    reached = f"the training features span {rank:,} of {metrics['num_features']:,} directions"
+    return [f"{reached}: fitted there, exactly; in all others the posterior is the prior"]

@@ -1,0 +1,167 @@
+"""The rows that evaluate makes for one group of predictions: read, check, score and resample every split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bnncli.errors import DataError
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.detection_rows import Scores as DetectionScores
+from bnncli.evaluation.detection_rows import detection_rows, mmc_row
+from bnncli.evaluation.detection_scores import prediction_scores
+from bnncli.evaluation.examples import Examples, check_labels, examples_of
+from bnncli.evaluation.per_class import rare_classes
+from bnncli.evaluation.probabilities import row_blocks
+from bnncli.evaluation.rows import Row, score_rows, split_scores
+from bnncli.integrators import load_integrator
+from bnncli.options import EvaluateOptions
+from bnncli.run.prediction_groups import Group
+from bnncli.run.session import Run
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.predictions import PredictionFile, read_predictions
+
+
+@dataclass(frozen=True)
+class SplitPredictions:
+    """The predictions of a split, read and checked when first looked at.
+
+    Args:
+        header: of their file.
+    """
+
+    header: Header
+
+    @property
+    def name(self) -> str:
+        """The split's name."""
+        return str(self.header.meta["split"])
+
+    @cached_property
+    def file(self) -> PredictionFile:
+        """What the file holds; (N, C) arrays are mapped."""
+        return read_predictions(self.header.path)
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The numbers of each example."""
+        try:
+            return examples_of(self.file.probs, self.file.labels, num_classes=len(self.file.classes))
+        except DataError as error:
+            path = self.header.path
+            raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
+
+    def detection_scores(self, names: Sequence[str]) -> DetectionScores:
+        """The scores of these names of each example, or why there are none."""
+        arrays = {
+            name: getattr(self.file, name) for name in ("mutual_info", "log_concentration", "energy", "max_logit")
+        }
+        return prediction_scores(names, self.examples, arrays)
+
+
+def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
+    """How scores are resampled; None with `--bootstrap 0`."""
+    if options.bootstrap == 0:
+        return None
+    return Bootstrap(options.bootstrap, options.level, run.compute.seed)
+
+
+def group_rows(run: Run, options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
+    """A row for each in-distribution split, test first, with detection against every out-of-distribution split."""
+    outside = [SplitPredictions(header) for header in group.splits(is_ood=True).values()]
+    inside = [SplitPredictions(header) for header in group.splits(is_ood=False).values()]
+    rows = []
+    for split in sorted(inside, key=lambda split: (split.name != "test", split.name)):
+        metrics = _split_rows(run, options, split)
+        for other in outside:
+            _check_differs(split, other)
+            metrics += _detection_rows(run, options, split, other)
+            run.console.poll()
+        rows.append({**_described(group, split.header), "metrics": metrics})
+    return rows
+
+
+def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[Group]) -> None:
+    """Warn of splits in which classes are missing or rare, once for all groups."""
+    splits = {name: header for group in groups for name, header in group.splits(is_ood=False).items()}
+    for name, header in splits.items():
+        if not header.meta.get("is_labeled") or (options.split and name not in options.split):
+            continue
+        file = SplitPredictions(header).file
+        if file.labels is None or len(file.labels) == 0:
+            continue
+        check_labels(file.labels, (len(file.labels), len(file.classes)))
+        absent, few = rare_classes(file.labels, file.classes)
+        if absent:
+            run.console.warn(f"split {name} has no examples of {_listed(absent)}: means over classes leave them out")
+        if few:
+            run.console.warn(f"split {name} has few examples of {_listed(few)}: scores of single classes say little")
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    """Names joined by commas; how many more there are than `most`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ("class " if len(names) == 1 else "classes ") + ", ".join(names[:most]) + more
+
+
+def _described(group: Group, header: Header) -> dict[str, Any]:
+    """What a row says of the predictions that it scores; `samples` is None where there are no draws."""
+    return {
+        "name": group.name,
+        "posterior": group.posterior,
+        "integrator": group.integrator,
+        "variant": group.variant,
+        "settings": dict(header.meta.get("settings", {})),
+        "samples": num_draws(group, header),
+        "split": header.meta["split"],
+    }
+
+
+def num_draws(group: Group, header: Header) -> int | None:
+    """Draws of a prediction: those that were asked for, but no more than a posterior that is draws has."""
+    asked: int | None = header.meta["samples"]
+    path = group.posterior_path
+    if path is None or not load_integrator(group.integrator).is_sampling:
+        return asked
+    made = read_header(path).meta.get("metrics", {})
+    if not {"chains", "draws"} <= set(made):
+        return asked
+    stored = int(made["chains"] * made["draws"])
+    return stored if asked is None else min(asked, stored)
+
+
+def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> list[Row]:
+    """The rows of one split's own scores."""
+    scores = split_scores(
+        split.file.probs,
+        split.examples,
+        split.file.mutual_info,
+        lengths=split.file.top_k,
+        ranking=split.header.meta.get("top_k"),
+        num_bins=options.bins,
+        top_k=options.top_k,
+    )
+    run.console.poll()
+    return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
+
+
+def _detection_rows(run: Run, options: EvaluateOptions, split: SplitPredictions, other: SplitPredictions) -> list[Row]:
+    """The rows of telling one split from another, and of how sure the predictions of the other are."""
+    bootstrap, names = bootstrap_of(run, options), options.prediction_scores
+    scores = [side.detection_scores(names) for side in (split, other)]
+    rows = detection_rows(*scores, split=split.name, ood=other.name, bootstrap=bootstrap)
+    return [*rows, mmc_row(other.examples.confidence, ood=other.name, bootstrap=bootstrap)]
+
+
+def _check_differs(split: SplitPredictions, other: SplitPredictions) -> None:
+    """Raise DataError when two splits are the same examples."""
+    meta, others = split.header.meta, other.header.meta
+    if meta.get("order_digest") != others.get("order_digest") or split.file.probs.shape != other.file.probs.shape:
+        return
+    ours, theirs = split.file.probs, other.file.probs
+    if all(np.array_equal(ours[rows], theirs[rows]) for rows in row_blocks(*ours.shape)):
+        raise DataError(f"splits {split.name!r} and {other.name!r} are the same examples", code="same_split")

@@ -1,0 +1,170 @@
+"""The table that evaluate prints: a row for each split, posterior and integrator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bnncli.names import posterior_title
+from bnncli.run.session import Table
+
+# Title and digits of each score, in the order of the columns.
+_SCORES = {
+    "accuracy": ("accuracy", 4),
+    "top_k": ("top-{k}", 4),
+    "nll": ("NLL", 4),
+    "brier": ("Brier", 4),
+    "ece": ("ECE", 4),
+    "mce": ("MCE", 4),
+    "balanced_accuracy": ("balanced accuracy", 4),
+    "macro_f1": ("macro F1", 4),
+    "macro_precision": ("macro precision", 4),
+    "class_auroc": ("class AUROC", 4),
+    "class_average_precision": ("class average precision", 4),
+    "aurc": ("AURC", 4),
+    "e_aurc": ("E-AURC", 4),
+    "miscalibration": ("miscalibration", 4),
+    "discrimination": ("discrimination", 4),
+    "uncertainty": ("uncertainty", 4),
+    "mean_confidence": ("confidence", 4),
+    "mean_entropy": ("entropy", 4),
+    "mean_mutual_info": ("mutual information", 4),
+    "ranked_length": ("classes kept", 3),
+    "ranked_accuracy": ("ranked accuracy", 4),
+    "cumulative_accuracy": ("cumulative accuracy", 4),
+    "ranked_gain": ("ranked gain", 4),
+    "auroc": ("AUROC", 3),
+    "aupr": ("AUPR", 3),
+    "fpr95": ("FPR95", 3),
+    "mmc": ("MMC", 3),
+    "mmd2": ("MMD^2", 4),
+    "wasserstein": ("Wasserstein", 3),
+    "mean_error": ("mean error", 3),
+    "covariance_error": ("covariance error", 3),
+    "density": ("density", 4),
+    "true_positive_rate": ("TPR", 3),
+    "false_positive_rate": ("FPR", 3),
+}
+# The forms of scores that are shown when none was asked for.
+USUAL: dict[str, dict[str, str]] = {
+    "accuracy": {},
+    "nll": {},
+    "brier": {},
+    "ece": {"strategy": "equal-width"},
+    "auroc": {},
+    "fpr95": {"positive": "in"},
+    "mmd2": {"estimator": "unbiased"},
+    "density": {"kind": "used", "layer": "all"},
+    "true_positive_rate": {},
+    "false_positive_rate": {},
+}
+# Choices that tell the forms of a score apart, in the order in which a title names them.
+_TELLING = ("of", "strategy", "norm", "estimator", "rule", "over", "score", "positive", "kind", "layer")
+_FIRST = ["split", "posterior", "integrator", "draws"]
+
+Form = tuple[str, str | None, tuple[str | None, ...]]
+
+
+def score_table(
+    rows: Sequence[Mapping[str, Any]],
+    notes: list[str],
+    *,
+    chosen: Sequence[str] = (),
+    scores: Sequence[str] = ("max_prob",),
+    intervals: bool = False,
+) -> Table:
+    """The rows of evaluate as a Table; an undefined score is a dash.
+
+    Args:
+        chosen: names of the scores to show, in all their forms; none: the usual ones.
+        scores: by which detection is shown.
+        intervals: whether each score is followed by its interval, where it has one.
+    """
+    ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
+    shown = [
+        {_form(metric): metric for metric in row["metrics"] if _is_shown(metric, chosen, scores)} for row in ordered
+    ]
+    forms = _columns(shown)
+    cells = [
+        [*_head(row), *(_cell(found.get(form), intervals) for form in forms)]
+        for row, found in zip(ordered, shown, strict=True)
+    ]
+    columns = [*_FIRST, *_titles(forms, shown)]
+    return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
+
+
+def score_title(metric: Mapping[str, Any]) -> str:
+    """What a score is called in a table, without the choices that tell it from its like."""
+    return _SCORES[metric["name"]][0].format(**metric)
+
+
+def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> bool:
+    if metric.get("score", scores[0]) not in scores:
+        return False
+    if chosen:
+        return metric["name"] in chosen
+    usual = USUAL.get(metric["name"])
+    return usual is not None and all(metric.get(key) == value for key, value in usual.items())
+
+
+def _form(metric: Mapping[str, Any]) -> Form:
+    """What a metric shares with its like in other rows: name, the other split, the choices that tell it from its forms."""
+    return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in _TELLING)
+
+
+def _columns(shown: Sequence[Mapping[Form, Any]]) -> list[Form]:
+    """Every form there is, in the order of _SCORES; what is measured against another split stands together."""
+    forms = list(dict.fromkeys(form for found in shown for form in found))
+    others = list(dict.fromkeys(ood for _, ood, _ in forms))
+    rank = list(_SCORES).index
+
+    def place(form: Form) -> tuple[int, int, int]:
+        name, ood, _ = form
+        return (rank(name), 0, 0) if ood is None else (rank("auroc"), others.index(ood), rank(name))
+
+    return sorted(forms, key=place)
+
+
+def _titles(forms: Sequence[Form], shown: Sequence[Mapping[Form, Any]]) -> list[str]:
+    """The title of each form: its score, the other split, and the choices in which it differs from its like."""
+    titles = []
+    for form in forms:
+        name, ood, choices = form
+        example = next(found[form] for found in shown if form in found)
+        like = [others for other, _, others in forms if other == name]
+        telling = [text for i, text in enumerate(choices) if text is not None and len({o[i] for o in like}) > 1]
+        titles.append(" ".join([_SCORES[name][0].format(**example), *([ood] if ood else []), *telling]))
+    return titles
+
+
+def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
+    """The same numbers for a narrow terminal: a table for each split, a row for each score."""
+    tables = []
+    for split in dict.fromkeys(row[0] for row in cells):
+        chosen = [row for row in cells if row[0] == split]
+        scores = [[name, *(row[i] for row in chosen)] for i, name in enumerate(columns) if i >= 3]
+        tables.append(Table([split, *(f"{row[1]} {row[2]}" for row in chosen)], scores))
+    return tables
+
+
+def _head(row: Mapping[str, Any]) -> list[str]:
+    title = posterior_title(row["posterior"], row["variant"], row.get("name"))
+    return [row["split"], title, row["variant"], "-" if row["samples"] is None else str(row["samples"])]
+
+
+def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
+    if metric is None or metric["value"] is None:
+        return "-"
+    digits = _SCORES[metric["name"]][1]
+    shown, ends = _number(metric["value"], digits), metric.get("interval")
+    if metric.get("floor") is not None:
+        shown += f" (floor {_number(metric['floor'], digits)})"
+    if metric.get("p_value") is not None:  # of a distance
+        shown += f" +- {_number(metric['standard_error'], digits)} (p {metric['p_value']:.2g})"
+    if not intervals or ends is None:
+        return shown
+    return f"{shown} [{_number(ends['low'], digits)}, {_number(ends['high'], digits)}]"
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero

@@ -1,0 +1,231 @@
+"""What every stage works with: the run's folder, checkpoint, device, streams; and what it gives back."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.console import Console
+from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.options import (
+    ComputeOptions,
+    InputOptions,
+    LockOptions,
+    NameOptions,
+    RecordOptions,
+    RunOptions,
+    WriteOptions,
+)
+from bnncli.options.recorded import Groups, own_command
+from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
+from bnncli.storage.headers import Header
+from bnncli.storage.provenance import Source
+from bnncli.storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for people: printed on stdout. `notes` stand below it; `narrow` takes its place where it does not fit."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    title: str = ""
+    notes: list[str] = field(default_factory=list)
+    narrow: list[Table] = field(default_factory=list)
+
+
+@dataclass
+class Result:
+    """What a stage gives back; the command line prints it as text or as one JSON document.
+
+    Attributes:
+        action: computed, up_to_date, replaced or planned; "" for commands that write nothing.
+        extra: further keys of the JSON document, such as rows or posteriors.
+        summary: lines for people, on stderr.
+        lines: lines of the result, on stdout (artifact paths when empty).
+        failure: a negative verdict, raised after everything has been written and printed.
+    """
+
+    action: str = ""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    failure: BnnError | None = None
+
+    def add(self, other: Result) -> None:
+        """Take in the result of one more artifact of the same command."""
+        ranks = ("", "up_to_date", "planned", "computed", "replaced")
+        self.action = max(self.action, other.action, key=ranks.index)
+        self.outputs += other.outputs
+        self.inputs += [entry for entry in other.inputs if entry not in self.inputs]
+        self.summary += other.summary
+        self.lines += other.lines
+        self.failure = self.failure or other.failure
+
+
+@dataclass
+class Run:
+    """One invocation of a command, as its stage sees it.
+
+    Attributes:
+        makers: the commands that make artifacts, each with its groups of options.
+        is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
+        followed: what is known of files that artifacts were made from, until the command writes one.
+    """
+
+    command: str
+    argv: list[str]
+    arguments: dict[str, Any]
+    console: Console
+    run_options: RunOptions
+    write: WriteOptions
+    compute: ComputeOptions
+    naming: NameOptions
+    lock: LockOptions = field(default_factory=LockOptions)
+    inputs: InputOptions = field(default_factory=InputOptions)
+    record: RecordOptions = field(default_factory=RecordOptions)
+    makers: Mapping[str, Groups] = field(default_factory=dict)
+    is_named: bool = False
+    started: float = field(default_factory=time.monotonic)
+    heads: dict[str, tuple[str, str]] = field(default_factory=dict)
+    followed: Followed = field(default_factory=dict)
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """The run folder of the checkpoint that was given."""
+        return RunFolder.of(Path(self.arguments["ckpt"]), self.run_options.run_dir, is_name=self.is_named)
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The checkpoint as it was named on the command line."""
+        return self.folder.checkpoint
+
+    def suggest(self, command: str, *words: str) -> str:
+        """A command on this run, to be pasted: quoted, and with the --run-dir that was given."""
+        return shlex.join(["bnncli", command, self._pasted_checkpoint, *words, *self._pasted_run_dir])
+
+    def remake(self, header: Header) -> str | None:
+        """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved.
+
+        None where the record is no command of ours: it is never repeated as it stands.
+        """
+        words = own_command(header.provenance["command"], self.makers, self._pasted_checkpoint)
+        return None if words is None else shlex.join([*words, *self._pasted_run_dir])
+
+    @property
+    def _pasted_checkpoint(self) -> str:
+        path = str(self.arguments["ckpt"])
+        return f"./{path}" if path.startswith("-") else path
+
+    @property
+    def _pasted_run_dir(self) -> list[str]:
+        return ["--run-dir", self.run_options.run_dir] if self.run_options.run_dir is not None else []
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device to compute on, resolved once; threads and determinism are set with it."""
+        from bnncli.machine.devices import configure_torch, resolve_device, select_device
+
+        configure_torch(threads=self.compute.threads, deterministic=self.compute.deterministic)
+        device = resolve_device(self.compute.device)
+        select_device(device)
+        if self.compute.device == "auto" and device.type == "cpu":
+            self.console.debug("no GPU found: computing on the CPU")
+        return device
+
+    def environment(self) -> dict[str, Any]:
+        """Seed, device and threads, as provenance records them."""
+        import torch
+
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        host = {"host": socket.gethostname()} if self.record.record_host else {}
+        return {
+            **host,
+            "seed": self.compute.seed,
+            "deterministic": self.compute.deterministic,
+            "device": str(self.device),
+            "gpu": gpu,
+            "threads": torch.get_num_threads(),
+        }
+
+    def stream(self, name: str) -> torch.Generator:
+        """The random stream called `name`, under the user's seed."""
+        from bnncli.numerics.seeds import stream
+
+        return stream(self.compute.seed, name)
+
+    def belongs(self, header: Header) -> dict[str, Any] | None:
+        """The checkpoint's record, once the artifact is known to come from the checkpoint that was named.
+
+        Raises:
+            MissingInput: the artifact has a checkpoint, and it is gone.
+            DataError: it comes from another one.
+        """
+        recorded = header.provenance.get("checkpoint")
+        if recorded is None:
+            return None
+        current = self._current_weights(recorded)
+        if current != recorded["weights_digest"]:
+            raise DataError(
+                f"{header.path} was made from another checkpoint than {self.checkpoint_path}",
+                code="wrong_checkpoint",
+                hint=self.remake(header) or UNKNOWN_MAKER,
+                path=header.path,
+            )
+        return dict(recorded)
+
+    def use(self, header: Header) -> None:
+        """Pass an artifact as an input: of this checkpoint, and fresh, or stale with --allow-stale and a warning.
+
+        Raises:
+            DataError: it comes from another checkpoint, or is stale, with the command that makes it again.
+        """
+        checkpoint = self.belongs(header)
+        try:
+            digest = checkpoint["weights_digest"] if checkpoint else None
+            check_fresh(header, weights_digest=digest, remake=self.remake, followed=self.followed)
+        except DataError as error:
+            if not self.inputs.allow_stale:
+                raise
+            self.console.warn(f"{error.message}; used all the same (--allow-stale)")
+
+    def _current_weights(self, recorded: dict[str, Any]) -> str:
+        """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""
+        if not hasattr(self, "_weights"):
+            from bnncli.numerics.digests import file_sha256
+
+            path = self.checkpoint_path
+            if not path.is_file():
+                raise MissingInput(
+                    f"no checkpoint {path}", hint="give the checkpoint that the run was made from", path=path
+                )
+            if file_sha256(path) == recorded["file_sha256"]:
+                self._weights = str(recorded["weights_digest"])
+            else:
+                from bnncli.checkpoints.load import load_checkpoint
+
+                self._weights = load_checkpoint(path).weights_digest
+        return self._weights
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the command began."""
+        return time.monotonic() - self.started
+
+
+def source_json(source: Source) -> dict[str, str]:
+    """An input as the JSON result names it."""
+    return {"role": source.role, "path": str(source.path), "content_digest": source.content_digest}

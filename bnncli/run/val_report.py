@@ -1,0 +1,219 @@
+"""What a posterior's default predictive is worth on val, beside the plainer ones that it should replace.
+
+Measured as `predict` would: its default integrator, as many draws, from the same stream. A temperature is fitted to val, so
+that its losses are those with each example left out. The prior precision (and the structure) may have been chosen on val too: that favours
+the posterior, by about a part in N each, and a warning is the rarer for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bnncli.evaluation.excess import FALSE_ALARM, Scored, excesses, score
+from bnncli.inference.temperature import fit_temperature, held_out_losses
+from bnncli.integrators import load_integrator, prepare, supports
+from bnncli.posteriors.point import Point
+from bnncli.run.inputs import Split, load_split
+from bnncli.run.predict_plan import default_integrator_of, default_samples
+from bnncli.run.session import Run
+from bnncli.storage.headers import read_header
+
+OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
+_WORDS = {
+    "network": "the network as trained",
+    "temperature": "the network at its best temperature",
+    "plug-in": "its own centre (plug-in)",
+    "probit": "probit",
+    "base": "the base that it refines",
+}
+
+
+def has_labeled_val(run: Run) -> bool:
+    """Whether the run has a val split with labels."""
+    path = run.folder.features("val")
+    return path.is_file() and bool(read_header(path).meta.get("is_labeled"))
+
+
+def labeled_val(run: Run) -> Split | None:
+    """The run's val split; None where there is none, or it has no labels."""
+    return load_split(run, "val") if has_labeled_val(run) else None
+
+
+def measure_on_val(
+    run: Run, posterior: Any, val: Split, *, method: str, others: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`val`, `val_excess` and `recommended_integrator`, for an artifact's metrics.
+
+    `val` has nll, standard_error and ece of each predictive: `network`, `temperature` (of the network, held out),
+    `plug-in`, `probit`, `plug-in-temperature` (the centre at its best temperature, held out: what `fit-temperature --base`
+    gives), both where val has a best temperature, and under `method` the posterior by its default integrator. `val_excess` has by how much that one is worse.
+
+    Args:
+        posterior: over the head, with what its default integrator needs, on the device.
+        val: labelled.
+        method: laplace, refine, ...: tells the default integrator.
+        others: further posteriors to compare with, by name, by their default integrator (the base of a flow).
+    """
+    assert val.content.labels is not None
+    labels, head = val.content.labels, val.head()
+    name = default_integrator_of(method)
+    chosen, how = _predicted(run, posterior, val, name)
+    found = {method: score(method, chosen, labels)}
+    facts: dict[str, dict[str, Any]] = {method: how}
+    references: dict[str, Scored] = {}
+    if head is not None:
+        network = Point(head.to(run.device), posterior.layout)
+        references["network"] = score("network", _predicted(run, network, val, "plug-in")[0], labels)
+        best = _at_best_temperature(run, network, val, "temperature")
+        if best is not None:
+            references["temperature"], facts["temperature"] = best
+    for other in OTHER_INTEGRATORS:
+        if other != name and supports(other, posterior):
+            references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
+    for key, other_posterior in (others or {}).items():
+        probs, facts[key] = _predicted(run, other_posterior, val, default_integrator_of(key))
+        references[key] = score(key, probs, labels)
+    if supports("plug-in", posterior):
+        centre = Point(posterior.center, posterior.layout)
+        best = _at_best_temperature(run, centre, val, "plug-in-temperature")
+        if best is not None:
+            found["plug-in-temperature"], facts["plug-in-temperature"] = best
+    gaps = excesses(found[method], list(references.values()))
+    entries = {key: {**one.to_json(), **facts.get(key, {})} for key, one in (references | found).items()}
+    worse = [gap.reference for gap in gaps if gap.is_worse]
+    better = [key for key in OTHER_INTEGRATORS if key in worse]
+    return {
+        "val": entries,
+        "val_excess": {gap.reference: gap.to_json() for gap in gaps},
+        "val_false_alarm": FALSE_ALARM,
+        "val_num_examples": len(labels),
+        "recommended_integrator": min(better, key=lambda key: references[key].nll) if better else name,
+    }
+
+
+def worse_than(metrics: Mapping[str, Any]) -> list[str]:
+    """The predictives that the posterior's default is worse than on val, the best first."""
+    gaps = metrics.get("val_excess") or {}
+    return sorted((name for name, gap in gaps.items() if gap["is_worse"]), key=lambda name: -gaps[name]["value"])
+
+
+def warn_if_worse(run: Run, path: Path, metrics: Mapping[str, Any], *, method: str, also: Sequence[str] = ()) -> None:
+    """Say so where what predict gives by default is worse on val than what is simpler, and what to run.
+
+    Args:
+        path: of the artifact.
+        metrics: of the artifact, with what measure_on_val gives, where there was a val split.
+        method: as for measure_on_val.
+        also: further commands that may help, in words.
+    """
+    worse = worse_than(metrics)
+    if worse:
+        run.console.warn(_warning(run, metrics, worse, name=path.stem, method=method, also=also))
+
+
+def _warning(
+    run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, method: str, also: Sequence[str]
+) -> str:
+    own = metrics["val"][method]
+    found = [_against(metrics, reference) for reference in worse]
+    share = f"{100 * metrics['val_false_alarm']:g} times in 100"
+    return (
+        f"{name} predicts worse on val than what is simpler: NLL {own['nll']:.4f}, ECE {own['ece']:.1%} ({own['integrator']}{_draws(own)}), "
+        f"against {'; '.join(found)} ({metrics['val_num_examples']} examples, paired; such a warning is false at most {share}). "
+        f"Run {' or '.join([*_remedies(run, metrics, worse, name=name, own=own['nll']), *also])}"
+    )
+
+
+def val_line(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """NLL and ECE of each predictive, for people, the best first."""
+    found = []
+    for key, entry in sorted(entries.items(), key=lambda item: float(item[1]["nll"])):
+        by = f" at {entry['temperature']:.3g}" if "temperature" in entry else ""
+        by = f" ({entry['integrator']}{_draws(entry)})" if "integrator" in entry else by
+        found.append(f"{key}{by} {entry['nll']:.4f}, {entry['ece']:.1%}")
+    return "; ".join(found)
+
+
+def _draws(entry: Mapping[str, Any]) -> str:
+    return f", {entry['samples']} draws" if entry.get("samples") else ""
+
+
+def note_on_default(metrics: Mapping[str, Any], integrator: str) -> str | None:
+    """What predict says when it takes an integrator by default that another one beat on val; None where none did."""
+    better, entries = metrics.get("recommended_integrator"), metrics.get("val") or {}
+    if better in (None, integrator) or better not in entries:
+        return None
+    own = next((entry["nll"] for entry in entries.values() if entry.get("integrator") == integrator), math.nan)
+    return (
+        f"on val {better} predicted better than {integrator} (NLL {entries[better]['nll']:.4f} against {own:.4f}): "
+        f"add --integrator {better}"
+    )
+
+
+def _against(metrics: Mapping[str, Any], reference: str) -> str:
+    entry, gap = metrics["val"][reference], metrics["val_excess"][reference]
+    words = _WORDS.get(reference, reference)
+    if "temperature" in entry:
+        words += f", {entry['temperature']:.3g}"
+    return f"{entry['nll']:.4f}, {entry['ece']:.1%} of {words} (worse by {gap['value']:.4f} +- {gap['standard_error']:.4f})"
+
+
+def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:
+    """Commands whose predictions were measured to be better, with their NLL."""
+    entries = metrics["val"]
+    found = []
+    integrator = metrics["recommended_integrator"]
+    if integrator in worse:
+        command = run.suggest("predict", "--posterior", name, "--integrator", integrator)
+        found.append(f"{command} ({entries[integrator]['nll']:.4f})")
+    scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
+    best = min(scaled, key=lambda key: scaled[key], default=None)
+    if best is not None and scaled[best] < own:
+        base = ("--base", name) if best == "plug-in-temperature" else ()
+        found.append(f"{run.suggest('fit-temperature', *base)} ({scaled[best]:.4f})")
+    if "network" in worse:
+        found.append(f"{run.suggest('predict', '--posterior', 'map')} ({entries['network']['nll']:.4f})")
+    return found
+
+
+def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
+    """Probabilities (N, C) as predict gives them, and by what."""
+    integrator = load_integrator(name)
+    size = default_samples(integrator, posterior.layout.num_params) if integrator.is_sampling else None
+    ready = prepare(integrator, posterior, num_samples=size, generator=run.stream("predict/draws"))
+    parts = []
+    for features in val.feature_blocks(run.device):
+        generator = run.stream("predict/draws")
+        parts.append(ready.predict(posterior, features, num_samples=size, generator=generator).probs.cpu())
+    return torch.cat(parts).numpy(), {"integrator": name, "samples": size}
+
+
+def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[Scored, dict[str, Any]] | None:
+    """A point divided by the temperature that val prefers, scored by its losses held out.
+
+    None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
+    """
+    assert val.content.labels is not None
+    logits, labels = val.class_logits(point, run.device), val.labels(run.device)
+    fit = fit_temperature(logits, labels)
+    if fit.unbounded == "separable":
+        return None
+    losses = held_out_losses(logits, labels, fit).cpu().numpy()
+    probs = torch.cat([_softmax(block, fit.temperature) for block in _blocks(logits)]).numpy()
+    return score(key, probs, val.content.labels, losses=losses), {"temperature": fit.temperature}
+
+
+def _blocks(logits: Tensor) -> Iterable[Tensor]:
+    return logits.split(max(1, (1 << 22) // logits.shape[1]))
+
+
+def _softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Of logits (n, C) divided by the temperature, in float64 on the way; on the CPU."""
+    return torch.softmax(logits.double() / temperature, dim=1).float().cpu()

@@ -1,0 +1,208 @@
+"""compare: the scores of posteriors side by side, with standard errors and tests of which differences are real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.evaluation.detection_scores import PREDICTION_SCORES
+from bnncli.evaluation.standings import standings
+from bnncli.options import CompareOptions
+from bnncli.options.assertions import Quantity
+from bnncli.run.prediction_groups import Group, open_groups
+from bnncli.run.score_rows import num_draws
+from bnncli.run.session import Result, Run, source_json
+from bnncli.stages.compare.doubts import doubts
+from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
+from bnncli.stages.compare.plot import draw_plot, plan, planned_plot
+from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
+from bnncli.storage.provenance import Source
+
+_FORMATS = {"csv": as_csv, "markdown": as_markdown, "latex": as_latex}
+
+
+def run(run: Run, options: CompareOptions) -> Result:
+    """Measure, test and print; only --plot writes."""
+    if run.console.options.json and options.format != "text":
+        raise UsageError(f"--format {options.format} and --json exclude each other: give one")
+    runs = _runs(run)
+    found = [open_groups(one, posteriors=options.posterior, integrators=options.integrator) for one in runs]
+    groups = _shared(runs, found, options.split)
+    baseline = _baseline(runs[0], options, [own[0] for own in groups.values()])
+    _check_same_examples(runs, options, groups)
+    plot = None if options.plot is None else planned_plot(run, options.plot, options.split)
+    if run.write.dry_run:
+        return Result("planned") if plot is None else plan(plot)
+    columns = measure(run, options, groups)
+    _check_wanted(options, columns, [own[0] for own in groups.values()])
+    comparison = _compare(options, groups, columns, baseline)
+    for text in doubts(runs[0], options, comparison, [own[0] for own in groups.values()]):
+        run.console.warn(text)
+    result = Result(
+        extra=as_json(comparison) | {"inputs": _inputs(groups)},
+        tables=[as_table(comparison)] if options.format == "text" else [],
+        lines=[] if options.format == "text" else _FORMATS[options.format](comparison),
+    )
+    if plot is not None:
+        result.add(draw_plot(run, plot, comparison))
+    return result
+
+
+def _runs(run: Run) -> list[Run]:
+    """A run for each checkpoint. Raises UsageError for one that is named twice, or --run-dir with several."""
+    paths = [Path(path) for path in run.arguments["ckpt"]]
+    if len(paths) > 1 and run.run_options.run_dir is not None:
+        raise UsageError("--run-dir is the run folder of one checkpoint; several were given")
+    runs = [replace(run, arguments={**run.arguments, "ckpt": path}, heads={}) for path in paths]
+    roots = [one.folder.root.resolve() for one in runs]
+    for place, root in enumerate(roots):
+        if root in roots[:place]:
+            raise UsageError(f"{paths[place]} is given twice: the same checkpoint is no second seed")
+    return runs
+
+
+def _shared(runs: Sequence[Run], found: Sequence[Sequence[Group]], split: str) -> dict[str, list[Group]]:
+    """The groups that every run has with predictions of the split, by name, one for each run."""
+    labels = {(group.name, group.posterior, group.variant): None for groups in found for group in groups}
+    shared: dict[str, list[Group]] = {}
+    left_out: dict[str, list[str]] = {}  # by the checkpoints that lack them
+    for label in labels:
+        own = [
+            next(
+                (g for g in groups if (g.name, g.posterior, g.variant) == label and split in g.splits(is_ood=False)),
+                None,
+            )
+            for groups in found
+        ]
+        lacking = [str(one.checkpoint_path) for one, group in zip(runs, own, strict=True) if group is None]
+        if lacking:
+            left_out.setdefault(", ".join(lacking), []).append(label[0])
+            continue
+        shared.setdefault(label[0], []).extend(group for group in own if group is not None)
+    if shared or len(runs) > 1:
+        for where, names in left_out.items():
+            runs[0].console.warn(f"leaving out {', '.join(names)}: no predictions of split {split!r} for {where}")
+    if not shared:
+        inside, outside = (
+            list(dict.fromkeys(name for groups in found for group in groups for name in group.splits(is_ood=is_ood)))
+            for is_ood in (False, True)
+        )
+        raise MissingInput(
+            f"--split: no posterior has predictions of an in-distribution split {split!r}"
+            + (" for every checkpoint" if len(runs) > 1 else "")
+            + f" (there: {', '.join(inside) or 'none'})",
+            hint=None if split in outside else runs[0].suggest("predict", "--split", split),
+        )
+    return shared
+
+
+def _baseline(run: Run, options: CompareOptions, groups: list[Group]) -> int | None:
+    """The place of the posterior that --baseline names. Raises MissingInput or UsageError where there is not one."""
+    name = options.baseline
+    if name is None:
+        return None
+    labels = [group.name for group in groups]
+    found = [place for place, group in enumerate(groups) if group.is_named([name], [])]
+    if not found:
+        raise MissingInput(
+            f"--baseline: no posterior {name!r} is compared here (there: {', '.join(labels)})",
+            hint=run.suggest("predict", "--posterior", name.partition(".")[0]),
+        )
+    if len(found) > 1:
+        raise UsageError(f"--baseline: {name} may mean {', '.join(labels[place] for place in found)}; name one")
+    if len(labels) == 1:
+        raise UsageError(f"--baseline: there is no other posterior to compare {labels[0]} with")
+    return found[0]
+
+
+def _check_same_examples(runs: Sequence[Run], options: CompareOptions, groups: dict[str, list[Group]]) -> None:
+    """Raise DataError unless all posteriors of a checkpoint predict the same examples; warn where checkpoints differ."""
+    identities: dict[str, set[Any]] = {}
+    for place in range(len(next(iter(groups.values())))):
+        first: dict[str, tuple[str, Any]] = {}
+        for label, own in groups.items():
+            chosen = own[place].splits(is_ood=True) | {options.split: own[place].splits(is_ood=False)[options.split]}
+            for name, header in chosen.items():
+                identity = (header.meta.get("order_digest"), header.meta["num_examples"])
+                other, expected = first.setdefault(name, (label, identity))
+                identities.setdefault(name, set()).add(identity)
+                if identity != expected:
+                    raise DataError(
+                        f"{header.path}: split {name!r} holds other examples for {label} than for {other}: scores of "
+                        "different examples cannot be paired",
+                        code="different_examples",
+                        hint=runs[0].suggest("predict", "--force") if len(runs) == 1 else None,
+                        path=header.path,
+                    )
+    for name, found in identities.items():
+        if len(found) > 1:
+            runs[0].console.warn(f"split {name!r} holds other examples for some checkpoints than for others")
+
+
+def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[Group]) -> None:
+    """Raise when a score that was asked for by name is not there, or undefined for every posterior."""
+    for text, wanted in zip(options.metric, options.scores, strict=False):
+        own = [column for column in columns if column.answers(wanted)]
+        if not own:
+            raise UsageError(f"--metric {text}: no posterior has this score{_in_its_place(wanted, columns, groups)}")
+        if all(entry.samples is None for column in own for entry in column.entries):
+            reason = own[0].entries[0].undefined
+            raise DataError(
+                f"--metric {text} is undefined on split {options.split!r}: {reason}", code="undefined_metric"
+            )
+
+
+def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[Group]) -> str:
+    """What could have been meant, in brackets: the columns of the metric, or the splits and scores of a detection."""
+    there = [column.form for column in columns if column.row["name"] == wanted.metric]
+    if there:
+        return f" (there: {', '.join(there)})"
+    if wanted.metric not in OF_TWO_SPLITS:
+        return ""
+    splits = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True))
+    return f" (out-of-distribution splits: {', '.join(splits) or 'none'}; scores: {', '.join(PREDICTION_SCORES)})"
+
+
+def _compare(
+    options: CompareOptions, groups: dict[str, list[Group]], columns: Sequence[Column], baseline: int | None
+) -> Comparison:
+    judged = [
+        standings(
+            [entry.samples for entry in column.entries],
+            higher_is_better=column.row["higher_is_better"],
+            alpha=options.alpha,
+            baseline=baseline,
+        )
+        for column in columns
+    ]
+    firsts = [own[0] for own in groups.values()]
+    return Comparison(
+        names=[_name(own, options.split) for own in groups.values()],
+        columns=list(columns),
+        standings=judged,
+        split=options.split,
+        num_examples=firsts[0].splits(is_ood=False)[options.split].meta["num_examples"],
+        num_checkpoints=len(next(iter(groups.values()))),
+        replicates=options.bootstrap,
+        alpha=options.alpha,
+        baseline=baseline,
+    )
+
+
+def _name(groups: Sequence[Group], split: str) -> Name:
+    """What the predictions of one posterior, for each checkpoint, are called."""
+    draws = {num_draws(group, group.splits(is_ood=False)[split]) for group in groups}
+    own = groups[0]
+    return Name(own.name, own.posterior, own.integrator, own.variant, draws.pop() if len(draws) == 1 else None)
+
+
+def _inputs(groups: dict[str, list[Group]]) -> list[dict[str, str]]:
+    return [
+        source_json(Source(f"predictions.{label}.{header.meta['split']}", header.path, header.content_digest))
+        for label, own in groups.items()
+        for group in own
+        for header in group.headers
+    ]

@@ -1,0 +1,166 @@
+"""The scores that compare shows: measured for every posterior and checkpoint from the files of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.checks import find_metric, forms
+from bnncli.evaluation.detection_scores import PREDICTION_SCORES
+from bnncli.evaluation.integration_error import IntegrationError
+from bnncli.evaluation.measured import Measured, measure_detection, measure_split, needed_scores
+from bnncli.evaluation.paired import Sample, integration
+from bnncli.evaluation.rows import split_scores
+from bnncli.numerics.seeds import stream_seed
+from bnncli.options import CompareOptions
+from bnncli.options.assertions import Quantity
+from bnncli.run.prediction_groups import Group
+from bnncli.run.score_rows import SplitPredictions
+from bnncli.run.session import Run
+from bnncli.stages.compare.integration import Known, detection_errors, split_errors
+
+OF_TWO_SPLITS = ("auroc", "aupr", "fpr95")
+_IN_THE_SPREAD = "the spread over checkpoints contains it"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A score of one posterior.
+
+    Args:
+        samples: None where a checkpoint leaves it undefined. undefined: for this reason.
+        integration_unknown: the reason why no integration error is told beside it.
+    """
+
+    samples: Sample | None
+    undefined: str | None = None
+    integration_unknown: str | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One score of all posteriors.
+
+    Args:
+        row: name, the choices that define it, higher_is_better.
+        form: how it is written among the other columns, as ece:equal-mass.
+        entries: one for each posterior.
+    """
+
+    row: dict[str, Any]
+    form: str
+    entries: list[Entry]
+
+    def answers(self, wanted: Quantity) -> bool:
+        """Whether it is what was asked for."""
+        return bool(find_metric([self.row], wanted))
+
+
+def measure(run: Run, options: CompareOptions, groups: dict[str, list[Group]]) -> list[Column]:
+    """The scores wanted of every posterior, in the order wanted; groups has a group for each checkpoint."""
+    num_checkpoints = len(next(iter(groups.values())))
+    bootstrap = Bootstrap(options.bootstrap, 1 - options.alpha, options.seed) if num_checkpoints == 1 else None
+    measured: list[list[list[Measured]]] = []  # of each checkpoint, of each posterior
+    errors: list[Known] = []  # of each posterior, for one checkpoint
+    for place in range(num_checkpoints):
+        run.console.poll("compare")
+        measured.append(_measure_checkpoint(run, options, [own[place] for own in groups.values()], bootstrap))
+    if num_checkpoints == 1:
+        for (own,), found in zip(groups.values(), measured[0], strict=True):
+            run.console.poll(f"integration error of {own.name}")
+            errors.append(_integration_errors(options, own, found))
+    rows = {one.key: one.row for checkpoint in measured for own in checkpoint for one in own}
+    names: dict[tuple[tuple[str, str], ...], str] = {}
+    for wanted in options.scores:
+        usual = find_metric(list(rows.values()), wanted)
+        picked = {key: row for key, row in rows.items() if any(row is one for one in usual)}
+        for key, form in zip(picked, _forms(list(picked.values()), wanted), strict=True):
+            names.setdefault(key, form)
+    columns = []
+    for key, form in names.items():
+        row = rows[key]
+        entries = []
+        for label, name in enumerate(groups):
+            ones = [next((one for one in checkpoint[label] if one.key == key), None) for checkpoint in measured]
+            known = errors[label].get(key, "") if errors else _IN_THE_SPREAD
+            entries.append(_entry(ones, known, seed=stream_seed(options.seed, f"integration/{name}/{form}")))
+        columns.append(Column(row, form, entries))
+    return columns
+
+
+def _integration_errors(options: CompareOptions, group: Group, measured: Sequence[Measured]) -> Known:
+    """Those of all scores of one posterior."""
+    inside = SplitPredictions(group.splits(is_ood=False)[options.split])
+    own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
+    other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    own = [one for one in measured if "ood" not in one.row]
+    found = split_errors(inside, own_wanted, own, num_bins=options.bins) if own else {}
+    for name, header in group.splits(is_ood=True).items():
+        others = [one for one in measured if one.row.get("ood") == name]
+        found |= detection_errors(inside, SplitPredictions(header), other_wanted, others) if others else {}
+    return found
+
+
+def _measure_checkpoint(
+    run: Run, options: CompareOptions, groups: Sequence[Group], bootstrap: Bootstrap | None
+) -> list[list[Measured]]:
+    """The scores wanted of each posterior of one checkpoint."""
+    own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
+    other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
+    inside = [SplitPredictions(group.splits(is_ood=False)[options.split]) for group in groups]
+    split = (options.split, len(inside[0].examples))
+    measured: list[list[Measured]] = [[] for _ in groups]
+    if own_wanted:
+        scores = [split_scores(p.file.probs, p.examples, p.file.mutual_info, num_bins=options.bins) for p in inside]
+        measured = measure_split(scores, own_wanted, split=split, bootstrap=bootstrap)
+    others = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True)) if other_wanted else {}
+    for ood in others:
+        run.console.poll(f"compare {ood}")
+        places = [place for place, group in enumerate(groups) if ood in group.splits(is_ood=True)]
+        outside = [SplitPredictions(groups[place].splits(is_ood=True)[ood]) for place in places]
+        names = needed_scores(PREDICTION_SCORES, other_wanted, ood)
+        vectors = [
+            (inside[place].detection_scores(names), far.detection_scores(names))
+            for place, far in zip(places, outside, strict=True)
+        ]
+        size = (ood, len(outside[0].examples))
+        found = measure_detection(vectors, other_wanted, split=split, ood=size, bootstrap=bootstrap)
+        for place, own in zip(places, found, strict=True):
+            measured[place] += own
+    return measured
+
+
+def _entry(found: Sequence[Measured | None], known: IntegrationError | str, *, seed: int) -> Entry:
+    """What the checkpoints together say of a score.
+
+    Args:
+        known: its integration error, or why there is none.
+        seed: of the noise that stands for it among the replicates.
+    """
+    values = []
+    for one in found:
+        if one is None:
+            return Entry(None, "no such score of these predictions")
+        if one.value is None:
+            return Entry(None, one.undefined)
+        values.append(one.value)
+    replicates = found[0].replicates if len(found) == 1 and found[0] is not None else None
+    if isinstance(known, str) or replicates is None:
+        unknown = known if isinstance(known, str) else "there are no replicates to add it to"
+        return Entry(Sample(np.array(values), replicates), integration_unknown=unknown)
+    noise = integration(known.standard_error, known.degrees_of_freedom, size=len(replicates), seed=seed)
+    return Entry(Sample(np.array(values), replicates, noise))
+
+
+def _forms(rows: Sequence[dict[str, Any]], wanted: Quantity) -> list[str]:
+    """How each column that one score asks for is written: as it was asked for, and what tells the columns apart."""
+    names = []
+    for row, form in zip(rows, forms(rows), strict=True):
+        parts = [wanted.metric, *wanted.choices]
+        telling = [*form.split(":")[1:], *([row["ood"]] if "ood" in row else [])]
+        names.append(":".join([*parts, *dict.fromkeys(choice for choice in telling if choice not in parts)]))
+    return names

@@ -1,0 +1,283 @@
+"""What compare prints: a table for people, CSV with every digit, Markdown, LaTeX (booktabs), and the JSON document."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bnncli.evaluation.paired import Difference, Sample
+from bnncli.evaluation.standings import Standing
+from bnncli.names import posterior_title
+from bnncli.run.score_table import score_title
+from bnncli.run.session import Table
+from bnncli.stages.compare.measure import Column
+
+_DIGITS = 4
+_NAMES = ("posterior", "integrator", "draws")
+
+
+class Name(NamedTuple):
+    """What predictions are called: their folder, and the posterior, integrator and variant they are of.
+
+    draws: how many they are averages over; None where the integral is not estimated, or checkpoints differ.
+    """
+
+    folder: str
+    posterior: str
+    integrator: str
+    variant: str
+    draws: int | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        """Posterior, with the folder where it says something else, variant and draws."""
+        shown = "-" if self.draws is None else str(self.draws)
+        return [posterior_title(self.posterior, self.variant, self.folder), self.variant, shown]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The scores of all posteriors, and how each stands in its column.
+
+    Args:
+        names: of each row.
+        standings: of each column, of each row.
+        num_examples: of the split, for the first checkpoint.
+        baseline: the row that all are compared with; None: the best of each column.
+    """
+
+    names: list[Name]
+    columns: list[Column]
+    standings: list[list[Standing]]
+    split: str
+    num_examples: int
+    num_checkpoints: int
+    replicates: int
+    alpha: float
+    baseline: int | None
+
+    def is_marked(self, column: int, row: int) -> bool:
+        """Whether a number is marked: as not shown to be worse than any; or as significantly different from the baseline."""
+        standing = self.standings[column][row]
+        if self.baseline is None:
+            return standing.is_close
+        return standing.p_adjusted is not None and standing.p_adjusted <= self.alpha
+
+    def notes(self) -> list[str]:
+        """What the numbers and the marks mean."""
+        if self.num_checkpoints > 1:
+            what, test = (
+                f"mean +- standard error over {self.num_checkpoints} checkpoints",
+                "paired t tests over checkpoints",
+            )
+        else:
+            what = (
+                f"value +- standard error over {self.num_examples} examples (bootstrap, {self.replicates} replicates)"
+            )
+            test = "paired bootstrap over examples"
+            if any(name.draws is not None for name in self.names):
+                what += " and draws"
+                test += ", with the integration error of both sides"
+        shown = f"split {self.split}; {what}"
+        if self.baseline is None:
+            return [
+                shown,
+                *self._unknown(),
+                "marked: the best of its column and all that are not significantly worse than another; those whose true "
+                f"scores are the best are all marked but for a chance of {100 * self.alpha:g} % in each column ({test}, all pairs "
+                "together, stepwise)",
+            ]
+        name = self.names[self.baseline].folder
+        return [
+            f"{shown} for {name}; for the others the difference from it, with its {100 * (1 - self.alpha):g} % interval and p-value",
+            *self._unknown(),
+            f"marked: significantly different ({test}; intervals and p-values of each alone, marks by Holm, alpha {self.alpha:g})",
+        ]
+
+    def _unknown(self) -> list[str]:
+        """Notes on integration errors that are not known, and so taken as zero."""
+        if self.num_checkpoints > 1:
+            return []
+        whose: dict[str, dict[str, None]] = {}
+        for column in self.columns:
+            for name, entry in zip(self.names, column.entries, strict=True):
+                if entry.samples is not None and entry.integration_unknown is not None:
+                    whose.setdefault(entry.integration_unknown, {})[f"{column.form} of {name.folder}"] = None
+        return [
+            f"integration error unknown, taken as zero: {', '.join(scores)} ({reason})"
+            for reason, scores in whose.items()
+        ]
+
+
+def as_table(comparison: Comparison) -> Table:
+    """The table for people; marks are stars in front, so that numbers stay aligned."""
+    titles = score_titles(comparison)
+    cells = _cells(comparison, lambda text, is_marked: f"{'*' if is_marked else ' '} {text}", sign="+-")
+    names = [name.cells for name in comparison.names]
+    narrow = [
+        Table([*_NAMES, title], [[*name, row[place]] for name, row in zip(names, cells, strict=True)])
+        for place, title in enumerate(titles)
+    ]
+    rows = [[*name, *row] for name, row in zip(names, cells, strict=True)]
+    notes = [note.replace("marked:", "*:") for note in comparison.notes()]
+    return Table([*_NAMES, *titles], rows, notes=notes, narrow=narrow)
+
+
+def as_markdown(comparison: Comparison) -> list[str]:
+    """A Markdown table with marked numbers in bold, and the notes below."""
+    cells = _cells(comparison, lambda text, is_marked: f"**{text}**" if is_marked else text, sign="±")
+    head = [*_NAMES, *score_titles(comparison)]
+    lines = [head, ["---", "---", "---:", *("---:" for _ in comparison.columns)]]
+    lines += [[*name.cells, *row] for name, row in zip(comparison.names, cells, strict=True)]
+    table = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
+    notes = [note.replace("+-", "±").replace("marked:", "Bold:") for note in comparison.notes()]
+    return [*table, "", *(f"{note[0].upper()}{note[1:]}." for note in notes)]
+
+
+def as_latex(comparison: Comparison) -> list[str]:
+    """A LaTeX tabular for booktabs with marked numbers in bold; the notes are comments."""
+
+    def mark(text: str, is_marked: bool) -> str:
+        value, sign, rest = text.partition(r" \pm ")
+        whole = rf"\mathbf{{{value}}}{sign}{rest}" if is_marked else text
+        return f"${whole}$" if text != "-" else "--"
+
+    cells = _cells(comparison, mark, sign=r"\pm")
+    arrows = [r"$\uparrow$" if column.row["higher_is_better"] else r"$\downarrow$" for column in comparison.columns]
+    arrows = [
+        "" if column.row["higher_is_better"] is None else arrow
+        for column, arrow in zip(comparison.columns, arrows, strict=True)
+    ]
+    titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(score_titles(comparison), arrows, strict=True)]
+    lines = [f"% {note.replace('marked:', 'bold:')}" for note in comparison.notes()]
+    lines += [rf"\begin{{tabular}}{{llr{'r' * len(titles)}}}", r"\toprule"]
+    lines += [" & ".join([*_NAMES, *titles]) + r" \\", r"\midrule"]
+    for name, row in zip(comparison.names, cells, strict=True):
+        lines.append(" & ".join([*map(_escaped, name.cells), *row]) + r" \\")
+    return [*lines, r"\bottomrule", r"\end{tabular}"]
+
+
+def as_csv(comparison: Comparison) -> list[str]:
+    """A line for each posterior and score, with every digit; empty where undefined."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([*_NAMES, "split", "score", *_FIELDS])
+    for name, scores in zip(comparison.names, _documents(comparison), strict=True):
+        for column, score in zip(comparison.columns, scores, strict=True):
+            values = [score[key] for key in _FIELDS]
+            shown = ["" if v is None else str(v).lower() if isinstance(v, bool) else v for v in values]
+            writer.writerow([*name.cells[:2], name.draws or "", comparison.split, column.form, *shown])
+    return stream.getvalue().splitlines()
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """The keys of the JSON document."""
+    rows = [
+        {
+            "name": name.folder,
+            "posterior": name.posterior,
+            "integrator": name.integrator,
+            "variant": name.variant,
+            "draws": name.draws,
+            "split": comparison.split,
+            "scores": scores,
+        }
+        for name, scores in zip(comparison.names, _documents(comparison), strict=True)
+    ]
+    many = comparison.num_checkpoints > 1
+    return {
+        "rows": rows,
+        "baseline": None if comparison.baseline is None else comparison.names[comparison.baseline].folder,
+        "alpha": comparison.alpha,
+        "adjustment": "of being among the best: step-down over all pairs of a column"
+        if comparison.baseline is None
+        else "of no difference: holm, over the comparisons of a column",
+        "test": "paired t over checkpoints" if many else "paired bootstrap over examples, symmetric",
+        "replicates": None if many else comparison.replicates,
+        "num_checkpoints": comparison.num_checkpoints,
+    }
+
+
+_FIELDS = (
+    "value", "standard_error", "integration_error", "is_best", "is_close", "difference", "difference_standard_error", "low", "high", "p_value", "p_adjusted",
+)  # fmt: skip
+
+
+def _documents(comparison: Comparison) -> list[list[dict[str, Any]]]:
+    """For each row the scores: what defines each, its value, how it stands. Differences are own minus the other."""
+    found = []
+    for place in range(len(comparison.names)):
+        scores = []
+        for column, standings in zip(comparison.columns, comparison.standings, strict=True):
+            entry, standing = column.entries[place], standings[place]
+            known = entry.samples
+            against = standing.against or Difference(0.0)
+            score: dict[str, Any] = {**column.row, "form": column.form}
+            score["value"] = None if known is None else known.mean
+            score["standard_error"] = None if known is None else known.standard_error
+            score["integration_error"] = None if known is None else known.integration_error
+            if score["integration_error"] is None:
+                score["integration_unknown"] = entry.integration_unknown or entry.undefined
+            score["values"] = None if known is None else known.values.tolist()
+            score |= {"is_best": standing.is_best, "is_close": standing.is_close}
+            score["difference"] = None if standing.against is None else against.value
+            score["difference_standard_error"] = against.standard_error
+            score |= {"low": against.low, "high": against.high}
+            score |= {"p_value": against.p_value, "p_adjusted": standing.p_adjusted}
+            if known is None:
+                score["undefined"] = entry.undefined
+            scores.append(score)
+        found.append(scores)
+    return found
+
+
+def score_titles(comparison: Comparison) -> list[str]:
+    """The title of each column: its score's, and the choices that tell it from others."""
+    return [" ".join([score_title(column.row), *column.form.split(":")[1:]]) for column in comparison.columns]
+
+
+def _cells(comparison: Comparison, mark: Callable[[str, bool], str], *, sign: str) -> list[list[str]]:
+    """The numbers of each row, marked."""
+    rows = []
+    for place in range(len(comparison.names)):
+        row = []
+        for number, column in enumerate(comparison.columns):
+            text = _text(column.entries[place].samples, comparison.standings[number][place], comparison.baseline, sign)
+            row.append(mark(text, comparison.is_marked(number, place)))
+        rows.append(row)
+    return rows
+
+
+def _text(sample: Sample | None, standing: Standing, baseline: int | None, sign: str) -> str:
+    if sample is None:
+        return "-"
+    if baseline is None or standing.against is None:
+        return _number(sample.mean) + _error(sample.standard_error, sign)
+    against = standing.against
+    text = _number(against.value, is_signed=True)
+    if against.low is None or against.high is None or against.p_value is None:
+        return text
+    ends = f"[{_number(against.low, is_signed=True)}, {_number(against.high, is_signed=True)}]"
+    return f"{text} {ends} p={against.p_value:.2g}" if sign != r"\pm" else rf"{text}\;{ends}"
+
+
+def _number(value: float, *, is_signed: bool = False) -> str:
+    rounded = round(value, _DIGITS) + 0.0  # + 0.0: no minus before a zero
+    return f"{rounded:+.{_DIGITS}f}" if is_signed else f"{rounded:.{_DIGITS}f}"
+
+
+def _error(value: float | None, sign: str) -> str:
+    return "" if value is None else f" {sign} {value:.{_DIGITS}f}"
+
+
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
+    c: f"\\{c}" for c in "&%$#_{}"
+}
+
+
+def _escaped(text: str) -> str:
+    """Text as LaTeX prints it."""
+    return "".join(_LATEX.get(char, char) for char in text)

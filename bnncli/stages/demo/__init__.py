@@ -1,0 +1,81 @@
+"""demo: the whole pipeline on the embedded case, each step as a user would type it."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bnncli import options as o
+from bnncli.run.session import Result, Run
+from bnncli.stages.demo.fixtures import fixture_path
+from bnncli.storage.atomic import check_writable, publish_bytes
+
+CHECKPOINT = "lenet5-fmnist.pt"
+DATA = ("train", "val", "test")
+OUTSIDE = ("mnist",)
+
+
+def run(run: Run, options: o.DemoOptions) -> Result:
+    """Run every step into the demo's folder; the result is the table of evaluate."""
+    folder = Path(options.dir)
+    checkpoint = _copy_fixture(folder)
+    steps: list[tuple[str, Any, list[str]]] = [
+        ("extract-features", *_extract(folder)),
+        ("fit-laplace", o.FitLaplaceOptions(), []),
+        ("refine", o.RefineOptions(), ["--flow", "radial", "--length", "5", "--epochs", "20"]),
+        ("hmc", o.HmcOptions(), []),
+        ("predict", o.PredictOptions(), []),
+        ("evaluate", o.EvaluateOptions(), []),
+    ]
+    total, seconds = Result(), {}
+    for command, chosen, words in steps:
+        argv = [command, str(checkpoint), *words, *(["--seed", str(run.compute.seed)] if run.compute.seed else [])]
+        run.console.info("$ bnncli " + shlex.join(argv))
+        start = time.monotonic()
+        step = replace(run, command=command, argv=argv, arguments={"ckpt": checkpoint}, started=start)
+        result = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}").run(step, chosen)
+        for line in result.summary:
+            run.console.info("  " + line)
+        seconds[command] = round(time.monotonic() - start, 2)
+        total.add(result)
+        total.tables, total.extra = result.tables, result.extra
+    total.summary = []
+    total.extra["step_seconds"] = seconds
+    total.tables[-1] = replace(total.tables[-1], notes=[*total.tables[-1].notes, *_where(folder, checkpoint, seconds)])
+    return total
+
+
+def _copy_fixture(folder: Path) -> Path:
+    """Put the checkpoint and the data into the demo's folder; what is there already is left alone."""
+    check_writable(folder, hint="choose another place with --dir")
+    for name in (CHECKPOINT, *(f"{split}.npz" for split in (*DATA, *OUTSIDE))):
+        target = folder / name
+        content = fixture_path(name).read_bytes()
+        if not target.is_file() or target.read_bytes() != content:
+            publish_bytes(target, content, may_replace=target.is_file())
+    return folder / CHECKPOINT
+
+
+def _extract(folder: Path) -> tuple[o.ExtractFeaturesOptions, list[str]]:
+    """Options of extract-features, and the words a user would type for them."""
+    data = [f"{split}=npz:{folder / f'{split}.npz'}" for split in DATA]
+    outside = [f"{split}=npz:{folder / f'{split}.npz'}" for split in OUTSIDE]
+    words = ["--model", "lenet5"]
+    for flag, specs in (("--data", data), ("--ood", outside)):
+        for spec in specs:
+            words += [flag, spec]
+    return o.ExtractFeaturesOptions(model="lenet5", data=data, ood=outside), words
+
+
+def _where(folder: Path, checkpoint: Path, seconds: dict[str, float]) -> list[str]:
+    run_folder = f"{checkpoint}.bnn"
+    took = ", ".join(f"{command} {value:.1f}" for command, value in seconds.items())
+    return [
+        f"seconds: {took}",
+        f"checkpoint and data: {folder}/; features, posteriors, predictions, metrics: {run_folder}/",
+        f"next: bnncli status {checkpoint}; bnncli inspect {run_folder}/posteriors/laplace.safetensors; bnncli <command> --help",
+    ]

@@ -1,0 +1,263 @@
+"""diagnose: every posterior of the run judged against its target, and one sentence that says which to use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bnncli.errors import CheckFailed, DataError, MissingInput
+from bnncli.evaluation.draw_blocks import compare_draws
+from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
+from bnncli.evaluation.verdict import POINTS, Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.options import DiagnoseOptions
+from bnncli.run.inputs import load_split, posterior_source, recorded_prior
+from bnncli.run.session import Result, Run, source_json
+from bnncli.stages.diagnose.diagnosis import Diagnosis, diagnose
+from bnncli.stages.diagnose.tables import diagnosis_tables
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.provenance import Source
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
+
+
+def run(run: Run, options: DiagnoseOptions) -> Result:
+    """Judge and print; nothing is written."""
+    train = load_split(run, "train").check_labeled()
+    val = load_split(run, "val") if run.folder.features("val").is_file() else None
+    found = _open(run, options, train.layout)
+    target = train.target(Prior(1.0), run.device)  # the features travel to a GPU once
+    diagnoses = []
+    for name, (path, _, _) in found.items():
+        run.console.poll(f"diagnose {name}")
+        diagnoses.append(diagnose(run, options, path, name=name, train=target, val=val))
+    pairs = _pairs(run, diagnoses)
+    headers = {name: header for name, (_, header, _) in found.items()}
+    diagnoses = _with_comparisons(diagnoses, pairs, headers)
+    verdict = give_verdict([one.judged for one in diagnoses], _commands(run, options, diagnoses, headers))
+    entries = {one.judged.name: one.entry for one in diagnoses}
+    used = [part.source for part in (train, val) if part is not None] + [source for _, _, source in found.values()]
+    return Result(
+        extra={
+            "posteriors": entries,
+            "pairs": pairs,
+            "verdict": _verdict_json(verdict),
+            "inputs": [source_json(source) for source in used],
+            "environment": run.environment(),
+        },
+        tables=diagnosis_tables(entries, pairs),
+        lines=[verdict.sentence],
+        failure=None if verdict.is_good or not options.strict else _failure(verdict),
+    )
+
+
+def _open(run: Run, options: DiagnoseOptions, layout: HeadLayout) -> dict[str, tuple[Path, Header, Source]]:
+    """The posteriors to judge, by name, or by path when they lie elsewhere; stale ones are skipped with a warning unless they were named."""
+    if options.posterior:
+        maker = run.suggest("status")
+        named = dict.fromkeys(options.posterior)
+        paths = [run.folder.find_posterior(name, flag="--posterior", maker=maker) for name in named]
+    else:
+        paths = run.folder.posteriors()
+    if not paths:
+        raise MissingInput(
+            f"{run.checkpoint_path} has no posteriors",
+            hint=run.suggest("fit-laplace"),
+            path=run.folder.root / "posteriors",
+        )
+    found = {}
+    for path in paths:
+        is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
+        try:
+            header, source = posterior_source(run, path, "posterior")
+            _check_is_of_head(path, header, layout)
+            found[path.stem if is_own else str(path)] = (path, header, source)
+        except DataError as error:
+            if options.posterior:
+                raise
+            run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
+    if not found:
+        raise DataError(
+            "no posterior of the run can be diagnosed: each is stale, or a network of its own",
+            code="stale_input",
+            hint=f"{run.suggest('status')} tells which; {run.suggest('evaluate')} judges predictions of any",
+        )
+    return found
+
+
+def _check_is_of_head(path: Path, header: Header, layout: HeadLayout) -> None:
+    """Raise DataError for a network of its own: with hidden layers, or a single logit where the last layer has two."""
+    sizes = header.meta.get("sizes", ())
+    if len(sizes) > 2:
+        raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")
+    if sizes and sizes[1] == 1 and layout.num_outputs == 2:
+        raise DataError(f"{path} has a single logit, other posteriors of this run have two; only those are diagnosed")
+
+
+def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
+    """MMD^2 between all pairs of posteriors, with one bandwidth for all, its standard error and p-value."""
+    chosen = _bandwidth(run, diagnoses)
+    task = run.console.task("mmd", len(diagnoses) * (len(diagnoses) - 1) // 2)
+    pairs = []
+    for one, other in combinations(diagnoses, 2):
+        pair: dict[str, Any] = {
+            "posteriors": [one.judged.name, other.judged.name],
+            "is_same_target": one.judged.target is not None and one.judged.target == other.judged.target,
+            "unbiased": None,
+            "biased": None,
+            "standard_error": None,
+            "p_value": None,
+            "n": [len(side.draws.draws) for side in (one, other)],
+        }
+        finite = [side.judged.name for side in (one, other) if not torch.isfinite(side.draws.draws).all()]
+        if finite:
+            pair["reason"] = f"draws of {' and '.join(finite)} are not finite"
+        elif chosen is None:
+            pair["reason"] = "no posterior whose draws tell a bandwidth"
+        else:
+            pair |= _distance(run, one, other, chosen)
+        pairs.append(pair)
+        task.advance()
+    return pairs
+
+
+def _bandwidth(run: Run, diagnoses: list[Diagnosis]) -> tuple[str, float] | None:
+    """The posterior whose draws set the kernel's bandwidth, chains before others, and that bandwidth."""
+    distributions = [
+        one for one in diagnoses if one.judged.type not in POINTS and bool(torch.isfinite(one.draws.draws).all())
+    ]
+    for one in sorted(distributions, key=lambda one: one.judged.type != "samples"):
+        try:
+            return one.judged.name, median_bandwidth(one.draws.draws.to(run.device))
+        except DataError:  # chains that stand still have no scale
+            continue
+    return None
+
+
+def _distance(run: Run, one: Diagnosis, other: Diagnosis, chosen: tuple[str, float]) -> dict[str, Any]:
+    """MMD^2 of two posteriors with its p-value, and what defines both."""
+    name, bandwidth = chosen
+    x, y = (side.draws.to(run.device) for side in (one, other))
+    distances = squared_distances(x.draws, y.draws)
+    generator = run.stream(f"diagnose/permutations/{one.judged.name}/{other.judged.name}")
+    compared = compare_draws(x, y, distances, bandwidth, generator=generator)
+    found: dict[str, Any] = {
+        "unbiased": compared.value,
+        "biased": mmd2_of(distances, bandwidth).biased,
+        "standard_error": compared.standard_error,
+        "p_value": compared.p_value,
+        "kernel": "rbf",
+        "bandwidth": bandwidth,
+        "bandwidth_of": name,
+        "permutations": compared.num_permutations,
+        "blocks": compared.num_blocks,
+    }
+    return found if compared.untested is None else found | {"reason": compared.untested}
+
+
+def _with_comparisons(
+    diagnoses: list[Diagnosis], pairs: list[dict[str, Any]], headers: dict[str, Header]
+) -> list[Diagnosis]:
+    """The diagnoses with their distance to good draws of the same target, and their val NLL over the lowest, paired."""
+    scored = [one.losses for one in diagnoses if one.losses is not None]
+    lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
+    # Few or stuck draws cannot show a difference: that they show none says nothing.
+    chains = [one.judged.name for one in diagnoses if one.judged.type == "samples" and not doubts(one.judged)]
+    tuned = {recorded_prior(header) for header in headers.values() if header.meta.get("criterion") == "val"}
+    compared = []
+    for one in diagnoses:
+        is_tuned = one.judged.target in tuned
+        has_seen_val = is_tuned or _was_tuned_on_val(headers[one.judged.name])
+        judged = replace(one.judged, is_tuned=is_tuned, has_seen_val=has_seen_val)
+        for pair in pairs:
+            other = next((name for name in pair["posteriors"] if name != judged.name), judged.name)
+            if (
+                judged.reference is None
+                and pair["is_same_target"]
+                and other in chains
+                and judged.name in pair["posteriors"]
+            ):
+                judged = replace(judged, reference=other, mmd2=pair["unbiased"], mmd_p=pair["p_value"])
+        if one.losses is not None and lowest is not None:
+            excess = one.losses - lowest
+            error = float(np.std(excess, ddof=1) / len(excess) ** 0.5) if len(excess) > 1 else None
+            judged = replace(judged, nll_excess=float(excess.mean()), nll_excess_error=error)
+            one.entry["val_nll"] |= {
+                "excess": judged.nll_excess,
+                "excess_standard_error": error,
+                "tuned_on_val": has_seen_val,
+            }
+        compared.append(replace(one, judged=judged))
+    return compared
+
+
+def _was_tuned_on_val(header: Header) -> bool:
+    """Whether something of a posterior other than its prior precision was chosen by the NLL of the val split."""
+    searched = header.meta.get("metrics", {}).get("slab_sd_search")
+    return header.meta.get("method") == "temperature" or searched is not None
+
+
+def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
+    """The commands that a verdict may suggest, to be pasted."""
+
+    def sample(target: Prior | None) -> str:
+        return _sampling_command(
+            run, options, [one.judged for one in diagnoses if one.judged.target == target], headers
+        )
+
+    return Commands(
+        predict=lambda name: run.suggest("predict", "--posterior", name, "--integrator", "mc"),
+        sample=sample,
+        fit=run.suggest("fit-laplace"),
+        tune=run.suggest("fit-laplace", "--prior-precision", "val", "--name", "laplace-val"),
+    )
+
+
+def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judged], headers: dict[str, Header]) -> str:
+    """The command that gives draws of a target: for longer than those judged; or to judge those that lie there."""
+    bases = [judged.name for judged in same_target if judged.type != "samples"]
+    words = ["--base", bases[0]] if bases and "laplace" not in bases else []
+    drawn = next((judged for judged in same_target if judged.type == "samples"), None)
+    if drawn is not None:
+        params = headers[drawn.name].provenance.get("params", {})
+        name, ending = drawn.name, ["--force"]
+        if not bases and drawn.target is not None and drawn.target.is_isotropic:
+            words = ["--prior-precision", repr(drawn.target.weight_precision)]
+        elif not bases:  # no option of hmc says two precisions, and no artifact is made from itself
+            name, words, ending = f"{drawn.name}-longer", ["--base", drawn.name], []
+        for key in ("warmup", "draws"):
+            words += [f"--{key}", str(2 * int(params[key]))] if params.get(key) else []
+        return run.suggest("hmc", *words, *(["--name", name] if name != "hmc" else []), *ending)
+    path = run.folder.posterior("hmc", suffix=".nc")
+    if not path.is_file():
+        return run.suggest("hmc", *words)
+    if recorded_prior(read_header(path)) != same_target[0].target:
+        return run.suggest("hmc", *words, "--name", f"hmc-{bases[0]}")
+    if options.posterior:  # there, and not among those named
+        named = [word for name in (*options.posterior, "hmc") for word in ("--posterior", name)]
+        return run.suggest("diagnose", *named)
+    return run.suggest("hmc", *words, "--force")  # there, and skipped as stale
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    target = verdict.target
+    return {
+        "sentence": verdict.sentence,
+        "use": verdict.use,
+        "prior_precision": None if target is None else target.weight_precision,
+        "bias_precision": None if target is None or target.is_isotropic else target.bias_precision,
+        "is_good": verdict.is_good,
+        "run": verdict.run,
+        "predicts_best": verdict.predicts_best,
+        "predicts_worse": verdict.is_worse,
+    }
+
+
+def _failure(verdict: Verdict) -> CheckFailed:
+    return CheckFailed(
+        "--strict: no posterior that was judged is good for its target", hint=verdict.run, code="no_good_posterior"
+    )

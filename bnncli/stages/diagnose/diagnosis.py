@@ -1,0 +1,225 @@
+"""One posterior of a run, diagnosed: what --json says of it, what the verdict goes by, its draws and val losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bnncli.errors import DataError
+from bnncli.evaluation.bfmi import lowest_bfmi
+from bnncli.evaluation.convergence import convergence
+from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
+from bnncli.evaluation.mmd import NUM_DRAWS
+from bnncli.evaluation.scores import nll_per_example
+from bnncli.evaluation.verdict import DENSITIES, POINTS, Judged, doubts
+from bnncli.inference.importance import diagnose_importance
+from bnncli.integrators import load_integrator
+from bnncli.options import DiagnoseOptions
+from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
+from bnncli.run.session import Run
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.samples import SampleFile
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.prior import Prior
+
+VAL_DRAWS = 200
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found about one posterior.
+
+    Args:
+        judged: the numbers that the verdict goes by.
+        entry: the numbers of --json, null with a reason where undefined.
+        draws: on the CPU, at most 600, with what is independent among them.
+        losses: (N,) negative log probability of each val label, nats; None without a labelled val split.
+    """
+
+    judged: Judged
+    entry: dict[str, Any]
+    draws: ThinnedDraws
+    losses: NDArray[np.float64] | None
+
+
+def diagnose(
+    run: Run, options: DiagnoseOptions, path: Path, *, name: str, train: LastLayerTarget, val: Split | None
+) -> Diagnosis:
+    """The diagnosis of the posterior in a file, called `name` in all that is said of it.
+
+    Args:
+        train: the log posterior of the run's training split; its own prior is ignored.
+
+    Raises:
+        DataError: it is damaged, or is for another head than the features'.
+    """
+    content: SampleFile | None = None
+    if path.suffix == ".nc":
+        require_draws(run, read_header(path))
+        posterior, content = open_samples(path)
+        assert content.header is not None
+        header: Header = content.header
+    else:
+        posterior, header = open_posterior(path)
+    if posterior.layout != train.layout:
+        raise DataError(
+            f"{path} is for {posterior.layout}, the features have {train.layout}", code="wrong_layout", path=path
+        )
+    entry = _empty_entry(posterior.type, header)
+    if content is not None:
+        entry |= _chains(run, posterior.draws, content)
+    elif posterior.type in DENSITIES:
+        entry |= _importance(run, options, name, posterior, header, train)
+    losses = _losses(run, posterior, val)
+    entry["val_nll"] = _mean(losses)
+    draws = _draws(run, name, posterior, entry)
+    judged = _judged(name, entry, recorded_prior(header))
+    if posterior.type in DENSITIES or posterior.type == "samples":
+        entry["doubts"] = doubts(judged)
+        entry["is_good"] = not entry["doubts"]
+    return Diagnosis(judged, entry, draws, losses)
+
+
+def undefined(reason: str) -> dict[str, Any]:
+    """A number that cannot be given, and why."""
+    return {"value": None, "reason": reason}
+
+
+def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
+    """Every key that a posterior may have; undefined with the reason that holds for its type."""
+    no_density = "draws have no density" if kind == "samples" else f"a {kind} has no density"
+    no_chains = f"a {kind} posterior has no chains"
+    prior = recorded_prior(header)
+    entry: dict[str, Any] = {
+        "type": kind,
+        "method": header.meta.get("method"),
+        "prior_precision": prior.weight_precision if prior else None,
+        "bias_precision": None if prior is None or prior.is_isotropic else prior.bias_precision,
+        "is_good": None,
+        "doubts": [],
+        "draws": None,
+    }
+    for key in ("elbo", "log_weight_sd", "pareto_k", "log_evidence"):
+        entry[key] = undefined(no_density)
+    for key in ("r_hat", "ess_bulk", "ess_tail", "bfmi", "divergences", "lowest_chain_acceptance"):
+        entry[key] = undefined(no_chains)
+    return entry
+
+
+def _importance(
+    run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: LastLayerTarget
+) -> dict[str, Any]:
+    """ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
+    prior = recorded_prior(header)
+    if prior is None:
+        no_target = undefined("its artifact has no prior precision, and so no target")
+        return dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), no_target)
+    found = diagnose_importance(
+        train.with_prior(prior),
+        posterior.to(run.device),
+        generator=run.stream(f"diagnose/elbo/{name}"),
+        num_draws=options.draws,
+        progress=run.console,
+    )
+    reason, no_evidence = found.undefined, found.evidence_undefined
+    threshold = {"threshold": found.k_threshold}
+    evidence = _value(found.log_evidence, no_evidence, standard_error=found.log_evidence_error)
+    own = header.meta.get("metrics", {}).get("log_marginal_likelihood")
+    if header.meta.get("center") == "mode" and own is not None:
+        evidence["laplace"] = own
+    return {
+        "draws": found.num_draws,
+        "elbo": _value(found.elbo, reason, standard_error=found.elbo_error),
+        "log_weight_sd": _value(found.log_weight_sd, reason),
+        "pareto_k": _value(found.pareto_k, reason) | threshold,
+        "log_evidence": evidence,
+    }
+
+
+def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
+    """Convergence as hmc has recorded it, else computed; energies, divergences and acceptance from the statistics."""
+    assert content.header is not None
+    metrics = content.header.meta.get("metrics", {})
+    names = {"r_hat": "max_rhat", "ess_bulk": "min_ess_bulk", "ess_tail": "min_ess_tail"}
+    if all(name in metrics for name in names.values()):
+        found = {key: _value(metrics[name], metrics.get("undefined")) for key, name in names.items()}
+    else:
+        worst = convergence(draws.numpy(), device=run.device, progress=run.console)
+        values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
+        found = {key: _value(value, worst.undefined) for key, value in values.items()}
+    stats = content.stats
+    not_told = undefined("the sampler does not tell")
+    energy, diverging, acceptance = (stats.get(name) for name in ("energy", "diverging", "acceptance_rate"))
+    if energy is None or energy.shape[1] < 2:
+        found["bfmi"] = not_told if energy is None else undefined("needs at least two draws a chain")
+    else:
+        found["bfmi"] = {"value": lowest_bfmi(energy)}
+    found["divergences"] = not_told if diverging is None else {"value": int(diverging.astype(bool).sum())}
+    found["lowest_chain_acceptance"] = (
+        not_told if acceptance is None else {"value": float(acceptance.astype(np.float64).mean(axis=1).min())}
+    )
+    return {"draws": draws.shape[0] * draws.shape[1], **found}
+
+
+def _losses(run: Run, posterior: Any, val: Split | None) -> NDArray[np.float64] | None:
+    """Negative log probability of each val label: 200 draws, but all of samples, and plug-in for a point."""
+    if val is None or val.content.labels is None:
+        return None
+    prediction = load_integrator("plug-in" if posterior.type in POINTS else "mc").predict(
+        posterior.to(run.device),
+        val.features(run.device),
+        num_samples=None if posterior.type in (*POINTS, "samples") else VAL_DRAWS,
+        generator=run.stream("diagnose/val"),
+        progress=run.console,
+    )
+    return nll_per_example(prediction.probs.cpu().numpy(), val.content.labels)
+
+
+def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> ThinnedDraws:
+    """At most 600 draws for MMD^2, of a stream of their own, or spread over the chains."""
+    if posterior.type != "samples":
+        # The test takes both sides for independent: posteriors must not share their noise.
+        return ThinnedDraws(posterior.sample(NUM_DRAWS, run.stream(f"diagnose/mmd/{name}")).cpu())
+    sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
+    return thin_draws(posterior.draws, min((int(size) for size in sizes if size is not None), default=0))
+
+
+def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Judged:
+    """The numbers of an entry that the verdict goes by."""
+    value = {key: part["value"] for key, part in entry.items() if isinstance(part, dict)}
+    return Judged(
+        name=name,
+        type=entry["type"],
+        target=target,
+        elbo=value["elbo"],
+        elbo_error=entry["elbo"].get("standard_error"),
+        log_weight_sd=value["log_weight_sd"],
+        pareto_k=value["pareto_k"],
+        k_threshold=entry["pareto_k"].get("threshold", 0.7),
+        r_hat=value["r_hat"],
+        ess_bulk=value["ess_bulk"],
+        ess_tail=value["ess_tail"],
+        divergences=value["divergences"],
+        lowest_acceptance=value["lowest_chain_acceptance"],
+        lowest_bfmi=value["bfmi"],
+        nll=value["val_nll"],
+        nll_error=entry["val_nll"].get("standard_error"),
+    )
+
+
+def _mean(losses: NDArray[np.float64] | None) -> dict[str, Any]:
+    """The mean of losses (N,) and its standard error."""
+    if losses is None:
+        return undefined("no labelled val split")
+    error = float(losses.std(ddof=1) / len(losses) ** 0.5) if len(losses) > 1 else None
+    return {"value": float(losses.mean()), "standard_error": error}
+
+
+def _value(value: float | None, reason: str | None, **others: float | None) -> dict[str, Any]:
+    """A number with what belongs to it, or null with the reason."""
+    return undefined(reason or "undefined") if value is None else {"value": value, **others}

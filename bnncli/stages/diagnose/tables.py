@@ -1,0 +1,153 @@
+"""The tables that diagnose prints: Gaussians, flows and points; chains; distances between all pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.run.session import Table
+
+MAX_PAIRS = 15
+_DENSITY_COLUMNS = ["posterior", "prior", "ELBO", "sd log w", "k", "log evidence", "val NLL", "good"]
+_CHAIN_COLUMNS = [
+    "posterior",
+    "prior",
+    "R-hat",
+    "ESS bulk",
+    "ESS tail",
+    "E-BFMI",
+    "div.",
+    "accepts",
+    "val NLL",
+    "good",
+]
+
+
+def diagnosis_tables(entries: Mapping[str, dict[str, Any]], pairs: list[dict[str, Any]]) -> list[Table]:
+    """Tables of at most about 100 columns; an undefined number is a dash, +- is one standard error."""
+    densities = {name: entry for name, entry in entries.items() if entry["type"] != "samples"}
+    chains = {name: entry for name, entry in entries.items() if entry["type"] == "samples"}
+    tables = []
+    if densities:
+        tables.append(
+            Table(
+                _DENSITY_COLUMNS,
+                [_density_row(name, entry) for name, entry in densities.items()],
+                notes=[
+                    "nats, +- one standard error; log w: log importance weights; k: their Pareto k; an ELBO is on the",
+                    "target of its own prior precision: compare it only with ELBOs of the same prior",
+                    _draws_note(densities),
+                    *_other_targets(densities),
+                ],
+                narrow=[_turned(_DENSITY_COLUMNS, [_density_row(*item) for item in densities.items()])],
+            )
+        )
+    if chains:
+        rows = [_chain_row(name, entry) for name, entry in chains.items()]
+        notes = ["worst over all parameters or chains; div.: divergences; accepts: lowest acceptance of a chain"]
+        tables.append(Table(_CHAIN_COLUMNS, rows, notes=notes, narrow=[_turned(_CHAIN_COLUMNS, rows)]))
+    tuned = [name for name, entry in entries.items() if entry["val_nll"].get("tuned_on_val")]
+    if tuned:
+        tables[-1].notes.append(
+            f"val NLL of {', '.join(tuned)}: on the examples they were tuned on, so somewhat low; evaluate judges by others"
+        )
+    if pairs:
+        tables.append(_pair_table(pairs))
+    return tables
+
+
+def _density_row(name: str, entry: dict[str, Any]) -> list[str]:
+    return [
+        name,
+        _prior(entry),
+        _number(entry["elbo"], 2),
+        _number(entry["log_weight_sd"], 2),
+        _number(entry["pareto_k"], 2),
+        _number(entry["log_evidence"], 2),
+        _number(entry["val_nll"], 4),
+        _good(entry),
+    ]
+
+
+def _chain_row(name: str, entry: dict[str, Any]) -> list[str]:
+    keys = (
+        ("r_hat", 3),
+        ("ess_bulk", 0),
+        ("ess_tail", 0),
+        ("bfmi", 2),
+        ("divergences", 0),
+        ("lowest_chain_acceptance", 2),
+    )
+    return [
+        name,
+        _prior(entry),
+        *(_number(entry[key], digits) for key, digits in (*keys, ("val_nll", 4))),
+        _good(entry),
+    ]
+
+
+def _pair_table(pairs: list[dict[str, Any]]) -> Table:
+    """The distances; only those to the first sample posterior where all pairs would be too many to read."""
+    rows = []
+    reference = next((pair["bandwidth_of"] for pair in pairs if pair.get("bandwidth_of")), None)
+    few = [pair for pair in pairs if reference in pair["posteriors"]]
+    shown = pairs if len(pairs) <= MAX_PAIRS or not few else few
+    for pair in shown:
+        distance = {"value": pair["unbiased"], "standard_error": pair.get("standard_error")}
+        values = [_number(distance, 4), _number({"value": pair["biased"]}, 4), _number({"value": pair["p_value"]}, 3)]
+        same = "yes" if pair["is_same_target"] else "no"
+        rows.append([f"{pair['posteriors'][0]} - {pair['posteriors'][1]}", *values, same])
+    notes = list(dict.fromkeys(pair["reason"] for pair in pairs if "reason" in pair))
+    if len(shown) < len(pairs):
+        notes.append(f"{len(pairs) - len(shown)} more pairs without {reference} are in --json")
+    known = next((pair for pair in pairs if pair["unbiased"] is not None), None)
+    if known is not None:
+        notes.insert(
+            0,
+            f"+- one standard error; bandwidth: median distance of the draws of {known['bandwidth_of']}; p: {known['permutations']} "
+            "relabellings",
+        )
+    return Table(["pair", "MMD^2", "biased", "p", "same target"], rows, notes=notes)
+
+
+def _turned(columns: list[str], rows: list[list[str]]) -> Table:
+    """The same numbers for a narrow terminal: a row for each number, a column for each posterior."""
+    turned = [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i > 0]
+    return Table([columns[0], *(row[0] for row in rows)], turned)
+
+
+def _draws_note(densities: Mapping[str, dict[str, Any]]) -> str:
+    counts = [f"{name} {entry['draws']}" for name, entry in densities.items() if entry["draws"]]
+    if counts:
+        return f"draws: {', '.join(counts)}"
+    return "none of them has a density: nothing but their predictions can be judged"
+
+
+def _other_targets(densities: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What to say of latent binary networks."""
+    names = [name for name, entry in densities.items() if entry["type"] == LatentBinary.type]
+    return [f"{', '.join(names)}: spike and slab, another target than any here; its predictions are judged"] * bool(
+        names
+    )
+
+
+def _prior(entry: dict[str, Any]) -> str:
+    """The precision of the weights, and of the biases where that is another."""
+    value = entry["prior_precision"]
+    if value is None or entry["bias_precision"] is None:
+        return "-" if value is None else f"{value:.4g}"
+    return f"{value:.4g} / {entry['bias_precision']:.4g}"
+
+
+def _good(entry: dict[str, Any]) -> str:
+    return "-" if entry["is_good"] is None else "yes" if entry["is_good"] else "no"
+
+
+def _number(part: dict[str, Any], digits: int) -> str:
+    """A number with its standard error, or a dash."""
+    if part["value"] is None:
+        return "-"
+    error = part.get("standard_error")
+    shown = f"{round(part['value'], digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero
+    return shown if error is None else f"{shown} +- {error:.{digits}f}"

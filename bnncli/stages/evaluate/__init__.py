@@ -1,0 +1,198 @@
+"""evaluate: predictions in, scores out: one metrics file for each posterior and integrator, one table for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import CheckFailed, DataError, MissingInput
+from bnncli.evaluation.checks import Absent, check_names, failure_text, hold_against
+from bnncli.options import EvaluateOptions
+from bnncli.run import revisions as _revisions
+from bnncli.run.prediction_groups import Group, Skipped, open_groups
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.score_rows import group_rows, warn_of_rare_classes
+from bnncli.run.score_table import USUAL, score_table
+from bnncli.run.session import Result, Run
+from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
+from bnncli.stages.evaluate.density import (
+    check_true_inputs,
+    density_metrics,
+    has_density,
+    is_latent,
+    selection_metrics,
+)
+from bnncli.stages.evaluate.distances import Reference, distance_rows, open_reference
+from bnncli.stages.evaluate.features import evaluate_features, row_name
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.metrics import write_metrics
+from bnncli.storage.provenance import Source
+
+
+def run(run: Run, options: EvaluateOptions) -> Result:
+    """Score every group of predictions and print one table."""
+    skipped: list[Skipped] = []
+    groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator, skipped=skipped)
+    absent = [Absent(*one) for one in skipped]
+    check_true_inputs(groups, options.true_input_numbers)
+    check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
+    plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
+    warn_of_rare_classes(run, options, groups)
+    reference = open_reference(run, options.reference)
+    total = Result()
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        result = _evaluate(run, options, group, reference)
+        total.add(result)
+        own = result.metrics["rows"] if result.metrics else []
+        rows += _with_curves(run, options, group, own) if options.curves or plots else own
+    if options.needs_features:
+        result = evaluate_features(run, options, groups)
+        total.add(result)
+        rows += result.metrics["rows"] if result.metrics else []
+    if not run.write.dry_run:
+        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, reference=reference.name)
+        total.add(draw_plots(run, plots, rows))
+        if not options.curves:
+            rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
+        rows = _shown(run, options, rows if options.per_class else [_without_classes(row) for row in rows])
+        notes = [*_legend(options, rows), *reference.doubts()]
+        notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
+        total.tables.append(
+            score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
+        )
+        failed = failure_text(checks)
+        total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
+    else:
+        total.add(draw_plots(run, plots, []))
+    total.extra["rows"] = rows
+    return total
+
+
+def _with_curves(run: Run, options: EvaluateOptions, group: Group, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a group with their curves; those of splits that were not asked for as they are."""
+    found = curves_of(run, group, options.split, num_bins=options.bins)
+    return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
+
+
+def _without_classes(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without the values of every class."""
+    metrics = [{key: value for key, value in metric.items() if key != "per_class"} for metric in row["metrics"]]
+    return {**row, "metrics": metrics}
+
+
+def _row_names(options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
+    """What the rows of a group, and those of its features, are called, before their scores are known."""
+    names = {"name": group.name, "posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
+    splits = list(group.splits(is_ood=False))
+    own = [{**names, "split": split} for split in splits]
+    return own + [row_name(split) for split in splits if options.needs_features]
+
+
+def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
+    """What the numbers of the table mean."""
+    if options.metric:
+        lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.bins}"]
+    else:
+        lines = [
+            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by "
+            f"{', '.join(options.shown_scores)}, in-distribution positive; MMD^2: unbiased"
+        ]
+    metrics = [
+        m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in (options.metric or USUAL)
+    ]
+    if any("floor" in metric for metric in metrics):
+        lines.append(
+            "floor: what a calibrated model with the same confidences scores on so many examples, by chance alone"
+        )
+    if any(metric.get("p_value") is not None for metric in metrics):
+        lines.append(
+            "MMD^2 +- standard error; p: of a permutation test, small where the draws are not from the reference's distribution"
+        )
+    if not options.metric and any(metric["name"] == "density" for metric in metrics):
+        lines.append("density: share of the weights that are in the networks that predict (mc: on average)")
+    if options.intervals:
+        lines.append(
+            f"[low, high]: {100 * options.level:g} % intervals by a bootstrap over examples ({options.bootstrap} replicates); "
+            "those of ECE, from inverted tests, and of MCE are of the error without the floor, and may lie below the value"
+        )
+    return lines
+
+
+def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the splits asked for; the files always have all of them. Raises MissingInput for one without rows."""
+    there = list(dict.fromkeys(row["split"] for row in rows))
+    for name in options.split:
+        if name not in there:
+            raise MissingInput(
+                f"--split: no predictions of an in-distribution split {name!r} (there: {', '.join(there) or 'none'})",
+                hint=run.suggest("predict", "--split", name),
+            )
+    chosen = [row for row in rows if not options.split or row["split"] in options.split]
+    if not options.metric:
+        return chosen
+    kept = [{**row, "metrics": [m for m in row["metrics"] if m["name"] in options.metric]} for row in chosen]
+    _check_defined(options, kept)
+    return kept
+
+
+def _check_defined(options: EvaluateOptions, rows: list[dict[str, Any]]) -> None:
+    """Raise DataError when a score that was asked for by name is undefined for every posterior on a split."""
+    for split in dict.fromkeys(row["split"] for row in rows):
+        for name in options.metric:
+            found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
+            if all(m["value"] is None for m in found):
+                reason = found[0]["undefined"] if found else "there is no out-of-distribution split"
+                raise DataError(f"--metric {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
+
+
+def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Reference) -> Result:
+    sources = [
+        Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
+    ]
+    posterior = group.posterior_path
+    is_thinned = has_density(posterior)
+    if reference.path is not None and posterior is not None:
+        sources.append(Source("reference", reference.path, reference.header.content_digest))
+    if posterior is not None and (reference.path is not None or is_thinned):
+        sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
+    params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
+    del params["neighbors"]  # of the features alone
+    target = run.folder.metrics(group.name)
+    checkpoint = group.headers[0].provenance.get("checkpoint")
+    request = Request(
+        target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, 1 << 18
+    )
+
+    def compute() -> Computed:
+        distance = distance_rows(run, reference, posterior)
+        rows = [{**row, "metrics": row["metrics"] + distance} for row in group_rows(run, options, group)]
+        if is_thinned and posterior is not None:
+            density, histograms = density_metrics(run, posterior, group.integrator)
+            density += selection_metrics(posterior, options.true_input_numbers) if is_latent(posterior) else []
+            rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
+        predictions = [
+            {
+                "path": source.to_json(target.parent)["path"],
+                "content_digest": header.content_digest,
+                "posterior": group.posterior,
+                "integrator": group.integrator,
+                "variant": group.variant,
+                "split": header.meta["split"],
+                "n": header.meta["num_examples"],
+            }
+            for header, source in zip(group.headers, sources, strict=False)
+        ]
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_metrics(
+                target, rows=rows, predictions=predictions, provenance=provenance, may_replace=may_replace
+            )
+
+        return Computed(publish, {"rows": rows})
+
+    return produce(run, request, compute, when_fresh=_when_fresh)
+
+
+def _when_fresh(header: Header) -> Computed:
+    return Computed(lambda provenance, may_replace: header.content_digest, {"rows": header.meta.get("rows") or []})

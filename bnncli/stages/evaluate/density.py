@@ -1,0 +1,118 @@
+"""What evaluate says of a latent binary network besides its predictions: density, inclusions, and the curve of pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bnncli.errors import UsageError
+from bnncli.evaluation.calibration import calibration_scores
+from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
+from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.rows import score_rows
+from bnncli.evaluation.scores import label_scores
+from bnncli.evaluation.selection import selection_rows
+from bnncli.integrators import load_integrator
+from bnncli.integrators.plug_in import PlugIn
+from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.posteriors.sparse import Sparse
+from bnncli.run.inputs import load_split, open_posterior
+from bnncli.run.predict_plan import kind_of
+from bnncli.run.prediction_groups import Group
+from bnncli.run.session import Run
+from bnncli.storage.headers import read_header
+
+DRAWN_NETWORKS = 10  # whose shares of weights are told
+
+
+def is_latent(path: Path | None) -> bool:
+    """Whether the posterior in a file is a latent binary network."""
+    return path is not None and path.is_file() and kind_of(read_header(path)) == LatentBinary.type
+
+
+def has_density(path: Path | None) -> bool:
+    """Whether the posterior in a file is a network of which weights are out."""
+    return path is not None and path.is_file() and kind_of(read_header(path)) in (LatentBinary.type, Sparse.type)
+
+
+def density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], list[Row]]:
+    """Metric rows of the density, first that of the networks that the integrator predicts with; histograms of the inclusion
+    probabilities of each layer, none for a sparse network."""
+    posterior = open_posterior(path)[0]
+    used = used_density(_used(posterior, integrator))
+    if isinstance(posterior, Sparse):
+        return used, []
+    rows, histograms = _inclusions(run, posterior)
+    return used + rows, histograms
+
+
+def _used(posterior: LatentBinary | Sparse, integrator: str) -> list[torch.Tensor]:
+    """Of each layer's weights, the probability of being in the networks that an integrator predicts with."""
+    if isinstance(posterior, Sparse):
+        return [(weight != 0).double() for weight, _ in posterior.network.split(posterior.theta)]
+    layout, needs = posterior.model.layout, load_integrator(integrator).needs
+    if needs == "sample":  # of all repeats in turn
+        return layout.weights(posterior.model.factors.inclusion.double().mean(dim=0))
+    return [(weight != 0).double() for weight, _ in layout.split(getattr(posterior, needs))]
+
+
+def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]]:
+    """Metric rows of the best repeat's density, and a histogram of the inclusion probabilities of each layer."""
+    layout, best = posterior.model.layout, posterior.best
+    inclusion = layout.weights(posterior.inclusion)
+    drawn = posterior.model.draw_weights(torch.full((DRAWN_NETWORKS,), best), run.stream("evaluate/density"))[0]
+    shares = [(part != 0).flatten(1).double().mean(dim=1) for part in layout.weights(drawn)]
+    histograms = [{"layer": str(index), **inclusion_histogram(part)} for index, part in enumerate(inclusion)]
+    return density_rows(inclusion, shares), histograms
+
+
+def check_true_inputs(groups: Sequence[Group], numbers: Sequence[int]) -> None:
+    """Raise UsageError unless every group is of a latent binary network of one layer and a single logit with such inputs."""
+    for group in groups if numbers else ():
+        path = group.posterior_path
+        sizes: list[int] = read_header(path).meta["sizes"] if path is not None and is_latent(path) else []
+        if len(sizes) != 2 or sizes[1] != 1:
+            raise UsageError(
+                f"--true-inputs: expected posteriors of fit-lbbnn with one layer and a single logit; {group.posterior} is not",
+                hint="name one with --posterior",
+                code="wrong_type",
+            )
+        if max(numbers) > sizes[0]:
+            raise UsageError(
+                f"--true-inputs: {group.posterior} has {sizes[0]} inputs, numbered from 1; got {max(numbers)}"
+            )
+
+
+def selection_metrics(path: Path, true_inputs: Sequence[int]) -> list[Row]:
+    """Metric rows of the inputs that are in, all repeats; none without true inputs."""
+    return selection_rows(open_posterior(path)[0].model.factors.inclusion, true_inputs) if true_inputs else []
+
+
+def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Row | None:
+    """Accuracy, NLL and ECE of the networks that are left over above rising inclusion thresholds; None without labels."""
+    split = load_split(run, split_name)
+    if split.content.labels is None or len(split.content.labels) == 0:
+        return None
+    posterior: LatentBinary = open_posterior(path)[0].to(run.device)
+    network = posterior.model.layout
+    inclusion = posterior.inclusion
+    curve: dict[str, list[float]] = {name: [] for name in ("threshold", "density", "accuracy", "nll", "ece")}
+    for threshold in density_thresholds(inclusion):
+        single: Any = Sparse(posterior.pruned(threshold), network)
+        parts = [
+            PlugIn().predict(single, features, num_samples=None, generator=run.stream("evaluate/density")).probs.cpu()
+            for features in split.feature_blocks(run.device)
+        ]
+        examples = examples_of(torch.cat(parts).numpy(), split.content.labels)
+        size = (split_name, len(examples))
+        rows = score_rows([*label_scores(examples, top_k=1), *calibration_scores(examples, num_bins=num_bins)], size)
+        found = {row["name"]: row["value"] for row in reversed(rows)}  # the usual form stands first
+        curve["threshold"].append(max(threshold, 0.0))
+        curve["density"].append(float((inclusion > threshold).double().mean()))
+        for name in ("accuracy", "nll", "ece"):
+            curve[name].append(found[name])
+        run.console.poll()
+    return curve

@@ -1,0 +1,349 @@
+"""extract-features: checkpoint and data in, penultimate features and the head out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli import data
+from bnncli.errors import BnnError, DataError
+from bnncli.numerics.digests import json_sha256, tensor_digest
+from bnncli.options import ExtractFeaturesOptions
+from bnncli.posteriors.point import Point
+from bnncli.run import revisions as _revisions
+from bnncli.run.classes import run_classes
+from bnncli.run.inputs import head_theta
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.produce_together import Work
+from bnncli.run.session import Result, Run
+from bnncli.run.shared_rows import shared_rows
+from bnncli.stages.extract_features.network import NO_NETWORK, NetworkFeatures
+from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
+from bnncli.stages.extract_features.ready_splits import ReadySplit, open_ready_splits
+from bnncli.stages.extract_features.splits import NamedSplit, model_identity, open_splits, user_sources
+from bnncli.storage.atomic import check_free_space
+from bnncli.storage.feature_set import differences
+from bnncli.storage.features import (
+    CHECK_ROWS,
+    FeatureSplit,
+    check_split,
+    encoded_names,
+    head_digest,
+    read_features,
+    write_features,
+)
+from bnncli.storage.headers import read_header
+from bnncli.storage.posteriors import write_posterior
+from bnncli.storage.provenance import Source
+from bnncli.theta.head import HeadLayout
+
+
+def run(run: Run, options: ExtractFeaturesOptions) -> Result:
+    """Write a feature file for every split named, and the network as trained as the posterior `map`."""
+    run.is_named = options.from_npz is not None or options.model == NO_NETWORK
+    return _from_arrays(run, options) if options.from_npz is not None else _from_network(run, options)
+
+
+def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
+    splits = open_splits(options, run.stream, unreadable=lambda name, error: note_unreadable(run, [name], error))
+    network = NetworkFeatures(run, options, splits)
+    names = [split.name for split in splits]
+    requests = [
+        _request(
+            run, one.name, network.record, _params(run, options, one), user_sources(options, one), len(one.content)
+        )
+        for one in splits
+    ]
+    note_changed(run, requests)
+    heads: dict[str, FeatureSplit] = {}
+    works = [
+        Work(request, partial(_extract, run, network, split, names, heads))
+        for split, request in zip(splits, requests, strict=True)
+    ]
+
+    def also() -> list[Result]:
+        first = _head_of(run, names[0], heads)
+        return [] if options.model == NO_NETWORK else [_make_map(run, options, first, network.record)]
+
+    return _finish(run, settle(run, works, also=also))
+
+
+def _extract(
+    run: Run, network: NetworkFeatures, split: NamedSplit, names: list[str], heads: dict[str, FeatureSplit]
+) -> Computed:
+    content, preprocess, layer = network.features(split)
+    heads[split.name] = _without_rows(content)
+    _check_same_head(run, content, names, network.record, network.recipe)
+    return _publishable(run, content, preprocess, layer, split.order_digest, split.source)
+
+
+def _params(run: Run, options: ExtractFeaturesOptions, split: NamedSplit) -> dict[str, Any]:
+    """What changes the numbers of one split's features."""
+    return {
+        **model_identity(options),
+        "mean": options.mean,
+        "std": options.std,
+        "resize": options.resize,
+        "crop": options.crop,
+        "dtype": options.dtype,
+        "hold_out": split.held_out,
+        "seed": run.compute.seed if split.held_out else None,
+        "is_ood": split.is_ood,
+        **({} if split.content.first_rows is None else {"first_rows": split.content.first_rows}),
+    }
+
+
+def _request(
+    run: Run,
+    name: str,
+    checkpoint: dict[str, Any] | None,
+    params: dict[str, Any],
+    sources: list[Source],
+    num_examples: int,
+) -> Request:
+    target = run.folder.features(name)
+    return Request(
+        target,
+        "features",
+        f"features.{name}",
+        params,
+        _revisions.EXTRACT_FEATURES,
+        sources,
+        checkpoint,
+        num_examples * 64,
+    )
+
+
+def _publishable(
+    run: Run, content: FeatureSplit, preprocess: dict[str, Any], layer: str | None, order_digest: str, source: str
+) -> Computed:
+    """A feature split that has passed its own check and fits the run's other splits."""
+    target = run.folder.features(content.name)
+    check_split(target, content)
+    check_free_space(target.parent, content.features.nbytes)
+    summary = [
+        f"{content.name}: {len(content.features)} examples, {content.features.shape[1]} features"
+        + ("" if content.labels is not None else ", no labels")
+    ]
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_features(
+            target,
+            content,
+            preprocess=preprocess,
+            layer=layer,
+            order_digest=order_digest,
+            source=source,
+            provenance=provenance,
+            may_replace=may_replace,
+        )
+
+    return Computed(publish, summary=summary)
+
+
+def _check_same_head(
+    run: Run, content: FeatureSplit, names: list[str], record: dict[str, Any] | None, recipe: dict[str, Any]
+) -> None:
+    """Splits of a run that this command does not make have its head, classes and preprocessing, unless they are stale."""
+    weights_digest = record["weights_digest"] if record else None
+    for name in sorted({*run.folder.splits()} - {*names}):
+        path = run.folder.features(name)
+        header = read_header(path)
+        if header.weights_digest != weights_digest:
+            continue
+        theirs = header.provenance.get("params", {})
+        for option in differences(theirs, recipe):
+            raise DataError(
+                f"split {name!r} of this run was made with another --{option.replace('_', '-')} "
+                f"({theirs.get(option)} there, {recipe[option]} now)",
+                code="mixed_options",
+                path=path,
+                hint="give the same options, all splits in one command with --force, or another --run-dir",
+            )
+        if header.meta.get("head_digest") != head_digest(content):
+            raise DataError(
+                f"split {name!r} of this run has another head than the one now given",
+                code="wrong_head",
+                path=path,
+                hint="give all splits in one command with --force, or use another --run-dir",
+            )
+    run_classes(run.folder, content, weights_digest=weights_digest, without=names)
+
+
+def _without_rows(content: FeatureSplit) -> FeatureSplit:
+    """A split's head, classes and width, without its examples."""
+    return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
+
+
+def _head_of(run: Run, split: str, made: Mapping[str, FeatureSplit]) -> FeatureSplit:
+    """The head of a split: as this command has made it, or as it was there."""
+    return made[split] if split in made else read_features(run.folder.features(split))
+
+
+def _make_map(
+    run: Run, options: ExtractFeaturesOptions, content: FeatureSplit, checkpoint: dict[str, Any] | None
+) -> Result:
+    """The network as trained, as a posterior with all its mass at the head's weights."""
+    theta = head_theta(content.head_weight, content.head_bias)
+    if theta is None:
+        return Result()
+    num_features = content.features.shape[1]
+    num_outputs = theta.numel() // (num_features + (content.head_bias is not None))
+    layout = HeadLayout(num_outputs, num_features, content.head_bias is not None)
+    target = run.folder.posterior("map")
+    params = {"last_layer": options.last_layer}
+    source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
+    request = Request(
+        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, theta.numel() * 16
+    )
+
+    def compute() -> Computed:
+        tensors, meta = Point(theta, layout).to_tensors()
+        meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish)
+
+    return produce(run, request, compute)
+
+
+@dataclass(frozen=True)
+class _ReadyHead:
+    """The head of --from-npz, and the logits it gives."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+
+    @property
+    def digest(self) -> str:
+        """Identity of the head."""
+        parts = {"weight": self.weight, "bias": self.bias}
+        return tensor_digest({name: part for name, part in parts.items() if part is not None})
+
+    def logits(self, features: np.ndarray) -> np.ndarray:
+        """(n, K) float32."""
+        logits = features.astype(np.float64) @ self.weight.T.astype(np.float64)
+        return (logits if self.bias is None else logits + self.bias).astype(np.float32)
+
+
+def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
+    try:
+        splits, arrays = open_ready_splits(options, run.stream)
+    except BnnError as error:
+        note_unreadable(run, _splits_of_npz(run, Path(str(options.from_npz))), error)
+        raise
+    if arrays.head_weight is None:
+        head = _head_of_run(run, splits)
+    else:
+        head = _ReadyHead(arrays.head_weight, arrays.head_bias)
+    if head is not None:
+        num_classes = max(2, len(head.weight))
+    else:
+        num_classes = max([2, *(int(labels.max()) + 1 for labels in arrays.labels.values())])
+    names = [split.name for split in splits]
+    requests = []
+    for split in splits:
+        params = {
+            "dtype": options.dtype,
+            "hold_out": split.held_out,
+            "seed": run.compute.seed if split.held_out else None,
+            "is_ood": split.is_ood,
+        }
+        digest = json_sha256([split.content_digest, None if head is None else head.digest, num_classes])
+        source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
+        requests.append(_request(run, split.name, None, params, [source], len(split.features)))
+    note_changed(run, requests)
+    heads: dict[str, FeatureSplit] = {}
+    works = [
+        Work(request, partial(_ready, run, options, split, head, num_classes, names, heads))
+        for split, request in zip(splits, requests, strict=True)
+    ]
+
+    def also() -> list[Result]:
+        return [] if head is None else [_make_map(run, options, _head_of(run, names[0], heads), None)]
+
+    return _finish(run, settle(run, works, also=also))
+
+
+def _splits_of_npz(run: Run, path: Path) -> list[str]:
+    """The splits of the run that a file names, or that were made from it where it cannot be read."""
+    try:
+        return [name for name in data.feature_splits(path) if name in run.folder.splits()]
+    except BnnError:
+        theirs = {name: read_header(run.folder.features(name)) for name in run.folder.splits()}
+        return [
+            name for name, header in theirs.items()
+            if any(os.path.abspath(header.input_path(entry)) == os.path.abspath(path) for entry in header.inputs)
+        ]  # fmt: skip
+
+
+def _head_of_run(run: Run, splits: list[ReadySplit]) -> _ReadyHead | None:
+    """The head of the run's other splits, for an npz file that has none; None where they have none.
+
+    Raises:
+        DataError: it takes another number of features.
+    """
+    made = {split.name for split in splits}
+    for name in [name for name in run.folder.splits() if name not in made]:
+        content = read_features(run.folder.features(name))
+        if content.header is None or content.header.weights_digest is not None or content.head_weight is None:
+            continue
+        num_features = splits[0].features.shape[1]
+        if num_features != content.head_weight.shape[1]:
+            raise DataError(
+                f"features_{splits[0].origin} has {num_features} features, the head of split {name!r} of this run "
+                f"takes {content.head_weight.shape[1]}",
+                code="wrong_head",
+                hint="give features of the same layer of the same network, or another --run-dir",
+            )
+        run.console.info(f"the file has no head_weight: taking the head of split {name!r} of this run")
+        return _ReadyHead(content.head_weight, content.head_bias)
+    return None
+
+
+def _ready(
+    run: Run,
+    options: ExtractFeaturesOptions,
+    split: ReadySplit,
+    head: _ReadyHead | None,
+    num_classes: int,
+    names: list[str],
+    heads: dict[str, FeatureSplit],
+) -> Computed:
+    content = FeatureSplit(
+        name=split.name,
+        features=split.features.astype(options.dtype, copy=False),
+        labels=split.labels,
+        sample_id=split.sample_id,
+        classes=[str(index) for index in range(num_classes)],
+        head_weight=None if head is None else head.weight,
+        head_bias=None if head is None else head.bias,
+        check_logits=None if head is None else head.logits(split.features[:CHECK_ROWS]),
+        is_ood=split.is_ood,
+        names=encoded_names(None if split.names is None else split.names.tolist()),
+    )
+    heads[split.name] = _without_rows(content)
+    _check_same_head(run, content, names, None, {})
+    preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
+    source = f"{options.from_npz}:features_{split.origin}"
+    return _publishable(run, content, preprocess, None, split.content_digest, source)
+
+
+def _finish(run: Run, results: list[Result]) -> Result:
+    total = Result()
+    for result in results:
+        total.add(result)
+    if not run.write.dry_run:
+        for text in shared_rows(run.folder):
+            run.console.warn(text)
+    if total.action == "up_to_date":
+        total.summary = [f"all {len(total.outputs)} artifacts are up to date"]
+    return total

@@ -1,0 +1,279 @@
+"""fit-laplace: features in, a Gaussian posterior over the head out."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import UsageError, WriteError
+from bnncli.inference import memory
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian, lift_fit
+from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
+from bnncli.options import FitLaplaceOptions
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import Split, head_tensors, load_split
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.row_space import row_space, span_line, span_metrics, span_to_fit
+from bnncli.run.session import Result, Run
+from bnncli.run.val_report import has_labeled_val, measure_on_val, val_line
+from bnncli.stages.fit_laplace.doubts import warn_of_jitter, warn_of_missing_classes, warn_of_val
+from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_fit
+from bnncli.storage.figures import check_figure_path, write_figure
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.posteriors import write_posterior
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
+
+MARGLIK_WARNING = (
+    "no val split: the prior precision is chosen by the marginal likelihood, which can prefer far too weak priors when the "
+    "features have fitted the training data; a val split (--hold-out val=test:2000) of data that the network was not "
+    "trained on is better"
+)
+
+
+def run(run: Run, options: FitLaplaceOptions) -> Result:
+    """Fit and publish; the result's metrics say what was chosen."""
+    train = load_split(run, "train").check_labeled()
+    criterion = _criterion(run, options)
+    val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
+    span = _span(options, train, run)
+    known: dict[str, Any] = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
+    whole = train.layout if span else None
+    structure = structure_to_fit(options.structure, span or train.layout, run, whole=whole, **known)
+    if options.own_bias_precision is not None and not train.layout.has_bias:
+        raise UsageError("--bias-precision: the head has no bias")
+    if options.center == "checkpoint" and train.head() is None:
+        raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
+    sources = [train.source] + ([val.source] if val is not None else [])
+    params = {**options.params(), "seed": run.compute.seed}
+    if criterion == "number":
+        params["prior_precision"] = float(options.prior_precision)
+    if options.own_bias_precision is not None:
+        params["bias_precision"] = options.own_bias_precision
+    if len(train.content.features) < train.layout.num_features:
+        run.console.warn(
+            f"{len(train.content.features)} training examples are fewer than the {train.layout.num_features} features: "
+            "the prior decides most of the posterior"
+        )
+    warn_of_missing_classes(run, [split for split in (train, val) if split is not None])
+    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
+    size = memory.stored_bytes(structure, span or train.layout, whole=train.layout if span else None)
+    run.folder.check_name_is_free(target)
+    revision = _revisions.of_laplace(in_span=span is not None)
+    request = Request(target, "posterior", target.stem, params, revision, sources, train.checkpoint, size)
+
+    def compute() -> Computed:
+        return _compute(run, options, criterion, structure, train, val, target, in_span=span is not None)
+
+    if options.plot is not None:
+        others = [target, run.checkpoint_path, *(source.path for source in sources)]
+        check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
+    result = produce(run, request, compute, when_fresh=lambda header: _when_fresh(run, header))
+    if options.plot is not None:
+        result.add(_plot(run, Path(options.plot), target))
+    return result
+
+
+def _plot(run: Run, path: Path, artifact: Path) -> Result:
+    """The figure of the search that the artifact has stored, drawn anew whether it was fitted now or before."""
+    role = f"{artifact.stem}.plot"
+    if run.write.dry_run:
+        size = 1 << 17
+        output: dict[str, Any] = {"role": role, "path": str(path), "planned": "compute", "estimated_bytes": size}
+        return Result("planned", [output], lines=[f"draw: {path}"])
+    from bnncli.figures import render
+    from bnncli.figures.prior_precision import draw
+
+    meta = read_header(artifact).meta
+    figure = draw(
+        [(precision, value) for precision, value in meta["curve"]],
+        criterion=meta["criterion"],
+        at_edge=meta["metrics"]["prior_precision_at_edge"],
+        network=meta["metrics"]["val_nll_network"] if meta["criterion"] == "val" else None,
+    )
+    try:
+        digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    except WriteError as error:
+        message = (
+            f"--plot: {path} could not be written; {artifact} is complete, and --plot FILE draws it without fitting"
+        )
+        raise WriteError(message, hint=error.hint, path=path) from None
+    return Result("", [{"role": role, "path": str(path), "content_digest": digest}])
+
+
+def _criterion(run: Run, options: FitLaplaceOptions) -> str:
+    """number, val or marglik: how the prior precision is chosen."""
+    wanted = options.prior_precision
+    if wanted == "auto":
+        wanted = "val" if has_labeled_val(run) else "marglik"
+        if wanted == "marglik":
+            run.console.warn(MARGLIK_WARNING)
+    return wanted if wanted in ("val", "marglik") else "number"
+
+
+def _span(options: FitLaplaceOptions, train: Split, run: Run) -> HeadLayout | None:
+    """The layout inside the span of the features where the fit runs there; elsewhere a checkpoint's head may lie."""
+    if options.center != "mode":
+        return None
+    return span_to_fit(train, run.device, structure=options.structure, num_draws=NUM_DRAWS)
+
+
+def _compute(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    train: Split,
+    val: Split | None,
+    path: Path,
+    *,
+    in_span: bool,
+) -> Computed:
+    start = train.start().to(run.device)
+    # A search puts its candidates in the place of the weights' precision.
+    weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
+    target = train.target(Prior(weight_precision, options.own_bias_precision), run.device)
+    rows = row_space(target) if in_span else None
+    if rows is not None:
+        target, start = rows.target(target), rows.reduce(start)
+    found: PriorSearch | None = None
+    compared: dict[str, float] | None = None
+    if criterion == "number":
+        fit = fit_gaussian(
+            target,
+            structure=structure,
+            center=options.center,
+            start=start,
+            progress=run.console,
+        )
+    else:
+        val_features = val.features(run.device) if val is not None else None
+        val_labels = val.labels(run.device) if val is not None and criterion == "val" else None
+        search_at = partial(
+            search,
+            target,
+            center=options.center,
+            criterion=criterion,
+            val_features=val_features,
+            val_labels=val_labels,
+            rows=rows,
+            progress=run.console,
+        )
+        found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
+        if options.structure == "auto" and criterion == "val":
+            found, compared = structure_by_val(run, target, found, search_at)
+        fit = found.fit
+        if found.at_edge:
+            run.console.warn(
+                f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
+            )
+    if rows is not None:
+        fit = lift_fit(fit, rows)
+    warn_of_jitter(run, fit.gaussian)
+    metrics = _metrics(run, fit, found, criterion, train, val)
+    metrics |= {"center": options.center, "structure_nll": compared}
+    warn_of_val(run, path, metrics)
+    tensors, meta = fit.gaussian.to_tensors()
+    # float32 holds all digits that float32 products gave the Hessian, in half the file.
+    tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
+    tensors |= head_tensors(train)
+    meta |= {
+        "method": "laplace",
+        "center": options.center,
+        **fit.gaussian.prior.to_meta(),
+        "criterion": criterion,
+        "param_layout": fit.gaussian.layout.to_json(),
+        "num_examples": len(train.content.features),
+        "metrics": metrics,
+        "classes": train.content.classes,
+        "curve": [list(point) for point in found.curve] if found else None,
+    }
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+    return Computed(publish, _with_curve(metrics, meta), _summary(metrics))
+
+
+def _metrics(
+    run: Run,
+    fit: LaplaceFit,
+    found: PriorSearch | None,
+    criterion: str,
+    train: Split,
+    val: Split | None,
+) -> dict[str, Any]:
+    gaussian, head = fit.gaussian, train.head()
+    metrics: dict[str, Any] = {
+        "structure": gaussian.covariance.structure,
+        "num_params": gaussian.layout.num_params,
+        **span_metrics(gaussian),
+        **gaussian.prior.to_meta(),
+        "prior_precision_by": criterion,
+        "prior_precision_at_edge": bool(found.at_edge) if found else None,
+        "log_marginal_likelihood": fit.log_marginal_likelihood,
+        "log_marginal_likelihood_undefined": fit.no_evidence,
+        "newton_decrement": fit.mode.newton_decrement if fit.mode else None,
+        "mode_distance": None,
+        "mode_distance_in_sd": None,
+        "val_nll_network": None,
+        "val_nll_laplace": None,
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
+    }
+    if fit.mode is not None and head is not None:
+        shift = head.to(gaussian.mean) - gaussian.mean
+        metrics["mode_distance"] = float(shift.norm())
+        metrics["mode_distance_in_sd"] = float(
+            gaussian.covariance.whiten(shift.unsqueeze(0)).norm() / math.sqrt(len(shift))
+        )
+    if val is not None and val.content.labels is not None:
+        metrics |= measure_on_val(run, gaussian, val, method="laplace")
+        metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
+        metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
+    return metrics
+
+
+def _summary(metrics: dict[str, Any]) -> list[str]:
+    chosen = {"val": "lowest val NLL", "marglik": "marginal likelihood", "number": "as given"}[
+        metrics["prior_precision_by"]
+    ]
+    bias = f", {metrics['bias_precision']:.4g} of the biases" if "bias_precision" in metrics else ""
+    compared = metrics.get("structure_nll") or {}
+    by_val = ", ".join(f"{name} {value:.4f}" for name, value in compared.items())
+    by_val = f" (val NLL at one precision: {by_val}; the first that is near the best)" if by_val else ""
+    lines = [
+        f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
+    ]
+    lines += span_line(metrics)
+    if metrics["mode_distance"] is not None:
+        lines.append(
+            f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's head, "
+            f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
+        )
+    if metrics["log_marginal_likelihood"] is not None:
+        of = "" if metrics["structure"] == "full" else f", of the {metrics['structure']} approximation of the Hessian"
+        lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
+    elif metrics.get("log_marginal_likelihood_undefined"):
+        lines.append(
+            f"no log marginal likelihood ({metrics['log_marginal_likelihood_undefined']}); --center mode has one"
+        )
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    return lines
+
+
+def _when_fresh(run: Run, header: Header) -> Computed:
+    metrics = header.meta.get("metrics", {})
+    warn_of_val(run, header.path, metrics)
+    return Computed(
+        lambda provenance, may_replace: header.content_digest, _with_curve(metrics, header.meta), _summary(metrics)
+    )
+
+
+def _with_curve(metrics: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """The metrics as the result gives them: with the curve, which the artifact has beside its metrics."""
+    return {**metrics, "prior_precision_curve": meta.get("curve")}

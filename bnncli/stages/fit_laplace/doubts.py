@@ -1,0 +1,65 @@
+"""What fit-laplace warns of: classes without examples, a precision that had to be mended, a predictive that others beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.run.inputs import Split
+from bnncli.run.session import Run
+from bnncli.run.val_report import warn_if_worse
+
+JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
+
+_MOST_NAMES = 10
+_MEANINGS = {
+    "val": "what the posterior makes of them counts nothing in the choice of the prior precision or in any number on val",
+    "train": "their weights are learnt only from examples of other classes, and they are predicted rarely whatever the input",
+}
+
+
+def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
+    """Say which classes no example of train or val has, and what that means."""
+    for split in splits:
+        if split.content.labels is None:
+            continue
+        classes = split.content.classes
+        counts = np.bincount(split.content.labels, minlength=len(classes))
+        missing = [str(classes[place]) for place in np.flatnonzero(counts[: len(classes)] == 0)]
+        if missing:
+            shown = ", ".join(repr(name) for name in missing[:_MOST_NAMES]) + ", ..." * (len(missing) > _MOST_NAMES)
+            name = split.content.name
+            run.console.warn(
+                f"{name} ({len(split.content.labels)} examples) has none of {len(missing)} of the {len(classes)} classes "
+                f"({shown}): {_MEANINGS[name]}"
+            )
+
+
+def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
+    """What was added to a precision that could not be factored acts as a prior; said where it outweighs the real one."""
+    jitter = getattr(gaussian.covariance, "jitter", 0.0)
+    precision = float(gaussian.prior.diagonal(gaussian.layout).min())
+    if jitter > JITTER_SHARE * precision:
+        run.console.warn(
+            f"the posterior precision is not positive definite in float64: {jitter:.2g} was added to its diagonal, not little "
+            f"beside the prior precision {precision:.2g}; the marginal likelihood and the variances that the "
+            "prior alone decides are wrong; use a larger --prior-precision, or --structure kron"
+        )
+
+
+def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
+    """Say so where what predict gives by default is worse on val than what is simpler."""
+    if metrics.get("val") is None:
+        return
+    also = []
+    if metrics.get("center") == "checkpoint":
+        name = () if path.stem == "laplace" else ("--name", path.stem)
+        also.append(f"{run.suggest('fit-laplace', '--center', 'mode', '--force', *name)} (not measured yet)")
+    elif metrics["structure"] != "full":
+        mend = run.suggest("refine", "--flow", "affine", *(() if path.stem == "laplace" else ("--base", path.stem)))
+        also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
+    warn_if_worse(run, path, metrics, method="laplace", also=also)

@@ -1,0 +1,99 @@
+"""Which structure fit-laplace fits: what fits in memory and is quick, then what predicts best on val; and what others would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from bnncli.inference import memory
+from bnncli.inference.costs import SEARCH_FITS, SEARCH_MODES, fit_seconds
+from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch
+from bnncli.inference.structure_choice import choose_structure
+from bnncli.run.session import Run
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+
+
+def structure_to_fit(
+    wanted: str, layout: HeadLayout, run: Run, *, num_examples: int, is_search: bool, whole: HeadLayout | None = None
+) -> str:
+    """The structure to fit first. Raises DeviceError when it does not fit in memory, naming the largest that does.
+
+    Args:
+        wanted: as asked for.
+        layout: of what is fitted; `whole` of all of theta, where that is the span of the features.
+        is_search: whether the prior precision is searched for.
+    """
+    sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
+    chosen = wanted
+    if wanted == "auto":
+        chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
+        if chosen != "full":
+            text = structure_text(run, chosen, layout, num_examples=num_examples, is_search=is_search, sizes=sizes)
+            run.console.warn(text)
+    memory.require_fit(chosen, layout, run.device, **sizes)
+    return chosen
+
+
+def structure_by_val(
+    run: Run, target: LastLayerTarget, found: PriorSearch, search_at: Callable[..., PriorSearch]
+) -> tuple[PriorSearch, dict[str, float] | None]:
+    """The search of the structure that predicts best on val, and the val NLL of each that is quick; None for a single one.
+
+    Args:
+        found: of the first structure.
+        search_at: searches for the precision of another, from structure, start and generator.
+    """
+    gaussian = found.fit.gaussian
+    first, layout = gaussian.covariance.structure, gaussian.layout
+    rows = found.judge.rows
+    whole = None if rows is None else rows.layout
+    quick = memory.automatic_structures(layout, memory.budget(run.device), num_draws=NUM_DRAWS, whole=whole)
+    if rows is not None:  # a diagonal in the basis of the span is none of theta's
+        quick = [name for name in quick if name != "diag"]
+    others = quick[quick.index(first) :] if first in quick else []
+    if len(others) < 2:
+        return found, None
+    choice = choose_structure(target.with_prior(gaussian.prior), found.fit, others, judge=found.judge)
+    if choice.structure != first:
+        again = search_at(structure=choice.structure, start=gaussian.mean, generator=run.stream("fit-laplace/val"))
+        found = again if dict(again.curve)[again.best] < dict(found.curve)[found.best] else found
+    return found, choice.nll
+
+
+def structure_text(
+    run: Run, chosen: str, layout: HeadLayout, *, num_examples: int, is_search: bool, sizes: Mapping[str, Any]
+) -> str:
+    """That `chosen` was taken in place of what says more of the posterior, what each would cost, and which do not fit."""
+    there = memory.budget(run.device)
+    closer = memory.STRUCTURES[: memory.STRUCTURES.index(chosen)]
+    fitting = [name for name in closer if memory.fit_bytes(name, layout, **sizes) <= there]
+    too_large = [name for name in closer if name not in fitting]
+
+    def cost(name: str) -> str:
+        needed = memory.bytes_text(memory.fit_bytes(name, layout, **sizes))
+        if run.device.type != "cpu":  # speeds are known of a CPU alone
+            return f"about {needed}"
+        many = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES} if is_search else {}
+        seconds = fit_seconds(name, layout, num_examples=num_examples, threads=torch.get_num_threads(), **many)
+        return f"about {needed} and {seconds_text(seconds)}"
+
+    text = f"using {chosen} for {layout.num_params:,} parameters ({cost(chosen)})"
+    if fitting:
+        text += "; closer to the posterior: " + ", ".join(f"--structure {name} ({cost(name)})" for name in fitting)
+    if too_large:
+        needed = ", ".join(
+            f"{name} needs {memory.bytes_text(memory.fit_bytes(name, layout, **sizes))}" for name in too_large
+        )
+        text += f"; {needed}, more than the {memory.bytes_text(there)} that can be used"
+    return text
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people, as roughly as it is known."""
+    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1.0, seconds):.0f} s"

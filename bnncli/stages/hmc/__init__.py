@@ -1,0 +1,253 @@
+"""hmc: features in, draws from the exact posterior out, and whether the chains agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bnncli import __version__
+from bnncli.errors import UsageError
+from bnncli.evaluation.convergence import Convergence, convergence
+from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
+from bnncli.inference import memory
+from bnncli.inference.hmc import HmcRun, sample_hmc
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.row_draws import complete
+from bnncli.options import HmcOptions
+from bnncli.options.until import unmet
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import Split, load_split, posterior_prior, posterior_source
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.resumable import Resumable, ResumableDraws
+from bnncli.run.row_space import row_space, span_to_fit
+from bnncli.run.session import Result, Run
+from bnncli.stages.hmc.report import hmc_metrics, hmc_warnings, summary, verdict
+from bnncli.storage.draw_file import DrawFile
+from bnncli.storage.headers import Header
+from bnncli.storage.samples import SampleFile, write_samples
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
+
+Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
+
+
+def run(run: Run, options: HmcOptions) -> Result:
+    """Sample and publish; the result's metrics have R-hat, effective sample sizes, acceptance and divergences."""
+    if options.max_draws is not None and options.until is None:
+        raise UsageError("--max-draws says where --until gives up: give that too")
+    train = load_split(run, "train").check_labeled()
+    held_out = load_split(run, "val") if "val" in run.folder.splits() else None
+    sources = [train.source] + ([held_out.source] if held_out else [])
+    base = None
+    if options.prior_precision is None:
+        path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
+        header, source = posterior_source(run, path, "base")
+        prior = posterior_prior(path, header)
+        sources.append(source)
+        base = path.stem
+    elif options.base != "laplace":
+        raise UsageError("--prior-precision and --base exclude each other: both say what the prior precision is")
+    else:
+        prior = Prior(options.prior_precision)
+    params = {**options.params(), "base": base, "seed": run.compute.seed}
+    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "hmc", suffix=".nc")
+    # Once as raw draws while the chains run, once as the artifact.
+    size = 2 * options.chains * options.draws * (train.layout.num_params * 4 + 64)
+    run.folder.check_name_is_free(target)
+    span = span_to_fit(train, run.device)
+    revision = _revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params)
+    request = Request(target, "samples", target.stem, params, revision, sources, train.checkpoint, size)
+    whole = train.layout if span else None
+    memory.require_sampling(span or train.layout, run.device, num_chains=options.chains, whole=whole)
+    sampling = Sampling(run, options, request, train, held_out, prior, span)
+    return produce(run, request, sampling.compute, when_fresh=lambda header: _when_fresh(header, options))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One request for draws, and what it needs.
+
+    Args:
+        held_out: the val split, whose predictions are judged too; None without one.
+        span: the layout inside the span of the features, where the chains move; None where they move over all of theta.
+    """
+
+    run: Run
+    options: HmcOptions
+    request: Request
+    train: Split
+    held_out: Split | None
+    prior: Prior
+    span: HeadLayout | None
+
+    def compute(self) -> Computed:
+        """Draw, judge, and say how to publish."""
+        run, options, train = self.run, self.options, self.train
+        target = train.target(self.prior, run.device)
+        whole = train.layout if self.span else None
+        structure = memory.automatic_structure(self.span or train.layout, memory.budget(run.device), whole=whole)
+        start = train.start().to(run.device)
+        rows = row_space(target) if self.span else None
+        if rows is not None:
+            target, start = rows.target(target), rows.reduce(start)
+        fit = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console)
+        sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
+        drawn, judged, publishing = sample(
+            target,
+            mode=fit.gaussian.mean,
+            covariance=fit.gaussian.covariance,
+            num_chains=options.chains,
+            num_warmup=options.warmup,
+            num_draws=options.draws,
+            target_accept=options.target_accept,
+            rows=rows,
+            progress=run.console,
+        )
+        predictions = self._judge_held_out(drawn)
+        metrics = hmc_metrics(drawn, judged, held_out=predictions, options=options, prior=self.prior)
+        for text in hmc_warnings(metrics):
+            run.console.warn(text)
+        meta = {
+            "method": "hmc",
+            "type": "samples",
+            **self.prior.to_meta(),
+            "param_layout": train.layout.to_json(),
+            "num_examples": len(train.content.features),
+            "metrics": metrics,
+            "classes": train.content.classes,
+            "whitening": structure,
+            **({} if rows is None else {"row_space_rank": rows.rank}),
+        }
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            with publishing():
+                return self._publish(drawn, meta, provenance, may_replace)
+
+        return Computed(publish, metrics, summary(metrics), verdict(metrics, options))
+
+    def _sample_hmc(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
+        """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
+        run, options, request = self.run, self.options, self.request
+        store = DrawFile(request.target, num_chains=options.chains, num_params=self.train.layout.num_params)
+        # A state holds whitened coordinates: under another whitening they would be other theta.
+        also = {"whitening": common["covariance"].structure}
+        resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
+        checkpoint = ResumableDraws(resumable, store)
+        judgements: dict[int, Convergence] = {}
+
+        def is_enough(draws: torch.Tensor) -> bool:
+            judged = judgements[draws.shape[1]] = self._judge(draws)
+            run.console.info(_round_line(draws.shape[1], judged))
+            values = {"rhat": judged.r_hat, "ess": judged.ess_bulk, "ess-tail": judged.ess_tail}
+            return not unmet(options.conditions, values)
+
+        try:
+            with resumable.hint():
+                drawn = sample_hmc(
+                    target,
+                    dynamics=options.dynamics,
+                    gradients=options.gradients,
+                    generator=run.stream("hmc/chains"),
+                    is_enough=is_enough if options.conditions else None,
+                    max_draws=options.max_draws,
+                    store=store,
+                    checkpoint=checkpoint,
+                    **common,
+                )
+        finally:
+            checkpoint.close()
+        judged = judgements.get(drawn.draws.shape[1])
+        return drawn, judged or self._judge(drawn.draws), checkpoint.publishing
+
+    def _sample_nuts(
+        self, target: LastLayerTarget, rows: RowSpace | None, **common: Any
+    ) -> tuple[HmcRun, Convergence, Publishing]:
+        """The same by Pyro's NUTS, which cannot be continued."""
+        from bnncli.inference.nuts import sample_nuts
+
+        drawn = sample_nuts(target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
+        if rows is not None:
+            inside = drawn.draws.flatten(0, 1).double()
+            theta, outside = complete(inside, rows, self.prior.weight_precision, self.run.stream("hmc/outside"))
+            shape = drawn.draws.shape[:2]
+            log_joint = drawn.log_joint + outside.to(drawn.log_joint.device).view(shape)
+            drawn = replace(drawn, draws=theta.float().unflatten(0, shape), log_joint=log_joint)
+        return drawn, self._judge(drawn.draws.cpu()), nullcontext
+
+    def _judge(self, draws: torch.Tensor) -> Convergence:
+        """How the chains agree on every parameter, for draws (C, T, P) on the CPU; judged on the device."""
+        return convergence(draws.numpy(), device=self.run.device, progress=self.run.console)
+
+    def _judge_held_out(self, drawn: HmcRun) -> Convergence | None:
+        """How the chains agree on a few hundred seeded examples of the val split; None without labels there."""
+        if self.held_out is None or self.held_out.content.labels is None:
+            return None
+        labels = self.held_out.labels(torch.device("cpu"))
+        order = torch.randperm(len(labels), generator=self.run.stream("hmc/held-out"))
+        rows = order[:MAX_ROWS].sort().values
+        features = torch.from_numpy(self.held_out.content.features)[rows]
+        return held_out_convergence(
+            drawn.draws,
+            features,
+            labels[rows],
+            layout=self.train.layout,
+            device=self.run.device,
+            progress=self.run.console,
+        )
+
+    def _publish(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
+        is_nuts = self.options.sampler == "nuts"
+        return write_samples(
+            self.request.target,
+            _content(drawn, self.train, self.prior),
+            outputs=self.train.content.classes if self.train.layout.num_outputs > 1 else ["logit"],
+            created_at=provenance["created_at"],
+            name=self.run.checkpoint_path.stem,
+            sampler_library=("pyro", version("pyro-ppl")) if is_nuts else ("bnncli", __version__),
+            meta=meta,
+            provenance=provenance,
+            may_replace=may_replace,
+        )
+
+
+def _round_line(num_draws: int, judged: Convergence) -> str:
+    """How far --until is."""
+    if judged.ess_bulk is None or judged.ess_tail is None:
+        return f"{num_draws} draws a chain: {judged.undefined}"
+    r_hat = "undefined" if judged.r_hat is None else f"{judged.r_hat:.4f}"
+    return f"{num_draws} draws a chain: R-hat {r_hat}, ESS {judged.ess_bulk:.0f} bulk, {judged.ess_tail:.0f} tail"
+
+
+def _content(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
+    """Draws and statistics under the names of the ArviZ schema."""
+    weight, bias = train.layout.split(drawn.draws.cpu())
+    stats = {
+        "lp": drawn.log_joint,
+        "energy": drawn.energy,
+        "acceptance_rate": drawn.acceptance_rate,
+        "diverging": drawn.diverging,
+        "step_size": torch.full_like(drawn.acceptance_rate, drawn.step_size),
+        "n_steps": drawn.n_steps,
+    }
+    return SampleFile(
+        head_weight=weight.numpy(),
+        head_bias=None if bias is None else bias.numpy(),
+        stats={name: values.cpu().numpy() for name, values in stats.items() if values is not None},
+        constants={name: np.array([value]) for name, value in prior.to_meta().items()},
+    )
+
+
+def _when_fresh(header: Header, options: HmcOptions) -> Computed:
+    metrics = header.meta.get("metrics", {})
+    return Computed(
+        lambda provenance, may_replace: header.content_digest, metrics, summary(metrics), verdict(metrics, options)
+    )

@@ -1,0 +1,137 @@
+"""What hmc says of its draws: numbers, lines for people, warnings, and the verdict of --until and --max-rhat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.errors import CheckFailed
+from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence
+from bnncli.inference.hmc import HmcRun, goals
+from bnncli.options import HmcOptions
+from bnncli.options.until import unmet
+from bnncli.theta.prior import Prior
+
+
+def hmc_metrics(
+    drawn: HmcRun, judged: Convergence, *, held_out: Convergence | None, options: HmcOptions, prior: Prior
+) -> dict[str, Any]:
+    """The numbers of a run, as its artifact and `--json` give them."""
+    num_draws = drawn.draws.shape[1]
+    is_met = bool(options.conditions) and not unmet(
+        options.conditions, _values(judged.r_hat, judged.ess_bulk, judged.ess_tail)
+    )
+    return {
+        "sampler": options.sampler,
+        "dynamics": options.dynamics if options.sampler == "hmc" else None,
+        **({} if options.gradients == "float32" else {"gradients": options.gradients}),
+        "chains": options.chains,
+        "draws": num_draws,
+        **prior.to_meta(),
+        "max_rhat": judged.r_hat,
+        "min_ess_bulk": judged.ess_bulk,
+        "min_ess_tail": judged.ess_tail,
+        "undefined": judged.undefined,
+        # What chose the stop is no longer an estimate of what runs of this length have.
+        "stopped_by": options.until if is_met else None,
+        "until_looks": sum(goal <= num_draws for goal in goals(options.draws, options.max_draws))
+        if options.conditions
+        else None,
+        "heldout_max_rhat": held_out.r_hat if held_out else None,
+        "heldout_min_ess_bulk": held_out.ess_bulk if held_out else None,
+        "heldout_min_ess_tail": held_out.ess_tail if held_out else None,
+        "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
+        "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
+        "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
+        "divergences": int(drawn.diverging.sum()),
+        "step_size": drawn.step_size,
+        "mean_steps": float(drawn.n_steps.double().mean()),
+    }
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The numbers as lines for people."""
+    head = f"{metrics['chains']} chains of {metrics['draws']} draws"
+    if metrics["max_rhat"] is None:
+        lines = [f"{head}: R-hat undefined ({metrics['undefined']})"]
+    else:
+        lines = [
+            f"{head}: largest R-hat {metrics['max_rhat']:.3f}, smallest effective sample size {metrics['min_ess_bulk']:.0f} bulk, "
+            f"{metrics['min_ess_tail']:.0f} tail"
+        ]
+    if metrics.get("stopped_by") is not None:
+        lines.append(
+            f"these numbers chose when to stop (--until {metrics['stopped_by']}, look {metrics['until_looks']}), so they flatter: a "
+            "run of this length that nothing stopped tends to a larger R-hat and fewer effective draws"
+        )
+    if metrics["heldout_max_rhat"] is not None:
+        tail = metrics.get("heldout_min_ess_tail")
+        lines.append(
+            f"log probabilities of held-out labels: largest R-hat {metrics['heldout_max_rhat']:.3f}, smallest effective "
+            f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk" + ("" if tail is None else f", {tail:.0f} tail")
+        )
+    bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
+    coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
+    lines.append(
+        f"acceptance {metrics['acceptance_rate']:.2f}{coarse}, {metrics['divergences']} divergences, step size {metrics['step_size']:.3f}, "
+        f"{metrics['mean_steps']:.1f} steps a draw{bfmi}"
+    )
+    return lines
+
+
+def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
+    """Why these draws may not be the posterior's; empty when nothing speaks against them."""
+    found = []
+    if metrics["max_rhat"] is not None and metrics["max_rhat"] > GOOD_RHAT:
+        found.append(
+            f"the chains do not agree: largest R-hat {metrics['max_rhat']:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}"
+        )
+    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
+        lowest = metrics["lowest_chain_acceptance"]
+        found.append(f"a chain is stuck: it accepts {lowest:.1%} of its moves; {_remedy(metrics)}")
+    if metrics["divergences"]:
+        found.append(f"{metrics['divergences']} trajectories diverged; try a higher --target-accept")
+    if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:
+        found.append(
+            f"energies change too slowly: lowest E-BFMI {metrics['min_bfmi']:.2f} (below {LOW_BFMI}); the tails may be "
+            "missing, use more --draws or a larger --prior-precision"
+        )
+    return found
+
+
+def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
+    """The failure that --until or --max-rhat asks for; an undefined value passes neither."""
+    values = _values(metrics["max_rhat"], metrics["min_ess_bulk"], metrics["min_ess_tail"])
+    missed = unmet(options.conditions, values)
+    if missed:
+        got = ", ".join(f"{condition.name} is {_shown(values[condition.name])}" for condition in missed)
+        return CheckFailed(
+            f"--until {options.until}: {got} after {metrics['draws']} draws a chain",
+            hint="draw again with a larger --max-draws and --force (or another --name)",
+            code="until",
+        )
+    if options.max_rhat is None or (metrics["max_rhat"] is not None and metrics["max_rhat"] <= options.max_rhat):
+        return None
+    return CheckFailed(
+        f"--max-rhat {options.max_rhat}: the largest R-hat is {_shown(metrics['max_rhat'])}",
+        hint=_remedy(metrics),
+        code="max_rhat",
+    )
+
+
+def _values(r_hat: float | None, ess_bulk: float | None, ess_tail: float | None) -> dict[str, float | None]:
+    """What the conditions of --until are about, by the names they have there."""
+    return {"rhat": r_hat, "ess": ess_bulk, "ess-tail": ess_tail}
+
+
+def _shown(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}" if value < 10 else f"{value:.0f}"
+
+
+def _remedy(metrics: dict[str, Any]) -> str:
+    """What most likely helps."""
+    if metrics["chains"] == 1:
+        return "use more --chains"
+    if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
+        return "use a higher --target-accept and more --warmup"
+    return "use more --warmup and --draws"

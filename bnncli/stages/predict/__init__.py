@@ -1,0 +1,233 @@
+"""predict: posteriors and features in, class probabilities out, one file for each posterior, integrator and split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+from bnncli.integrators._groups import NUM_GROUPS, kept_rows
+from bnncli.integrators._intervals import LEVEL
+from bnncli.options import PredictOptions
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import Split, load_split, posterior_source
+from bnncli.run.predict_plan import ALL, Choice, Plan, default_integrator, num_stored
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.session import Result, Run
+from bnncli.run.val_report import note_on_default
+from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
+from bnncli.stages.predict.work import Predictor, TrainData, facts_of, warn
+from bnncli.storage.headers import Header, read_header
+from bnncli.storage.provenance import Source
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A posterior to predict with."""
+
+    path: Path
+    header: Header
+    source: Source
+
+
+def run(run: Run, options: PredictOptions) -> Result:
+    """Predict what was asked for; what cannot be used is skipped with a warning unless it was named."""
+    options.check_together()
+    splits = [load_split(run, name) for name in _split_names(run, options)]
+    candidates = _candidates(run, options)
+    plan = Plan.of(options, [candidate.header for candidate in candidates])
+    classes = splits[0].content.classes
+    merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
+    if options.table is not None:
+        inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in candidates))]
+        check_table_path(run, Path(options.table), inputs)
+    train, total = TrainData(run), Result()
+    for candidate in candidates:
+        choices, refusals = plan.choices(candidate.header, len(classes))
+        for refusal in refusals:
+            if options.posterior:
+                raise refusal
+            run.console.warn(f"skipping {candidate.path.stem}: {refusal.message}")
+        _warn_of_few_draws(run, options, candidate)
+        _warn_of_default(run, options, candidate)
+        predictor = Predictor(run, candidate.path, candidate.header, train)
+        for choice in choices:
+            try:
+                total.add(_predict(run, options, predictor, choice, candidate.source, splits))
+            except (UsageError, MissingInput) as error:
+                if not _may_skip(options, choice, error):
+                    raise
+                run.console.warn(f"skipping {candidate.path.stem} with {choice.variant}: {error.message}")
+    if not total.outputs:
+        raise DataError(
+            "no posterior of the run can be used: each is stale, or does not fit the integrator",
+            code="stale_input",
+            hint=run.suggest("status"),
+        )
+    counts = f"{_counted(len(total.outputs), 'file')}, {_counted(len(splits), 'split')}"
+    if not run.write.dry_run:
+        total.summary = [f"{counts}: {total.action.replace('_', ' ')}", *_about_draws(total.outputs)]
+    if options.table is not None:
+        files = [Path(output["path"]) for output in total.outputs]
+        names = {split.content.name: split.content.names for split in splits}
+        columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}
+        total.add(make_table(run, Path(options.table), files, names=names, **columns))
+    return total
+
+
+def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
+    """How many draws each posterior was predicted with, and what their intervals hold where it is not 95 %."""
+    by_maker = {Path(output["path"]).parent.name: output for output in outputs if output.get("draws")}
+    counts = ", ".join(f"{maker} {output['draws']}" for maker, output in by_maker.items())
+    lines = [f"draws: {counts}"] if counts else []
+    for maker, output in by_maker.items():
+        level = output["interval_level"]
+        if level is not None and level < LEVEL:
+            lines.append(f"{maker}: too few draws for 95 %; its intervals hold {100 * level:.1f} %")
+    return lines
+
+
+def _warn_of_few_draws(run: Run, options: PredictOptions, candidate: Candidate) -> None:
+    """Say so when --samples asks for more draws than a posterior that is draws has."""
+    there = num_stored(candidate.header) if candidate.header.kind == "samples" else 0
+    if options.samples is not None and 0 < there < options.samples:
+        run.console.warn(
+            f"{candidate.path.stem} has {there} draws, fewer than --samples {options.samples}: all are used"
+        )
+
+
+def _warn_of_default(run: Run, options: PredictOptions, candidate: Candidate) -> None:
+    """Say so when nobody named an integrator and the default is not the one that predicted best on val."""
+    metrics = candidate.header.meta.get("metrics", {})
+    note = None if options.integrator else note_on_default(metrics, default_integrator(candidate.header))
+    if note is not None:
+        run.console.warn(f"{candidate.path.stem}: {note}")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def _may_skip(options: PredictOptions, choice: Choice, error: BnnError) -> bool:
+    """Whether nobody named this pair of posterior and integrator, and the error is that they do not fit."""
+    is_named = choice.name in options.integrator
+    if error.code == "unsupported_integrator":
+        return not options.posterior or (ALL in options.integrator and not is_named)
+    return isinstance(error, MissingInput) and not is_named
+
+
+def _split_names(run: Run, options: PredictOptions) -> list[str]:
+    names = list(dict.fromkeys(options.split)) or [name for name in run.folder.splits() if name != "train"]
+    if not names:
+        checkpoint = run.checkpoint_path
+        raise MissingInput(
+            f"{checkpoint} has no splits to predict but train"
+            if run.folder.splits()
+            else f"{checkpoint} has no features",
+            hint=run.suggest("extract-features", "--model", "MODEL", "--data", "test=SPEC"),
+            path=run.folder.root / "features",
+        )
+    is_one_maker = len(options.posterior) == 1 and len(options.integrator) <= 1 and ALL not in options.integrator
+    if run.naming.out is not None and (len(names) != 1 or not is_one_maker):
+        raise UsageError("--out FILE holds one prediction: name one --posterior, one --integrator and one --split")
+    if run.naming.name is not None and not is_one_maker:
+        raise UsageError(
+            "--name names the predictions of one posterior by one integrator: give one --posterior, one --integrator"
+        )
+    return names
+
+
+def _candidates(run: Run, options: PredictOptions) -> list[Candidate]:
+    """The posteriors to predict with; a stale one is skipped with a warning unless it was named."""
+    found = []
+    for path in _posterior_paths(run, options):
+        try:
+            found.append(Candidate(path, *posterior_source(run, path, "posterior")))
+        except DataError as error:
+            if options.posterior:
+                raise
+            run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
+    return found
+
+
+def _posterior_paths(run: Run, options: PredictOptions) -> list[Path]:
+    if options.posterior:
+        maker = run.suggest("status")
+        return [
+            run.folder.find_posterior(name, flag="--posterior", maker=maker)
+            for name in dict.fromkeys(options.posterior)
+        ]
+    found = run.folder.posteriors()
+    if not found:
+        raise MissingInput(
+            f"{run.checkpoint_path} has no posteriors",
+            hint=run.suggest("fit-laplace"),
+            path=run.folder.root / "posteriors",
+        )
+    return found
+
+
+def _predict(
+    run: Run, options: PredictOptions, predictor: Predictor, choice: Choice, source: Source, splits: list[Split]
+) -> Result:
+    """The predictions of one posterior by one integrator on every split; opened only when there is work."""
+    sources = [source]
+    if getattr(choice.integrator, "needs_target", False):
+        sources.append(predictor.train.split.source)
+    total = Result()
+    for split in splits:
+        request = _request(run, options, choice, split, sources)
+
+        def compute(split: Split = split, request: Request = request) -> Computed:
+            return predictor.predict(choice, split, request.target, keep_samples=bool(request.params["keep_samples"]))
+
+        def when_fresh(header: Header) -> Computed:
+            warn(run, source.path.stem, header.meta)
+            return Computed(lambda provenance, may_replace: header.content_digest, facts=facts_of(header.meta))
+
+        total.add(produce(run, request, compute, when_fresh=when_fresh))
+    return total
+
+
+def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, sources: list[Source]) -> Request:
+    posterior, name = sources[0].path.stem, split.content.name
+    label = run.naming.name or f"{posterior}.{choice.variant}"
+    is_sampling, header = choice.integrator.is_sampling, read_header(sources[0].path)
+    is_drawn = is_sampling and header.meta.get("method") in (
+        "laplace",
+        "refine",
+    )  # and not stored, or of a latent network
+    params: dict[str, Any] = {
+        "integrator": choice.name,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "posterior": posterior,
+        "seed": run.compute.seed if is_sampling else None,
+        "keep_samples": options.keep_samples and is_sampling,
+        "top_k": choice.top_k,
+    }
+    return Request(
+        Path(run.naming.out) if run.naming.out else run.folder.predictions(label, name),
+        "predictions",
+        f"predictions.{label}.{name}",
+        params,
+        _revisions.of_predict(split.layout.num_params if is_drawn else 0),
+        [
+            split.source,
+            *(one for one in sources if one.role != split.source.role),
+            *([split.classes_source] if split.classes_source is not None else []),
+        ],
+        split.checkpoint,
+        _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(header)),
+    )
+
+
+def _estimated_bytes(split: Split, choice: Choice, *, keep_samples: bool, num_stored: int) -> int:
+    num_examples, num_classes = len(split.content.features), len(split.content.classes)
+    size = num_examples * (8 * num_classes + 64)
+    num_draws = choice.samples or num_stored
+    if choice.integrator.is_sampling and num_draws > 1:
+        num_groups = min(NUM_GROUPS, num_draws)
+        size += 4 * num_groups * num_classes * len(kept_rows(num_examples, num_classes, num_groups))
+    return size + 2 * num_draws * num_examples * num_classes * keep_samples

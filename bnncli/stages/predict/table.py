@@ -1,0 +1,203 @@
+"""The table of predict: a row for each example of every prediction file of the command, read from the files in blocks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bnncli.errors import UsageError
+from bnncli.integrators._intervals import LEVEL
+from bnncli.numerics import dirichlet
+from bnncli.run.session import Result, Run
+from bnncli.storage.headers import read_header
+from bnncli.storage.predictions import PredictionFile, read_predictions
+from bnncli.storage.side_outputs import check_side_output
+from bnncli.storage.tables import (
+    FIRST_COLUMNS,
+    NAME,
+    PROBABILITIES,
+    TOP_K,
+    TableBlock,
+    is_table,
+    probability_columns,
+    write_table,
+)
+
+BLOCK_PROBABILITIES = 1 << 22  # held at once
+_COLUMNS = (
+    *FIRST_COLUMNS,
+    NAME,
+    PROBABILITIES,
+    "entropy",
+    "mutual_info",
+    "low",
+    "high",
+    "level",
+    "label",
+    TOP_K,
+    "classes",
+)
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Classes whose union gets a column of its own."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+def parse_merges(texts: Sequence[str], classes: Sequence[str], *, probabilities: bool = False) -> list[Merge]:
+    """The unions that --merge NAME=CLASS,CLASS asks for, by class name or index.
+
+    Args:
+        probabilities: whether every class has a column too.
+
+    Raises:
+        UsageError: no such class, a class twice, all classes, or a name that is taken.
+    """
+    merges: list[Merge] = []
+    taken = {*_COLUMNS, *(probability_columns(classes) if probabilities else [])}
+    for text in texts:
+        name, _, listed = text.partition("=")
+        members = tuple(_class_index(text, part.strip(), classes) for part in listed.split(","))
+        if len(set(members)) < len(members):
+            raise UsageError(f"--merge {text}: a class stands there twice")
+        if len(members) == len(classes):
+            raise UsageError(f"--merge {text}: the union of all classes has probability 1")
+        own = {name, f"{name}_low", f"{name}_high"}
+        if own & taken:
+            raise UsageError(
+                f"--merge {text}: the table has a column {min(own & taken)!r} already; choose another name"
+            )
+        taken |= own
+        merges.append(Merge(name, members))
+    return merges
+
+
+def _class_index(text: str, member: str, classes: Sequence[str]) -> int:
+    if member in classes:
+        return list(classes).index(member)
+    if member.isdecimal() and int(member) < len(classes):
+        return int(member)
+    near = difflib.get_close_matches(member, classes, n=1)
+    known = (
+        f"did you mean {near[0]!r}?" if near else f"classes: {', '.join(classes[:20])}" + " ..." * (len(classes) > 20)
+    )
+    raise UsageError(f"--merge {text}: no class {member!r}; {known}")
+
+
+def check_table_path(run: Run, target: Path, inputs: Sequence[Path]) -> None:
+    """Raise before any work when the table may not be written there."""
+    own = [Path(run.naming.out)] if run.naming.out else []
+    others = [run.checkpoint_path, *inputs, *own]
+    check_side_output(target, "--table", "table", is_ours=is_table, force=run.write.force, others=others)
+
+
+def make_table(
+    run: Run,
+    target: Path,
+    files: Sequence[Path],
+    *,
+    merges: Sequence[Merge],
+    classes: Sequence[str],
+    names: Mapping[str, Array | None],
+    probabilities: bool,
+) -> Result:
+    """Write the table of these prediction files.
+
+    Args:
+        names: of the examples (N,) of each split, as its features have them.
+        probabilities: whether every class gets a column.
+    """
+    if run.write.dry_run:
+        output: dict[str, Any] = {"role": "table", "path": str(target), "planned": "compute", "estimated_bytes": 0}
+        return Result("planned", [output], lines=[f"write: {target}"])
+    metas = [read_header(path).meta for path in files]
+    has_top_k = any(meta.get("top_k") for meta in metas)
+    has_names = any(names.get(str(meta["split"])) is not None for meta in metas)
+    task = run.console.task("table", sum(int(meta["num_examples"]) for meta in metas))
+
+    def blocks() -> Iterator[TableBlock]:
+        for path in files:
+            content = read_predictions(path)
+            size = max(1, BLOCK_PROBABILITIES // len(content.classes))
+            for start in range(0, max(1, len(content.probs)), size):
+                rows = slice(start, start + size)
+                block = _block(content, rows, merges, has_top_k=has_top_k)
+                if has_names:
+                    block.columns[NAME] = _names(names.get(block.origin[0]), rows, len(block.columns["sample_id"]))
+                if probabilities:
+                    block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
+                task.advance(len(block.columns["sample_id"]))
+                yield block
+
+    digest = write_table(target, blocks(), classes)
+    return Result("", [{"role": "table", "path": str(target), "content_digest": digest}])
+
+
+def _names(names: Array | None, rows: slice, count: int) -> Array:
+    """Names (n,) of the rows, UTF-8 bytes; empty ones where the split has none."""
+    return np.full(count, b"") if names is None else names[rows]
+
+
+def _block(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has_top_k: bool) -> TableBlock:
+    assert content.header is not None
+    probs = np.asarray(content.probs[rows])
+    predicted = probs.argmax(axis=1)
+    missing = np.full(len(probs), np.nan, dtype=np.float32)
+
+    def optional(values: Array | None) -> Array:
+        return missing if values is None else values[rows]
+
+    low_high = content.interval
+    level = content.header.meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
+    columns: dict[str, Array] = {
+        "sample_id": content.sample_id[rows],
+        "predicted": predicted,
+        "probability": np.take_along_axis(probs, predicted[:, None], axis=1)[:, 0],
+        "entropy": content.entropy[rows],
+        "mutual_info": optional(content.mutual_info),
+        "energy": optional(content.energy),
+        "max_logit": optional(content.max_logit),
+        "low": optional(None if low_high is None else low_high[:, 0]),
+        "high": optional(None if low_high is None else low_high[:, 1]),
+        "level": missing if low_high is None or level is None else np.full(len(probs), level),
+        "label": np.full(len(probs), -1, dtype=np.int64) if content.labels is None else content.labels[rows],
+    }
+    if has_top_k:
+        columns[TOP_K] = _ranked(probs, None if content.top_k is None else content.top_k[rows])
+    for merge in merges:
+        columns |= _merged(
+            merge, probs, optional(None) if content.log_concentration is None else content.log_concentration[rows]
+        )
+    meta = content.header.meta
+    return TableBlock((str(meta["split"]), str(meta["posterior"]), str(meta["variant"])), columns)
+
+
+def _ranked(probs: Array, lengths: Array | None) -> Array:
+    """The classes that the ranking keeps, most probable first, (n, k); -1 behind the last."""
+    if lengths is None or len(lengths) == 0:
+        return np.full((len(probs), 1), -1, dtype=np.int64)
+    order = np.argsort(-probs, axis=1, kind="stable")[:, : lengths.max()]
+    return np.where(np.arange(order.shape[1]) < lengths[:, None], order, -1)
+
+
+def _merged(merge: Merge, probs: Array, log_concentration: Array) -> dict[str, Array]:
+    """Probability of the union, and the central 95 % of its Beta where there is a Dirichlet."""
+    members = list(merge.members)
+    columns = {merge.name: probs[:, members].sum(axis=1, dtype=np.float64)}
+    low = high = np.full(len(probs), np.nan)
+    if log_concentration.ndim == 2:
+        merged = dirichlet.merge(torch.from_numpy(np.ascontiguousarray(log_concentration)), [members])
+        interval = dirichlet.central_interval(merged[:, 0], merged[:, 1:].logsumexp(dim=1))
+        low, high = interval[:, 0].numpy(), interval[:, 1].numpy()
+    return columns | {f"{merge.name}_low": low, f"{merge.name}_high": high}

@@ -1,0 +1,126 @@
+"""What a refinement achieved: the ELBO before and after on all data, and a verdict for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from bnncli.errors import NumericError
+from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
+from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
+from bnncli.flows import settings_of
+from bnncli.inference.elbo import measure_gain
+from bnncli.inference.refine import RefineFit
+from bnncli.options import RefineOptions
+from bnncli.posteriors.flow import is_idle
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.run.session import Run
+from bnncli.run.val_report import val_line
+from bnncli.targets.last_layer import LastLayerTarget
+
+IDLE_DRAWS = 64
+FAR_LOG_WEIGHT_SD = 5.0
+
+
+def measure(
+    run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: LastLayerTarget
+) -> dict[str, Any]:
+    """ELBO before and after from fresh draws on the full data, both with the same noise, and what is to be said of it."""
+    found = measure_gain(
+        target,
+        base,
+        fit.posterior,
+        generator=run.stream("refine/elbo"),
+        num_samples=options.elbo_draws,
+        progress=run.console,
+    )
+    before, after = found.before, found.after
+    if not all(math.isfinite(value) for value in (before.value, after.value, found.value, found.standard_error)):
+        raise NumericError(
+            f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
+            hint=f"use a --learning-rate below {options.learning_rate}",
+        )
+    estimates = {"before": before, "after": after}
+    metrics: dict[str, Any] = {}
+    for name, estimate in estimates.items():
+        metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
+        metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
+    return metrics | {
+        "elbo_gain": {"value": found.value, "standard_error": found.standard_error},
+        "elbo_draws": len(before.log_weights),
+        "verdict": found.verdict,
+        "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
+        "flow": options.flow,
+        "length": options.length,
+        "space": options.space,
+        "settings": settings_of(fit.posterior.layers[0]),
+        "layers": [dict(layer.summary()) for layer in fit.posterior.layers],
+        "epochs": options.epochs,
+        "epochs_run": len(fit.history),
+        "ended_early": fit.is_early,
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
+    }
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The result for people, and what to do about it."""
+    before, after, gain = (metrics[name] for name in ("elbo_before", "elbo_after", "elbo_gain"))
+    lines = [
+        f"ELBO before {before['value']:.2f} +- {before['standard_error']:.2f}, after {after['value']:.2f} +- {after['standard_error']:.2f} nats; "
+        f"gain {gain['value']:+.2f} +- {gain['standard_error']:.2f} ({metrics['elbo_draws']} fresh draws, full data)"
+    ]
+    if metrics["ended_early"]:
+        lines.append(f"ended after {metrics['epochs_run']} of {metrics['epochs']} epochs: the ELBO stands still")
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    spread = metrics["log_weight_sd_before"]
+    if metrics["verdict"] == "helped":
+        lines += _helped(metrics)
+    elif metrics["verdict"] == "hurt":
+        lines.append(
+            f"refinement hurt: use the base, or {_advice(metrics)}; or a smaller --learning-rate with --patience 0"
+        )
+    elif metrics["verdict"] == "undecided":
+        lines.append(_undecided(metrics))
+    elif spread < CLOSE_LOG_WEIGHT_SD:
+        lines.append(
+            f"refinement made no difference that matters: the base is close to the target already (its log "
+            f"importance weights have standard deviation {spread:.2f})"
+        )
+    else:
+        lines.append(
+            f"refinement made no difference that matters, though the base is not the target (its log importance "
+            f"weights have standard deviation {spread:.2f}): {_advice(metrics)}"
+        )
+    return lines
+
+
+def _helped(metrics: dict[str, Any]) -> list[str]:
+    gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
+    small = f", if by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""
+    lines = [f"refinement helped: the refined posterior is closer to the target than the base{small}"]
+    if spread > FAR_LOG_WEIGHT_SD:
+        lines.append(
+            f"it is still far from it (log importance weights have standard deviation {spread:.1f}): {_advice(metrics)}"
+        )
+    return lines
+
+
+def _undecided(metrics: dict[str, Any]) -> str:
+    """Where the gain may lie, which the draws do not tell."""
+    gain, draws = metrics["elbo_gain"], metrics["elbo_draws"]
+    margin = reach(draws) * gain["standard_error"]
+    ends = f"{gain['value'] - margin:+.2f} to {gain['value'] + margin:+.2f}"
+    more = f"{_advice(metrics)}; or more --elbo-draws"
+    return f"undecided after {draws} draws: the gain lies anywhere from {ends} nats, which may help, hurt or not matter: {more}"
+
+
+def _advice(metrics: dict[str, Any]) -> str:
+    """What most likely comes closer, from what each flow reached on diagonal bases and on weak priors."""
+    if metrics["flow"] != "affine":
+        return "try --flow affine, or hmc"
+    if metrics["settings"]["scale"] != "block":
+        return "try --scale block, a longer --length, or hmc"
+    return "try more --epochs, or hmc"

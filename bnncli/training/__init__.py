@@ -1,0 +1,1 @@
+"""Steps of optimizers, on a GPU as captured graphs."""
