@@ -22,7 +22,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.recorded import Groups, own_command
+from bnncli.options.command_line import Groups, own_command
 from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
