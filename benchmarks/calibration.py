@@ -24,9 +24,9 @@ from scipy.special import softmax
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.class_wise import class_wise_scores
-from bnncli.evaluation.examples import examples_of
-from bnncli.evaluation.rows import score_rows
-from bnncli.evaluation.scores import Scores
+from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.metric_rows import score_rows
+from bnncli.evaluation.weighted_scores import Scores
 
 Row = dict[str, Any]
 LEVEL = 0.95

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bnncli.errors import MissingInput, UsageError
-from bnncli.evaluation.checks import Absent, check_names, failure_text, forms, hold_against
 from bnncli.options.assertions import Quantity, parse_assertion, parse_score
+from bnncli.run.score_assertions import Absent, check_names, failure_text, forms, hold_against
 
 Cli = Any
 METRICS = ("nll", "ece", "auroc", "mmd2")

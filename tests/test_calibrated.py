@@ -13,9 +13,9 @@ from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibrated import drawn_gaps, largest_gap, shrunk
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.class_wise import class_bins, class_wise_scores
-from bnncli.evaluation.examples import examples_of
-from bnncli.evaluation.rows import Row, score_rows
-from bnncli.evaluation.scores import Scores
+from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.metric_rows import Row, score_rows
+from bnncli.evaluation.weighted_scores import Scores
 
 FORMS = [("equal-width", "l1"), ("equal-mass", "l1"), ("equal-mass", "l2"), ("published", "l1"), ("class-wise", "l1")]
 

@@ -12,8 +12,8 @@ from bnncli.evaluation import probabilities
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import Reliability, calibration_scores, reliability
 from bnncli.evaluation.class_wise import class_wise_scores
-from bnncli.evaluation.examples import Examples, examples_of
-from bnncli.evaluation.rows import Row, score_rows
+from bnncli.evaluation.example_statistics import Examples, examples_of
+from bnncli.evaluation.metric_rows import Row, score_rows
 
 
 def rows_of(probs: NDArray, labels: NDArray, *, num_bins: int = 15, bootstrap: Bootstrap | None = None) -> list[Row]:

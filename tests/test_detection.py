@@ -15,9 +15,9 @@ from bnncli.errors import DataError
 from bnncli.evaluation import detection
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.detection_rows import detection_rows, mmc_row
-from bnncli.evaluation.detection_scores import PREDICTION_SCORES, prediction_score
-from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.example_scores import PREDICTION_SCORES, prediction_score
+from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.split_detection import detection_rows, mmc_row
 
 NAMES = ("auroc", "aupr_in", "aupr_out", "fpr95_in", "fpr95_out")
 

@@ -12,9 +12,9 @@ from sklearn import metrics
 
 from bnncli.evaluation import per_class
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.per_class import per_class_scores, rare_classes
-from bnncli.evaluation.rows import Row, score_rows
 
 Cli = Any
 SIZE = 150

@@ -11,9 +11,9 @@ from sklearn.metrics import top_k_accuracy_score
 
 from bnncli.evaluation import probabilities
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.ranking import largest_probabilities, ranking_scores
-from bnncli.evaluation.rows import Row, score_rows
 
 RANKING = {"rule": "best", "threshold": 0.05, "cap": 5}
 

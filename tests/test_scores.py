@@ -16,10 +16,10 @@ from bnncli.errors import DataError
 from bnncli.evaluation import bootstrap as bootstrap_module
 from bnncli.evaluation import rows as rows_module
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.metric_rows import Row, score_rows, split_scores
 from bnncli.evaluation.ranking import NO_RANKING
-from bnncli.evaluation.rows import Row, score_rows, split_scores
-from bnncli.evaluation.scores import nll, nll_per_example
+from bnncli.evaluation.weighted_scores import nll, nll_per_example
 from bnncli.options.evaluate import METRICS
 
 

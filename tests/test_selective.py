@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.selective import selective_scores
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import betaincinv, ndtri
 
-from bnncli.evaluation.scores import Floats
+from bnncli.evaluation.weighted_scores import Floats
 
 NUM_DRAWS = 1000  # of the labels of a calibrated model
 _FEWEST_DRAWS = 200

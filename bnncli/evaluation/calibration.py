@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.calibrated import Form, against_chance, drawn_gaps, floor_of, largest_gap
-from bnncli.evaluation.examples import Examples
-from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
+from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores
 
 NUM_BINS = 15  # the usual choice since Guo et al. (2017)
 PUBLISHED_BINS = 100

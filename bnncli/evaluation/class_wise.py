@@ -14,7 +14,7 @@ from scipy import sparse
 
 from bnncli.evaluation.calibration import NUM_BINS, Bins, judged, total_form
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores
 
 
 def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> Scores:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import NUM_BINS, reliability
-from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.example_statistics import Examples
 
 MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width
 _DIGITS = 6

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scipy.special import xlogy
 from sklearn.isotonic import isotonic_regression
 
-from bnncli.evaluation.examples import Examples
-from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores, brier_losses, log_losses
+from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores, brier_losses, log_losses
 
 _COST = 4.0  # measured against a mean
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy.special import stdtr  # scipy.stats takes a second to import
 
 from bnncli.evaluation.calibration import reliability
-from bnncli.evaluation.examples import examples_of
+from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.paired import holm
-from bnncli.evaluation.scores import nll_per_example
+from bnncli.evaluation.weighted_scores import nll_per_example
 
 FALSE_ALARM = 0.05  # chance of any warning where no reference is better in truth
 WORSE_SHARE = 0.01  # of the reference's NLL: a loss below it is not worth a warning, however sure it is

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores, means
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores, means
 from bnncli.numerics.top_k import cumulative_lengths
 
 NO_RANKING = "the predictions have no ranking (predict --top-k makes one)"

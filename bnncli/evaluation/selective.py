@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import digamma
 
-from bnncli.evaluation.examples import Examples
-from bnncli.evaluation.scores import NO_LABELS, Floats, Score, Scores
+from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores
 
 
 def selective_scores(examples: Examples) -> Scores:

@@ -11,13 +11,13 @@ import numpy as np
 
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection_rows import Scores as DetectionScores
-from bnncli.evaluation.detection_rows import detection_rows, mmc_row
-from bnncli.evaluation.detection_scores import prediction_scores
-from bnncli.evaluation.examples import Examples, check_labels, examples_of
+from bnncli.evaluation.example_scores import prediction_scores
+from bnncli.evaluation.example_statistics import Examples, check_labels, examples_of
+from bnncli.evaluation.metric_rows import Row, score_rows, split_scores
 from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.rows import Row, score_rows, split_scores
+from bnncli.evaluation.split_detection import Scores as DetectionScores
+from bnncli.evaluation.split_detection import detection_rows, mmc_row
 from bnncli.integrators import load_integrator
 from bnncli.options import EvaluateOptions
 from bnncli.run.prediction_groups import Group

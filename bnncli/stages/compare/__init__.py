@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.evaluation.detection_scores import PREDICTION_SCORES
+from bnncli.evaluation.example_scores import PREDICTION_SCORES
 from bnncli.evaluation.standings import standings
 from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bnncli.evaluation.detection_scores import prediction_scores
-from bnncli.evaluation.examples import Examples, examples_of
+from bnncli.evaluation.example_scores import prediction_scores
+from bnncli.evaluation.example_statistics import Examples, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
-from bnncli.evaluation.measured import Measured, measure_detection, measure_split
-from bnncli.evaluation.rows import split_scores
+from bnncli.evaluation.metric_rows import split_scores
 from bnncli.integrators import load_integrator
 from bnncli.options.assertions import Quantity
 from bnncli.run.score_rows import SplitPredictions
+from bnncli.stages.compare.paired_scores import Measured, measure_detection, measure_split
 from bnncli.storage.headers import Header
 
 Key = tuple[tuple[str, str], ...]

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.checks import find_metric, forms
-from bnncli.evaluation.detection_scores import PREDICTION_SCORES
+from bnncli.evaluation.example_scores import PREDICTION_SCORES
 from bnncli.evaluation.integration_error import IntegrationError
-from bnncli.evaluation.measured import Measured, measure_detection, measure_split, needed_scores
+from bnncli.evaluation.metric_rows import split_scores
 from bnncli.evaluation.paired import Sample, integration
-from bnncli.evaluation.rows import split_scores
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
 from bnncli.run.prediction_groups import Group
+from bnncli.run.score_assertions import find_metric, forms
 from bnncli.run.score_rows import SplitPredictions
 from bnncli.run.session import Run
 from bnncli.stages.compare.integration import Known, detection_errors, split_errors
+from bnncli.stages.compare.paired_scores import Measured, measure_detection, measure_split, needed_scores
 
 OF_TWO_SPLITS = ("auroc", "aupr", "fpr95")
 _IN_THE_SPREAD = "the spread over checkpoints contains it"

@@ -15,8 +15,8 @@ from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
 from bnncli.evaluation.mmd import NUM_DRAWS
-from bnncli.evaluation.scores import nll_per_example
 from bnncli.evaluation.verdict import DENSITIES, POINTS, Judged, doubts
+from bnncli.evaluation.weighted_scores import nll_per_example
 from bnncli.inference.importance import diagnose_importance
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
-from bnncli.evaluation.checks import Absent, check_names, failure_text, hold_against
 from bnncli.options import EvaluateOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.prediction_groups import Group, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.score_assertions import Absent, check_names, failure_text, hold_against
 from bnncli.run.score_rows import group_rows, warn_of_rare_classes
 from bnncli.run.score_table import USUAL, score_table
 from bnncli.run.session import Result, Run

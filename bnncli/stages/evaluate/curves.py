@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import WriteError
-from bnncli.evaluation.checks import find_metric
 from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
 from bnncli.names import posterior_title
 from bnncli.options.assertions import Quantity
 from bnncli.run.prediction_groups import Group
+from bnncli.run.score_assertions import find_metric
 from bnncli.run.score_rows import SplitPredictions
 from bnncli.run.session import Result, Run
 from bnncli.stages.evaluate.density import density_curve, is_latent

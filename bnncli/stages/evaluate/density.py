@@ -11,10 +11,10 @@ import torch
 from bnncli.errors import UsageError
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
-from bnncli.evaluation.examples import examples_of
-from bnncli.evaluation.rows import score_rows
-from bnncli.evaluation.scores import label_scores
+from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.metric_rows import score_rows
 from bnncli.evaluation.selection import selection_rows
+from bnncli.evaluation.weighted_scores import label_scores
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.posteriors.latent_binary import LatentBinary

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
-from bnncli.evaluation.weight_space_rows import Row, WeightDraws, num_draws_for, weight_space_rows
+from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, weight_space_rows
 from bnncli.run.inputs import open_posterior, recorded_prior, require_draws
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header, read_header

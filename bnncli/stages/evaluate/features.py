@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
-from bnncli.evaluation.detection_rows import detection_rows
 from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
+from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options import EvaluateOptions
 from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
 from bnncli.run import revisions as _revisions

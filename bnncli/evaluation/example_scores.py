@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.numerics.dirichlet import total_variance
 from bnncli.options.evaluate import PREDICTION_SCORES

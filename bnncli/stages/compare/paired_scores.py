@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.checks import find_metric
 from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.detection_rows import DETECTION_ROWS
-from bnncli.evaluation.scores import Scores
+from bnncli.evaluation.split_detection import DETECTION_ROWS
+from bnncli.evaluation.weighted_scores import Scores
 from bnncli.options.assertions import Quantity
+from bnncli.run.score_assertions import find_metric
 
 Row = dict[str, Any]
 Vectors = Mapping[str, NDArray | str]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bnncli.evaluation.draw_blocks import ThinnedDraws, compare_draws, thin_draws
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, squared_distances, thin
+from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, weight_space_rows
 from bnncli.evaluation.weight_space import mean_error, reference_scale, wasserstein_distances
-from bnncli.evaluation.weight_space_rows import WeightDraws, num_draws_for, weight_space_rows
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation import probabilities
-from bnncli.evaluation.examples import Examples, examples_of
+from bnncli.evaluation.example_statistics import Examples, examples_of
 
 
 def predictions(num_classes: int, *, count: int = 300) -> tuple[NDArray, NDArray]:

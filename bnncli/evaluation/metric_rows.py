@@ -14,11 +14,11 @@ from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import NUM_BINS, calibration_scores
 from bnncli.evaluation.class_wise import class_wise_scores
 from bnncli.evaluation.decomposition import decomposition_scores
-from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.per_class import per_class_scores
 from bnncli.evaluation.ranking import ranking_scores
-from bnncli.evaluation.scores import Score, Scores, label_scores, prediction_scores
 from bnncli.evaluation.selective import selective_scores
+from bnncli.evaluation.weighted_scores import Score, Scores, label_scores, prediction_scores
 from bnncli.numerics.seeds import stream_seed
 
 Row = dict[str, Any]

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.detection_rows import detection_rows
-from bnncli.evaluation.examples import Examples, examples_of
-from bnncli.evaluation.measured import measure_detection, measure_split, needed_scores
-from bnncli.evaluation.rows import score_rows, split_scores
+from bnncli.evaluation.example_statistics import Examples, examples_of
+from bnncli.evaluation.metric_rows import score_rows, split_scores
+from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options.assertions import parse_score
 from bnncli.options.compare import COMPARED
+from bnncli.stages.compare.paired_scores import measure_detection, measure_split, needed_scores
 
 SIZE = 150
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.examples import Examples
+from bnncli.evaluation.example_statistics import Examples
 
 # The smallest probability that the log sees: float32 probabilities underflow to 0, whose log would be
 # infinite.
