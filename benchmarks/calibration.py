@@ -26,7 +26,7 @@ from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.class_wise import class_wise_scores
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.weighted_scores import Scores
+from bnncli.evaluation.weighted_scores import ScoreGroup
 
 Row = dict[str, Any]
 LEVEL = 0.95
@@ -60,7 +60,7 @@ class World:
         return self.temperature == 1 and self.shift == 0
 
 
-def scores_of(probs: NDArray, labels: NDArray) -> list[Scores]:
+def scores_of(probs: NDArray, labels: NDArray) -> list[ScoreGroup]:
     """The calibration errors in all their forms."""
     return [*calibration_scores(examples_of(probs, labels)), class_wise_scores(probs, labels)]
 
@@ -68,7 +68,7 @@ def scores_of(probs: NDArray, labels: NDArray) -> list[Scores]:
 def truths(world: World, count: int, generator: np.random.Generator) -> dict[str, float]:
     """The errors of a large sample, by form; 0 where they are known to be."""
     rows = score_rows(
-        [Scores(g.members, g.statistic, g.undefined) for g in scores_of(*world.draw(count, generator))],
+        [ScoreGroup(g.members, g.statistic, g.undefined) for g in scores_of(*world.draw(count, generator))],
         ("truth", count),
     )
     return {

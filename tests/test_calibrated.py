@@ -15,7 +15,7 @@ from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.class_wise import class_bins, class_wise_scores
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
-from bnncli.evaluation.weighted_scores import Scores
+from bnncli.evaluation.weighted_scores import ScoreGroup
 
 FORMS = [("equal-width", "l1"), ("equal-mass", "l1"), ("equal-mass", "l2"), ("published", "l1"), ("class-wise", "l1")]
 
@@ -29,7 +29,7 @@ def world(
     return softmax(logits / temperature + shift * np.linspace(-1, 1, classes), axis=1), labels
 
 
-def groups_of(probs: NDArray, labels: NDArray) -> list[Scores]:
+def groups_of(probs: NDArray, labels: NDArray) -> list[ScoreGroup]:
     return [*calibration_scores(examples_of(probs, labels)), class_wise_scores(probs, labels)]
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.calibrated import Form, against_chance, drawn_gaps, floor_of, largest_gap
 from bnncli.evaluation.example_statistics import Examples
-from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 
 NUM_BINS = 15  # the usual choice since Guo et al. (2017)
 PUBLISHED_BINS = 100
@@ -70,13 +70,13 @@ def reliability(examples: Examples, *, num_bins: int = NUM_BINS, strategy: str =
     )
 
 
-def calibration_scores(examples: Examples, *, num_bins: int = NUM_BINS) -> list[Scores]:
+def calibration_scores(examples: Examples, *, num_bins: int = NUM_BINS) -> list[ScoreGroup]:
     """ECE and MCE in bins of equal width and of equal mass, the debiased l2 error, and the published ECE."""
     if examples.is_right is None:
         nothing = np.zeros(0)
         groups = [_plain(nothing, nothing, num_bins, s) for s in ("equal-width", "equal-mass")]
         groups.append(_published(nothing, nothing))
-        return [Scores(group.members, None, NO_LABELS) for group in groups]
+        return [ScoreGroup(group.members, None, NO_LABELS) for group in groups]
     confidence, is_right = examples.confidence, examples.is_right.astype(np.float64)
     groups = [_plain(confidence, is_right, num_bins, strategy) for strategy in ("equal-width", "equal-mass")]
     return [*groups, _published(confidence, is_right)]
@@ -94,7 +94,7 @@ def bin_sums(weights: NDArray, index: NDArray, values: NDArray, *, num_bins: int
     return sums.reshape(len(weights), num_bins, -1)
 
 
-def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str) -> Scores:
+def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str) -> ScoreGroup:
     """ECE and MCE in bins of one strategy; with equal mass the debiased error as well, as its authors bin."""
     choices = {"bins": num_bins, "strategy": strategy}
     members = [_score("ece", {**choices, "norm": "l1"}), _score("mce", choices)]
@@ -119,7 +119,7 @@ def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str)
             bins, [total_form(len(index)), _largest_form(bins), _debiased_form(bins)][: len(members)], generator, level
         )
 
-    return Scores(members, statistic, against_chance=judge)
+    return ScoreGroup(members, statistic, against_chance=judge)
 
 
 def binned(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -> Bins:
@@ -184,7 +184,7 @@ def _debiased_square(count: Floats, gap: Floats, accuracy: Floats) -> Floats:
     return (count * square).sum(axis=-1) / count.sum(axis=-1)
 
 
-def _published(confidence: NDArray, is_right: NDArray) -> Scores:
+def _published(confidence: NDArray, is_right: NDArray) -> ScoreGroup:
     """The ECE of the script published with the refinement paper (Kristiadi et al. 2022, arXiv 2205.10041).
 
     np.digitize numbers 100 bins from 1; the script looks at 0 to 99 and so leaves out every confidence from 0.99 on, and
@@ -213,11 +213,11 @@ def _published(confidence: NDArray, is_right: NDArray) -> Scores:
         bins = binned(confidence[is_used], is_right[is_used], index[is_used], num_bins=PUBLISHED_BINS)
         return judged(bins, [total_form(int(is_used.sum()))], generator, level)
 
-    return Scores([score], statistic, against_chance=judge)
+    return ScoreGroup([score], statistic, against_chance=judge)
 
 
-def _score(name: str, choices: dict[str, object], **more: object) -> Score:
-    make: Callable[..., Score] = Score
+def _score(name: str, choices: dict[str, object], **more: object) -> ScoreForm:
+    make: Callable[..., ScoreForm] = ScoreForm
     return make(name, choices, False, bounds=(0.0, 1.0), **more)
 
 

@@ -14,10 +14,10 @@ from scipy import sparse
 
 from bnncli.evaluation.calibration import NUM_BINS, Bins, judged, total_form
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 
 
-def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> Scores:
+def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> ScoreGroup:
     """The class-wise ECE in bins of equal width.
 
     Args:
@@ -25,9 +25,9 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
         labels: (N,) or None.
     """
     choices = {"bins": num_bins, "strategy": "class-wise", "norm": "l1"}
-    members = [Score("ece", choices, False, bounds=(0.0, 1.0))]
+    members = [ScoreForm("ece", choices, False, bounds=(0.0, 1.0))]
     if labels is None:
-        return Scores(members, None, NO_LABELS)
+        return ScoreGroup(members, None, NO_LABELS)
     num_classes = probs.shape[1]
 
     def statistic(weights: NDArray) -> Floats:
@@ -41,7 +41,7 @@ def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int =
         bins = class_bins(probs, labels, num_bins=num_bins)
         return judged(bins, [total_form(float(bins.size.sum()))], generator, level)
 
-    return Scores(members, statistic, cost=float(num_classes), against_chance=judge)
+    return ScoreGroup(members, statistic, cost=float(num_classes), against_chance=judge)
 
 
 def class_bins(probs: NDArray, labels: NDArray, *, num_bins: int) -> Bins:

@@ -14,15 +14,15 @@ from scipy.special import xlogy
 from sklearn.isotonic import isotonic_regression
 
 from bnncli.evaluation.example_statistics import Examples
-from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores, brier_losses, log_losses
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, brier_losses, log_losses
 
 _COST = 4.0  # measured against a mean
 
 
-def decomposition_scores(examples: Examples) -> Scores:
+def decomposition_scores(examples: Examples) -> ScoreGroup:
     """Miscalibration, discrimination and uncertainty of the Brier score and of the NLL; score = first - second + third."""
     members = [
-        Score(name, {"of": of, "method": "CORP"}, higher, method=method)
+        ScoreForm(name, {"of": of, "method": "CORP"}, higher, method=method)
         for of in ("brier", "nll")
         for name, higher, method in (
             ("miscalibration", False, "basic"),
@@ -31,9 +31,9 @@ def decomposition_scores(examples: Examples) -> Scores:
         )
     ]
     if examples.num_classes != 2:
-        return Scores(members, None, f"two classes only, there are {examples.num_classes}")
+        return ScoreGroup(members, None, f"two classes only, there are {examples.num_classes}")
     if examples.labels is None or examples.label_probability is None:
-        return Scores(members, None, NO_LABELS)
+        return ScoreGroup(members, None, NO_LABELS)
     # Not from the label's probability: 1 - p rounds, and forecasts that are equal would differ by their label.
     forecast = np.where(examples.predicted == 1, examples.confidence, 1 - examples.confidence)
     order = np.argsort(forecast, kind="stable")
@@ -51,7 +51,7 @@ def decomposition_scores(examples: Examples) -> Scores:
         parts = [score - recalibrated, uncertainty - recalibrated, uncertainty]
         return np.maximum(0.0, np.stack(parts, axis=2)).reshape(len(weights), -1)
 
-    return Scores(members, statistic, cost=_COST)
+    return ScoreGroup(members, statistic, cost=_COST)
 
 
 def _recalibrated_losses(count: Floats, ones: Floats) -> Floats:

@@ -18,7 +18,7 @@ from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.per_class import per_class_scores
 from bnncli.evaluation.ranking import ranking_scores
 from bnncli.evaluation.selective import selective_scores
-from bnncli.evaluation.weighted_scores import Score, Scores, label_scores, prediction_scores
+from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup, label_scores, prediction_scores
 from bnncli.numerics.seeds import stream_seed
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ def split_scores(
     ranking: Mapping[str, Any] | None = None,
     num_bins: int = NUM_BINS,
     top_k: int = TOP_K,
-) -> list[Scores]:
+) -> list[ScoreGroup]:
     """Every score of one split's predictions.
 
     Args:
@@ -54,7 +54,7 @@ def split_scores(
     return found + prediction_scores(examples, mutual_info) + ranking_scores(probs, examples, lengths, ranking)
 
 
-def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Bootstrap | None = None) -> list[Row]:
+def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: Bootstrap | None = None) -> list[Row]:
     """A row for each score of a split, given by name and number of examples; with its interval where there is a bootstrap."""
     size = split[1]
     values = [_estimate(group, size) for group in scores]
@@ -81,7 +81,7 @@ def score_rows(scores: Sequence[Scores], split: tuple[str, int], bootstrap: Boot
 
 
 def _against_chance(
-    group: Scores, found: NDArray | None, split: tuple[str, int], bootstrap: Bootstrap | None
+    group: ScoreGroup, found: NDArray | None, split: tuple[str, int], bootstrap: Bootstrap | None
 ) -> list[Row] | None:
     """Floors, tests and intervals of a group of calibration errors; None for other scores, and where all are undefined."""
     if group.against_chance is None or found is None or np.isnan(found).all():
@@ -102,13 +102,13 @@ def _told(value: float, chance: Row) -> Row:
     return row
 
 
-def _estimate(group: Scores, size: int) -> NDArray | None:
+def _estimate(group: ScoreGroup, size: int) -> NDArray | None:
     """The scores (m,) themselves, in float64; None where they are undefined."""
     return None if group.statistic is None or size == 0 else group.statistic(np.ones((1, size)))[0]
 
 
 def _replicates(
-    scores: Sequence[Scores], values: Sequence[NDArray | None], split: tuple[str, int], bootstrap: Bootstrap | None
+    scores: Sequence[ScoreGroup], values: Sequence[NDArray | None], split: tuple[str, int], bootstrap: Bootstrap | None
 ) -> list[NDArray | None]:
     """The replicates (R, m) of each group; the weights are drawn once for all, and dear groups take the first of them."""
     parts: list[list[NDArray]] = [[] for _ in scores]
@@ -126,13 +126,13 @@ def _replicates(
     return [np.concatenate(part) if part else None for part in parts]
 
 
-def _affordable(group: Scores, size: int, bootstrap: Bootstrap) -> int:
+def _affordable(group: ScoreGroup, size: int, bootstrap: Bootstrap) -> int:
     """How many replicates the group gets: all, or as many as its cost allows, or none where those would say little."""
     most = int(MOST_OPERATIONS / (group.cost * size)) if group.cost > 1 else bootstrap.num_replicates
     return bootstrap.num_replicates if most >= bootstrap.num_replicates else most if most >= FEWEST_REPLICATES else 0
 
 
-def _uncertainty(bootstrap: Bootstrap, score: Score, value: float, replicates: NDArray | None) -> Row:
+def _uncertainty(bootstrap: Bootstrap, score: ScoreForm, value: float, replicates: NDArray | None) -> Row:
     if replicates is None:
         return {"standard_error": None, "interval": None}
     return bootstrap.describe(value, replicates, method=score.method, bounds=score.bounds)

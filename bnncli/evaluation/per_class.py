@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from bnncli.evaluation.example_statistics import Examples
-from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 
 MOST_PROBABILITIES = 1 << 25  # that are ranked: 128 MB
 FEW = 10  # examples of a class, below which its own scores say little
@@ -22,7 +22,7 @@ _RANKING_COST = 40.0  # operations of an example, class and replicate
 _CHOICES = {"average": "macro", "classes": "present"}
 
 
-def per_class_scores(probs: NDArray, examples: Examples) -> list[Scores]:
+def per_class_scores(probs: NDArray, examples: Examples) -> list[ScoreGroup]:
     """Balanced accuracy, macro F1 and precision; macro AUROC and average precision of each class against the rest.
 
     Args:
@@ -31,11 +31,11 @@ def per_class_scores(probs: NDArray, examples: Examples) -> list[Scores]:
     counted = [_score(name) for name in ("balanced_accuracy", "macro_f1", "macro_precision")]
     ranked = [_score(name) for name in ("class_auroc", "class_average_precision")]
     if examples.labels is None:
-        return [Scores(counted, None, NO_LABELS), Scores(ranked, None, NO_LABELS)]
+        return [ScoreGroup(counted, None, NO_LABELS), ScoreGroup(ranked, None, NO_LABELS)]
     counts = _counted(counted, examples.predicted, examples.labels, num_classes=examples.num_classes)
     if probs.size > MOST_PROBABILITIES:
         reason = f"there are {probs.size} probabilities, more than the {MOST_PROBABILITIES} that are ranked at once"
-        return [counts, Scores(ranked, None, reason)]
+        return [counts, ScoreGroup(ranked, None, reason)]
     return [counts, _ranked(ranked, probs, examples.labels)]
 
 
@@ -46,12 +46,12 @@ def rare_classes(labels: NDArray, names: list[str]) -> tuple[list[str], list[str
     return absent, [f"{name} ({count})" for name, count in zip(names, counts, strict=True) if 0 < count < FEW]
 
 
-def _score(name: str) -> Score:
+def _score(name: str) -> ScoreForm:
     reason = "no class has examples both of it and of others" if name.startswith("class_") else "undefined"
-    return Score(name, _CHOICES, True, bounds=(0.0, 1.0), when_nan=reason)
+    return ScoreForm(name, _CHOICES, True, bounds=(0.0, 1.0), when_nan=reason)
 
 
-def _counted(members: list[Score], predicted: NDArray, labels: NDArray, *, num_classes: int) -> Scores:
+def _counted(members: list[ScoreForm], predicted: NDArray, labels: NDArray, *, num_classes: int) -> ScoreGroup:
     size = len(labels)
     columns = np.concatenate(
         [labels, predicted + num_classes, np.where(predicted == labels, labels + 2 * num_classes, 0)]
@@ -74,10 +74,10 @@ def _counted(members: list[Score], predicted: NDArray, labels: NDArray, *, num_c
         precision = np.where(np.isnan(recall), np.nan, np.nan_to_num(precision))
         return np.stack([np.nanmean(values, axis=1) for values in (recall, f1, precision)], axis=1)
 
-    return Scores(members, statistic, per_class=_once(shares, size))
+    return ScoreGroup(members, statistic, per_class=_once(shares, size))
 
 
-def _ranked(members: list[Score], probs: NDArray, labels: NDArray) -> Scores:
+def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:
     size, num_classes = probs.shape
     present = np.unique(labels)
 
@@ -97,7 +97,7 @@ def _ranked(members: list[Score], probs: NDArray, labels: NDArray) -> Scores:
         none = [~is_known.any(axis=1) for is_known in known]
         return np.stack([np.where(lacks, np.nan, mean) for lacks, mean in zip(none, means, strict=True)], axis=1)
 
-    return Scores(members, statistic, cost=_RANKING_COST * num_classes, per_class=_once(areas, size))
+    return ScoreGroup(members, statistic, cost=_RANKING_COST * num_classes, per_class=_once(areas, size))
 
 
 def _areas(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores, means
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, means
 from bnncli.numerics.top_k import cumulative_lengths
 
 NO_RANKING = "the predictions have no ranking (predict --top-k makes one)"
@@ -23,7 +23,7 @@ NO_RANKING = "the predictions have no ranking (predict --top-k makes one)"
 
 def ranking_scores(
     probs: NDArray, examples: Examples, lengths: NDArray | None, choices: Mapping[str, Any] | None
-) -> list[Scores]:
+) -> list[ScoreGroup]:
     """Mean length and accuracy of the ranking, accuracy of the plain rule at the same mean length, and the difference.
 
     Replicates keep the lengths of the sample.
@@ -34,17 +34,17 @@ def ranking_scores(
         choices: rule, threshold and cap of the ranking, the most classes it may keep.
     """
     shared = dict(choices or {})
-    length = [Score("ranked_length", shared, None)]
+    length = [ScoreForm("ranked_length", shared, None)]
     accuracy = [
-        Score("ranked_accuracy", shared, True, bounds=(0.0, 1.0)),
-        Score("cumulative_accuracy", shared, True, bounds=(0.0, 1.0)),
-        Score("ranked_gain", shared, True, bounds=(-1.0, 1.0)),
+        ScoreForm("ranked_accuracy", shared, True, bounds=(0.0, 1.0)),
+        ScoreForm("cumulative_accuracy", shared, True, bounds=(0.0, 1.0)),
+        ScoreForm("ranked_gain", shared, True, bounds=(-1.0, 1.0)),
     ]
     if lengths is None:
-        return [Scores(length, None, NO_RANKING), Scores(accuracy, None, NO_RANKING)]
+        return [ScoreGroup(length, None, NO_RANKING), ScoreGroup(accuracy, None, NO_RANKING)]
     found = [means(length, [lengths])]
     if examples.label_rank is None:
-        return [*found, Scores(accuracy, None, NO_LABELS)]
+        return [*found, ScoreGroup(accuracy, None, NO_LABELS)]
     most = min(int(shared["cap"]), examples.num_classes)
     plain = np.ones(0, dtype=np.int64)
     if len(lengths):

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from scipy.special import digamma
 
 from bnncli.evaluation.example_statistics import Examples
-from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, Score, Scores
+from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 
 
-def selective_scores(examples: Examples) -> Scores:
+def selective_scores(examples: Examples) -> ScoreGroup:
     """AURC and E-AURC by the largest probability, in [0, 1]."""
     choices = {"score": "max_prob"}
-    members = [Score(name, choices, bounds=(0.0, 1.0)) for name in ("aurc", "e_aurc")]
+    members = [ScoreForm(name, choices, bounds=(0.0, 1.0)) for name in ("aurc", "e_aurc")]
     if examples.is_right is None:
-        return Scores(members, None, NO_LABELS)
+        return ScoreGroup(members, None, NO_LABELS)
     order = np.argsort(-examples.confidence, kind="stable")
     ordered, is_wrong = examples.confidence[order], ~examples.is_right[order]
     places = np.flatnonzero(is_wrong)
@@ -44,7 +44,7 @@ def selective_scores(examples: Examples) -> Scores:
         best = (num_errors - num_right * (harmonic[total] - harmonic[num_right])) / total
         return np.stack([area, np.maximum(0.0, area - best)], axis=1)
 
-    return Scores(members, statistic)
+    return ScoreGroup(members, statistic)
 
 
 def _harmonic(largest: int) -> Floats:

@@ -23,7 +23,7 @@ Statistic = Callable[[NDArray], Floats]
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreForm:
     """One score of a split.
 
     Args:
@@ -46,7 +46,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreGroup:
     """Scores that are computed together.
 
     Args:
@@ -59,7 +59,7 @@ class Scores:
         per_class: of means over classes: what `per_class` of each member's row is, None where undefined.
     """
 
-    members: Sequence[Score]
+    members: Sequence[ScoreForm]
     statistic: Statistic | None
     undefined: str | None = None
     cost: float = 1.0
@@ -67,7 +67,7 @@ class Scores:
     per_class: Callable[[], list[list[float | None]]] | None = None
 
 
-def means(members: Sequence[Score], values: Sequence[NDArray]) -> Scores:
+def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup:
     """Scores that are the mean over examples of a vector (N,) each."""
     columns = np.stack([np.asarray(value, dtype=np.float64) for value in values], axis=1)
 
@@ -76,34 +76,34 @@ def means(members: Sequence[Score], values: Sequence[NDArray]) -> Scores:
         # its rounding.
         return weights.astype(np.float64) @ columns / len(columns)
 
-    return Scores(members, statistic)
+    return ScoreGroup(members, statistic)
 
 
-def prediction_scores(examples: Examples, mutual_info: NDArray | None) -> list[Scores]:
+def prediction_scores(examples: Examples, mutual_info: NDArray | None) -> list[ScoreGroup]:
     """Mean confidence, entropy and mutual information (N,), which need no labels; nats."""
-    confidence = Score("mean_confidence", {}, None, bounds=(0.0, 1.0))
-    found = [means([confidence, Score("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
-    shared = [Score("mean_mutual_info", {}, None)]
+    confidence = ScoreForm("mean_confidence", {}, None, bounds=(0.0, 1.0))
+    found = [means([confidence, ScoreForm("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
+    shared = [ScoreForm("mean_mutual_info", {}, None)]
     if mutual_info is None:
-        return [*found, Scores(shared, None, "the integrator makes no draws")]
+        return [*found, ScoreGroup(shared, None, "the integrator makes no draws")]
     return [*found, means(shared, [mutual_info])]
 
 
-def label_scores(examples: Examples, *, top_k: int) -> list[Scores]:
+def label_scores(examples: Examples, *, top_k: int) -> list[ScoreGroup]:
     """Accuracy, NLL, Brier score and top-k accuracy."""
     rank, probability = examples.label_rank, examples.label_probability
     is_clamped = np.zeros(0) if probability is None else probability < SMALLEST_PROBABILITY
     members = [
-        Score("accuracy", {}, True, bounds=(0.0, 1.0)),
-        Score("nll", {"reduction": "mean"}, facts={"num_clamped": int(is_clamped.sum())}),
-        Score("brier", {"reduction": "mean", "classes": "sum"}, bounds=(0.0, 2.0)),
+        ScoreForm("accuracy", {}, True, bounds=(0.0, 1.0)),
+        ScoreForm("nll", {"reduction": "mean"}, facts={"num_clamped": int(is_clamped.sum())}),
+        ScoreForm("brier", {"reduction": "mean", "classes": "sum"}, bounds=(0.0, 2.0)),
     ]
-    top = [Score("top_k", {"k": top_k}, True, bounds=(0.0, 1.0))]
+    top = [ScoreForm("top_k", {"k": top_k}, True, bounds=(0.0, 1.0))]
     if probability is None or rank is None:
-        return [Scores(members, None, NO_LABELS), Scores(top, None, NO_LABELS)]
+        return [ScoreGroup(members, None, NO_LABELS), ScoreGroup(top, None, NO_LABELS)]
     found = [means(members, [rank == 0, log_losses(probability), brier_losses(examples)])]
     if examples.num_classes <= top_k:
-        return [*found, Scores(top, None, f"there are {examples.num_classes} classes")]
+        return [*found, ScoreGroup(top, None, f"there are {examples.num_classes} classes")]
     return [*found, means(top, [rank < top_k])]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
 from bnncli.evaluation.split_detection import DETECTION_ROWS
-from bnncli.evaluation.weighted_scores import Scores
+from bnncli.evaluation.weighted_scores import ScoreGroup
 from bnncli.options.assertions import Quantity
 from bnncli.run.score_assertions import find_metric
 
@@ -42,7 +42,7 @@ class Measured:
 
 
 def measure_split(
-    predictions: Sequence[Sequence[Scores]],
+    predictions: Sequence[Sequence[ScoreGroup]],
     wanted: Sequence[Quantity],
     *,
     split: tuple[str, int],
@@ -137,9 +137,9 @@ def _detection_rows(names: Sequence[str], wanted: Sequence[Quantity], ood: str) 
     return [(by_row[id(row)], row) for row in picked]
 
 
-def _chosen(scores: Sequence[Scores], wanted: Sequence[Quantity]) -> list[tuple[Scores, int, Row]]:
+def _chosen(scores: Sequence[ScoreGroup], wanted: Sequence[Quantity]) -> list[tuple[ScoreGroup, int, Row]]:
     """The scores wanted: each with its group, its place there, and its row without a value."""
-    rows: list[tuple[Scores, int, Row]] = []
+    rows: list[tuple[ScoreGroup, int, Row]] = []
     for group in scores:
         for place, score in enumerate(group.members):
             row = {"name": score.name, **score.choices, "higher_is_better": score.higher_is_better}
