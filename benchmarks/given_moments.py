@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances._logit_root import LogitRoot
+from bnncli.logits import LogitRoot
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.theta.head import HeadLayout
 

@@ -28,9 +28,9 @@ import torch
 from machine import Work
 from synthetic import open_target, write_split
 
+from bnncli.curvature import ggn
 from bnncli.errors import BnnError
 from bnncli.inference import memory
-from bnncli.inference.curvature import ggn
 from bnncli.inference.dynamics import WhitenedPotential, transition
 from bnncli.inference.laplace import covariance_at
 from bnncli.inference.mode import find_mode

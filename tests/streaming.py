@@ -12,7 +12,7 @@ import torch
 from kills import SERVER
 from peaks import MMAP_THRESHOLD, OWN_PAGES, now
 
-from bnncli.inference.curvature import ggn
+from bnncli.curvature import ggn
 from bnncli.storage.features import read_features
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import FeatureBlocks

@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli import registry
-from bnncli.covariances import _products, block
+from bnncli.covariances import block
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
+from bnncli.curvature import ggn, ggn_diag, ggn_full, ggn_kron, kron_ggn
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.curvature import ggn, ggn_diag, ggn_full, ggn_kron, kron_ggn
-from bnncli.targets import stream
+from bnncli.targets import grams, stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -88,7 +88,7 @@ def test_diag_ggn_is_the_diagonal_of_autograds_hessian(layout: HeadLayout) -> No
 
 @every_layout
 def test_block_ggn_is_autograds_hessian_within_each_output(layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_products._BLOCK_EXAMPLES, "cpu", 7)
+    monkeypatch.setitem(grams._BLOCK_EXAMPLES, "cpu", 7)
     monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 7 * 2 * 5)
     target, theta = make_target(layout), draw_theta(layout)
     output_of = layout.flatten(torch.arange(layout.num_outputs).unsqueeze(1).expand(-1, 4 + layout.has_bias))

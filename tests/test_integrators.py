@@ -13,7 +13,6 @@ from scipy import integrate, special, stats
 from torch import Tensor
 
 from bnncli import integrators
-from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
 from bnncli.errors import NumericError, UsageError
 from bnncli.integrators import (
     Prediction,
@@ -25,6 +24,7 @@ from bnncli.integrators import (
     supports,
 )
 from bnncli.integrators.probit import probit_probs
+from bnncli.logits import LogitRoot, root_of_covariances
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout

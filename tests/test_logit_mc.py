@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances._logit_root import root_of_covariances
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator
+from bnncli.logits import root_of_covariances
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples

@@ -6,9 +6,9 @@ import scipy.optimize
 import torch
 from launches import count
 
+from bnncli.curvature import ggn, ggn_full
 from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
-from bnncli.inference.curvature import ggn, ggn_full
 from bnncli.inference.mode import find_mode
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout

@@ -14,9 +14,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli import registry
 from bnncli.covariances.kron import Kron
+from bnncli.curvature import ggn
 from bnncli.flows import build_layers
 from bnncli.inference import mode as mode_module
-from bnncli.inference.curvature import ggn
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import find_mode
 from bnncli.inference.objective import Objective

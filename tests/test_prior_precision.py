@@ -9,8 +9,8 @@ import scipy.optimize
 import torch
 
 from bnncli import registry
+from bnncli.curvature import ggn
 from bnncli.errors import UsageError
-from bnncli.inference.curvature import ggn
 from bnncli.inference.laplace import covariance_at, fit_gaussian
 from bnncli.inference.prior_candidates import lagrange_weights, predictive_nll
 from bnncli.inference.prior_precision import NUM_DRAWS, TOLERANCES, PriorSearch, _parabola_vertex, search
@@ -183,7 +183,7 @@ def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, mo
         return ggn(*words)
 
     monkeypatch.setattr("bnncli.inference.laplace.ggn", counted)
-    monkeypatch.setattr("bnncli.inference.curvature.ggn", counted)
+    monkeypatch.setattr("bnncli.curvature.ggn", counted)
     common = {"start": start, "structure": structure, "center": "checkpoint"}
     found = search(target, generator=seeded(), val_features=features, val_labels=labels, **common)
     # The search's, and that of the fit at the best, of which a Kronecker one makes only the outputs' factor again.

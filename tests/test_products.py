@@ -5,8 +5,11 @@ import torch
 from launches import count
 from torch import Tensor
 
-from bnncli.covariances import _products, full
-from bnncli.covariances._products import (
+from bnncli.covariances import full
+from bnncli.covariances.full import Full
+from bnncli.curvature import ggn
+from bnncli.targets import grams
+from bnncli.targets.grams import (
     is_packed,
     pack_quadratic_form,
     packed_grams,
@@ -16,8 +19,6 @@ from bnncli.covariances._products import (
     unpack_symmetric,
     weighted_grams,
 )
-from bnncli.covariances.full import Full
-from bnncli.inference.curvature import ggn
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -26,7 +27,7 @@ every_route = pytest.mark.parametrize("packs", [True, False], ids=["packed", "sq
 
 
 def take_route(monkeypatch: pytest.MonkeyPatch, packs: bool) -> None:
-    for module in (_products, full):
+    for module in (grams, full):
         monkeypatch.setattr(module, "is_packed", lambda *words: packs)
 
 

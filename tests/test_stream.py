@@ -11,8 +11,8 @@ import torch
 from streaming import private_peaks
 from torch import Tensor
 
+from bnncli.curvature import ggn
 from bnncli.errors import DataError, DeviceError
-from bnncli.inference.curvature import ggn
 from bnncli.machine import devices
 from bnncli.storage import features as feature_files
 from bnncli.storage import hdf5

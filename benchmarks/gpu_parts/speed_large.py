@@ -9,7 +9,7 @@ import torch
 from machine import Work, best_of, covariance_work, curvature_work, gradient_work
 from torch import Tensor
 
-from bnncli.inference.curvature import ggn
+from bnncli.curvature import ggn
 from bnncli.inference.prior_precision import search
 from bnncli.numerics.seeds import stream
 from bnncli.targets.coarse_gradient import CoarseGradient

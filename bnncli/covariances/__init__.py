@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from bnncli.covariances._logit_root import LogitRoot
+from bnncli.logits import LogitRoot
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.covariances import Covariance
-from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
 from bnncli.covariances.full import Full
+from bnncli.logits import LogitRoot, root_of_covariances
 from bnncli.targets.row_space import RowSpace
 from bnncli.targets.stream import slices
 from bnncli.theta.head import HeadLayout

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import project_independent
-from bnncli.covariances._logit_root import LogitRoot
-from bnncli.covariances._products import tiles, weighted_grams
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
+from bnncli.logits import LogitRoot
+from bnncli.targets.grams import tiles, weighted_grams
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 

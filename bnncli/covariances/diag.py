@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import project_independent
-from bnncli.covariances._logit_root import LogitRoot
 from bnncli.errors import NumericError
+from bnncli.logits import LogitRoot
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 

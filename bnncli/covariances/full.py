@@ -14,8 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances._logit_root import LogitRoot, root_of_covariances
-from bnncli.covariances._products import (
+from bnncli.covariances._roots import inverse_root
+from bnncli.logits import LogitRoot, root_of_covariances
+from bnncli.machine.interruptible import interruptible
+from bnncli.targets.grams import (
     is_packed,
     packed_grams,
     packed_places,
@@ -23,8 +25,6 @@ from bnncli.covariances._products import (
     unpack_symmetric,
     weighted_grams,
 )
-from bnncli.covariances._roots import inverse_root
-from bnncli.machine.interruptible import interruptible
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 

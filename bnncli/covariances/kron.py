@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances._logit_root import LogitRoot
 from bnncli.errors import NumericError
+from bnncli.logits import LogitRoot
 from bnncli.machine.interruptible import interruptible
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior

@@ -16,7 +16,7 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
 from bnncli.covariances.kron import Kron
-from bnncli.inference.curvature import ggn, kron_ggn
+from bnncli.curvature import ggn, kron_ggn
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress

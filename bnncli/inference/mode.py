@@ -20,8 +20,8 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
+from bnncli.curvature import ggn, kron_ggn
 from bnncli.errors import NumericError
-from bnncli.inference.curvature import ggn, kron_ggn
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress

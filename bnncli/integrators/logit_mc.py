@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from bnncli.covariances._logit_root import LogitRoot
 from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
 from bnncli.integrators._averages import BlockDraws, average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators.mc import check_num_samples
+from bnncli.logits import LogitRoot
 from bnncli.numerics.sobol import balance_warning, quasi_normal
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
-from bnncli.covariances._logit_root import LogitRoot
 from bnncli.covariances._row_space import WithinRows, read_covariance
+from bnncli.logits import LogitRoot
 from bnncli.numerics.sobol import quasi_normal
 from bnncli.posteriors import layout_from_meta, layout_to_meta, move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances._logit_root import LogitRoot
+from bnncli.logits import LogitRoot
 from bnncli.posteriors import layout_from_meta, layout_to_meta
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
