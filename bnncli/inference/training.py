@@ -19,7 +19,7 @@ from bnncli.errors import Interrupted, NumericError
 from bnncli.inference._steps import StepRunner
 from bnncli.inference.objective import Objective
 from bnncli.progress import SILENT, Progress, Task
-from bnncli.training.adam_state import adam_tensors, load_adam
+from bnncli.training.adam import adam_tensors, load_adam
 
 State = Mapping[str, Tensor]
 Save = Callable[[State, bool], None]

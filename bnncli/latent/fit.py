@@ -20,14 +20,14 @@ from bnncli.latent.divergence import Multiplier, bias_divergence, weight_diverge
 from bnncli.latent.graph import GraphSteps
 from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
-from bnncli.latent.pinned_rows import PinnedRows
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling, take
-from bnncli.latent.shared_memory import join_memory
 from bnncli.latent.steps import Batch, Settings, Step, differentiate, workspace_of
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress, Task
-from bnncli.training.adam_state import adam_tensors, load_adam
+from bnncli.targets.pinned_rows import PinnedRows
+from bnncli.training.adam import adam_tensors, load_adam
+from bnncli.training.shared_memory import join_memory
 
 State = Mapping[str, Tensor]
 Save = Callable[[State, bool], None]
