@@ -16,8 +16,8 @@ from bnncli import options as o
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import _from_text, option_fields
 from bnncli.errors import UsageError
-from bnncli.options.declaration import choices_of, flag_of
 from bnncli.options.command_line import own_command
+from bnncli.options.declaration import choices_of, flag_of
 from bnncli.storage.freshness import UNKNOWN_MAKER
 
 MAKERS = {one.name: one.groups for one in COMMANDS if o.RecordOptions in one.groups}
