@@ -26,6 +26,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import label_indicators
 from bnncli.theta.head import HeadLayout
+from bnncli.theta.network import NetworkLayout
 from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4)]
@@ -84,6 +85,18 @@ def test_log_density_is_that_of_independent_normals(layout: HeadLayout) -> None:
     same = Prior(2.0, 2.0)
     assert same.is_isotropic
     assert torch.equal(same.log_density(theta, layout), Prior(2.0).log_density(theta, layout))
+
+
+def test_the_prior_of_a_network_finds_the_biases_of_every_layer() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).double()
+    precisions = {"weight": 2.0, "bias": 0.05}
+    scales = [(name, part, precisions[name.split(".")[1]] ** -0.5) for name, part in network.named_parameters()]
+    expected = sum(torch.distributions.Normal(0.0, scale).log_prob(part).sum() for _, part, scale in scales)
+    layout, theta = NetworkLayout((4, 3, 2)), torch.nn.utils.parameters_to_vector(network.parameters()).unsqueeze(0)
+    torch.testing.assert_close(PRIOR.log_density(theta, layout)[0], expected)
+    gradient = torch.autograd.grad(expected, list(network.parameters()))
+    torch.testing.assert_close(PRIOR.gradient(theta, layout)[0], torch.nn.utils.parameters_to_vector(gradient))
+    assert [part.name for part in layout.parts if part.is_bias] == ["layers.0.bias", "layers.1.bias"]
 
 
 @every_layout

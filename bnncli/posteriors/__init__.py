@@ -96,17 +96,3 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == "cpu" and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def layout_to_meta(layout: HeadLayout) -> dict[str, Any]:
-    """The layout's sizes as JSON, for to_tensors."""
-    return {
-        "num_outputs": layout.num_outputs,
-        "num_features": layout.num_features,
-        "has_bias": layout.has_bias,
-    }
-
-
-def layout_from_meta(meta: dict[str, Any]) -> HeadLayout:
-    """The inverse of layout_to_meta."""
-    return HeadLayout(int(meta["num_outputs"]), int(meta["num_features"]), bool(meta["has_bias"]))

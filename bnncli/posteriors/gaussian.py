@@ -13,7 +13,7 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows, read_covariance
 from bnncli.logits import LogitRoot
 from bnncli.numerics.sobol import quasi_normal
-from bnncli.posteriors import layout_from_meta, layout_to_meta, move, sample_from_noise, standard_normal
+from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -99,7 +99,7 @@ class Gaussian:
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """`mean`, the prior's and the structure's tensors, float64; structure and layout as JSON."""
         tensors = {"mean": self.mean.double().cpu().contiguous(), **self.prior.to_tensors()}
-        meta = {"type": self.type, "structure": self.covariance.structure, **layout_to_meta(self.layout)}
+        meta = {"type": self.type, "structure": self.covariance.structure, **self.layout.to_meta()}
         if isinstance(self.covariance, WithinRows):
             meta["row_space_rank"] = self.covariance.rows.rank
         return {**tensors, **self.covariance.to_tensors()}, meta
@@ -107,6 +107,6 @@ class Gaussian:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian:
         """The inverse of to_tensors."""
-        layout = layout_from_meta(meta)
+        layout = HeadLayout.from_meta(meta)
         covariance = read_covariance(meta["structure"], tensors, layout)
         return cls(tensors["mean"], covariance, layout, Prior.from_tensors(tensors))

@@ -126,7 +126,7 @@ class LatentBinary:
             tensors |= {"input.shift": self.shift, "input.scale": self.scale}
         meta = {
             "type": self.type,
-            "sizes": list(model.layout.sizes),
+            **model.layout.to_meta(),
             "repeats": model.num_repeats,
             "best": self.best,
             "bias_sd": model.prior.bias_sd,
@@ -136,7 +136,7 @@ class LatentBinary:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> LatentBinary:
         """The inverse of to_tensors."""
-        layout = NetworkLayout(tuple(int(size) for size in meta["sizes"]))
+        layout = NetworkLayout.from_meta(meta)
         factors = Factors(**{name: tensors[name] for name in ("mean", "rho", "logit", "bias_mean", "bias_rho")})
         slab = {name.removeprefix("slab."): part for name, part in tensors.items() if name.startswith("slab.")}
         prior = SpikeAndSlab.from_tensors(slab, float(meta["bias_sd"]))

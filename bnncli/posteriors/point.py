@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bnncli.logits import LogitRoot
-from bnncli.posteriors import layout_from_meta, layout_to_meta
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
 
@@ -57,9 +56,9 @@ class Point:
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """`mean` (P,) float64, and the layout as JSON."""
-        return {"mean": self.theta.double().cpu().contiguous()}, {"type": self.type, **layout_to_meta(self.layout)}
+        return {"mean": self.theta.double().cpu().contiguous()}, {"type": self.type, **self.layout.to_meta()}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Point:
         """The inverse of to_tensors."""
-        return cls(tensors["mean"], layout_from_meta(meta))
+        return cls(tensors["mean"], HeadLayout.from_meta(meta))

@@ -60,12 +60,12 @@ class Sparse:
             tensors[f"{name}.weight.col_indices"] = columns.to(torch.int32)
             tensors[f"{name}.weight.values"] = weight[rows, columns]
             tensors[f"{name}.bias"] = bias
-        return tensors, {"type": self.type, "sizes": list(self.network.sizes)}
+        return tensors, {"type": self.type, **self.network.to_meta()}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Sparse:
         """The inverse of to_tensors."""
-        network = NetworkLayout(tuple(int(size) for size in meta["sizes"]))
+        network = NetworkLayout.from_meta(meta)
         parts: list[Tensor] = []
         for index, (outputs, inputs) in enumerate(network.shapes):
             name = f"layers.{index}"

@@ -6,10 +6,14 @@ output (K = 1) the network has two classes and a Bernoulli likelihood; otherwise
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from bnncli.theta.layout import Part, consecutive, parts_to_json
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,21 @@ class HeadLayout:
         out = flat.unflatten(1, (theta.shape[0], self.num_outputs)).transpose(0, 1)
         return out if bias is None else out + bias.unsqueeze(1)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The weight, and the bias where there is one."""
+        weight = ("head.weight", (self.num_outputs, self.num_features), False)
+        return consecutive([weight, ("head.bias", (self.num_outputs,), True)] if self.has_bias else [weight])
+
     def to_json(self) -> list[dict[str, object]]:
         """The layout as posterior files state it: name, shape and offset of each part."""
-        parts: list[dict[str, object]] = [
-            {"name": "head.weight", "shape": [self.num_outputs, self.num_features], "offset": 0}
-        ]
-        if self.has_bias:
-            offset = self.num_outputs * self.num_features
-            parts.append({"name": "head.bias", "shape": [self.num_outputs], "offset": offset})
-        return parts
+        return parts_to_json(self.parts)
+
+    def to_meta(self) -> dict[str, Any]:
+        """The sizes as JSON."""
+        return {"num_outputs": self.num_outputs, "num_features": self.num_features, "has_bias": self.has_bias}
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> HeadLayout:
+        """The inverse of to_meta."""
+        return cls(int(meta["num_outputs"]), int(meta["num_features"]), bool(meta["has_bias"]))

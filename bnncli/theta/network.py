@@ -6,14 +6,16 @@ row-major, then its bias. Without hidden layers that is the head's own layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import Part, consecutive, parts_to_json
 
 _BLOCK = 2**18  # weights of a block
 
@@ -77,16 +79,26 @@ class NetworkLayout:
         """The same as a head, where there is one layer alone."""
         return HeadLayout(self.num_outputs, self.num_features) if self.num_layers == 1 else None
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Weight and bias of each layer."""
+        found: list[tuple[str, tuple[int, ...], bool]] = []
+        for index, shape in enumerate(self.shapes):
+            found += [(f"layers.{index}.weight", shape, False), (f"layers.{index}.bias", shape[:1], True)]
+        return consecutive(found)
+
     def to_json(self) -> list[dict[str, object]]:
         """The layout as posterior files state it: name, shape and offset of each part."""
-        parts: list[dict[str, object]] = []
-        offset = 0
-        for index, (outputs, inputs) in enumerate(self.shapes):
-            parts.append({"name": f"layers.{index}.weight", "shape": [outputs, inputs], "offset": offset})
-            offset += outputs * inputs
-            parts.append({"name": f"layers.{index}.bias", "shape": [outputs], "offset": offset})
-            offset += outputs
-        return parts
+        return parts_to_json(self.parts)
+
+    def to_meta(self) -> dict[str, Any]:
+        """The sizes as JSON."""
+        return {"sizes": list(self.sizes)}
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> NetworkLayout:
+        """The inverse of to_meta."""
+        return cls(tuple(int(size) for size in meta["sizes"]))
 
     def weights(self, flat: Tensor) -> list[Tensor]:
         """Each layer's weight (..., out, in), a view of the weights of all layers (..., W)."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class Prior:
         return replace(self, weight_precision=value)
 
     def diagonal(
-        self, layout: HeadLayout, *, device: torch.device | None = None, dtype: torch.dtype = torch.float64
+        self, layout: ParamLayout, *, device: torch.device | None = None, dtype: torch.dtype = torch.float64
     ) -> Tensor:
         """The precision of each parameter, (P,)."""
         precisions = torch.empty(layout.num_params, device=device, dtype=dtype)
-        for rows, precision in self._parts(layout):
+        for rows, precision in self._places(layout):
             precisions[rows] = precision
         return precisions
 
-    def log_density(self, theta: Tensor, layout: HeadLayout) -> Tensor:
+    def log_density(self, theta: Tensor, layout: ParamLayout) -> Tensor:
         """log N(theta | 0, diag(precision)^-1), normalised, (S,) float64, for theta (S, P)."""
         terms = []
-        for rows, precision in self._parts(layout):
+        for rows, precision in self._places(layout):
             part = theta[..., rows].double()
             constant = 0.5 * part.shape[-1] * math.log(precision / (2 * math.pi))
             terms.append(constant - 0.5 * precision * part.square().sum(dim=-1))
-        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+        return sum(terms[1:], start=terms[0])
 
-    def gradient(self, theta: Tensor, layout: HeadLayout) -> Tensor:
+    def gradient(self, theta: Tensor, layout: ParamLayout) -> Tensor:
         """The gradient of the log density, -precision * theta, (S, P) in theta's dtype, for theta (S, P)."""
         if self.is_isotropic:
             return -self.weight_precision * theta
@@ -109,10 +109,9 @@ class Prior:
         """The biases' precision under a name; nothing where it is the weights'."""
         return {} if self.is_isotropic or self.bias_precision is None else {name: self.bias_precision}
 
-    def _parts(self, layout: HeadLayout) -> list[tuple[slice, float]]:
-        """Slices of theta with their precision: all of it, or weights and biases."""
+    def _places(self, layout: ParamLayout) -> list[tuple[slice, float]]:
+        """Slices of theta with their precision: all of it, or each part by itself."""
         if self.is_isotropic:
             return [(slice(None), self.weight_precision)]
         weight, bias = self._pair()
-        size = layout.num_outputs * layout.num_features
-        return [(slice(0, size), weight), (slice(size, None), bias)]
+        return [(part.place, bias if part.is_bias else weight) for part in layout.parts]

@@ -16,7 +16,6 @@ from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.options import RefineOptions
-from bnncli.posteriors import layout_from_meta
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run import revisions as _revisions
@@ -87,7 +86,7 @@ def run(run: Run, options: RefineOptions) -> Result:
 def _span(header: Header) -> HeadLayout | None:
     """The layout inside the span of the features where the base was fitted there; None for one over all of theta."""
     rank = header.meta.get("row_space_rank")
-    return None if rank is None else reduced_layout(layout_from_meta(header.meta), int(rank))
+    return None if rank is None else reduced_layout(HeadLayout.from_meta(header.meta), int(rank))
 
 
 def _choose_scale(run: Run, options: RefineOptions, layout: HeadLayout, *, num_examples: int) -> RefineOptions:
