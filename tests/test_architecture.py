@@ -93,6 +93,14 @@ def test_modules_stay_small_and_say_what_they_are(path: Path) -> None:
     assert not text.strip() or ast.get_docstring(ast.parse(text))
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_asks_which_layout_it_has(path: Path) -> None:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    asked = [node for node in calls if ast.unparse(node.func) in ("isinstance", "issubclass", "type")]
+    places = [ast.unparse(argument).split(".")[-1] for node in asked for argument in node.args]
+    assert not [place for place in places if place == "layout" or "Layout" in place]
+
+
 def test_nothing_imports_click() -> None:
     assert all("click" not in external(path) for path in MODULES)
 

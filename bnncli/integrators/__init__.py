@@ -22,7 +22,7 @@ from bnncli.integrators._intervals import LEVEL
 from bnncli.progress import SILENT, Progress
 from bnncli.registry import check_name, load_class, names
 from bnncli.shapes import check_shapes
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 
 # Logits held at once. On a CPU a chunk that stays in the cache decides the speed (2 MB of float32 measured
 # best); on a GPU a chunk must be large enough to fill the device.
@@ -30,11 +30,11 @@ _CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
 
 
 class HasLayout(Protocol):
-    """What every posterior over the head has; capabilities come on top."""
+    """What every posterior over theta has; capabilities come on top."""
 
     @property
-    def layout(self) -> HeadLayout:
-        """Sizes of the head."""
+    def layout(self) -> ClassifierLayout:
+        """Sizes of what theta parametrises."""
 
 
 _SHAPES = {"probs": "N C", "entropy": "N", "mutual_info": "N", "interval": "N 2", "log_concentration": "N C"}
@@ -261,6 +261,6 @@ def slices(total: int, size: int) -> Iterator[slice]:
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
 
 
-def check_features(layout: HeadLayout, features: Tensor) -> None:
+def check_features(layout: ClassifierLayout, features: Tensor) -> None:
     """Pass when features are (N, D) with the head's D. Raises ValueError otherwise."""
     check_shapes(features=(features, f"N {layout.num_features}"))

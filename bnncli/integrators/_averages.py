@@ -18,7 +18,7 @@ from bnncli.integrators import Prediction, check_features, chunk_budget, entropy
 from bnncli.integrators._groups import Groups
 from bnncli.integrators._intervals import central_interval, tail_shares
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 
 _CHUNK_EXAMPLES = 512  # at least: fewer make the products too thin; measured on two CPU cores
 # Probabilities of one class, of all draws, held at once for the interval.
@@ -43,8 +43,8 @@ class LogitDraws(Protocol):
     """S draws of the logits, the same however the examples are cut into blocks."""
 
     @property
-    def layout(self) -> HeadLayout:
-        """Sizes of the head."""
+    def layout(self) -> ClassifierLayout:
+        """Sizes of what theta parametrises."""
 
     @property
     def num_draws(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bnncli.integrators import check_features, chunk_budget, slices
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 
 MEAN_DRAWS = 256  # for the mean of a posterior without a center: it is then a sixteenth of a standard deviation off
 _DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once
@@ -31,7 +31,7 @@ def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
     return torch.stack(parts).sum(dim=0) / MEAN_DRAWS
 
 
-def energy_and_max_logit(features: Tensor, theta: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+def energy_and_max_logit(features: Tensor, theta: Tensor, layout: ClassifierLayout) -> tuple[Tensor, Tensor]:
     """-log sum exp of the logits (N,) and the largest logit (N,), float32.
 
     A single logit f stands for the two logits (-f/2, f/2): of all pairs with that difference the one without a common

@@ -27,7 +27,7 @@ from bnncli.logits import LogitRoot
 from bnncli.numerics.sobol import balance_warning, quasi_normal
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 
 
 class HasLogitRoot(HasLayout, Protocol):
@@ -164,8 +164,8 @@ class _NormalLogits:
     noise: Tensor
 
     @property
-    def layout(self) -> HeadLayout:
-        """Sizes of the head."""
+    def layout(self) -> ClassifierLayout:
+        """Sizes of what theta parametrises."""
         return self.posterior.layout
 
     @property

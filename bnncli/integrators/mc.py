@@ -18,10 +18,10 @@ from bnncli.integrators import HasLayout, Prediction, _averages, check_features,
 from bnncli.integrators._averages import average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
-from bnncli.integrators._theta_draws import NetworkDraws, ThetaDraws, draws_of
+from bnncli.integrators._theta_draws import ThetaDraws
 from bnncli.numerics.sobol import balance_warning
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 
 FEWEST_DRAWS = 32  # of a default, however large the head
 _MOST_ELEMENTS = 2**26  # of all draws by default: 256 MiB, and 15 seconds for 10,000 examples on two cores
@@ -132,7 +132,7 @@ class DrawnMc:
     """Draws of theta, ready to predict any features.
 
     Args:
-        layout: sizes of the head.
+        layout: of theta.
         theta: (S, P).
         groups: of the draws.
         weights: (S,) float64, summing to one; None for equal ones.
@@ -141,7 +141,7 @@ class DrawnMc:
 
     needs: ClassVar[str] = "sample"
     is_sampling: ClassVar[bool] = True
-    layout: HeadLayout
+    layout: ClassifierLayout
     theta: Tensor
     groups: Groups
     weights: Tensor | None = None
@@ -179,9 +179,9 @@ class DrawnMc:
         """Class probabilities of each draw, (S, N, C) float16 on the CPU; their mean over S is what `predict` gives."""
         return _averages.probs_of_draws(self._draws(features), features)
 
-    def _draws(self, features: Tensor) -> ThetaDraws | NetworkDraws:
+    def _draws(self, features: Tensor) -> ThetaDraws:
         check_features(self.layout, features)
-        return draws_of(self.layout, self.theta.to(features), self.weights)
+        return ThetaDraws.of(self.layout, self.theta.to(features), self.weights)
 
 
 def check_num_samples(num_samples: int | None) -> None:

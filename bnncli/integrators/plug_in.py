@@ -19,7 +19,7 @@ from bnncli.integrators import (
     with_reference_class,
 )
 from bnncli.progress import SILENT, Progress
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 
 
 class HasCenter(HasLayout, Protocol):
@@ -64,7 +64,7 @@ class PlugIn:
         return predict_at(posterior.layout, center, features, progress)
 
 
-def predict_at(layout: HeadLayout, theta: Tensor, features: Tensor, progress: Progress) -> Prediction:
+def predict_at(layout: ClassifierLayout, theta: Tensor, features: Tensor, progress: Progress) -> Prediction:
     """Class probabilities of features (N, D) under one theta (P,)."""
     check_features(layout, features)
     stacked = theta.to(features).unsqueeze(0)

@@ -17,7 +17,7 @@ from bnncli.latent.factors import Factors
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.network import NetworkLayout
 
 # Networks of a prediction where there are hidden layers, and each is a whole network to run; fewer where it is large. The
@@ -46,7 +46,7 @@ class LatentBinary:
     scale: Tensor | None = None
 
     @property
-    def layout(self) -> HeadLayout | NetworkLayout:
+    def layout(self) -> ClassifierLayout:
         """How theta is laid out: as a head where there is no hidden layer."""
         return self.model.layout.head or self.model.layout
 

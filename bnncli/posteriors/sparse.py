@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.network import NetworkLayout
 
 
@@ -25,7 +25,7 @@ class Sparse:
     network: NetworkLayout
 
     @property
-    def layout(self) -> HeadLayout | NetworkLayout:
+    def layout(self) -> ClassifierLayout:
         """How theta is laid out: as a head where there is no hidden layer."""
         return self.network.head or self.network
 

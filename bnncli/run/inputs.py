@@ -30,7 +30,7 @@ from bnncli.storage.provenance import Source
 from bnncli.storage.samples import SampleFile, read_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.network import NetworkLayout
+from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.prior import Prior
 
 RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; memory.SHARE is for the rest
@@ -92,10 +92,10 @@ class Split:
             raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
         return self
 
-    def check_fits(self, layout: HeadLayout | NetworkLayout) -> None:
+    def check_fits(self, layout: ClassifierLayout) -> None:
         """Pass when a posterior with this layout is one for the split's features and classes. Raises DataError otherwise."""
         name, num_classes = self.content.name, len(self.content.classes)
-        if isinstance(layout, HeadLayout) and layout != self.layout and self.content.head_weight is not None:
+        if self.content.head_weight is not None and not layout.can_replace(self.layout):
             raise DataError(f"the posterior is for {layout}, split {name!r} has {self.layout}", code="wrong_layout")
         if layout.num_classes != num_classes:
             message = f"split {name!r} has {num_classes} classes, the posterior {layout.num_classes}"

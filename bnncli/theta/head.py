@@ -6,14 +6,14 @@ output (K = 1) the network has two classes and a Bernoulli likelihood; otherwise
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bnncli.theta.layout import Part, consecutive, parts_to_json
+from bnncli.theta.layout import LogitMaker, Part, consecutive, parts_to_json
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,29 @@ class HeadLayout:
         flat = features @ stacked.T
         out = flat.unflatten(1, (theta.shape[0], self.num_outputs)).transpose(0, 1)
         return out if bias is None else out + bias.unsqueeze(1)
+
+    def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
+        """The logits under each of theta (S, P), one product for all; the center is at their mean, weighted by weights (S,)."""
+        augmented = self.augment(theta)
+        if weights is None:
+            center = augmented.mean(dim=0)
+        else:
+            center = torch.tensordot(weights.to(theta), augmented, dims=1)
+
+        def at(features: Tensor) -> tuple[Tensor, Callable[[slice], Tensor]]:
+            columns = self.augment_features(features).T
+
+            def logits(some: slice) -> Tensor:
+                chunk = augmented[some]
+                return (chunk.flatten(0, 1) @ columns).unflatten(0, chunk.shape[:2])
+
+            return center @ columns, logits
+
+        return at
+
+    def can_replace(self, head: HeadLayout) -> bool:
+        """Whether a theta of this layout can stand where a network has such a head: only one of the same."""
+        return self == head
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bnncli.theta.head import HeadLayout
 
 
 class Part(NamedTuple):
@@ -44,6 +49,35 @@ class ParamLayout(Protocol):
 
     def to_meta(self) -> dict[str, Any]:
         """Its sizes as JSON, from which a posterior that is read makes it again."""
+
+
+# Given features (n, D): logits (K, n) near the middle of the draws, and a function that gives those of a slice of them, (s, K, n).
+LogitMaker = Callable[[Tensor], tuple[Tensor, Callable[[slice], Tensor]]]
+
+
+class ClassifierLayout(ParamLayout, Protocol):
+    """How parameters lie that turn features into logits: of a head, or of a network."""
+
+    @property
+    def num_features(self) -> int:
+        """D."""
+
+    @property
+    def num_outputs(self) -> int:
+        """K."""
+
+    @property
+    def num_classes(self) -> int:
+        """Classes: K, or 2 for a single logit."""
+
+    def logits(self, features: Tensor, theta: Tensor) -> Tensor:
+        """Logits (S, N, K) of features (N, D) under theta (S, P)."""
+
+    def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
+        """The logits under each of theta (S, P), block by block; weights (S,) of the draws, None for equal ones."""
+
+    def can_replace(self, head: HeadLayout) -> bool:
+        """Whether a theta of this layout can stand where a network has such a head."""
 
 
 def consecutive(parts: Sequence[tuple[str, tuple[int, ...], bool]]) -> tuple[Part, ...]:

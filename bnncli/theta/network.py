@@ -6,7 +6,7 @@ row-major, then its bias. Without hidden layers that is the head's own layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import Part, consecutive, parts_to_json
+from bnncli.theta.layout import LogitMaker, Part, consecutive, parts_to_json
 
 _BLOCK = 2**18  # weights of a block
 
@@ -160,6 +160,21 @@ class NetworkLayout:
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
         """Logits (S, N, K) of features (N, D) under theta (S, P)."""
         return apply_layers(features, self.split(theta))
+
+    def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
+        """The logits under each of theta (S, P), layer by layer; the center is the first network's, whatever the weights."""
+
+        def at(features: Tensor) -> tuple[Tensor, Callable[[slice], Tensor]]:
+            def logits(some: slice) -> Tensor:
+                return self.logits(features, theta[some]).transpose(1, 2)
+
+            return logits(slice(0, 1))[0], logits
+
+        return at
+
+    def can_replace(self, head: HeadLayout) -> bool:
+        """Whether a theta of this layout can stand where a network has such a head: it brings its own layers."""
+        return True
 
 
 def apply_layers(features: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
