@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pretend_cuda
@@ -18,11 +18,13 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.errors import Interrupted
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential
-from bnncli.inference.hmc import GRADIENTS, HmcRun, MemoryDraws, sample_hmc
+from bnncli.inference.hmc import HmcRun, MemoryDraws, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.row_draws import complete
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SilentProgress
 from bnncli.targets import last_layer
+from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
@@ -79,7 +81,9 @@ def sample(case: Case, device: torch.device = CPU, *, is_resident: bool = True, 
     features, labels = case.target.features, case.target.labels.to(device)
     target = replace(case.target, features=features.to(device) if is_resident else features, labels=labels)
     rows = case.rows.to(device=device) if case.rows else None
-    words = {"num_chains": 3, "num_warmup": 2, "num_draws": 3, "rows": rows} | words
+    whole = partial(complete, rows=rows, precision=target.prior.weight_precision) if rows else None
+    coarse = choose_gradient(words.pop("gradients", "float32"), target, case.base.mean)
+    words = {"num_chains": 3, "num_warmup": 2, "num_draws": 3, "complete": whole, "coarse": coarse} | words
     return sample_hmc(target, mode=case.base.mean, covariance=case.base.covariance, generator=seeded(1), **words)
 
 

@@ -20,6 +20,7 @@ from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.steps import Settings
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.targets.coarse_gradient import choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
@@ -104,7 +105,7 @@ def test_streamed_features_train_the_same_network(shuffles: bool) -> None:
 def hmc(num_warmup: int, num_draws: int, dynamics: str, gradients: str) -> None:
     target, start = target_of(30), base()
     mode, covariance = start.mean, start.covariance
-    how = {"dynamics": dynamics, "gradients": gradients}
+    how = {"dynamics": dynamics, "coarse": choose_gradient(gradients, target, mode)}
     sizes = {"num_chains": 3, "num_warmup": num_warmup, "num_draws": num_draws}
     sample_hmc(target, mode=mode, covariance=covariance, generator=seeded(), **how, **sizes)
 

@@ -17,7 +17,6 @@ from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.likelihood import label_indicators
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -53,10 +52,9 @@ def test_step_estimates_are_the_log_weights_of_the_flow(kind: str, space: str, l
     for layer in layers:
         for parameter in layer.requires_grad_(False).parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=seeded(1), dtype=torch.float64)
-    indicators = label_indicators(target.labels, layout, torch.float64)
     noise = base.noise(7, seeded())
     objective = Objective.of(target, base, space)
-    estimates = objective.estimate(layers, noise, target.features, indicators)
+    estimates = objective.estimate(layers, noise, *target.examples(torch.arange(target.num_examples)))
     theta, log_density = Flow(base, layers, kind, space).from_noise(noise)
     base_log_density = base.from_noise(noise)[1]
     expected = target.log_joint(theta) - (log_density - base_log_density)

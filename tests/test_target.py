@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli.errors import DataError
 from bnncli.targets import likelihood, stream
-from bnncli.targets.last_layer import LastLayerTarget, batch_log_likelihood_and_grad
+from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -87,15 +87,16 @@ def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pyte
 @every_layout
 def test_minibatches_of_a_partition_average_to_the_whole(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
-    parts = [target.minibatch(index).log_likelihood(theta) for index in torch.arange(30).split(10)]
+    examples = [target.examples(index) for index in torch.arange(30).split(10)]
+    parts = [target.minibatch(*some).log_joint_and_grad(theta)[0] - target.log_prior(theta) for some in examples]
     torch.testing.assert_close(torch.stack(parts).mean(dim=0), target.log_likelihood(theta))
 
 
 @every_layout
 def test_fast_minibatch_agrees_with_the_target(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
-    indicators = likelihood.label_indicators(target.labels, layout, torch.float64)
-    value, gradient = batch_log_likelihood_and_grad(target.features, indicators, theta, layout)
+    batch = target.minibatch(*target.examples(torch.arange(30)))
+    value, gradient = batch.log_likelihood_and_grad(theta)
     torch.testing.assert_close(value, target.log_likelihood(theta))
     expected = target.log_joint_and_grad(theta)[1] + target.prior.weight_precision * theta
     torch.testing.assert_close(gradient, expected)

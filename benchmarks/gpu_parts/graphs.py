@@ -13,13 +13,14 @@ from bnncli import registry
 from bnncli.errors import Interrupted
 from bnncli.flows import choose_space
 from bnncli.inference.dynamics import DYNAMICS
-from bnncli.inference.hmc import GRADIENTS, HmcRun, sample_hmc
+from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.inference.training import MIN_ROUND_STEPS
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.steps import Settings
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
@@ -214,7 +215,8 @@ def _check_chain_graph(gpu: Gpu, ledger: Ledger, dynamics: str, place: str, grad
         """Without a warm-up, so that all steps are told."""
         return sample_hmc(
             target, mode=base.mean, covariance=base.covariance, generator=torch.Generator().manual_seed(0),
-            num_chains=4, num_warmup=0, num_draws=6, dynamics=dynamics, gradients=gradients,
+            num_chains=4, num_warmup=0, num_draws=6, dynamics=dynamics,
+            coarse=choose_gradient(gradients, target, base.mean),
         )  # fmt: skip
 
     with gpu.counted() as counts:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 SPACES = ("whitened", "weight")
 DEFAULT_RANK = 16
@@ -73,7 +73,7 @@ class FlowLayer(Protocol):
         """The unconstrained parameters, on the CPU, float64 when the layer is."""
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""
 
     def summary(self) -> dict[str, float]:
@@ -84,7 +84,7 @@ class FlowLayer(Protocol):
 
 
 def build_layers(
-    kind: str, layout: HeadLayout, generator: torch.Generator, *, length: int, **settings: Any
+    kind: str, layout: ParamLayout, generator: torch.Generator, *, length: int, **settings: Any
 ) -> tuple[Any, ...]:
     """`length` layers of one kind; a setting of None is left to the kind.
 
@@ -138,7 +138,7 @@ def choose_space(kind: str, space: str) -> str:
     return space
 
 
-def choose_rank(rank: int | None, layout: HeadLayout) -> int:
+def choose_rank(rank: int | None, layout: ParamLayout) -> int:
     """`rank`, or the default where it is None. Raises UsageError when theta has fewer coordinates."""
     if rank is None:
         return min(DEFAULT_RANK, layout.num_params)

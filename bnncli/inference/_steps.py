@@ -16,7 +16,6 @@ from torch import Tensor
 
 from bnncli.inference.objective import Objective
 from bnncli.progress import SILENT, Task
-from bnncli.targets.likelihood import label_indicators
 from bnncli.training.step_graph import StepGraph, num_updates
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the rows and of the draws that are laid out at once
@@ -50,13 +49,14 @@ class StepRunner:
         target = objective.target
         self.is_full = batch_size >= target.num_examples
         self.num_batches = -(-target.num_examples // batch_size)
-        row_bytes = 0 if self.is_full else batch_size * (target.layout.num_features + target.layout.num_outputs)
-        step_bytes = target.dtype.itemsize * max(row_bytes, num_draws * target.layout.num_params)
+        none = target.examples(torch.empty(0, dtype=torch.int64, device=target.device))
+        row_bytes = 0 if self.is_full else sum(part.shape[1:].numel() * part.dtype.itemsize for part in none)
+        step_bytes = max(batch_size * row_bytes, target.dtype.itemsize * num_draws * target.layout.num_params)
         most = max(1, _CHUNK_BYTES.get(target.device.type, 2**26) // step_bytes)
         self.chunk = min(_MAX_FULL_CHUNK if self.is_full else self.num_batches, most)
-        self._allocate()
-        # A graph needs its data where they are: features that travel block by block cannot be captured.
-        is_resident = not self.is_full or target.features.device.type == "cuda"
+        self._allocate(none)
+        # A graph needs its data where they are: those that travel block by block cannot be captured.
+        is_resident = not self.is_full or target.is_resident
         self._graph: StepGraph[None] | None = None
         if target.device.type == "cuda" and is_resident:
             runner: StepRunner = weakref.proxy(self)  # a graph that held its holder would outlive it until a collection
@@ -89,7 +89,8 @@ class StepRunner:
             parts.append(self.estimates[:count].clone())
         return torch.cat(parts)
 
-    def _allocate(self) -> None:
+    def _allocate(self, none: Sequence[Tensor]) -> None:
+        """Buffers for a chunk; `none` are examples without a row."""
         target = self.objective.target
         device, layout = target.device, target.layout
         self.noise = torch.empty(self.chunk, self.num_draws, layout.num_params, dtype=target.dtype, device=device)
@@ -99,8 +100,7 @@ class StepRunner:
         self.place = 0
         if not self.is_full:
             num_rows = self.chunk * self.batch_size
-            self.features = torch.empty(num_rows, layout.num_features, dtype=target.dtype, device=device)
-            self.indicators = torch.empty(layout.num_outputs, num_rows, dtype=target.dtype, device=device)
+            self.examples = tuple(part.new_empty(num_rows, *part.shape[1:]) for part in none)
             self.offsets = torch.arange(self.batch_size, device=device)
 
     def _lay_out(
@@ -118,8 +118,8 @@ class StepRunner:
         if order is None:
             return 0
         index = order[first * self.batch_size : (first + count) * self.batch_size].to(target.device)
-        self.features[: len(index)] = target.rows(index)
-        self.indicators[:, : len(index)] = label_indicators(target.labels[index], target.layout, target.dtype)
+        for buffer, part in zip(self.examples, target.examples(index), strict=True):
+            buffer[: len(index)] = part
         return len(index)
 
     def _one_step(self) -> None:
@@ -133,7 +133,7 @@ class StepRunner:
     def _step(self, place: int, rows: slice) -> None:
         """Step `place` of the chunk, on these rows of it."""
         self._learning_rate.copy_(self.rates[place])
-        batch = () if self.is_full else (self.features[rows], self.indicators[:, rows])
+        batch = () if self.is_full else (buffer[rows] for buffer in self.examples)
         self.estimates[place] = self._update(self.noise[place], *batch)
 
     def _counted_step(self) -> None:
@@ -143,7 +143,7 @@ class StepRunner:
         batch: tuple[Tensor, ...] = ()
         if not self.is_full:
             rows = self.counter * self.batch_size + self.offsets
-            batch = (self.features.index_select(0, rows), self.indicators.index_select(1, rows))
+            batch = tuple(buffer.index_select(0, rows) for buffer in self.examples)
         self.estimates.index_copy_(0, self.counter, self._update(noise, *batch).reshape(1))
         self.counter += 1
 

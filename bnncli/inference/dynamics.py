@@ -8,6 +8,7 @@ made there, or on the GPU where they are many (posteriors.standard_normal).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.posteriors import move, standard_normal
-from bnncli.targets.coarse_gradient import CoarseGradient
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import Target
 
 DYNAMICS = ("split", "leapfrog")
 # Turns of the Gaussian just above a quarter land opposite the start more often than not, which doubles the effective
@@ -46,15 +46,15 @@ class WhitenedPotential:
         target: the log posterior.
         mode: (P,), float64.
         covariance: L L^T.
-        coarse: the gradient that kicks, about the same mode, where it is not the target's own. A trajectory needs only that:
-            whatever function of position kicks, it is reversible and preserves volume, and the energy at its end, which
-            decides about it, is the target's.
+        coarse: the gradient that kicks where it is not the target's own, (C, P) at mode + displacement (C, P). A trajectory
+            needs only that: whatever function of position kicks, it is reversible and preserves volume, and the energy at
+            its end, which decides about it, is the target's.
     """
 
-    target: LastLayerTarget
+    target: Target
     mode: Tensor
     covariance: Covariance
-    coarse: CoarseGradient | None = None
+    coarse: Callable[[Tensor], Tensor] | None = None
 
     def theta(self, z: Tensor) -> Tensor:
         """theta (C, P) at z (C, P)."""

@@ -1,4 +1,4 @@
-"""The evidence lower bound of a Gaussian or flow posterior, on all data, with its standard error.
+"""The evidence lower bound of a posterior that is made from noise, on all data, with its standard error.
 
 The log importance weights log p(D, theta) - log q(theta) over draws of q have the ELBO as mean; their spread says how
 far q is from the posterior, and Pareto k is made from them.
@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from bnncli.evaluation.gain import LOOKS, judge_gain
-from bnncli.posteriors import noise_blocks
-from bnncli.posteriors.flow import Flow
-from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors import HasNoise, noise_blocks
 from bnncli.progress import SILENT, Progress, Task
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import Target
 
 _BLOCK_DRAWS = 64
 
@@ -46,8 +44,8 @@ class ElboEstimate:
 
 
 def elbo(
-    target: LastLayerTarget,
-    posterior: Gaussian | Flow,
+    target: Target,
+    posterior: HasNoise,
     *,
     generator: torch.Generator,
     num_samples: int = 512,
@@ -86,9 +84,9 @@ class Gain:
 
 
 def measure_gain(
-    target: LastLayerTarget,
-    before: Gaussian | Flow,
-    after: Gaussian | Flow,
+    target: Target,
+    before: HasNoise,
+    after: HasNoise,
     *,
     generator: torch.Generator,
     num_samples: int = 256,
@@ -115,7 +113,7 @@ def measure_gain(
     raise AssertionError("the last look decides")
 
 
-def log_weights(target: LastLayerTarget, posterior: Gaussian | Flow, noise: Tensor, task: Task | None = None) -> Tensor:
+def log_weights(target: Target, posterior: HasNoise, noise: Tensor, task: Task | None = None) -> Tensor:
     """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P); task counts draws."""
     parts = []
     for block in noise.split(_BLOCK_DRAWS):

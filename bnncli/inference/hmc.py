@@ -1,4 +1,4 @@
-"""Hamiltonian Monte Carlo on the last-layer posterior, all chains at once, in coordinates whitened by a Gaussian.
+"""Hamiltonian Monte Carlo on a log posterior, all chains at once, in coordinates whitened by a Gaussian.
 
 With theta = mode + L z the posterior is near N(0, I). The default dynamics split the Hamiltonian into that Gaussian,
 whose motion is an exact rotation, and the rest, which kicks; plain leapfrog is the control. One step size for all
@@ -19,19 +19,17 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, Mover, State, Transition, WhitenedPotential, transition
-from bnncli.inference.row_draws import complete
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.inference.trajectory_graph import GraphMover
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.coarse_gradient import CoarseGradient
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.row_space import RowSpace
+from bnncli.targets.target import Target
 
 # The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
 SETTLING_SHARE = 0.4
 SETTLING_STEPS = 16
-GRADIENTS = ("float32", "tf32", "bfloat16")
+# All of theta (C, P), for draws (C, P') of a part of it, and the log density of what is added, (C,); the generator draws that.
+Completion = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
 _OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
 _STATISTICS = ("log_joint", "energy", "acceptance_rate", "diverging")
 
@@ -105,7 +103,7 @@ class NoCheckpoint:
 
 
 def sample_hmc(
-    target: LastLayerTarget,
+    target: Target,
     *,
     mode: Tensor,
     covariance: Covariance,
@@ -115,10 +113,10 @@ def sample_hmc(
     num_draws: int = 160,
     target_accept: float = 0.8,
     dynamics: str = "split",
-    gradients: str = "float32",
+    coarse: Callable[[Tensor], Tensor] | None = None,
     is_enough: Callable[[Tensor], bool] | None = None,
     max_draws: int | None = None,
-    rows: RowSpace | None = None,
+    complete: Completion | None = None,
     store: DrawStore | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Progress = SILENT,
@@ -135,11 +133,11 @@ def sample_hmc(
         num_draws: transitions kept, a chain.
         target_accept: acceptance rate that the step size aims for.
         dynamics: split or leapfrog.
-        gradients: of the kicks: float32, the target's own; tf32 or bfloat16, coarse ones, while energies stay what they are.
+        coarse: the gradient (C, P) at mode + displacement (C, P) that kicks, while energies stay the target's; its own by default.
         is_enough: judges the draws (C, T, P) after num_draws, and again after every num_draws / 2 more, until it
             says True or there are max_draws a chain (20 num_draws by default).
-        rows: the span of the features where the target is `rows.target`: draws are completed by the prior outside it,
-            and their log joint by its density, while energies are of what moves.
+        complete: what makes all of theta of draws, where the target's is a part of it. Draws and their log joint are of
+            the whole, energies of what moves.
         store: where draws are kept; in memory by default.
         checkpoint: where the run is kept while it is unfinished; nowhere by default.
         progress: advanced once a transition; an Interrupted that it raises stores the state first.
@@ -149,10 +147,7 @@ def sample_hmc(
     """
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics: expected one of {', '.join(DYNAMICS)}; got {dynamics!r}")
-    if gradients not in GRADIENTS:
-        raise ValueError(f"gradients: expected one of {', '.join(GRADIENTS)}; got {gradients!r}")
     mode = mode.to(target.device).double()
-    coarse = None if gradients == "float32" else CoarseGradient.about(target, mode, gradients)
     potential = WhitenedPotential(target, mode, covariance.to(device=target.device), coarse)
     plan = Plan(num_warmup, target_accept, dynamics)
     mover = GraphMover.where_possible(potential, dynamics, warn=progress.warn)
@@ -177,7 +172,7 @@ def sample_hmc(
             while walk.num_done < num_warmup + goal:
                 walk, result = advance(potential, walk, plan, generator=generator, mover=mover)
                 if walk.num_done > num_warmup:
-                    kept.add(*_whole(potential, walk.state, rows, generator), result)
+                    kept.add(*_whole(potential, walk.state, complete, generator), result)
                 checkpoint.offer(tensors)
                 task.advance(note=f"step size {walk.adaptation.current:.2f}")
             if is_enough is None or is_enough(store.draws()):
@@ -189,13 +184,13 @@ def sample_hmc(
 
 
 def _whole(
-    potential: WhitenedPotential, state: State, rows: RowSpace | None, generator: torch.Generator
+    potential: WhitenedPotential, state: State, complete: Completion | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """All of theta (C, P) and its log joint (C,) at a state."""
     theta, log_joint = potential.theta(state.z), -state.potential
-    if rows is None:
+    if complete is None:
         return theta, log_joint
-    whole, outside = complete(theta, rows, potential.target.prior.weight_precision, generator)
+    whole, outside = complete(theta, generator)
     return whole, log_joint + outside
 
 

@@ -16,10 +16,9 @@ from arviz_stats.base import array_stats
 from torch import Tensor
 
 from bnncli.inference.elbo import ElboEstimate, elbo
-from bnncli.posteriors.flow import Flow
-from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors import HasNoise
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import Target
 
 FIRST_DRAWS = 512
 MOST_DRAWS = 8192
@@ -61,8 +60,8 @@ class ImportanceDiagnostics:
 
 
 def diagnose_importance(
-    target: LastLayerTarget,
-    posterior: Gaussian | Flow,
+    target: Target,
+    posterior: HasNoise,
     *,
     generator: torch.Generator,
     num_draws: int | None = None,

@@ -15,11 +15,11 @@ from bnncli.covariances import Covariance
 from bnncli.inference.dynamics import WhitenedPotential
 from bnncli.inference.hmc import HmcRun
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import Target
 
 
 def sample_nuts(
-    target: LastLayerTarget,
+    target: Target,
     *,
     mode: Tensor,
     covariance: Covariance,

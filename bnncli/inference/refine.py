@@ -22,7 +22,7 @@ from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import Target
 
 # Multiplications a step, below which one thread was as fast as two, and far faster beside other programs.
 _SMALL_STEP = 2**21
@@ -46,7 +46,7 @@ class RefineFit:
 
 
 def fit_flow(
-    target: LastLayerTarget,
+    target: Target,
     base: Gaussian,
     *,
     generator: torch.Generator,

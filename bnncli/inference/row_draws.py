@@ -11,13 +11,13 @@ from bnncli.posteriors import standard_normal
 from bnncli.targets.row_space import RowSpace
 
 
-def complete(theta: Tensor, rows: RowSpace, precision: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def complete(theta: Tensor, generator: torch.Generator, *, rows: RowSpace, precision: float) -> tuple[Tensor, Tensor]:
     """All of theta (S, P), for draws (S, K (r + 1)) of it inside; and the log prior density of what is added, (S,).
 
     Args:
+        generator: of what is added.
         rows: the span.
         precision: of the prior of each weight.
-        generator: of what is added.
     """
     noise = standard_normal(theta.shape[0], rows.layout.num_params, generator, theta.device).to(theta)
     weight, bias = rows.layout.split(noise)

@@ -55,7 +55,7 @@ class GraphMover:
     """Makes trajectories as `trajectory` does; what it returns, its next call overwrites.
 
     Args:
-        potential: whose features are on its GPU.
+        potential: whose target is resident on its GPU.
         dynamics: split or leapfrog.
         warn: told once where the step cannot be captured.
     """
@@ -68,10 +68,9 @@ class GraphMover:
     def where_possible(
         cls, potential: WhitenedPotential, dynamics: str, *, warn: Callable[[str], None]
     ) -> GraphMover | None:
-        """One for these trajectories; None on a CPU, and where features travel to the GPU block by block."""
+        """One for these trajectories; None on a CPU, and where data travel to the GPU block by block."""
         target = potential.target
-        is_resident = target.device.type == "cuda" and target.features.device == target.device
-        return cls(potential, dynamics, warn=warn) if is_resident else None
+        return cls(potential, dynamics, warn=warn) if target.device.type == "cuda" and target.is_resident else None
 
     def __call__(self, state: State, momentum: Tensor, *, step_size: float, num_steps: int) -> tuple[State, Tensor]:
         """The chains and their momenta (C, P) after num_steps steps.

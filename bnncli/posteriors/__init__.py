@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bnncli.numerics import seeds
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 _AT_ONCE = 2**24  # numbers of noise held at once: 128 MiB
 _UNIT, _FEWEST = 64, 16  # draws that a part holds whole numbers of, and the fewest however large they are
@@ -25,11 +25,14 @@ class HasNoise(Protocol):
     """A posterior that is made from standard normals."""
 
     @property
-    def layout(self) -> HeadLayout:
-        """Sizes of the head."""
+    def layout(self) -> ParamLayout:
+        """How theta lies."""
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """Standard normal draws (S, P) float64."""
+
+    def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """theta (S, P) and its log density (S,), both float64, for standard normal noise (S, P)."""
 
 
 def standard_normal(num_samples: int, dim: int, generator: torch.Generator, device: torch.device) -> Tensor:

@@ -18,6 +18,8 @@ from bnncli.targets.last_layer import LastLayerTarget, is_kept
 from bnncli.targets.likelihood import block_logits, draw_blocks, normalize_, weighted_feature_sums
 from bnncli.targets.products import multiply_in
 
+GRADIENTS = ("float32", "tf32", "bfloat16")
+
 
 @dataclass(frozen=True)
 class CoarseGradient:
@@ -66,6 +68,13 @@ class CoarseGradient:
 
         columns = layout.num_outputs * (displacement.shape[0] + 1)
         return self.target.blocks.sum(work, columns=columns, dtype=torch.float32)[0]
+
+
+def choose_gradient(gradients: str, target: LastLayerTarget, anchor: Tensor) -> CoarseGradient | None:
+    """The gradient that moves chains near an anchor (P,): None for float32, the target's own."""
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients: expected one of {', '.join(GRADIENTS)}; got {gradients!r}")
+    return None if gradients == "float32" else CoarseGradient.about(target, anchor, gradients)
 
 
 def _logits(block: Tensor, theta: Tensor, target: LastLayerTarget) -> Tensor:

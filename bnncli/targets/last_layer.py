@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,31 +28,13 @@ from bnncli.targets.likelihood import (
     weighted_feature_sums,
 )
 from bnncli.targets.stream import FeatureBlocks, Work
+from bnncli.targets.target import ValueWithGradient
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
-
-ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # Of logits or probabilities (K, N) that are kept; larger ones are made again. Not a share of what is free, on which bits would depend.
 _KEPT_BYTES = 2**28
 _KEPT_SHARE = 8  # on a GPU, whose own work needs the rest: one part in so many of all its memory, free or not
-
-
-class ValueWithGradient(torch.autograd.Function):
-    """Lets autograd through a function that computes its own gradient: apply(theta (S, P), value_and_grad) -> (S,)."""
-
-    @staticmethod
-    def forward(ctx: Any, theta: Tensor, value_and_grad: ValueAndGradient) -> Tensor:
-        """The values; their gradient is kept for backward."""
-        value, gradient = value_and_grad(theta.detach())
-        ctx.save_for_backward(gradient.to(theta.dtype))
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        """The kept gradient times the upstream one."""
-        (gradient,) = ctx.saved_tensors
-        return upstream.to(gradient.dtype).unsqueeze(-1) * gradient, None
 
 
 @dataclass(frozen=True)
@@ -105,6 +86,11 @@ class LastLayerTarget:
     def dtype(self) -> torch.dtype:
         """Precision of the products: the features' own, float32 at least."""
         return torch.promote_types(self.features.dtype, torch.float32)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the features lie on the compute device: they do not travel to it block by block."""
+        return self.features.device == self.device
 
     @cached_property
     def blocks(self) -> FeatureBlocks:
@@ -191,10 +177,14 @@ class LastLayerTarget:
         """The Hessian of -log_joint at theta (P,) times each of vectors (M, P), (M, P) float64."""
         return self.hessian_operator(theta)(vectors)
 
-    def minibatch(self, index: Tensor) -> LastLayerTarget:
-        """The target of the rows in index (B,) with the likelihood scaled by N / B: unbiased for the whole."""
-        scale = self.likelihood_scale * self.num_examples / index.shape[0]
-        return replace(self, features=self.rows(index), labels=self.labels[index], likelihood_scale=scale)
+    def examples(self, index: Tensor) -> tuple[Tensor, ...]:
+        """Of the rows in index (B,): features (B, D) and label indicators (B, K), in the products' precision."""
+        return self.rows(index), label_indicators(self.labels[index], self.layout, self.dtype).T
+
+    def minibatch(self, *examples: Tensor) -> Minibatch:
+        """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""
+        features, indicators = examples
+        return Minibatch(self, features, indicators.T)
 
     def with_prior(self, prior: Prior) -> LastLayerTarget:
         """The same data under another prior."""
@@ -254,21 +244,35 @@ def is_kept(num_bytes: int, device: torch.device) -> bool:
     return num_bytes <= (_KEPT_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[1] // _KEPT_SHARE)
 
 
-def batch_log_likelihood_and_grad(
-    features: Tensor, indicators: Tensor, theta: Tensor, layout: HeadLayout
-) -> tuple[Tensor, Tensor]:
-    """Log likelihood (S,) and gradient (S, P), in theta's precision, of one minibatch: few operations, no checks.
+@dataclass(frozen=True)
+class Minibatch:
+    """What some examples tell of a target, in few operations and without checks, for steps of many.
 
     Args:
-        features: (B, D) of the minibatch, in theta's precision.
-        indicators: (K, B), label_indicators of its labels.
-        theta: (S, P).
-        layout: how weight and bias lie in theta.
+        target: of all examples.
+        features: (B, D), in theta's precision.
+        indicators: (K, B), label_indicators of their labels.
     """
-    logits = block_logits(features, theta, layout)
-    label_term = (logits * indicators.unsqueeze(1)).sum(dim=(0, 2))
-    normalizers, probabilities = normalize_(logits)
-    residuals = indicators.unsqueeze(1) - probabilities
-    weight = (residuals.flatten(0, 1) @ features).view(layout.num_outputs, theta.shape[0], -1).transpose(0, 1)
-    bias = residuals.sum(dim=2).T if layout.has_bias else None
-    return label_term - normalizers.sum(dim=1), layout.join(weight, bias)
+
+    target: LastLayerTarget
+    features: Tensor
+    indicators: Tensor
+
+    def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Log joint (S,), float64, and its gradient (S, P), in theta's precision, for theta (S, P)."""
+        target = self.target
+        scale = target.likelihood_scale * target.num_examples / self.features.shape[0]
+        value, gradient = self.log_likelihood_and_grad(theta)
+        log_joint = torch.add(target.log_prior(theta), value, alpha=scale)
+        return log_joint, torch.add(target.prior.gradient(theta, target.layout), gradient, alpha=scale)
+
+    def log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Log likelihood (S,) of these examples alone and its gradient (S, P), in theta's precision, for theta (S, P)."""
+        layout, indicators = self.target.layout, self.indicators.unsqueeze(1)
+        logits = block_logits(self.features, theta, layout)
+        label_term = (logits * indicators).sum(dim=(0, 2))
+        normalizers, probabilities = normalize_(logits)
+        residuals = torch.sub(indicators, probabilities, out=probabilities)  # which lie as a product wants them
+        weight = (residuals.flatten(0, 1) @ self.features).view(layout.num_outputs, theta.shape[0], -1).transpose(0, 1)
+        bias = residuals.sum(dim=2).T if layout.has_bias else None
+        return label_term - normalizers.sum(dim=1), layout.join(weight, bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
 from bnncli.inference import memory
-from bnncli.inference.hmc import HmcRun, sample_hmc
+from bnncli.inference.hmc import Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_draws import complete
 from bnncli.options import HmcOptions
@@ -32,8 +33,8 @@ from bnncli.stages.hmc.report import hmc_metrics, hmc_warnings, summary, verdict
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile, write_samples
+from bnncli.targets.coarse_gradient import choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -109,7 +110,7 @@ class Sampling:
             num_warmup=options.warmup,
             num_draws=options.draws,
             target_accept=options.target_accept,
-            rows=rows,
+            complete=None if rows is None else partial(complete, rows=rows, precision=self.prior.weight_precision),
             progress=run.console,
         )
         predictions = self._judge_held_out(drawn)
@@ -155,7 +156,7 @@ class Sampling:
                 drawn = sample_hmc(
                     target,
                     dynamics=options.dynamics,
-                    gradients=options.gradients,
+                    coarse=choose_gradient(options.gradients, target, common["mode"]),
                     generator=run.stream("hmc/chains"),
                     is_enough=is_enough if options.conditions else None,
                     max_draws=options.max_draws,
@@ -169,15 +170,15 @@ class Sampling:
         return drawn, judged or self._judge(drawn.draws), checkpoint.publishing
 
     def _sample_nuts(
-        self, target: LastLayerTarget, rows: RowSpace | None, **common: Any
+        self, target: LastLayerTarget, complete: Completion | None, **common: Any
     ) -> tuple[HmcRun, Convergence, Publishing]:
         """The same by Pyro's NUTS, which cannot be continued."""
         from bnncli.inference.nuts import sample_nuts
 
         drawn = sample_nuts(target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
-        if rows is not None:
+        if complete is not None:
             inside = drawn.draws.flatten(0, 1).double()
-            theta, outside = complete(inside, rows, self.prior.weight_precision, self.run.stream("hmc/outside"))
+            theta, outside = complete(inside, self.run.stream("hmc/outside"))
             shape = drawn.draws.shape[:2]
             log_joint = drawn.log_joint + outside.to(drawn.log_joint.device).view(shape)
             drawn = replace(drawn, draws=theta.float().unflatten(0, shape), log_joint=log_joint)
