@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from bnncli import registry
 from bnncli.covariances.kron import Kron
 from bnncli.curvature import ggn
+from bnncli.errors import DataError
 from bnncli.flows import build_layers
 from bnncli.inference import mode as mode_module
 from bnncli.inference.laplace import fit_gaussian
@@ -232,6 +234,23 @@ def test_a_stored_gaussian_keeps_its_prior(structure: str) -> None:
     assert again.prior == PRIOR
     one = torch.ones(1, 15, dtype=torch.float64)
     assert torch.equal(again.covariance.unwhiten(one), gaussian.covariance.unwhiten(one))
+
+
+@pytest.mark.parametrize("structure", registry.names("covariances"))
+def test_a_gaussian_needs_no_prior_until_it_is_asked_for_one(structure: str) -> None:
+    fitted = fit_gaussian(make_target(LAYOUTS[0]), start=torch.zeros(15), structure=structure).gaussian
+    bare = replace(fitted, prior=None)
+    with pytest.raises(DataError, match="the Gaussian has no prior"):
+        bare.require_prior()
+    flow = Flow(bare, build_layers("radial", bare.layout, seeded(), length=1), "radial")
+    noise = bare.noise(3, seeded())
+    for one in (bare, flow):
+        tensors, meta = one.to_tensors()
+        again = type(one).from_tensors(tensors | PRIOR.to_tensors() if one is flow else tensors, meta)
+        assert torch.equal(again.from_noise(noise)[0], one.from_noise(noise)[0])
+    if structure != "kron":  # whose roots are made from the prior's precisions
+        assert not [name for name in bare.to_tensors()[0] if "prior" in name]
+        assert Gaussian.from_tensors(*bare.to_tensors()).prior is None
 
 
 def test_metadata_tells_a_bias_precision_where_there_is_one() -> None:

@@ -117,7 +117,7 @@ def _evidence_beside_the_mode(
 
 def lift_gaussian(gaussian: Gaussian, rows: RowSpace) -> Gaussian:
     """The Gaussian over all of theta, of one over theta inside the span of the features: outside it is the prior."""
-    covariance = WithinRows(gaussian.covariance, rows, gaussian.prior.weight_precision)
+    covariance = WithinRows(gaussian.covariance, rows, gaussian.require_prior().weight_precision)
     return Gaussian(rows.lift(gaussian.mean), covariance, rows.layout, gaussian.prior)
 
 
@@ -128,7 +128,7 @@ def lift_fit(fit: LaplaceFit, rows: RowSpace) -> LaplaceFit:
     Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at zero.
     """
     gaussian = lift_gaussian(fit.gaussian, rows)
-    constant = 0.5 * rows.num_outside * math.log(gaussian.prior.weight_precision / (2 * math.pi))
+    constant = 0.5 * rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
     mode = None
     if fit.mode is not None:
         mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)

@@ -96,7 +96,7 @@ class Flow:
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The base's tensors and `flow.<i>.<parameter>`; kind, length, space and settings as JSON."""
         tensors, meta = self.base.to_tensors()
-        for name in self.base.prior.to_tensors():
+        for name in [name for name in tensors if name.startswith("prior.")]:
             tensors[f"base.{name}"] = tensors.pop(name)  # the target's may be another
         for i, layer in enumerate(self.layers):
             tensors |= {f"flow.{i}.{name}": value for name, value in layer.to_tensors().items()}
@@ -109,7 +109,8 @@ class Flow:
         """The inverse of to_tensors."""
         kind = registry.load_class("flows", meta["flow"])
         others = {name: part for name, part in tensors.items() if not name.startswith("prior.")}
-        base = Gaussian.from_tensors({**others, **Prior.from_tensors(tensors, prefix="base.").to_tensors()}, meta)
+        prior = Prior.found_in(tensors, prefix="base.")
+        base = Gaussian.from_tensors({**others, **(prior.to_tensors() if prior else {})}, meta)
         bare = cls(base, (), meta["flow"], meta["space"])
         layers = []
         for i in range(meta["length"]):

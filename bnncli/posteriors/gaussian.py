@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows, read_covariance
+from bnncli.errors import DataError
 from bnncli.logits import LogitRoot
 from bnncli.numerics.sobol import quasi_normal
 from bnncli.posteriors import move, sample_from_noise, standard_normal
@@ -27,14 +28,14 @@ class Gaussian:
         mean: (P,), float64.
         covariance: Sigma.
         layout: how weight and bias lie in theta.
-        prior: of the target that it was fitted to.
+        prior: of the target that it was fitted to; None where that had none of ours.
     """
 
     type: ClassVar[str] = "gaussian"
     mean: Tensor
     covariance: Covariance
     layout: HeadLayout
-    prior: Prior
+    prior: Prior | None = None
 
     def __post_init__(self) -> None:
         check_shapes(mean=(self.mean, str(self.layout.num_params)))
@@ -42,6 +43,12 @@ class Gaussian:
             raise ValueError(
                 f"covariance has {self.covariance.num_params} parameters, the head {self.layout.num_params}"
             )
+
+    def require_prior(self) -> Prior:
+        """The prior of the target that it was fitted to. Raises DataError where there is none."""
+        if self.prior is None:
+            raise DataError("the Gaussian has no prior, which is needed here", hint="give the prior of its target")
+        return self.prior
 
     @property
     def center(self) -> Tensor:
@@ -98,7 +105,8 @@ class Gaussian:
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """`mean`, the prior's and the structure's tensors, float64; structure and layout as JSON."""
-        tensors = {"mean": self.mean.double().cpu().contiguous(), **self.prior.to_tensors()}
+        tensors = {"mean": self.mean.double().cpu().contiguous()}
+        tensors |= self.prior.to_tensors() if self.prior else {}
         meta = {"type": self.type, "structure": self.covariance.structure, **self.layout.to_meta()}
         if isinstance(self.covariance, WithinRows):
             meta["row_space_rank"] = self.covariance.rows.rank
@@ -109,4 +117,4 @@ class Gaussian:
         """The inverse of to_tensors."""
         layout = HeadLayout.from_meta(meta)
         covariance = read_covariance(meta["structure"], tensors, layout)
-        return cls(tensors["mean"], covariance, layout, Prior.from_tensors(tensors))
+        return cls(tensors["mean"], covariance, layout, Prior.found_in(tensors))

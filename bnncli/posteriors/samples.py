@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.shapes import check_shapes
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 _AT_ONCE = 2**24  # numbers in double precision: 128 MiB
 
@@ -20,7 +20,7 @@ class Samples:
 
     type: ClassVar[str] = "samples"
     draws: Tensor
-    layout: HeadLayout
+    layout: ParamLayout
 
     def __post_init__(self) -> None:
         check_shapes(draws=(self.draws, f"C T {self.layout.num_params}"))

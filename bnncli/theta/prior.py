@@ -102,6 +102,11 @@ class Prior:
         bias = tensors.get(f"{prefix}prior.bias_precision")
         return cls(float(tensors[f"{prefix}prior.precision"]), None if bias is None else float(bias))
 
+    @classmethod
+    def found_in(cls, tensors: Mapping[str, Tensor], *, prefix: str = "") -> Prior | None:
+        """The inverse of to_tensors, of names that begin with prefix; None where there is none."""
+        return cls.from_tensors(tensors, prefix=prefix) if f"{prefix}prior.precision" in tensors else None
+
     def _pair(self) -> tuple[float, float]:
         return self.weight_precision, self.bias_precision or self.weight_precision
 

@@ -182,7 +182,7 @@ def _compute(
     meta |= {
         "method": "laplace",
         "center": options.center,
-        **fit.gaussian.prior.to_meta(),
+        **fit.gaussian.require_prior().to_meta(),
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),
         "num_examples": len(train.content.features),
@@ -210,7 +210,7 @@ def _metrics(
         "structure": gaussian.covariance.structure,
         "num_params": gaussian.layout.num_params,
         **span_metrics(gaussian),
-        **gaussian.prior.to_meta(),
+        **gaussian.require_prior().to_meta(),
         "prior_precision_by": criterion,
         "prior_precision_at_edge": bool(found.at_edge) if found else None,
         "log_marginal_likelihood": fit.log_marginal_likelihood,

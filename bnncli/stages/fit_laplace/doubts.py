@@ -42,7 +42,7 @@ def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
 def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
     """What was added to a precision that could not be factored acts as a prior; said where it outweighs the real one."""
     jitter = getattr(gaussian.covariance, "jitter", 0.0)
-    precision = float(gaussian.prior.diagonal(gaussian.layout).min())
+    precision = float(gaussian.require_prior().diagonal(gaussian.layout).min())
     if jitter > JITTER_SHARE * precision:
         run.console.warn(
             f"the posterior precision is not positive definite in float64: {jitter:.2g} was added to its diagonal, not little "

@@ -56,7 +56,7 @@ def structure_by_val(
     others = quick[quick.index(first) :] if first in quick else []
     if len(others) < 2:
         return found, None
-    choice = choose_structure(target.with_prior(gaussian.prior), found.fit, others, judge=found.judge)
+    choice = choose_structure(target.with_prior(gaussian.require_prior()), found.fit, others, judge=found.judge)
     if choice.structure != first:
         again = search_at(structure=choice.structure, start=gaussian.mean, generator=run.stream("fit-laplace/val"))
         found = again if dict(again.curve)[again.best] < dict(found.curve)[found.best] else found
