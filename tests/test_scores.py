@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
 
 from bnncli.errors import DataError
 from bnncli.evaluation import bootstrap as bootstrap_module
-from bnncli.evaluation import rows as rows_module
+from bnncli.evaluation import metric_rows
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows, split_scores
@@ -220,13 +220,13 @@ def test_one_example_has_scores_but_no_uncertainty() -> None:
 def test_dear_scores_get_the_replicates_that_they_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, labels = predictions(5)
     every = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
-    monkeypatch.setattr(rows_module, "MOST_OPERATIONS", 150 * 5 * 200)
+    monkeypatch.setattr(metric_rows, "MOST_OPERATIONS", 150 * 5 * 200)
     monkeypatch.setattr(bootstrap_module, "BLOCK_WEIGHTS", 70 * 200)
     some = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
     assert every["ececlass-wise"]["standard_error"] != some["ececlass-wise"]["standard_error"]
     assert every["ececlass-wise"]["interval"] == some["ececlass-wise"]["interval"]
     assert some["accuracyNone"] == every["accuracyNone"]
-    monkeypatch.setattr(rows_module, "MOST_OPERATIONS", 90 * 5 * 200)
+    monkeypatch.setattr(metric_rows, "MOST_OPERATIONS", 90 * 5 * 200)
     none = {row["name"] + str(row.get("strategy")): row for row in rows_of(probs, labels, bootstrap=Bootstrap(300))}
     assert none["ececlass-wise"]["standard_error"] is None
     assert none["ececlass-wise"]["interval"] == every["ececlass-wise"]["interval"]
