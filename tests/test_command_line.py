@@ -1,9 +1,10 @@
-"""Commands that artifacts record: shown again only as one of our own, with options and values that it accepts."""
+"""Commands that are recorded and shown: made of options, and of a record only as one of our own that accepts its values."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ from typing import Any
 import pytest
 from conftest import Cli
 from forged import forge
+from recorded_lines import LINES
 
 from bnncli import options as o
+from bnncli.cli.build import build_app
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import _from_text, option_fields
-from bnncli.errors import UsageError
-from bnncli.options.command_line import own_command
+from bnncli.errors import Interrupted, UsageError
+from bnncli.options.command_line import CommandLine, own_command
 from bnncli.options.declaration import choices_of, flag_of
+from bnncli.run import resumable
 from bnncli.storage.freshness import UNKNOWN_MAKER
+from bnncli.storage.resume import write_state
 
 MAKERS = {one.name: one.groups for one in COMMANDS if o.RecordOptions in one.groups}
 LEFT_OUT = {spec.name for group in (o.CommonOptions, o.RunOptions) for spec in fields(group)} | {"force", "dry_run"}
@@ -141,3 +146,78 @@ def test_a_forged_command_is_never_a_hint(cli: Cli, small_run: Path) -> None:
     remake = {one["name"]: one["remake"] for one in cli("status", small_run, "--json").json["artifacts"]}
     assert remake["posteriors/refine.safetensors"] is None
     assert remake["posteriors/laplace.safetensors"].startswith("bnncli fit-laplace ")
+
+
+def remakes(cli: Cli, run: Path, *words: object) -> dict[str, str]:
+    return {one["name"]: one["remake"] for one in cli("status", run, *words, "--json").json["artifacts"]}
+
+
+def command_of(cli: Cli, path: Path) -> list[str]:
+    return cli("inspect", path, "--json").json["provenance"]["command"]
+
+
+def test_a_run_that_has_the_name_of_a_split_is_moved_and_the_split_stays(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(small_run.parent)
+    shutil.copytree("small.bnn", "test.bnn")
+    words = ("--posterior", "map", "--split", "test", "--force")
+    assert cli("predict", "test", *words, "--run-dir=test.bnn").code == 0
+    Path("runs").mkdir()
+    Path("test.bnn").rename("runs/test.bnn")
+    name = "predictions/map.plug-in/test.h5"
+    assert remakes(cli, Path("runs/test"))[name] == "bnncli predict runs/test --posterior map --split test"
+    Path("runs/test.bnn").rename("elsewhere")
+    shown = remakes(cli, Path("test"), "--run-dir", "elsewhere")[name]
+    assert shown == "bnncli predict test --posterior map --split test --run-dir elsewhere"
+
+
+def test_a_command_is_recorded_with_the_values_that_it_used(
+    cli: Cli, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BNNCLI_FIT_LAPLACE_OUT", str(tmp_path / "other.safetensors"))
+    monkeypatch.setenv("BNNCLI_SEED", "3")
+    given = tmp_path / "given.safetensors"
+    assert cli("fit-laplace", "--prior-precision=3", "-qo", given, "--", small_run).code == 0
+    rest = ["--prior-precision", "3", "--quiet", "--out", str(given), str(small_run), "--seed", "3"]
+    assert command_of(cli, given) == ["bnncli", "fit-laplace", *rest]
+
+
+def test_the_command_that_continues_a_fit_is_one_that_runs(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    def save_once(*words: Any) -> None:
+        saved.append(write_state(*words))
+        if len(saved) == 2:
+            raise Interrupted(15, "interrupted")
+
+    monkeypatch.setattr(resumable, "write_state", save_once)
+    words = ("--epochs", 80, "--patience", 0, "--save-every", 0, "--elbo-draws", 8, "--name", "cut")
+    done = cli("refine", *words, "--", small_run)
+    assert done.code == 143
+    again = cli(*shlex.split(done.stderr.rpartition("continue with: ")[2])[1:])
+    assert (again.code, "resuming" in again.stderr) == (0, True), again.stderr
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.name in MAKERS], ids=lambda one: one.name)
+def test_lines_are_read_as_the_command_line_reads_them(command: Any) -> None:
+    found: list[dict[str, Any]] = []
+    app = build_app(lambda command, values: found.append(values), only=command)
+    forms = (["-vfo", "a=b", "--", "-x"], ["-ob", "--seed=3", "c"], ["c", "-n", "--record-host", "--device", "-1"])
+    lines = [line.argv for line in LINES if line.argv[0] == command.name]
+    lines += [[command.name, *form] for form in forms if command.name in ("refine", "prune")]
+    assert lines
+    for argv in lines:
+        app(args=argv, standalone_mode=False)
+        line = CommandLine.parse(command.name, argv[1:], command.groups)
+        assert line.values() == {name: found[-1][name] for name in line.values()}
+        assert [text for name, text in line.parts if name is None] == [str(found[-1]["ckpt"])]
+        assert line.words() == ["bnncli", *argv] or argv[1:] in forms
+
+
+def test_a_command_is_made_of_its_options() -> None:
+    line = CommandLine.of("fit-laplace", "-c", o.FitLaplaceOptions(structure="kron"), o.WriteOptions(force=True))
+    assert line.words() == ["bnncli", "fit-laplace", "./-c", "--structure", "kron", "--force"]
+    assert line.having("structure", "-x").having("force", False).words()[3:] == ["--structure=-x"]

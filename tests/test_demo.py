@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bnncli.cli.execute import run_command_line
+from bnncli.storage.headers import read_header
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,16 @@ def test_the_default_chains_converge(demo: tuple[Path, dict[str, Any]]) -> None:
     assert metrics["max_rhat"] <= 1.05
     assert metrics["divergences"] == 0
     assert min(metrics["min_ess_bulk"], metrics["min_ess_tail"]) > 400
+
+
+def test_every_step_is_recorded_with_the_options_that_it_ran_with(demo: tuple[Path, dict[str, Any]]) -> None:
+    checkpoint = demo[0] / "lenet5-fmnist.pt"
+    folder = checkpoint.with_name(f"{checkpoint.name}.bnn")
+    provenance = read_header(folder / "posteriors/refine.safetensors").provenance
+    assert provenance["command"] == ["bnncli", "refine", str(checkpoint)]
+    assert (provenance["params"]["flow"], provenance["params"]["epochs"]) == ("affine", 600)
+    words = read_header(folder / "features/test.h5").provenance["command"]
+    assert words[3:7] == ["--model", "lenet5", "--data", f"train=npz:{demo[0]}/train.npz"]
 
 
 def test_the_demo_again_has_nothing_to_do(demo: tuple[Path, dict[str, Any]]) -> None:

@@ -41,7 +41,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.declaration import flag_of
+from bnncli.options.command_line import CommandLine
 from bnncli.storage.checked import checks_remembered
 
 
@@ -150,7 +150,7 @@ class _Invocation:
         own = next((options[group] for group in command.groups if group not in _SHARED), None)
         run = Run(
             command=command.name,
-            argv=[*self.argv, *self._words_from_elsewhere(command)],
+            line=self._line(command),
             arguments=arguments,
             console=self.console,
             run_options=options.get(RunOptions, RunOptions()),
@@ -170,17 +170,14 @@ class _Invocation:
         self.console.stop_bar()
         self._print(run, result)
 
-    def _words_from_elsewhere(self, command: Command) -> list[str]:
-        """Options that came from the environment or the configuration file, as words: a recorded command is complete."""
-        words: list[str] = []
+    def _line(self, command: Command) -> CommandLine:
+        """The command as it was given, with the options that came from elsewhere: a recorded command is complete."""
+        num_words = (self.argv[0] == "--") + (2 if command.parent else 1)  # that name the command
+        line = CommandLine.parse(command.name, self.argv[num_words:], command.groups)
         for name, setting in self.settings.items():
-            flag = flag_of(name)
-            is_given = any(word == flag or word.startswith(flag + "=") for word in self.argv)
-            if is_given or setting.source == "default" or name in _NOT_RECORDED:
-                continue
-            for value in setting.value if isinstance(setting.value, list) else [setting.value]:
-                words += [flag] if value is True else [] if value is False else [flag, str(value)]
-        return words
+            if not line.gives(name) and setting.source != "default" and name not in _NOT_RECORDED:
+                line = line.having(name, setting.value)
+        return line
 
     def _print(self, run: Any, result: Any) -> None:
         for line in result.summary:

@@ -1,7 +1,7 @@
-"""Command lines as artifacts record them, made anew before they are shown: a file may be forged, and hints are pasted.
+"""Command lines, taken apart into options and made anew from them: those that artifacts record, and those of hints.
 
-Nothing of a record is repeated as it stands. What is shown is one of our own commands, with options that it has and
-values that they accept, quoted for the shell; of anything else nothing is shown.
+Nothing that was typed or recorded is repeated as it stands, or edited word by word: what is an option, a value or the
+argument is known only once it has been read as the command line itself reads it.
 """
 
 from __future__ import annotations
@@ -9,21 +9,96 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 
 from bnncli.errors import UsageError
 from bnncli.options.common import CommonOptions, RunOptions
 from bnncli.options.declaration import Checked, flag_of
 
 Groups = Sequence[type[Checked]]
+Part = tuple[str | None, str]  # an option's name and its value as it is typed; None and the argument
 MAX_LENGTH = 10_000  # of all words: a list of data sets may be long
 # How a command talks, where its run lies, and what it may replace, is for whoever pastes it to say.
-_LEFT_OUT = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
+_NOT_SHOWN = {spec.name for group in (CommonOptions, RunOptions) for spec in fields(group)} | {"force", "dry_run"}
 _NO_VALUE = "True"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """One of our commands with what it was given.
+
+    Attributes:
+        command: its name, such as refine; of two words, with a dash.
+        groups: its options.
+        parts: arguments and options, in the order they came.
+    """
+
+    command: str
+    groups: tuple[type[Checked], ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def parse(cls, command: str, words: Sequence[str], groups: Groups) -> CommandLine:
+        """What the words after a command's name say, read as the command line reads them; values are not looked at.
+
+        Raises:
+            LookupError: an option that it has not, without its value, or with one that it takes none of.
+        """
+        return cls(command, tuple(groups), tuple(_parse(words, tuple(groups))))
+
+    @classmethod
+    def of(cls, command: str, argument: str, *options: Checked) -> CommandLine:
+        """A command whose options are these; those with another value than their default are given."""
+        line = cls(command, tuple(type(group) for group in options), ((None, argument),))
+        for group in options:
+            for spec in fields(group):  # type: ignore[arg-type]
+                default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+                if (value := getattr(group, spec.name)) != default:
+                    line = line.having(spec.name, value)
+        return line
+
+    def gives(self, name: str) -> bool:
+        """Whether an option is given."""
+        return any(name == given for given, _ in self.parts)
+
+    def having(self, name: str, value: object) -> CommandLine:
+        """The same, with an option that has this value, whatever it was given before: True gives a switch, False none."""
+        others = tuple(part for part in self.parts if part[0] != name)
+        values = value if isinstance(value, list) else [] if value is False or value is None else [value]
+        return replace(self, parts=(*others, *((name, str(one)) for one in values)))
+
+    def words(self) -> list[str]:
+        """The words that say it, to be quoted for a shell, from `bnncli` on."""
+        said = ["bnncli", self.command]
+        for name, value in self.parts:
+            if name is None:
+                said.append(f"./{value}" if value.startswith("-") and value != "-" else value)
+            elif _is_alone(name, self.groups):
+                said.append(flag_of(name))
+            else:  # joined where the value looks like an option itself
+                said += [f"{flag_of(name)}={value}"] if value.startswith("-") else [flag_of(name), value]
+        return said
+
+    def values(self) -> dict[str, object]:
+        """The options that are given, each in its own type; -v, which is counted, is left out. Raises ValueError."""
+        options = _options(self.groups)
+        found: dict[str, object] = {}
+        for name, text in self.parts:
+            if name is None or name == "verbose":
+                continue
+            kind = _kind(options[name][1])
+            if kind is list:
+                found[name] = [*typing.cast(list[str], found.get(name, [])), text]
+            else:
+                found[name] = True if kind is bool else kind(text)
+        return found
 
 
 def own_command(words: Sequence[object], commands: Mapping[str, Groups], argument: str) -> list[str] | None:
     """The words of a recorded command `bnncli COMMAND ...`, to be quoted and pasted; None where it is none of ours.
+
+    A file may be forged, and hints are pasted: what is shown is one of our own commands, with options that it has and values
+    that they accept; of anything else nothing is shown.
 
     Args:
         words: as they are recorded; anything.
@@ -35,27 +110,16 @@ def own_command(words: Sequence[object], commands: Mapping[str, Groups], argumen
         return None
     if texts[0] != "bnncli" or texts[1] not in commands:
         return None
-    groups = tuple(commands[texts[1]])
     try:
-        parts = list(_parse(texts[2:], groups))
-        _check(parts, groups)
+        line = CommandLine.parse(texts[1], texts[2:], commands[texts[1]])
+        _check(line)
     except (UsageError, ValueError, LookupError, TypeError):
         return None
-    shown = texts[:2]
-    for name, value in parts:
-        if name is None:
-            shown.append(argument)
-        elif name not in _LEFT_OUT:
-            shown += [flag_of(name)] if value == _NO_VALUE and _is_alone(name, groups) else _given(flag_of(name), value)
-    return shown
+    parts = [(None, argument) if name is None else (name, text) for name, text in line.parts if name not in _NOT_SHOWN]
+    return replace(line, parts=tuple(parts)).words()
 
 
-def _given(flag: str, value: str) -> list[str]:
-    """An option with its value; joined where the value looks like an option itself."""
-    return [f"{flag}={value}"] if value.startswith("-") else [flag, value]
-
-
-def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[tuple[str | None, str]]:
+def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[Part]:
     """Names of options with their values as they were typed, and None with the argument. Raises LookupError."""
     names = {name: spec.name for spec, _ in _options(groups).values() for name in _names(spec)}
     rest = list(words)
@@ -81,21 +145,12 @@ def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[
             yield name, value if equals else rest.pop(0)
 
 
-def _check(parts: Sequence[tuple[str | None, str]], groups: tuple[type[Checked], ...]) -> None:
+def _check(line: CommandLine) -> None:
     """Raise unless there is one argument, and the options accept their values, alone and together."""
-    if sum(name is None for name, _ in parts) != 1:
+    if sum(name is None for name, _ in line.parts) != 1:
         raise LookupError("one argument")
-    options = _options(groups)
-    values: dict[str, object] = {}
-    for name, text in parts:
-        if name is None or name == "verbose":
-            continue
-        kind = _kind(options[name][1])
-        if kind is list:
-            values[name] = [*typing.cast(list[str], values.get(name, [])), text]
-        else:
-            values[name] = True if kind is bool else kind(text)
-    for group in groups:
+    values = line.values()
+    for group in line.groups:
         group(**{spec.name: values[spec.name] for spec in fields(group) if spec.name in values})  # type: ignore[arg-type]
 
 

@@ -124,7 +124,7 @@ def make(
     run.console.poll("publishing")
     provenance = build_provenance(
         request.target,
-        command=["bnncli", *run.argv],
+        command=run.line.words(),
         params=request.params,
         algo_rev=request.algo_rev,
         inputs=request.sources,

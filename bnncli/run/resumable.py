@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -92,7 +92,8 @@ class Resumable:
         except (Interrupted, WriteError) as error:
             if self._is_ours and self.is_stored:
                 first = f"{error.hint}, then " if error.hint else ""
-                error.hint = f"{first}continue with: {resume_command(self._run.argv)}"
+                again = self._run.line.having("resume", True).words()
+                error.hint = f"{first}continue with: {shlex.join(again)}"
             raise
 
 
@@ -137,8 +138,3 @@ class ResumableDraws:
             yield
         self._resumable.remove()
         self._store.remove()
-
-
-def resume_command(argv: Sequence[str]) -> str:
-    """The command that continues an interrupted one."""
-    return shlex.join(["bnncli", *argv, *([] if "--resume" in argv else ["--resume"])])

@@ -22,7 +22,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.command_line import Groups, own_command
+from bnncli.options.command_line import CommandLine, Groups, own_command
 from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
@@ -81,13 +81,14 @@ class Run:
     """One invocation of a command, as its stage sees it.
 
     Attributes:
+        line: the command as it was given, with what the environment and the configuration file gave.
         makers: the commands that make artifacts, each with its groups of options.
         is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
         followed: what is known of files that artifacts were made from, until the command writes one.
     """
 
     command: str
-    argv: list[str]
+    line: CommandLine
     arguments: dict[str, Any]
     console: Console
     run_options: RunOptions

@@ -7,9 +7,9 @@ import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bnncli import options as o
+from bnncli.options.command_line import CommandLine
 from bnncli.run.session import Result, Run
 from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.atomic import check_writable, publish_bytes
@@ -23,20 +23,20 @@ def run(run: Run, options: o.DemoOptions) -> Result:
     """Run every step into the demo's folder; the result is the table of evaluate."""
     folder = Path(options.dir)
     checkpoint = _copy_fixture(folder)
-    steps: list[tuple[str, Any, list[str]]] = [
-        ("extract-features", *_extract(folder)),
-        ("fit-laplace", o.FitLaplaceOptions(), []),
-        ("refine", o.RefineOptions(), ["--flow", "radial", "--length", "5", "--epochs", "20"]),
-        ("hmc", o.HmcOptions(), []),
-        ("predict", o.PredictOptions(), []),
-        ("evaluate", o.EvaluateOptions(), []),
-    ]
+    steps = (
+        ("extract-features", _extract(folder)),
+        ("fit-laplace", o.FitLaplaceOptions()),
+        ("refine", o.RefineOptions()),
+        ("hmc", o.HmcOptions()),
+        ("predict", o.PredictOptions()),
+        ("evaluate", o.EvaluateOptions()),
+    )
     total, seconds = Result(), {}
-    for command, chosen, words in steps:
-        argv = [command, str(checkpoint), *words, *(["--seed", str(run.compute.seed)] if run.compute.seed else [])]
-        run.console.info("$ bnncli " + shlex.join(argv))
+    for command, chosen in steps:
+        given = CommandLine.of(command, str(checkpoint), chosen, run.compute)
+        run.console.info("$ " + shlex.join(given.words()))
         start = time.monotonic()
-        step = replace(run, command=command, argv=argv, arguments={"ckpt": checkpoint}, started=start)
+        step = replace(run, command=command, line=given, arguments={"ckpt": checkpoint}, started=start)
         result = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}").run(step, chosen)
         for line in result.summary:
             run.console.info("  " + line)
@@ -60,15 +60,11 @@ def _copy_fixture(folder: Path) -> Path:
     return folder / CHECKPOINT
 
 
-def _extract(folder: Path) -> tuple[o.ExtractFeaturesOptions, list[str]]:
-    """Options of extract-features, and the words a user would type for them."""
+def _extract(folder: Path) -> o.ExtractFeaturesOptions:
+    """Options of extract-features."""
     data = [f"{split}=npz:{folder / f'{split}.npz'}" for split in DATA]
     outside = [f"{split}=npz:{folder / f'{split}.npz'}" for split in OUTSIDE]
-    words = ["--model", "lenet5"]
-    for flag, specs in (("--data", data), ("--ood", outside)):
-        for spec in specs:
-            words += [flag, spec]
-    return o.ExtractFeaturesOptions(model="lenet5", data=data, ood=outside), words
+    return o.ExtractFeaturesOptions(model="lenet5", data=data, ood=outside)
 
 
 def _where(folder: Path, checkpoint: Path, seconds: dict[str, float]) -> list[str]:
