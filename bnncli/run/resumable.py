@@ -85,6 +85,12 @@ class Resumable:
         remove_state(self._path)
 
     @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Around the publication of the artifact, after which the state is not needed."""
+        yield
+        self.remove()
+
+    @contextmanager
     def hint(self) -> Iterator[None]:
         """An interruption inside the block, or a failure to write, says how to go on."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from bnncli.options import FitTemperatureOptions
 from bnncli.posteriors.point import Point
 from bnncli.registry import load_class, names
 from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, head_tensors, load_split, open_posterior, posterior_source
+from bnncli.run.inputs import Split, load_split, open_posterior, posterior_source
 from bnncli.run.predict_plan import kind_of
-from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
 from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import write_posterior
 
 _WHY_UNBOUNDED = {
     "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",
@@ -40,14 +40,16 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
         sources.append(source)
     elif val.head() is None:
         raise UsageError("this run has no network whose last layer could be scaled: give --base NAME")
-    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "temperature")
-    run.folder.check_name_is_free(target)
-    params = {**options.params(), "base": base_path.stem if base_path else None}
-    size = 16 * val.layout.num_params
-    request = Request(
-        target, "posterior", target.stem, params, _revisions.FIT_TEMPERATURE, sources, val.checkpoint, size
+    request = posterior_request(
+        run,
+        "temperature",
+        params={**options.params(), "base": base_path.stem if base_path else None},
+        algo_rev=_revisions.FIT_TEMPERATURE,
+        sources=sources,
+        checkpoint=val.checkpoint,
+        estimated_bytes=16 * val.layout.num_params,
     )
-    return produce(run, request, lambda: _compute(run, val, base_path, target), when_fresh=_when_fresh)
+    return produce_posterior(run, request, lambda: _fit(run, val, base_path), _report)
 
 
 def _val(run: Run) -> Split:
@@ -74,7 +76,7 @@ def _check_has_center(path: Path, header: Header) -> None:
         )
 
 
-def _compute(run: Run, val: Split, base_path: Path | None, path: Path) -> Computed:
+def _fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
     theta, layout = val.start(), val.layout
     if base_path is not None:
         base, _ = open_posterior(base_path)
@@ -91,20 +93,9 @@ def _compute(run: Run, val: Split, base_path: Path | None, path: Path) -> Comput
         why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the val split prefers one beyond it")
         run.console.warn(f"the temperature {fit.temperature:g} is the bound of the range searched: {why}")
     tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
-    tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64), **head_tensors(val)}
-    meta |= {
-        "method": "temperature",
-        "base": metrics["base"],
-        "param_layout": layout.to_json(),
-        "num_examples": len(labels),
-        "metrics": metrics,
-        "classes": val.content.classes,
-    }
-
-    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-        return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
-
-    return Computed(publish, metrics, _summary(metrics))
+    tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}
+    meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json()}
+    return Fitted(tensors, meta, metrics, val)
 
 
 def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:
@@ -126,18 +117,16 @@ def _mean(losses: Tensor) -> dict[str, float | None]:
     return {"value": float(losses.mean()), "standard_error": error}
 
 
-def _summary(metrics: dict[str, Any]) -> list[str]:
+def _report(meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+
     def said(name: str, form: str) -> str:
         value, error = metrics[name]["value"], metrics[name]["standard_error"]
         return f"{value:{form}}" + ("" if error is None else f" +- {error:.4f}")
 
-    return [
+    lines = [
         f"temperature {metrics['temperature']:.4g}, on {metrics['num_examples']} examples of val",
         f"val NLL {said('val_nll_before', '.4f')} before, {said('val_nll_after', '.4f')} after; "
         f"change {said('val_nll_change', '+.4f')}",
     ]
-
-
-def _when_fresh(header: Header) -> Computed:
-    metrics = header.meta.get("metrics", {})
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics, _summary(metrics))
+    return Report(metrics, lines)

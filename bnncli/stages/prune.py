@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from bnncli.posteriors.sparse import Sparse
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, open_posterior, posterior_source
 from bnncli.run.predict_plan import kind_of
-from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable, publish_bytes
 from bnncli.storage.freshness import carries_our_mark, is_same_file
-from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import read_posterior, write_posterior
+from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.provenance import Source
 
 MUCH_LOST = 0.02  # of accuracy, above which there is a warning
@@ -44,20 +43,18 @@ def run(run: Run, options: PruneOptions) -> Result:
     split = _split(run, options)
     sources = [source] if split is None else [source, split.source]
     params = {**options.params(), "posterior": path.stem, "split": split.content.name if split else None}
-    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or f"{path.stem}-sparse")
-    run.folder.check_name_is_free(target)
-    dense = None if options.dense is None else _check_dense(run, Path(options.dense), target, sources)
-    request = Request(
-        target,
-        "posterior",
-        target.stem,
-        params,
-        _revisions.PRUNE,
-        sources,
-        header.provenance.get("checkpoint"),
-        path.stat().st_size,
+    request = posterior_request(
+        run,
+        f"{path.stem}-sparse",
+        params=params,
+        algo_rev=_revisions.PRUNE,
+        sources=sources,
+        checkpoint=header.provenance.get("checkpoint"),
+        estimated_bytes=path.stat().st_size,
     )
-    result = produce(run, request, lambda: _compute(run, options, path, split, target), when_fresh=_when_fresh)
+    target = request.target
+    dense = None if options.dense is None else _check_dense(run, Path(options.dense), target, sources)
+    result = produce_posterior(run, request, lambda: _fit(run, options, path, split), _report)
     if dense is not None:
         result.add(_write_dense(run, target, dense))
     return result
@@ -75,7 +72,7 @@ def _split(run: Run, options: PruneOptions) -> Split | None:
     return None
 
 
-def _compute(run: Run, options: PruneOptions, path: Path, split: Split | None, target: Path) -> Computed:
+def _fit(run: Run, options: PruneOptions, path: Path, split: Split | None) -> Fitted:
     stored, header = read_posterior(path)
     posterior = LatentBinary.from_tensors(stored, header.meta)
     is_in = chosen_weights(posterior, options.density)
@@ -90,18 +87,8 @@ def _compute(run: Run, options: PruneOptions, path: Path, split: Split | None, t
         "dense": 4 * posterior.model.layout.num_params,
     }
     tensors |= {name: part for name, part in stored.items() if name.startswith("head.")}
-    meta |= {
-        "method": "prune",
-        "param_layout": header.meta["param_layout"],
-        "num_examples": header.meta["num_examples"],
-        "metrics": metrics,
-        "classes": header.meta["classes"],
-    }
-
-    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-        return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
-
-    return Computed(publish, metrics, _summary(metrics))
+    meta |= {"method": "prune", **{name: header.meta[name] for name in ("param_layout", "num_examples", "classes")}}
+    return Fitted(tensors, meta, metrics)
 
 
 def chosen_weights(posterior: LatentBinary, density: float | None) -> Tensor:
@@ -234,6 +221,5 @@ def _write_dense(run: Run, source: Path, path: Path) -> Result:
     return Result("computed", [output | {"content_digest": tensor_digest(state)}])
 
 
-def _when_fresh(header: Header) -> Computed:
-    metrics = header.meta.get("metrics", {})
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics, _summary(metrics))
+def _report(meta: Mapping[str, Any]) -> Report:
+    return Report(meta["metrics"], _summary(meta["metrics"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,15 @@ from bnncli.inference.laplace import LaplaceFit, fit_gaussian, lift_fit
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
 from bnncli.options import FitLaplaceOptions
 from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, head_tensors, load_split
-from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.inputs import Split, load_split
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import row_space, span_line, span_metrics, span_to_fit
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import has_labeled_val, measure_on_val, val_line
 from bnncli.stages.fit_laplace.doubts import warn_of_jitter, warn_of_missing_classes, warn_of_val
 from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_fit
 from bnncli.storage.figures import check_figure_path, write_figure
-from bnncli.storage.headers import Header, read_header
-from bnncli.storage.posteriors import write_posterior
+from bnncli.storage.headers import read_header
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -58,21 +58,26 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
             "the prior decides most of the posterior"
         )
     warn_of_missing_classes(run, [split for split in (train, val) if split is not None])
-    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "laplace")
-    size = memory.stored_bytes(structure, span or train.layout, whole=train.layout if span else None)
-    run.folder.check_name_is_free(target)
-    revision = _revisions.of_laplace(in_span=span is not None)
-    request = Request(target, "posterior", target.stem, params, revision, sources, train.checkpoint, size)
-
-    def compute() -> Computed:
-        return _compute(run, options, criterion, structure, train, val, target, in_span=span is not None)
-
+    request = posterior_request(
+        run,
+        "laplace",
+        params=params,
+        algo_rev=_revisions.of_laplace(in_span=span is not None),
+        sources=sources,
+        checkpoint=train.checkpoint,
+        estimated_bytes=memory.stored_bytes(structure, span or train.layout, whole=train.layout if span else None),
+    )
     if options.plot is not None:
-        others = [target, run.checkpoint_path, *(source.path for source in sources)]
+        others = [request.target, run.checkpoint_path, *(source.path for source in sources)]
         check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
-    result = produce(run, request, compute, when_fresh=lambda header: _when_fresh(run, header))
+    result = produce_posterior(
+        run,
+        request,
+        lambda: _fit(run, options, criterion, structure, train, val, in_span=span is not None),
+        lambda meta: _report(run, request.target, meta),
+    )
     if options.plot is not None:
-        result.add(_plot(run, Path(options.plot), target))
+        result.add(_plot(run, Path(options.plot), request.target))
     return result
 
 
@@ -120,17 +125,16 @@ def _span(options: FitLaplaceOptions, train: Split, run: Run) -> HeadLayout | No
     return span_to_fit(train, run.device, structure=options.structure, num_draws=NUM_DRAWS)
 
 
-def _compute(
+def _fit(
     run: Run,
     options: FitLaplaceOptions,
     criterion: str,
     structure: str,
     train: Split,
     val: Split | None,
-    path: Path,
     *,
     in_span: bool,
-) -> Computed:
+) -> Fitted:
     start = train.start().to(run.device)
     # A search puts its candidates in the place of the weights' precision.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
@@ -174,27 +178,18 @@ def _compute(
     warn_of_jitter(run, fit.gaussian)
     metrics = _metrics(run, fit, found, criterion, train, val)
     metrics |= {"center": options.center, "structure_nll": compared}
-    warn_of_val(run, path, metrics)
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
     tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
-    tensors |= head_tensors(train)
     meta |= {
         "method": "laplace",
         "center": options.center,
         **fit.gaussian.require_prior().to_meta(),
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),
-        "num_examples": len(train.content.features),
-        "metrics": metrics,
-        "classes": train.content.classes,
         "curve": [list(point) for point in found.curve] if found else None,
     }
-
-    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-        return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
-
-    return Computed(publish, _with_curve(metrics, meta), _summary(metrics))
+    return Fitted(tensors, meta, metrics, train)
 
 
 def _metrics(
@@ -266,14 +261,8 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _when_fresh(run: Run, header: Header) -> Computed:
-    metrics = header.meta.get("metrics", {})
-    warn_of_val(run, header.path, metrics)
-    return Computed(
-        lambda provenance, may_replace: header.content_digest, _with_curve(metrics, header.meta), _summary(metrics)
-    )
-
-
-def _with_curve(metrics: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+def _report(run: Run, path: Path, meta: Mapping[str, Any]) -> Report:
     """The metrics as the result gives them: with the curve, which the artifact has beside its metrics."""
-    return {**metrics, "prior_precision_curve": meta.get("curve")}
+    metrics = meta["metrics"]
+    warn_of_val(run, path, metrics)
+    return Report({**metrics, "prior_precision_curve": meta.get("curve")}, _summary(metrics))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +24,13 @@ from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
 from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, head_tensors, load_split
-from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.inputs import Split, load_split
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.resumable import Resumable
 from bnncli.run.session import Result, Run
 from bnncli.stages.fit_lbbnn.doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages.fit_lbbnn.report import Data, measure, summary
-from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import write_posterior
 from bnncli.theta.network import NetworkLayout
 
 
@@ -45,13 +43,17 @@ def run(run: Run, options: FitLbbnnOptions) -> Result:
     if val is None and options.slab_sd == "auto":
         options = replace(options, slab_sd="1")
     params = {**options.params(), "sizes": list(layout.sizes), "seed": run.compute.seed}
-    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "lbbnn")
-    run.folder.check_name_is_free(target)
-    size = 4 * options.repeats * (3 * layout.num_weights + 2 * layout.num_biases)
-    sources = [train.source] + ([val.source] if val is not None else [])
-    request = Request(target, "posterior", target.stem, params, _revisions.FIT_LBBNN, sources, train.checkpoint, size)
-    return produce(
-        run, request, lambda: _compute(run, options, train, val, layout=layout, request=request), when_fresh=_when_fresh
+    request = posterior_request(
+        run,
+        "lbbnn",
+        params=params,
+        algo_rev=_revisions.FIT_LBBNN,
+        sources=[train.source] + ([val.source] if val is not None else []),
+        checkpoint=train.checkpoint,
+        estimated_bytes=4 * options.repeats * (3 * layout.num_weights + 2 * layout.num_biases),
+    )
+    return produce_posterior(
+        run, request, lambda: _fit(run, options, train, val, layout=layout, request=request), _report
     )
 
 
@@ -153,9 +155,9 @@ def _plan(options: FitLbbnnOptions, num_examples: int) -> Plan:
     )
 
 
-def _compute(
+def _fit(
     run: Run, options: FitLbbnnOptions, train: Split, val: Split | None, *, layout: NetworkLayout, request: Request
-) -> Computed:
+) -> Fitted:
     _check_memory(run, options, layout, num_examples=len(train.content.features), is_searched=val is not None)
     features = train.resident(run.device)
     data = Data(features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None)
@@ -192,25 +194,16 @@ def _compute(
     _warn(run, still_rising(metrics["rise"], plan.schedule))
     _warn(run, poor_fit(metrics, features, is_standardized=options.standardize))
     tensors, meta = posterior.to_tensors()
-    tensors |= head_tensors(train) | history.tensors()
+    tensors |= history.tensors()
     meta |= {
         "method": "lbbnn",
         "estimator": options.estimator,
         "variance": options.variance,
         "param_layout": layout.to_json(),
-        "num_examples": len(features),
-        "metrics": metrics,
-        "classes": train.content.classes,
         "default_samples": default_samples(layout, options.repeats),
     }
-
-    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-        digest = write_posterior(request.target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
-        resumable.remove()
-        return digest
-
-    told = {**metrics, "seconds_per_epoch": seconds}  # not in the file: the same request makes the same content
-    return Computed(publish, told, summary(told))
+    told = {"seconds_per_epoch": seconds}
+    return Fitted(tensors, meta, metrics, train, told=told, publishing=resumable.publishing)
 
 
 def _warn(run: Run, doubt: str | None) -> None:
@@ -261,6 +254,5 @@ def default_samples(layout: NetworkLayout, num_repeats: int) -> int:
     return num_repeats * math.ceil(affordable_draws(wanted, layout.num_params) / num_repeats)
 
 
-def _when_fresh(header: Header) -> Computed:
-    metrics = header.meta.get("metrics", {})
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics, summary(metrics))
+def _report(meta: Mapping[str, Any]) -> Report:
+    return Report(meta["metrics"], summary(meta["metrics"]))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,13 @@ from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_prior, posterior_source
-from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.resumable import Resumable, ResumableDraws
 from bnncli.run.row_space import row_space, span_to_fit
 from bnncli.run.session import Result, Run
 from bnncli.stages.hmc.report import hmc_metrics, hmc_warnings, summary, verdict
 from bnncli.storage.draw_file import DrawFile
-from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.coarse_gradient import choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
@@ -60,17 +59,22 @@ def run(run: Run, options: HmcOptions) -> Result:
     else:
         prior = Prior(options.prior_precision)
     params = {**options.params(), "base": base, "seed": run.compute.seed}
-    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "hmc", suffix=".nc")
-    # Once as raw draws while the chains run, once as the artifact.
-    size = 2 * options.chains * options.draws * (train.layout.num_params * 4 + 64)
-    run.folder.check_name_is_free(target)
     span = span_to_fit(train, run.device)
-    revision = _revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params)
-    request = Request(target, "samples", target.stem, params, revision, sources, train.checkpoint, size)
+    request = posterior_request(
+        run,
+        "hmc",
+        kind="samples",
+        params=params,
+        algo_rev=_revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params),
+        sources=sources,
+        checkpoint=train.checkpoint,
+        # Once as raw draws while the chains run, once as the artifact.
+        estimated_bytes=2 * options.chains * options.draws * (train.layout.num_params * 4 + 64),
+    )
     whole = train.layout if span else None
     memory.require_sampling(span or train.layout, run.device, num_chains=options.chains, whole=whole)
     sampling = Sampling(run, options, request, train, held_out, prior, span)
-    return produce(run, request, sampling.compute, when_fresh=lambda header: _when_fresh(header, options))
+    return produce_posterior(run, request, sampling.fit, lambda meta: _report(meta, options))
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Sampling:
     prior: Prior
     span: HeadLayout | None
 
-    def compute(self) -> Computed:
+    def fit(self) -> Fitted:
         """Draw, judge, and say how to publish."""
         run, options, train = self.run, self.options, self.train
         target = train.target(self.prior, run.device)
@@ -122,18 +126,10 @@ class Sampling:
             "type": "samples",
             **self.prior.to_meta(),
             "param_layout": train.layout.to_json(),
-            "num_examples": len(train.content.features),
-            "metrics": metrics,
-            "classes": train.content.classes,
             "whitening": structure,
             **({} if rows is None else {"row_space_rank": rows.rank}),
         }
-
-        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-            with publishing():
-                return self._publish(drawn, meta, provenance, may_replace)
-
-        return Computed(publish, metrics, summary(metrics), verdict(metrics, options))
+        return Fitted({}, meta, metrics, train, write=partial(self._write, drawn), publishing=publishing)
 
     def _sample_hmc(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
         """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
@@ -205,7 +201,7 @@ class Sampling:
             progress=self.run.console,
         )
 
-    def _publish(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
+    def _write(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
         is_nuts = self.options.sampler == "nuts"
         return write_samples(
             self.request.target,
@@ -247,8 +243,6 @@ def _content(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
     )
 
 
-def _when_fresh(header: Header, options: HmcOptions) -> Computed:
-    metrics = header.meta.get("metrics", {})
-    return Computed(
-        lambda provenance, may_replace: header.content_digest, metrics, summary(metrics), verdict(metrics, options)
-    )
+def _report(meta: Mapping[str, Any], options: HmcOptions) -> Report:
+    metrics = meta["metrics"]
+    return Report(metrics, summary(metrics), verdict(metrics, options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,18 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import (
     Split,
-    head_tensors,
     load_split,
     open_posterior,
     posterior_prior,
     posterior_source,
 )
-from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.resumable import Resumable
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val, measure_on_val, warn_if_worse, worse_than
 from bnncli.stages.refine.report import measure, summary
 from bnncli.storage.headers import Header
-from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import reduced_layout
@@ -69,18 +69,22 @@ def run(run: Run, options: RefineOptions) -> Result:
         )
     prior = _prior(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
-    target = Path(run.naming.out) if run.naming.out else run.folder.posterior(run.naming.name or "refine")
     num_stored = train.layout.num_params * 4 + (options.length or 0) * sum(part.numel() for part in layer.parameters())
-    size = (base_path.stat().st_size if base_path else 0) + 8 * num_stored
-    run.folder.check_name_is_free(target)
-    revision = _revisions.of_refine(layer, getattr(layer, "scale", None))
-    request = Request(target, "posterior", target.stem, params, revision, sources, train.checkpoint, size)
+    request = posterior_request(
+        run,
+        "refine",
+        params=params,
+        algo_rev=_revisions.of_refine(layer, getattr(layer, "scale", None)),
+        sources=sources,
+        checkpoint=train.checkpoint,
+        estimated_bytes=(base_path.stat().st_size if base_path else 0) + 8 * num_stored,
+    )
 
-    def compute() -> Computed:
+    def fit() -> Fitted:
         base = _base(run, train, base_path, prior)
-        return _compute(run, options, (train, val), base, prior=prior, request=request)
+        return _fit(run, options, (train, val), base, prior=prior, request=request)
 
-    return produce(run, request, compute, when_fresh=lambda header: _when_fresh(run, header))
+    return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
 
 
 def _span(header: Header) -> HeadLayout | None:
@@ -213,7 +217,7 @@ def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> Refine
     return replace(fit, posterior=Flow(base, flow.layers, flow.kind, flow.space))
 
 
-def _compute(
+def _fit(
     run: Run,
     options: RefineOptions,
     splits: tuple[Split, Split | None],
@@ -221,7 +225,7 @@ def _compute(
     *,
     prior: Prior,
     request: Request,
-) -> Computed:
+) -> Fitted:
     train, val = splits
     target = train.target(prior, run.device)
     # Random states of a CPU and of a GPU are not of one kind.
@@ -251,27 +255,16 @@ def _compute(
         metrics |= measure_on_val(run, fit.posterior, val, method="refine", others=others)
     if metrics["verdict"] == "hurt":
         run.console.warn("the refined posterior is further from the target than its base")
-    _warn_of_val(run, request.target, metrics, base=request.params["base"])
     tensors, meta = fit.posterior.to_tensors()
-    tensors |= head_tensors(train)
     tensors |= prior.to_tensors()
     tensors["history.elbo"] = fit.history.double().cpu()
     meta |= {
         "method": "refine",
         **prior.to_meta(),
         "param_layout": train.layout.to_json(),
-        "num_examples": len(train.content.features),
-        "metrics": metrics,
-        "classes": train.content.classes,
         "maps": fit.posterior.layers[0].maps,
     }
-
-    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-        digest = write_posterior(request.target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
-        resumable.remove()
-        return digest
-
-    return Computed(publish, metrics, summary(metrics))
+    return Fitted(tensors, meta, metrics, train, publishing=resumable.publishing)
 
 
 def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) -> None:
@@ -282,7 +275,7 @@ def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) ->
     warn_if_worse(run, path, metrics, method="refine", also=also)
 
 
-def _when_fresh(run: Run, header: Header) -> Computed:
-    metrics = header.meta.get("metrics", {})
-    _warn_of_val(run, header.path, metrics, base=str(header.provenance.get("params", {}).get("base")))
-    return Computed(lambda provenance, may_replace: header.content_digest, metrics, summary(metrics))
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    _warn_of_val(run, request.target, metrics, base=str(request.params["base"]))
+    return Report(metrics, summary(metrics))
