@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from bnncli.errors import BnnError, DataError, Untrusted
-from bnncli.storage import checked, hdf5
+from bnncli.storage import checked, hdf5, headers, metrics, posteriors
 from bnncli.storage.checked import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
 from bnncli.storage.hdf5 import open_hdf5, write_hdf5
+from bnncli.storage.headers import read_header
 
 Cli = Any
 
@@ -70,6 +72,40 @@ def test_a_command_checks_each_file_once(
     assert set(checks.values()) == {1}
     assert cli(words[0], small_run, *words[1:]).code == 0  # another command trusts nothing that this one saw
     assert set(checks.values()) == {2}
+
+
+@pytest.mark.parametrize("words", [("status",), ("evaluate",), ("predict",)], ids=" ".join)
+def test_a_command_reads_each_header_once(
+    cli: Cli, small_run: Path, checks: Counter[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    read: Counter[str] = Counter()
+
+    def count(path: Path, *fields: Any) -> Any:
+        read[str(path.resolve())] += 1
+        return check_header(path, *fields)
+
+    check_header = headers.check_header
+    for module in (hdf5, metrics, posteriors):
+        monkeypatch.setattr(module, "check_header", count)
+    assert cli(words[0], small_run).code == 0
+    assert len(read) > 5
+    assert set(read.values()) == {1}
+    assert cli(words[0], small_run).code == 0
+    assert set(read.values()) == {2}
+
+
+@pytest.mark.usefixtures("command", "checks")
+@pytest.mark.parametrize("name", ["posteriors/laplace.safetensors", "features/test.h5", "metrics/laplace.mc.json"])
+def test_a_header_is_that_of_the_file_as_it_is_now_wherever_it_lies(small_run: Path, name: str) -> None:
+    path = small_run.with_name("small.bnn") / name
+    os.link(path, path.with_name("again"))
+    header = read_header(path)
+    assert read_header(path) == header
+    assert read_header(path.with_name("again")) == replace(header, path=path.with_name("again"))
+    time.sleep(2 * STEP_NS / 1e9)
+    other = next(file for file in path.parent.glob(f"*{path.suffix}") if file.name != path.name)
+    path.write_bytes(other.read_bytes())
+    assert read_header(path) == replace(read_header(other), path=path) != header
 
 
 def test_outside_a_command_nothing_is_remembered(path: Path, checks: Counter[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which files one command has checked already: a command opens the same artifact many times, and a check is not cheap.
+"""What one command knows of files already: it opens the same artifact many times, and neither check nor header is cheap.
 
 A file is known by what the kernel says of it: device, inode, size, times of change. The time of change of the inode
 cannot be set by a program, but it moves in steps; so a file that changed just before it was looked at is not
@@ -12,22 +12,34 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
 STEP_NS = 50_000_000  # five times the slowest clock of Linux file systems that count in nanoseconds
 _SECOND_NS = 1_000_000_000
 
 State = tuple[int, ...]
-_CHECKED: ContextVar[set[State] | None] = ContextVar("checked", default=None)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """States of files that were checked, and headers by state."""
+
+    checked: set[State] = field(default_factory=set)
+    headers: dict[State, Any] = field(default_factory=dict)
+
+
+_KNOWN: ContextVar[_Known | None] = ContextVar("known", default=None)
 
 
 @contextmanager
 def checks_remembered() -> Iterator[None]:
     """Within, a file that was checked and has not changed since need not be checked again; without, nothing is kept."""
-    token = _CHECKED.set(set())
+    token = _KNOWN.set(_Known())
     try:
         yield
     finally:
-        _CHECKED.reset(token)
+        _KNOWN.reset(token)
 
 
 def state_of(found: os.stat_result) -> State:
@@ -37,8 +49,8 @@ def state_of(found: os.stat_result) -> State:
 
 def is_checked(state: State) -> bool:
     """Whether this command has checked the file in this state."""
-    known = _CHECKED.get()
-    return known is not None and state in known
+    known = _KNOWN.get()
+    return known is not None and state in known.checked
 
 
 def is_settled(state: State) -> bool:
@@ -49,6 +61,19 @@ def is_settled(state: State) -> bool:
 
 def remember(state: State) -> None:
     """Take note that the file was checked; its state was settled before the check began."""
-    known = _CHECKED.get()
+    known = _KNOWN.get()
     if known is not None:
-        known.add(state)
+        known.checked.add(state)
+
+
+def known_header(state: State) -> Any:
+    """The header that was read from the file in this state; None where this command has read none."""
+    known = _KNOWN.get()
+    return None if known is None else known.headers.get(state)
+
+
+def remember_header(state: State, header: Any) -> None:
+    """Keep a header; the file's state was settled before it was read, and is the same after."""
+    known = _KNOWN.get()
+    if known is not None:
+        known.headers[state] = header

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from bnncli.errors import DataError
 from bnncli.machine.inputs import is_failure, read_error, reading
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish, publish_bytes
-from bnncli.storage.checked import is_checked, is_settled, remember, state_of
+from bnncli.storage.checked import State, is_checked, is_settled, known_header, remember, remember_header, state_of
 from bnncli.storage.hdf5_objects import check_objects, is_text
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
 from bnncli.storage.seal import is_sealed, make_seal
@@ -150,7 +151,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
             f"{path} is truncated, or not HDF5", code="truncated", hint="make it again", path=path
         ) from None
     with file:
-        is_same = file.driver == "sec2" and state_of(os.fstat(file.id.get_vfd_handle())) == before
+        is_same = _state(file) == before
         if not (is_known and is_same):
             _check_whole(path, file, has_seal=is_sealed(path) if is_known else has_seal)
             if is_same and is_settled_file:
@@ -199,7 +200,23 @@ def read_texts(file: h5py.File, name: str) -> list[str]:
 
 
 def header_of(path: Path, file: h5py.File) -> Header:
-    """The header of an open artifact."""
+    """The header of an open artifact; a command reads that of an unchanged file once."""
+    before = _state(file)
+    known: Header | None = None if before is None else known_header(before)
+    if known is not None:
+        return replace(known, path=path)
+    header = _read_header(path, file)
+    if before is not None and is_checked(before) and _state(file) == before:
+        remember_header(before, header)
+    return header
+
+
+def _state(file: h5py.File) -> State | None:
+    """What the kernel says of an open file; None of one in memory."""
+    return state_of(os.fstat(file.id.get_vfd_handle())) if file.driver == "sec2" else None
+
+
+def _read_header(path: Path, file: h5py.File) -> Header:
     attrs = file.attrs
     for name in (_PROVENANCE, _META):
         if name not in file:

@@ -7,13 +7,14 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.machine.inputs import read_error, reading
 from bnncli.numerics.digests import json_sha256
+from bnncli.storage.checked import is_settled, known_header, remember_header, state_of
 from bnncli.storage.header_types import is_text, odd_field
 
 SCHEMA = "1.0"
@@ -165,7 +166,7 @@ def check_is_file(path: Path) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """The header of any artifact, by its magic bytes; data are not read.
+    """The header of any artifact, by its magic bytes; data are not read. A command reads that of an unchanged file once.
 
     Raises:
         MissingInput: no such file, or it cannot be read.
@@ -174,6 +175,20 @@ def read_header(path: Path) -> Header:
         Untrusted: an HDF5 file with links to other files.
     """
     check_is_file(path)
+    with reading(path):
+        before = state_of(path.stat())
+    known: Header | None = known_header(before)
+    if known is not None:
+        return replace(known, path=path)
+    is_settled_file, header = is_settled(before), _read_header(path)
+    with reading(path):
+        is_same = state_of(path.stat()) == before
+    if is_same and is_settled_file:
+        remember_header(before, header)
+    return header
+
+
+def _read_header(path: Path) -> Header:
     with reading(path), open(path, "rb") as stream:
         magic = stream.read(16)
     if magic.startswith(b"\x89HDF\r\n\x1a\n"):
