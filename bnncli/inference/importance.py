@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from arviz_stats.base import array_stats
 from torch import Tensor
 
 from bnncli.inference.elbo import ElboEstimate, elbo
@@ -128,6 +127,8 @@ def _wants_more(estimate: ElboEstimate) -> bool:
 
 def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:
     """Pareto-smoothed log weights (S,), float64, and Pareto k; not finite where all but a few weights underflow."""
+    from arviz_stats.base import array_stats  # slow to import, and every `predict` looks at every integrator
+
     with np.errstate(invalid="ignore", divide="ignore"):
         normalized, pareto_k = array_stats.psislw(-log_weights.numpy())
     smoothed = torch.from_numpy(normalized)
