@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from bnncli import options as o
-from bnncli.cli.build import build_app
+from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.settings import option_fields, read_config
 from bnncli.errors import ConfigError
@@ -46,20 +44,9 @@ def words_of(command: Command) -> list[str]:
     return words + [argument.name for argument in command.arguments if not argument.is_optional]
 
 
-PARSED: list[tuple[Command, dict[str, Any]]] = []
-
-
-@cache
-def whole_app() -> Any:
-    """The application of all commands, built once; what it is called with goes to PARSED."""
-    return get_command(build_app(lambda command, values: PARSED.append((command, values))))
-
-
 def parse(words: list[str]) -> tuple[Command, dict[str, Any]]:
     """What a command line says, without running it; options are checked as they are when it runs."""
-    PARSED.clear()
-    whole_app()(args=words, prog_name="bnncli", standalone_mode=False)
-    ((command, values),) = PARSED
+    command, values = parser()(args=words, prog_name="bnncli", standalone_mode=False)
     for group in command.groups:
         group(**{spec.name: values[spec.name] for spec in fields(group)})
     return command, values

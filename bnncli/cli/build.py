@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from bnncli import __version__
 from bnncli.cli.commands import COMMANDS, Argument, Command
 from bnncli.cli.settings import default_of, option_fields
 from bnncli.options.declaration import choices_of, flag_of
-
-Execute = Callable[[Command, dict[str, Any]], None]
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
@@ -28,8 +28,9 @@ unreadable, 69 device or memory, 70 numeric, 73 output exists, 74 reading or wri
 """
 
 
-def build_app(execute: Execute, *, only: Command | None = None) -> typer.Typer:
-    """The application; `execute` is called with the command and the parsed values.
+@cache
+def parser(only: Command | None = None) -> Callable[..., Any]:
+    """What parses a command line, built once: called without standalone mode it returns the command and its values.
 
     Args:
         only: the command that is named, where one is: the options of the others take longer to build than to run many a command.
@@ -64,8 +65,9 @@ def build_app(execute: Execute, *, only: Command | None = None) -> typer.Typer:
             epilog=examples,
             context_settings=SETTINGS,
             no_args_is_help=any(not a.is_optional for a in command.arguments),
-        )(_function(command, execute))
-    return app
+        )(_function(command))
+    parse: Callable[..., Any] = get_command(app)
+    return parse
 
 
 def _pasteable(example: str, width: int = 74) -> str:
@@ -88,13 +90,13 @@ def _root(
     return None
 
 
-def _function(command: Command, execute: Execute) -> Callable[..., None]:
+def _function(command: Command) -> Callable[..., tuple[Command, dict[str, Any]]]:
     """A function whose signature is the command's arguments and options, as Typer reads them."""
     parameters = [_argument(argument) for argument in command.arguments]
     parameters += [_option(name, spec, hint) for name, (spec, hint) in option_fields(command).items()]
 
-    def body(**values: Any) -> None:
-        execute(command, values)
+    def body(**values: Any) -> tuple[Command, dict[str, Any]]:
+        return command, values
 
     body.__name__ = command.stage
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import time
 from dataclasses import fields
 from typing import Any, TextIO
 
-from bnncli.cli.build import build_app
+from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.settings import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
@@ -85,8 +85,8 @@ class _Invocation:
     def run(self) -> int:
         try:
             try:
-                for command, values in self._parse():
-                    self.execute(command, values)
+                if (parsed := self._parse()) is not None:
+                    self.execute(*parsed)
             except Exception as error:
                 self._fail(error)
             except SystemExit as error:
@@ -96,15 +96,14 @@ class _Invocation:
             self.console.close()
         return int(self.code)
 
-    def _parse(self) -> list[tuple[Command, dict[str, Any]]]:
-        """The command and its values; empty after --help. Raises BrokenPipeError where Typer would exit with 1."""
-        chosen: list[tuple[Command, dict[str, Any]]] = []
-        app = build_app(lambda command, values: chosen.append((command, values)), only=self._named_command())
+    def _parse(self) -> tuple[Command, dict[str, Any]] | None:
+        """The command and its values; None after --help. Raises BrokenPipeError where Typer would exit with 1."""
+        parse, defaults = parser(self._named_command()), self._defaults()
         try:
-            app(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=self._defaults())
+            found = parse(args=list(self.argv), prog_name="bnncli", standalone_mode=False, default_map=defaults)
         except SystemExit:
             raise BrokenPipeError from None
-        return chosen
+        return found if isinstance(found, tuple) else None
 
     def _defaults(self) -> dict[str, Any]:
         """Values from the environment and the configuration file, for the command that is being run."""
