@@ -27,12 +27,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests of a file that makes something once for all of them go to one worker, and first; the others one by one."""
     from xdist.scheduler import LoadScopeScheduling
 
-    sharing = {path.name for path in Path(__file__).parent.rglob("test_*.py") if 'scope="module"' in path.read_text()}
+    sharing = {
+        path.relative_to(config.rootpath).as_posix()
+        for path in Path(__file__).parent.rglob("test_*.py")
+        if 'scope="module"' in path.read_text()
+    }
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return file if Path(file).name in sharing else nodeid
+            return file if file in sharing else nodeid
 
     return Scheduler(config, log)
 

@@ -16,20 +16,20 @@ from gpu_parts.ledger import Ledger
 from gpu_parts.on_device import PRETEND, USED
 
 ROOT = Path(__file__).parents[2]
-FILES = ("predict", "prune")
+FILES = ("stages/test_predict", "stages/test_prune")
 # Too long on a pretend GPU, or in processes of their own, which know of none.
 REAL_ONLY = (
-    "demo",
-    "diagnose",
-    "fit_lbbnn",
-    "fit_lbbnn_resume",
-    "hmc_runs",
-    "refine",
-    "refine_resume",
-    "row_space_runs",
+    "stages/test_demo",
+    "stages/test_diagnose",
+    "stages/test_fit_lbbnn",
+    "stages/test_fit_lbbnn_resume",
+    "stages/test_hmc_runs",
+    "inference/test_refine",
+    "stages/test_refine_resume",
+    "stages/test_row_space_runs",
 )
 # Their commands are to name no device in what they say to run next.
-DESELECTED = ("tests/test_hmc_runs.py::test_an_interrupted_run_continues_to_the_same_bits",)
+DESELECTED = ("tests/stages/test_hmc_runs.py::test_an_interrupted_run_continues_to_the_same_bits",)
 SECONDS = 240.0
 
 
@@ -55,7 +55,7 @@ def run_tests(gpu: Gpu, ledger: Ledger, is_quick: bool) -> None:
         "-p",
         "gpu_parts.on_device",
         *(f"--deselect={name}" for name in DESELECTED),
-        *(f"tests/test_{name}.py" for name in names),
+        *(f"tests/{name}.py" for name in names),
     ]
     done = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False

@@ -2,7 +2,7 @@
 
 The differences of two predictives' losses are skewed: where one hedges and the other is sure, most differences are small
 and of one sign, a few large and of the other, and a sample that happens to lack those looks like proof. At a level of 1 %
-Student's t then rejects a true null up to ten times in a hundred (tests/test_excess.py). Hall (1992), On the removal of
+Student's t then rejects a true null up to ten times in a hundred (tests/evaluation/test_excess.py). Hall (1992), On the removal of
 skewness by transformation, JRSS B 54: the t statistic corrected for the sample's own skewness, eq. (2.6), monotone in it.
 Many references: Holm (see paired.py).
 """

@@ -4,7 +4,7 @@ The gain is the difference of two ELBOs on the same draws. It is judged at the f
 to LOOKS times, each time with twice as many: "helped" and "hurt" need a gain away from 0, "negligible" one that is known to
 lie within half a nat of 0 (two one-sided tests: Schuirmann 1987, J. Pharmacokinet. Biopharm. 15). Every look takes three
 standard errors, 0.00135 on a side, so that all looks together say each of these wrongly at most 0.7 % of the time if the
-mean of the draws is normal, and at most ERROR_RATE for the skewness that log weights have (tests/test_gain.py).
+mean of the draws is normal, and at most ERROR_RATE for the skewness that log weights have (tests/evaluation/test_gain.py).
 """
 
 from __future__ import annotations

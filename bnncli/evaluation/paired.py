@@ -3,7 +3,7 @@
 One checkpoint: both scores are resampled with the same examples, and how far their difference strays from the true one is
 told by how far its replicates stray from it (Hall and Wilson 1991, Biometrics 47), to both sides alike (Hall 1988, On
 symmetric bootstrap confidence intervals): of the usual definitions the one that keeps its level for accuracies, which are
-discrete, and for calibration errors, which resampling biases (tests/test_paired.py). Predictions from draws stray from the
+discrete, and for calibration errors, which resampling biases (tests/evaluation/test_paired.py). Predictions from draws stray from the
 exact integral as well, by an error that all examples share and resampling does not show: it is added to the replicates.
 Several checkpoints: Student's paired t test over them, whose spread contains all of that. Many comparisons in one column:
 Holm (1979), A simple sequentially rejective multiple test procedure; comparisons with the best: best.py.

@@ -1,7 +1,7 @@
 """How long a Laplace fit takes, estimated from sizes before it starts: operations over speeds measured on one CPU core.
 
 Counts of operations as in Golub and Van Loan (2013), Matrix Computations: 4.2 for Cholesky factors and their inverses, 8.3
-for eigenvectors. Right to a factor of about three (tests/test_costs.py): enough to tell seconds from hours.
+for eigenvectors. Right to a factor of about three (tests/inference/test_costs.py): enough to tell seconds from hours.
 """
 
 from __future__ import annotations

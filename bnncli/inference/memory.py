@@ -1,7 +1,7 @@
 """What a command will take of the device's memory, estimated from sizes before it starts, in bytes.
 
 Features and probabilities are not among it: they are streamed where they do not fit. The counts of copies are measured
-peaks (tests/test_memory.py): the Hessian, its sums, the precision, its factor and the root, or what takes their places.
+peaks (tests/inference/test_memory.py): the Hessian, its sums, the precision, its factor and the root, or what takes their places.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from bnncli.networks import load_network
 from bnncli.networks.wide_resnet import build as build_wide_resnet
 from bnncli.stages.demo.fixtures import fixture_path
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = Path(__file__).resolve().parents[3] / "shared"
 INPUT_SHAPES = {
     "lenet5": (1, 28, 28),
     "mlp": (1, 28, 28),

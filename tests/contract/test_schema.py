@@ -20,7 +20,7 @@ from bnncli.storage.predictions import read_predictions
 from bnncli.storage.samples import read_samples
 
 Cli = Any
-SCHEMA = Path(__file__).parents[1] / "fixtures" / "schema"
+SCHEMA = Path(__file__).parents[2] / "fixtures" / "schema"
 VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())
 KINDS = {"features", "posterior", "samples", "predictions", "metrics"}
 

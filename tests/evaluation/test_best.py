@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import stats
-from test_paired import means, noisy_scores
+from score_samples import means, noisy_scores
 
 from bnncli.evaluation.best import candidates
 from bnncli.evaluation.bootstrap import Bootstrap

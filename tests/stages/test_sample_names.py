@@ -139,7 +139,7 @@ def test_names_are_texts_for_other_readers_and_whole(
 
 def test_features_without_names_are_read_as_ever(cli: Cli, small_run: Path) -> None:
     assert read_features(small_run.with_name("small.bnn") / "features/test.h5").names is None
-    golden = Path(__file__).parents[1] / "fixtures/schema/1.0/features.h5"
+    golden = Path(__file__).parents[2] / "fixtures/schema/1.0/features.h5"
     shutil.copy(golden, small_run.with_name("golden.h5"))
     assert read_features(small_run.with_name("golden.h5"), is_full_check=True).names is None
 

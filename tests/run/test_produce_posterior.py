@@ -20,7 +20,7 @@ from bnncli.run.produce_posterior import Fitted, Report, posterior_request, prod
 from bnncli.run.session import Result, Run
 from bnncli.storage.posteriors import read_posterior
 
-STAGES = Path(__file__).parents[1] / "bnncli" / "stages"
+STAGES = Path(__file__).parents[2] / "bnncli" / "stages"
 
 
 class Halving:

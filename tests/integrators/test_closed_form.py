@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from logit_problems import Draws, Full, gaussian, inputs, predict
 from scipy import special, stats
-from test_integrators import Draws, Full, gaussian, inputs, predict
 from torch import Tensor
 
 from bnncli import integrators

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
 

@@ -15,7 +15,7 @@ from forged import forge
 from recorded_lines import LINES
 
 from bnncli import options as o
-from bnncli.cli.build import build_app
+from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import _from_text, option_fields
 from bnncli.errors import Interrupted, UsageError
@@ -203,17 +203,16 @@ def test_the_command_that_continues_a_fit_is_one_that_runs(
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one.name in MAKERS], ids=lambda one: one.name)
 def test_lines_are_read_as_the_command_line_reads_them(command: Any) -> None:
-    found: list[dict[str, Any]] = []
-    app = build_app(lambda command, values: found.append(values), only=command)
+    parse = parser(command)
     forms = (["-vfo", "a=b", "--", "-x"], ["-ob", "--seed=3", "c"], ["c", "-n", "--record-host", "--device", "-1"])
     lines = [line.argv for line in LINES if line.argv[0] == command.name]
     lines += [[command.name, *form] for form in forms if command.name in ("refine", "prune")]
     assert lines
     for argv in lines:
-        app(args=argv, standalone_mode=False)
+        values = parse(args=argv, standalone_mode=False)[1]
         line = CommandLine.parse(command.name, argv[1:], command.groups)
-        assert line.values() == {name: found[-1][name] for name in line.values()}
-        assert [text for name, text in line.parts if name is None] == [str(found[-1]["ckpt"])]
+        assert line.values() == {name: values[name] for name in line.values()}
+        assert [text for name, text in line.parts if name is None] == [str(values["ckpt"])]
         assert line.words() == ["bnncli", *argv] or argv[1:] in forms
 
 

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import stats
+from score_samples import means, noisy_scores
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.paired import Sample, bootstrap_p_value, difference, holm, integration, t_difference
-
-
-def means(columns: NDArray, seed: int = 0, replicates: int = 1000) -> list[Sample]:
-    """The mean of each column (N, V), resampled alike."""
-    found = Bootstrap(replicates, seed=seed).replicates(lambda w: w @ columns / len(columns), ("test", len(columns)))
-    return [Sample(np.array([value]), drawn) for value, drawn in zip(columns.mean(axis=0), found.T, strict=True)]
 
 
 def test_the_t_test_over_checkpoints_is_that_of_scipy() -> None:
@@ -220,21 +215,6 @@ def test_with_a_baseline_holm_keeps_its_level_where_integration_dominates(degree
         p_values = holm([difference(other, base).p_value for other in others])
         falsely += min(p for p in p_values if p is not None) <= 0.05
     assert falsely / trials <= 0.05 + 3.3 * math.sqrt(0.05 * 0.95 / trials)
-
-
-def noisy_scores(generator: np.random.Generator, count: int, degrees: int, trial: int) -> list[Sample]:
-    """Equal true scores with sampling errors of 1, mostly shared, and integration errors of 1 told by a chi-square."""
-    shared, sizes = generator.normal(size=2), (399,)
-    drawn = generator.normal(size=sizes)
-    samples = []
-    for place in range(count):
-        own = 0.2 * generator.normal(size=2)
-        told = math.sqrt(generator.chisquare(degrees) / degrees)
-        value = shared[0] + own[0] + generator.normal()
-        replicates = value + drawn + 0.2 * generator.normal(size=sizes)
-        noise = integration(told, degrees, size=sizes[0], seed=1000 * trial + place)
-        samples.append(Sample(np.array([value]), replicates, noise))
-    return samples
 
 
 @pytest.mark.parametrize("count", [2, 8])
