@@ -14,8 +14,7 @@ from bnncli.errors import Interrupted
 from bnncli.flows import choose_space
 from bnncli.inference.dynamics import DYNAMICS
 from bnncli.inference.hmc import HmcRun, sample_hmc
-from bnncli.inference.refine import RefineFit, fit_flow
-from bnncli.inference.training import MIN_ROUND_STEPS
+from bnncli.inference.refine import MIN_ROUND_STEPS, RefineFit, fit_flow
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.steps import Settings
 from bnncli.posteriors.flow import Flow

@@ -1,161 +1,146 @@
 """Training steps, many at once: on a GPU one captured graph a step, so that no Python runs between kernels.
 
-Draws and shuffled rows are laid out for many steps at once; a step finds its own by a counter on the device. Only the
-numbers of a whole epoch travel back.
+Draws and batches are laid out for many steps at once; a step finds its own by a counter on the device. Only what the steps of
+a whole chunk saw leaves them. A learner that lays out one step at a time has its batch copied to where the graph looks.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bnncli.inference.objective import Objective
-from bnncli.progress import SILENT, Task
+from bnncli.progress import Task
+from bnncli.training.learner import Learner
 from bnncli.training.step_graph import StepGraph, num_updates
 
-_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the rows and of the draws that are laid out at once
-_MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once
+Rates = Sequence[float]  # of a step: one for each group of the optimizer
+
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the batches and of the draws that are laid out at once
+_LARGEST = torch.finfo(torch.float32).max
 
 
-class StepRunner:
-    """Runs steps that maximise an objective.
+def steps_at_once(step_bytes: int, device: torch.device, *, most: int) -> int:
+    """How many steps are worth laying out together, at least one; step_bytes: of the larger of a step's draws and batch."""
+    return min(most, max(1, _CHUNK_BYTES.get(device.type, 2**26) // step_bytes))
+
+
+class Steps:
+    """The steps of a learner, which does not hold them: a graph would outlive both until a collection of cycles.
 
     Args:
-        objective: to maximise.
-        layers: that learn.
-        optimizer: of their parameters, its learning rate a tensor on the device.
-        batch_size: B; N for all data a step.
-        num_draws: S a step.
+        learner: whose updates they are.
         warn: told where steps cannot be captured.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        layers: Sequence[Any],
-        optimizer: torch.optim.Optimizer,
-        batch_size: int,
-        num_draws: int,
-        *,
-        warn: Callable[[str], None] = SILENT.warn,
-    ) -> None:
-        self.objective, self.layers, self.optimizer = objective, layers, optimizer
-        self.batch_size, self.num_draws = batch_size, num_draws
-        target = objective.target
-        self.is_full = batch_size >= target.num_examples
-        self.num_batches = -(-target.num_examples // batch_size)
-        none = target.examples(torch.empty(0, dtype=torch.int64, device=target.device))
-        row_bytes = 0 if self.is_full else sum(part.shape[1:].numel() * part.dtype.itemsize for part in none)
-        step_bytes = max(batch_size * row_bytes, target.dtype.itemsize * num_draws * target.layout.num_params)
-        most = max(1, _CHUNK_BYTES.get(target.device.type, 2**26) // step_bytes)
-        self.chunk = min(_MAX_FULL_CHUNK if self.is_full else self.num_batches, most)
-        self._allocate(none)
-        # A graph needs its data where they are: those that travel block by block cannot be captured.
-        is_resident = not self.is_full or target.is_resident
+    def __init__(self, learner: Learner, *, warn: Callable[[str], None]) -> None:
+        self.learner, self.warn = learner, warn
+        self.chunk = learner.steps_at_once
+        device, groups = learner.device, learner.optimizer.param_groups
+        self.learning_rates: list[Tensor] = [group["lr"] for group in groups]
+        self.is_capturable = device.type == "cuda" and learner.is_capturable
+        self.seen = torch.empty((self.chunk, *learner.seen_shape), dtype=torch.float64, device=device)
+        self.rates = torch.empty(len(groups), self.chunk, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._parts: tuple[Tensor, ...] = ()  # where the graph finds the draws and batches of a chunk
+        self._rates_now: Rates = ()
         self._graph: StepGraph[None] | None = None
-        if target.device.type == "cuda" and is_resident:
-            runner: StepRunner = weakref.proxy(self)  # a graph that held its holder would outlive it until a collection
-            num_done = partial(num_updates, optimizer)
-            self._graph = StepGraph(lambda: runner._counted_step(), num_done, target.device, warn=warn)
+        self._constants: object = None
 
-    def run(self, rates: Sequence[float], generator: torch.Generator, task: Task) -> Tensor:
-        """The steps' estimates of the ELBO, float64, one for each rate: one pass over the data, or steps on all data.
+    def run(self, rates: Sequence[Rates], task: Task, note: str = "") -> Tensor:
+        """What the steps saw, (steps, *seen_shape): of one pass over the data, or of any number that each take all data.
 
         Args:
-            rates: learning rate of each step; as many as batches, any number when each takes all data.
-            generator: of the shuffle and the draws.
-            task: advanced once a step.
+            rates: the learning rates of each step.
+            task: advanced once a step, with the note.
         """
-        target = self.objective.target
-        order = None
-        if not self.is_full:
-            order = torch.randperm(target.num_examples, generator=generator, device=generator.device)
-        parts = []
-        for first in range(0, len(rates), self.chunk):
-            count = min(self.chunk, len(rates) - first)
-            num_rows = self._lay_out(order, first, count, rates, generator)
-            whole = count if self.is_full else num_rows // self.batch_size
-            for _ in range(whole):
-                self._one_step()
-                task.advance()
-            if whole < count:  # the last batch of an epoch has fewer rows, too few for the graph
-                self._step(whole, slice(whole * self.batch_size, num_rows))
-                task.advance()
-            parts.append(self.estimates[:count].clone())
-        return torch.cat(parts)
+        learner = self.learner
+        if learner.batch_size is not None:
+            learner.begin_epoch(self._order())
+        chunks = range(0, len(rates), self.chunk)
+        return torch.cat([self._run_chunk(first, rates[first : first + self.chunk], task, note) for first in chunks])
 
-    def _allocate(self, none: Sequence[Tensor]) -> None:
-        """Buffers for a chunk; `none` are examples without a row."""
-        target = self.objective.target
-        device, layout = target.device, target.layout
-        self.noise = torch.empty(self.chunk, self.num_draws, layout.num_params, dtype=target.dtype, device=device)
-        self.estimates = torch.empty(self.chunk, dtype=torch.float64, device=device)
-        self.rates = torch.empty(self.chunk, device=device)
-        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self.place = 0
-        if not self.is_full:
-            num_rows = self.chunk * self.batch_size
-            self.examples = tuple(part.new_empty(num_rows, *part.shape[1:]) for part in none)
-            self.offsets = torch.arange(self.batch_size, device=device)
+    def _order(self) -> Tensor | None:
+        generator = self.learner.generator
+        if not self.learner.shuffles:
+            return None
+        return torch.randperm(self.learner.num_examples, generator=generator, device=generator.device)
 
-    def _lay_out(
-        self, order: Tensor | None, first: int, count: int, rates: Sequence[float], generator: torch.Generator
-    ) -> int:
-        """Fills the buffers for steps first to first + count of the epoch; the number of rows laid out."""
-        target = self.objective.target
-        noise = torch.randn(
-            (count, *self.noise.shape[1:]), generator=generator, device=generator.device, dtype=target.dtype
-        )
-        self.noise[:count] = noise
-        self.rates[:count] = torch.tensor(rates[first : first + count])
+    def _run_chunk(self, first: int, rates: Sequence[Rates], task: Task, note: str) -> Tensor:
+        """The steps from `first` on of an epoch."""
+        learner, count, size = self.learner, len(rates), self.learner.batch_size
+        draws = learner.draw(count)
+        whole, parts, end, stop = count, draws, 0, 0
+        if size is not None:
+            start, stop = first * size, min((first + count) * size, learner.num_examples)
+            whole = (stop - start) // size
+            end = start + whole * size
+            parts = (*draws, *(learner.gather(slice(start, end), whole) if whole else ()))
+        graph = self._graph_of_now() if whole else None
+        if graph is not None:
+            self._lay_out(parts, rates)
+        for place in range(whole):
+            if graph is not None and not graph.is_refused:
+                graph()
+            else:
+                self._step(place, rates[place], [part[place] for part in parts])
+            task.advance(note=note)
+        if whole < count:  # the last batch of an epoch has fewer rows, too few for the graph
+            rest = learner.gather(slice(end, stop), 1)
+            self._step(whole, rates[whole], [*(part[whole] for part in draws), *(part[0] for part in rest)])
+            task.advance(note=note)
+        return self.seen[:count].clone()
+
+    def _graph_of_now(self) -> StepGraph[None] | None:
+        """The graph of whole batches; None where there can be none."""
+        learner, graph = self.learner, self._graph
+        if not self.is_capturable or (graph is not None and graph.is_refused):
+            return None
+        if graph is None or self._constants is not learner.constants:
+            self._constants = learner.constants
+            steps: Steps = weakref.proxy(self)
+            num_done = partial(num_updates, learner.optimizer)
+            drawing = learner if learner.draws_in_steps else None
+            self._graph = graph = StepGraph(
+                lambda: steps._laid_out_step(), num_done, learner.device, warn=self.warn, drawing=drawing
+            )
+        return graph
+
+    def _lay_out(self, parts: Sequence[Tensor], rates: Sequence[Rates]) -> None:
+        """Draws, batches and learning rates of a chunk to where the graph looks."""
+        if not self._parts:
+            self._parts = tuple(part.new_empty((self.chunk, *part.shape[1:])) for part in parts)
+        for own, part in zip(self._parts, parts, strict=True):
+            own[: len(part)].copy_(part)
+        if self.chunk == 1:
+            self._set_rates(rates[0])
+            return
+        self.rates[:, : len(rates)] = torch.tensor(rates).T
         self.counter.zero_()
-        self.place = 0
-        if order is None:
-            return 0
-        index = order[first * self.batch_size : (first + count) * self.batch_size].to(target.device)
-        for buffer, part in zip(self.examples, target.examples(index), strict=True):
-            buffer[: len(index)] = part
-        return len(index)
+        self._rates_now = ()
 
-    def _one_step(self) -> None:
-        """The next whole step of the chunk: replayed on a GPU, once it has been captured."""
-        if self._graph is not None and not self._graph.is_refused:
-            self._graph()
-        else:
-            self._step(self.place, slice(self.place * self.batch_size, (self.place + 1) * self.batch_size))
-        self.place += 1
-
-    def _step(self, place: int, rows: slice) -> None:
-        """Step `place` of the chunk, on these rows of it."""
-        self._learning_rate.copy_(self.rates[place])
-        batch = () if self.is_full else (buffer[rows] for buffer in self.examples)
-        self.estimates[place] = self._update(self.noise[place], *batch)
-
-    def _counted_step(self) -> None:
-        """The step that the counter on the device names; advances it."""
-        self._learning_rate.copy_(self.rates.index_select(0, self.counter)[0])
-        noise = self.noise.index_select(0, self.counter)[0]
-        batch: tuple[Tensor, ...] = ()
-        if not self.is_full:
-            rows = self.counter * self.batch_size + self.offsets
-            batch = tuple(buffer.index_select(0, rows) for buffer in self.examples)
-        self.estimates.index_copy_(0, self.counter, self._update(noise, *batch).reshape(1))
+    def _laid_out_step(self) -> None:
+        """The step that the counter on the device names, which it advances; the only one where a chunk is one step."""
+        if self.chunk == 1:
+            self.seen[0] = self.learner.update(*(part[0] for part in self._parts))
+            return
+        for own, rates in zip(self.learning_rates, self.rates, strict=True):
+            own.copy_(rates.index_select(0, self.counter)[0])
+        parts = [part.index_select(0, self.counter)[0] for part in self._parts]
+        self.seen.index_copy_(0, self.counter, self.learner.update(*parts).unsqueeze(0))
         self.counter += 1
 
-    @property
-    def _learning_rate(self) -> Tensor:
-        rate: Tensor = self.optimizer.param_groups[0]["lr"]
-        return rate
+    def _step(self, place: int, rates: Rates, parts: Sequence[Tensor]) -> None:
+        """A step as it is."""
+        self._set_rates(rates)
+        self.seen[place] = self.learner.update(*parts)
 
-    def _update(self, noise: Tensor, *batch: Tensor) -> Tensor:
-        """One update of the parameters; the estimate of the ELBO before it, float64."""
-        estimate = self.objective.estimate(self.layers, noise, *batch).mean()
-        self.optimizer.zero_grad()
-        estimate.neg().backward()
-        self.optimizer.step()
-        return estimate.detach().double()
+    def _set_rates(self, rates: Rates) -> None:
+        if rates != self._rates_now:
+            self._rates_now = rates
+            for own, rate in zip(self.learning_rates, rates, strict=True):
+                own.fill_(rate if rate <= _LARGEST else math.inf)  # as a tensor of it would be: it raises otherwise

@@ -15,14 +15,19 @@ import torch
 from torch import Tensor
 
 from bnncli.flows import build_layers, choose_recipe, choose_space
+from bnncli.inference.flow_learner import FlowLearner, StepSizes
 from bnncli.inference.objective import Objective
-from bnncli.inference.training import Plan, Save, State, train
+from bnncli.inference.training import Save, State, train
 from bnncli.machine.devices import single_threaded
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import Target
+from bnncli.training.course import Course
+from bnncli.training.learner import num_batches
+
+MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
 
 # Multiplications a step, below which one thread was as fast as two, and far faster beside other programs.
 _SMALL_STEP = 2**21
@@ -100,22 +105,18 @@ def fit_flow(
     space = choose_space(flow, space)
     layers = build_layers(flow, target.layout, generator, length=choice.length, **(settings or {}))
     layers = tuple(layer.to(device=target.device, dtype=target.dtype) for layer in layers)
-    plan = Plan(choice.epochs, choice.batch_size, choice.num_draws, choice.learning_rate, patience)
-    num_multiplications = min(plan.batch_size, target.num_examples) * target.layout.num_params * plan.num_draws
+    sizes = StepSizes(choice.batch_size, choice.num_draws, choice.learning_rate)
+    learner = FlowLearner(
+        Objective.of(target, base, space), layers, sizes, generator=on_device(generator, target.device)
+    )
+    course = Course(choice.epochs, num_batches(learner), patience=patience, round_steps=MIN_ROUND_STEPS)
+    num_multiplications = min(sizes.batch_size, target.num_examples) * target.layout.num_params * sizes.num_draws
     with single_threaded() if num_multiplications < _SMALL_STEP else nullcontext():
-        history = train(
-            Objective.of(target, base, space),
-            layers,
-            plan,
-            generator=on_device(generator, target.device),
-            state=state,
-            save=save,
-            progress=progress,
-        )
+        train(learner, course, what="refine", state=state, save=save, progress=progress)
     layers = tuple(layer.to(dtype=torch.float64).requires_grad_(False) for layer in layers)
     return RefineFit(
         Flow(base.to(target.device), layers, flow, space),
-        torch.tensor(history.elbo, dtype=torch.float64) + base.entropy,
+        torch.tensor(learner.elbo, dtype=torch.float64) + base.entropy,
         time.perf_counter() - started,
-        history.is_early,
+        course.is_early,
     )

@@ -276,7 +276,7 @@ class _Fit:
         """Copies of everything."""
         tensors = {"generator": self.generator.get_state(), **self.history.tensors()}
         tensors |= {f"prior.{name}": part.clone() for name, part in self.model.prior.tensors().items()}
-        return tensors | adam_tensors(self.parameters, self.optimizer)
+        return tensors | adam_tensors(self.optimizer)
 
     def load(self, state: State) -> None:
         """Take up a state."""
@@ -285,7 +285,7 @@ class _Fit:
         prior = self.model.prior
         parts = {name: state[f"prior.{name}"].to(self.model.device) for name in prior.tensors()}
         self.model = self.model.with_prior(SpikeAndSlab.from_tensors(parts, prior.bias_sd))
-        load_adam(self.parameters, self.optimizer, state)
+        load_adam(self.optimizer, state)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from bnncli import registry
 from bnncli.errors import Interrupted, NumericError, UsageError
 from bnncli.flows import SPACES, build_layers
-from bnncli.inference._steps import StepRunner
+from bnncli.inference._steps import Steps
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.objective import Objective
@@ -260,7 +260,7 @@ def test_training_ends_early_when_the_elbo_stands_still() -> None:
 
 
 def test_a_patience_of_one_epoch_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bnncli.inference.training.MIN_ROUND_STEPS", 1)
+    monkeypatch.setattr("bnncli.inference.refine.MIN_ROUND_STEPS", 1)
     target = make_target(LAYOUTS[0])
     assert fit_flow(target, make_base(target), generator=seeded(), epochs=40, batch_size=4, patience=1).is_early
 
@@ -306,7 +306,19 @@ def test_steps_found_by_a_counter_on_the_device_are_the_same(monkeypatch: pytest
 
     plain = fit()
     counted = []
-    monkeypatch.setattr(StepRunner, "_one_step", lambda self: counted.append(self._counted_step()))
+
+    class Counted:
+        """In the place of a graph."""
+
+        is_refused = False
+
+        def __init__(self, steps: Steps) -> None:
+            self.steps = steps
+
+        def __call__(self) -> None:
+            counted.append(self.steps._laid_out_step())
+
+    monkeypatch.setattr(Steps, "_graph_of_now", lambda self: Counted(self))
     captured = fit()
     assert len(counted) == 12 * (25 // batch_size)
     assert torch.equal(plain.history, captured.history)
