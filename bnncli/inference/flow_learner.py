@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError
-from bnncli.inference._steps import steps_at_once
 from bnncli.inference.objective import Objective
 from bnncli.training.adam import new_adam
 from bnncli.training.learner import num_batches
+from bnncli.training.steps import steps_at_once
 
 _MAX_FULL_CHUNK = 32  # steps on all data whose draws are laid out at once
 

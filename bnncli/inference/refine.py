@@ -17,7 +17,6 @@ from torch import Tensor
 from bnncli.flows import build_layers, choose_recipe, choose_space
 from bnncli.inference.flow_learner import FlowLearner, StepSizes
 from bnncli.inference.objective import Objective
-from bnncli.inference.training import Save, State, train
 from bnncli.machine.devices import single_threaded
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.flow import Flow
@@ -26,6 +25,7 @@ from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import Target
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
+from bnncli.training.loop import Save, State, train
 
 MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
 
@@ -86,7 +86,7 @@ def fit_flow(
         space: where the layers act: whitened, theta = m + L F(z), or weight, theta = F(m + L z), as published; auto is
             the kind's own choice.
         settings: of the layers: rank, hidden, scale; those left out or None are the kind's own.
-        state, save: to resume, as in bnncli.inference.training.train.
+        state, save: to resume, as in bnncli.training.loop.train.
         progress: advanced once a step.
 
     Raises:

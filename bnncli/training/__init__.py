@@ -1,1 +1,1 @@
-"""Steps of optimizers, on a GPU as captured graphs."""
+"""Training of whatever learns: one loop, one captured step, one way to resume. It knows no posterior, flow or network."""

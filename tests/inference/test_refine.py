@@ -9,7 +9,6 @@ import torch
 from bnncli import registry
 from bnncli.errors import Interrupted, NumericError, UsageError
 from bnncli.flows import SPACES, build_layers
-from bnncli.inference._steps import Steps
 from bnncli.inference.elbo import elbo, measure_gain
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.objective import Objective
@@ -19,6 +18,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+from bnncli.training.steps import Steps
 
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
 every_flow_and_space = pytest.mark.parametrize(

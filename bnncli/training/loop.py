@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import Interrupted
-from bnncli.inference._steps import Rates, Steps
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.training.adam import adam_tensors, load_adam
 from bnncli.training.course import Course
 from bnncli.training.learner import Learner
+from bnncli.training.steps import Rates, Steps
 
 State = Mapping[str, Tensor]
 Save = Callable[[State, bool], None]
