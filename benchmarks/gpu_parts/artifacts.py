@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bnncli.latent.fit import History
+from bnncli.latent.history import History
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bnncli.targets.stream import FeatureBlocks
+
 _BLOCK_BYTES = 2**26  # of features in float64 at a time
 _ROWS = {"cpu": 1000, "cuda": 20_000}
 
@@ -29,28 +31,31 @@ class Scaling(NamedTuple):
         Two passes in blocks, sums in float64: of float32 values that are all equal they are exact, and the deviation is 0.
         """
         rows = max(1, _BLOCK_BYTES // (8 * features.shape[1]))
-        mean = torch.stack([block.double().sum(dim=0) for block in features.split(rows)]).sum(dim=0) / len(features)
-        squares = [(block.double() - mean).square_().sum(dim=0) for block in features.split(rows)]
+        blocks, double = FeatureBlocks(features, device), torch.float64
+        sums = [block.sum(dim=0) for _, block in blocks.read(rows, double)]
+        mean = torch.stack(sums).sum(dim=0) / len(features)
+        squares = [(block - mean).square_().sum(dim=0) for _, block in blocks.read(rows, double)]
         sd = (torch.stack(squares).sum(dim=0) / len(features)).sqrt().float()
         # Less than float32's normal numbers counts as none: its reciprocal may be infinite.
         sd = torch.where(sd > torch.finfo(sd.dtype).tiny, sd, 1.0)
-        return cls(mean.float().to(device), sd.to(device))
+        return cls(mean.float(), sd)
 
 
-def take(features: Tensor, rows: slice | Tensor, device: torch.device, scaling: Scaling | None) -> Tensor:
-    """Rows (n, D) float32 of features (N, D) on the device, standardised where a scaling is given.
+class Inputs(NamedTuple):
+    """The inputs of all examples: features wherever they lie, and how they are scaled on their way; not at all by default."""
 
-    Args:
-        features: on the device, or on the CPU where they are too many for it, of any floating type.
-        rows: a slice, or indices (n,) int64 on any device.
-    """
-    found = features[rows] if isinstance(rows, slice) else features.index_select(0, rows.to(features.device))
-    found = found.to(device=device, dtype=torch.float32)
-    return found if scaling is None else scaling(found)
+    features: FeatureBlocks
+    scaling: Scaling | None = None
 
+    def gather(self, rows: slice | Tensor) -> Tensor:
+        """Those of some rows, (n, D) float32 on the device; an index (n,) int64 is best where the features are."""
+        return self._scaled(self.features.gather(rows, torch.float32))
 
-def row_blocks(features: Tensor, device: torch.device) -> Iterator[slice]:
-    """Slices of rows to take at a time, without gradients: small ones stay in a CPU's cache."""
-    size = _ROWS["cpu" if device.type == "cpu" else "cuda"]
-    for first in range(0, len(features), size):
-        yield slice(first, first + size)
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """All rows in order, and their inputs (n, D), to be used without gradients: few at a time stay in a CPU's cache."""
+        size = _ROWS["cpu" if self.features.device.type == "cpu" else "cuda"]
+        for rows, block in self.features.read(size, torch.float32):
+            yield rows, self._scaled(block)
+
+    def _scaled(self, features: Tensor) -> Tensor:
+        return features if self.scaling is None else self.scaling(features)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bnncli.latent.model import LatentModel
-from bnncli.latent.scaling import Scaling, row_blocks, take
+from bnncli.latent.scaling import Inputs, Scaling
 from bnncli.latent.steps import log_likelihoods
+from bnncli.targets.stream import FeatureBlocks
 
 # Geometric: neighbours differ by 1.9, which a posterior hardly notices.
 CANDIDATES = tuple(0.01 * 300 ** (i / 9) for i in range(10))
@@ -39,12 +40,13 @@ def nll_of_repeats(
         scaling: of the features, none by default.
     """
     layout, found = model.layout, []
+    inputs = Inputs(FeatureBlocks(features, model.device), scaling)
     for repeat in range(model.num_repeats):
         repeats = torch.full((NUM_NETWORKS,), repeat, device=model.device)
         theta = layout.join(*model.draw_weights(repeats, generator))
         total = torch.zeros((), dtype=torch.float64, device=model.device)
-        for rows in row_blocks(features, model.device):
-            logits = layout.logits(take(features, rows, model.device, scaling), theta)
+        for rows, block in inputs.blocks():
+            logits = layout.logits(block, theta)
             single = log_likelihoods(logits, labels[rows]).double()
             total += (math.log(NUM_NETWORKS) - torch.logsumexp(single, dim=0)).sum()
         found.append(total / len(features))

@@ -35,7 +35,12 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step saw: log likelihood of the batch (R,), and log q(z) - log r(z | w) by layer (R, L); both detached."""
+    """What a step saw, detached.
+
+    Args:
+        log_likelihood: of the batch, (R,).
+        flow: log q(z) - log r(z | w) by layer, (R, L); 0 without multipliers.
+    """
 
     log_likelihood: Tensor
     flow: Tensor
@@ -209,7 +214,7 @@ def _differentiate_moments(
         else:
             tensor.grad.copy_(gradient)
     flows = [flow.detach().mean(dim=1) for flow in forward.flows]
-    return Step(fit.detach(), torch.stack(flows, dim=1) if flows else fit.new_zeros(model.num_repeats, 0))
+    return Step(fit.detach(), torch.stack(flows, dim=1) if flows else _no_flow(model, fit))
 
 
 def _differentiate_weights(
@@ -236,7 +241,11 @@ def _differentiate_weights(
         factors, None, model.prior, layout, scale=batch.share, workspace=space
     )
     _relaxed_gradient(model, draw, d_weight, settings.temperature, space)
-    return Step(fit.detach(), fit.new_zeros(model.num_repeats, 0))
+    return Step(fit.detach(), _no_flow(model, fit))
+
+
+def _no_flow(model: LatentModel, like: Tensor) -> Tensor:
+    return like.new_zeros(model.num_repeats, model.layout.num_layers)
 
 
 class _Relaxed(NamedTuple):

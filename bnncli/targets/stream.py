@@ -11,12 +11,13 @@ Not so while a graph is captured, whose memory it then is that there is too litt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from bnncli.errors import DeviceError
+from bnncli.targets.pinned_rows import PinnedRows
 
 Work = Callable[[slice, Tensor], tuple[Tensor, ...]]
 
@@ -39,6 +40,7 @@ class FeatureBlocks:
     features: Tensor
     device: torch.device
     divisor: int = 1
+    _pinned: PinnedRows | None = field(default=None, init=False, repr=False, compare=False)
 
     def sum(self, work: Work, *, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The sums over all blocks of what `work` returns for each; arguments as for `map`."""
@@ -83,9 +85,25 @@ class FeatureBlocks:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def gather(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows in index (B,), (B, D) on the compute device."""
-        return self.features[index.to(self.features.device)].to(device=self.device, dtype=dtype)
+    def read(self, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """All rows in order, at most `size` at a time, with their features (n, D), which the next ones may overwrite."""
+        for rows, block in self._blocks(0, size):
+            yield rows, block.to(dtype)
+
+    def gather(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows (B, D) on the compute device.
+
+        Args:
+            rows: a slice, or an index (B,) int64: on any device; where features travel to a GPU the host waits for an
+                index on that, and for nothing else.
+            dtype: precision to have them in.
+        """
+        if self.features.device.type == "cpu" and self.device.type != "cpu":
+            self._pinned = self._pinned or PinnedRows(self.features, self.device)
+            return self._pinned.take(rows).to(dtype)
+        if isinstance(rows, slice):
+            return self.features[rows].to(self.device, dtype)
+        return self.features.index_select(0, rows.to(self.features.device)).to(self.device, dtype)
 
     def _blocks(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
         """Slices of at most `size` rows from `start` on, with their features on the device."""

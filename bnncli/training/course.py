@@ -69,7 +69,7 @@ class Course:
 
     def look(self, objective: Sequence[float]) -> None:
         """Begin the shortened end where the objective of the epochs so far, which is to rise, stands still."""
-        if self.patience and not self.is_early and self._stands_still(objective):
+        if not self.is_early and self._stands_still(objective):
             self._shorten(len(objective))
 
     def _stands_still(self, objective: Sequence[float]) -> bool:

@@ -83,7 +83,8 @@ class _Training:
         else:
             seen = torch.stack([self.steps.run(epoch, task, learner.note()) for epoch in rates])
         learner.end_round(seen)
-        course.look(learner.objective)
+        if course.patience:
+            course.look(learner.objective)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of everything, on the device."""

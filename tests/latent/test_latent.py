@@ -25,6 +25,7 @@ from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.scaling import Inputs
 from bnncli.latent.steps import (
     Batch,
     Settings,
@@ -36,8 +37,13 @@ from bnncli.latent.steps import (
     workspace_of,
 )
 from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.progress import SilentProgress
 from bnncli.stages.fit_lbbnn import report
+from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.network import NetworkLayout
+from bnncli.training.course import Course
+from bnncli.training.learner import num_batches
+from bnncli.training.loop import train
 
 SMALL = NetworkLayout((4, 3, 2))
 
@@ -612,15 +618,25 @@ def test_learning_rates_follow_the_plan(schedule: str) -> None:
     plan = Plan(3, 8, 0.01, schedule=schedule, inclusion_rate=0.1, flow_rate=0.002, early_epochs=2)
     multipliers = tuple(initial_model(i, 1, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
     model = LatentModel(SMALL, initial_factors(SMALL, 1, generator(1)), prior_of(2), multipliers)
-    fit = latent_fit._Fit(model, (features.float(), labels), plan, generator(2), None)
-    assert [group["lr"] for group in fit.optimizer.param_groups] == fit.rates
+    inputs = Inputs(FeatureBlocks(features.float(), features.device))
+    learner = latent_fit.LatentLearner(model, inputs, labels, plan, generator(2))
+    rates: list[list[float]] = []
+
+    class Watched(SilentProgress):
+        def task(self, name: str, total: int) -> Any:
+            return self
+
+        def advance(self, amount: int = 1, note: str = "") -> None:
+            rates.extend([[float(group["lr"]) for group in learner.optimizer.param_groups]] * amount)
+
+    train(learner, Course(3, num_batches(learner), schedule), what="fit", progress=Watched())
+    assert len(rates) == 12
     one = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     course = torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=12)
     for step in range(12):  # of three epochs of four batches
-        fit._set_rates(step)
         factor = course.get_last_lr()[0] if schedule == "cosine" else 1.0
         expected = [(0.1 if step < 8 else 0.01) * factor, 0.01 * factor, 0.002 * factor]
-        assert [float(rate) for rate in fit.rates] == pytest.approx(expected)
+        assert rates[step] == pytest.approx(expected)
         one.step()
         course.step()
 

@@ -12,13 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bnncli.latent.divergence import bias_divergence, bias_gradients, factor_gradients, weight_divergence
 from bnncli.latent.factors import Factors, Moments, initial_factors
-from bnncli.latent.fit import Plan, _Fit
+from bnncli.latent.fit import LatentLearner, Plan
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.scaling import Inputs
 from bnncli.latent.steps import Batch, Settings, differentiate, workspace_of
-from bnncli.progress import SILENT
+from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta import network as layouts
 from bnncli.theta.network import NetworkLayout
+from bnncli.training.course import Course
+from bnncli.training.loop import State, train
 
 SMALL = NetworkLayout((4, 3, 5, 2))
 
@@ -165,12 +168,12 @@ def test_one_update_for_one_rate_is_that_of_two() -> None:
     for choices, num_groups in (({}, 1), ({"inclusion_rate": 0.02, "early_epochs": 1}, 2)):
         factors = Factors(**{name: part.float() for name, part in factors_of(SMALL).tensors().items()})
         plan = Plan(2, 8, 0.02, schedule="cosine", **choices)  # type: ignore[arg-type]
-        data = features, torch.arange(20) % 2
-        fit = _Fit(LatentModel(SMALL, factors, prior_of(3)), data, plan, seeded(4), None)
-        assert len(fit.optimizer.param_groups) == num_groups
-        for _ in range(2):
-            fit.run_epoch(SILENT.task("fit", 6))
-        states.append(fit.state())
+        inputs, labels = Inputs(FeatureBlocks(features, features.device)), torch.arange(20) % 2
+        learner = LatentLearner(LatentModel(SMALL, factors, prior_of(3)), inputs, labels, plan, seeded(4))
+        assert len(learner.optimizer.param_groups) == num_groups
+        kept: list[State] = []
+        train(learner, Course(2, 3), what="fit", save=lambda state, is_last, kept=kept: kept.append(state))
+        states.append(kept[-1])
     assert states[0].keys() == states[1].keys()
     for name, part in states[0].items():
         assert torch.equal(part, states[1][name]), name

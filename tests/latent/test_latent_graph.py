@@ -10,30 +10,40 @@ import pytest
 import torch
 
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import Plan, _Fit
+from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.progress import SILENT, Progress, SilentProgress
 from bnncli.theta.network import NetworkLayout
+from bnncli.training.loop import State
 
 LAYOUT = NetworkLayout((3, 2))
 
 
-class Silent:
-    def advance(self, amount: int = 1, note: str = "") -> None:
-        """No progress is shown."""
+class Told(SilentProgress):
+    """Takes down what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.said.append(text)
 
 
-def fit_on(device: str, warn: Any = None, **choices: Any) -> dict[str, torch.Tensor]:
+def fit_on(device: str, progress: Progress = SILENT, **choices: Any) -> dict[str, torch.Tensor]:
     """The state after three epochs of six batches, the last of them short."""
     features = torch.randn(46, 3, generator=torch.Generator().manual_seed(0)).to(device)
     labels = torch.arange(46) % 2
     factors = initial_factors(LAYOUT, 2, torch.Generator().manual_seed(1), device=torch.device(device))
     model = LatentModel(LAYOUT, factors, SpikeAndSlab.constant(1).to(torch.device(device)))
     plan = Plan(epochs=3, batch_size=8, learning_rate=0.01, schedule="cosine", **choices)
-    fit = _Fit(model, (features, labels), plan, torch.Generator(device).manual_seed(2), None, warn=warn)
-    for _ in range(3):
-        fit.run_epoch(Silent())
-    return {name: part.cpu() for name, part in fit.state().items()}
+    states: list[State] = []
+    fit_latent(
+        model, features, labels, plan, generator=torch.Generator(device).manual_seed(2), progress=progress,
+        save=lambda state, is_last: states.append(state),
+    )  # fmt: skip
+    assert len(states) == 3
+    return {name: part.cpu() for name, part in states[-1].items()}
 
 
 @pytest.mark.parametrize(
@@ -57,10 +67,10 @@ def test_whole_batches_replay_one_graph_as_long_as_the_prior_is_the_same(
 
 @pytest.mark.parametrize("failure", [{"capture_error": RuntimeError("not permitted")}, {"captures_nothing": True}])
 def test_a_capture_that_fails_is_tried_once_and_draws_as_if_it_had_not_been(failure: dict[str, Any]) -> None:
-    plain, said = fit_on("cpu"), []
+    plain, progress = fit_on("cpu"), Told()
     with pretend_cuda.pretend(**failure) as gpu:
-        graphed = fit_on("cuda:0", said.append)
-    assert gpu.num_captures == len(said) == 1
+        graphed = fit_on("cuda:0", progress)
+    assert gpu.num_captures == len(progress.said) == 1
     for name, part in plain.items():
         assert torch.equal(part, graphed[name]), name
 

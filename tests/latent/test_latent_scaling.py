@@ -10,9 +10,10 @@ from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Scaling, take
+from bnncli.latent.scaling import Inputs, Scaling
 from bnncli.latent.search import nll_of_repeats
 from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.network import NetworkLayout
 
 CPU = torch.device("cpu")
@@ -80,7 +81,8 @@ def test_a_fit_scales_its_batches_as_if_they_had_been_scaled_before() -> None:
 @pytest.mark.parametrize("rows", [slice(1, 4), torch.tensor([3, 0, 2])], ids=["slice", "index"])
 def test_rows_are_taken_in_single_precision(rows: slice | torch.Tensor) -> None:
     features = torch.randn(5, 2, generator=generator(6)).half()
-    found = take(features, rows, CPU, Scaling(torch.ones(2), torch.full((2,), 2.0)))
+    own = Scaling(torch.ones(2), torch.full((2,), 2.0))
+    found = Inputs(FeatureBlocks(features, CPU), own).gather(rows)
     assert found.dtype == torch.float32
     assert torch.equal(found, (features[rows].float() - 1) / 2)
 

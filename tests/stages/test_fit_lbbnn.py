@@ -14,9 +14,10 @@ from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import History
+from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.latent.scaling import Inputs
 from bnncli.latent.search import nll_of_repeats
 from bnncli.options import FitLbbnnOptions
 from bnncli.posteriors.latent_binary import LatentBinary
@@ -25,6 +26,7 @@ from bnncli.stages import fit_lbbnn
 from bnncli.stages.fit_lbbnn.report import Data, measure
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
+from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.network import NetworkLayout
 
 
@@ -373,7 +375,8 @@ def test_the_expected_log_likelihood_is_that_of_the_best_repeat(best: int) -> No
     factors.bias_mean.zero_()
     factors.bias_rho.fill_(-50.0)
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)), best=best)
-    data = Data(torch.tensor([[1.0, 0.0], [2.0, 5.0]]), torch.tensor([1, 0]), None)
+    features = torch.tensor([[1.0, 0.0], [2.0, 5.0]])
+    data = Data(Inputs(FeatureBlocks(features, features.device)), torch.tensor([1, 0]))
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None), device=torch.device("cpu"))
     run.stream = lambda name: generator_of(1)
     found = measure(run, posterior, data, variance="exact", estimator="lrt")

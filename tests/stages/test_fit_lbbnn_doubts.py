@@ -15,7 +15,8 @@ from sklearn.metrics import log_loss
 
 from bnncli.cli.execute import run_command_line
 from bnncli.errors import DataError
-from bnncli.latent.fit import History, Plan
+from bnncli.latent.fit import Plan
+from bnncli.latent.history import History
 from bnncli.options import FitLbbnnOptions
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.fit_lbbnn.doubts import guessing, reach, rise, short_plan, still_rising

@@ -13,11 +13,12 @@ import torch
 from bnncli.inference import memory
 from bnncli.integrators.mc import Mc, affordable_draws
 from bnncli.latent.factors import initial_factors
-from bnncli.latent.fit import History, Plan, fit_latent
+from bnncli.latent.fit import Plan, fit_latent
+from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Scaling
+from bnncli.latent.scaling import Inputs, Scaling
 from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.latent.steps import Settings
 from bnncli.options import FitLbbnnOptions
@@ -31,6 +32,7 @@ from bnncli.run.resumable import Resumable
 from bnncli.run.session import Result, Run
 from bnncli.stages.fit_lbbnn.doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages.fit_lbbnn.report import Data, measure, summary
+from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.network import NetworkLayout
 
 
@@ -160,7 +162,8 @@ def _fit(
 ) -> Fitted:
     _check_memory(run, options, layout, num_examples=len(train.content.features), is_searched=val is not None)
     features = train.resident(run.device)
-    data = Data(features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None)
+    scaling = Scaling.of(features, run.device) if options.standardize else None
+    data = Data(Inputs(FeatureBlocks(features, run.device), scaling), train.labels(run.device))
     plan = _plan(options, len(features))
     _warn(run, short_plan(options, plan, len(features)))
     # Random states of a CPU and of a GPU are not of one kind.
@@ -172,19 +175,19 @@ def _fit(
         start, done = time.monotonic(), 0 if state is None else len(state.get("history.density", ()))
         model, history = fit_latent(
             _start(run, options, layout, [slab_sd], num_repeats=options.repeats),
-            data.features,
+            features,
             data.labels,
             plan,
             generator=run.stream("fit-lbbnn/train"),
             state=state,
             save=resumable.save,
-            scaling=data.scaling,
+            scaling=scaling,
             progress=run.console,
         )
         seconds = (time.monotonic() - start) / max(1, _epochs(options) - done)
     posterior = _posterior(run, model, history)
-    if data.scaling is not None:
-        posterior = replace(posterior, shift=data.scaling.shift, scale=data.scaling.scale)
+    if scaling is not None:
+        posterior = replace(posterior, shift=scaling.shift, scale=scaling.scale)
     metrics = measure(run, posterior, data, variance=options.variance or "exact", estimator=options.estimator)
     metrics |= {
         "slab_sd_search": search,
@@ -221,11 +224,11 @@ def _slab_sd(
     plan = replace(_plan(options, len(data.labels)), epochs=search_epochs(_epochs(options)), schedule="cosine")
     model, _ = fit_latent(
         model,
-        data.features,
+        data.inputs.features.features,
         data.labels,
         plan,
         generator=run.stream("fit-lbbnn/search"),
-        scaling=data.scaling,
+        scaling=data.inputs.scaling,
         progress=run.console,
         what="slab search",
     )
@@ -234,7 +237,7 @@ def _slab_sd(
         val.resident(run.device),
         val.labels(run.device),
         run.stream("fit-lbbnn/val"),
-        scaling=data.scaling,
+        scaling=data.inputs.scaling,
     )
     found = [{"slab_sd": sd, "val_nll": value} for sd, value in zip(CANDIDATES, nll.tolist(), strict=True)]
     return min(found, key=lambda one: one["val_nll"])["slab_sd"], found

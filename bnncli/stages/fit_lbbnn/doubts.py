@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.latent.fit import History, Plan
+from bnncli.latent.fit import Plan
+from bnncli.latent.history import History
 from bnncli.latent.scaling import Scaling
 from bnncli.options import FitLbbnnOptions
 

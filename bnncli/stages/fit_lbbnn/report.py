@@ -14,7 +14,7 @@ from bnncli.evaluation.density import used_density
 from bnncli.evaluation.selection import MAX_INPUTS, THRESHOLD, input_inclusions
 from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.fit import averaged_divergence
-from bnncli.latent.scaling import Scaling, row_blocks, take
+from bnncli.latent.scaling import Inputs
 from bnncli.latent.steps import draw_logits, leaves, log_likelihood
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.latent_binary import LatentBinary
@@ -26,16 +26,15 @@ _NAMED = 20  # inputs in a line for people
 
 
 class Data(NamedTuple):
-    """What a fit is measured on: features (N, D) wherever they lie, labels (N,) on the device, and how inputs are scaled."""
+    """What a fit is measured on: the network's inputs, wherever they lie, and labels (N,) on the device."""
 
-    features: Tensor
+    inputs: Inputs
     labels: Tensor
-    scaling: Scaling | None
 
-    def blocks(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs of the network (n, D) and their labels (n,), block by block."""
-        for rows in row_blocks(self.features, device):
-            yield take(self.features, rows, device, self.scaling), self.labels[rows]
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs (n, D) and their labels (n,), block by block."""
+        for rows, inputs in self.inputs.blocks():
+            yield inputs, self.labels[rows]
 
 
 @torch.no_grad()
@@ -97,7 +96,7 @@ def _by_weights(run: Run, posterior: LatentBinary, data: Data, generator: torch.
     repeats = torch.full((NUM_PASSES,), posterior.best, device=model.device)
     theta = model.layout.join(*model.draw_weights(repeats, generator))
     total = torch.zeros(NUM_PASSES, dtype=torch.float64, device=model.device)
-    for features, labels in data.blocks(model.device):
+    for features, labels in data.blocks():
         total += log_likelihood(model.layout.logits(features, theta), labels)
         run.console.poll()
     return total
@@ -110,7 +109,7 @@ def _by_activations(run: Run, posterior: LatentBinary, data: Data, variance: str
     total = []
     for _ in range(NUM_PASSES):
         one = torch.zeros((), dtype=torch.float64, device=model.device)
-        for features, labels in data.blocks(model.device):
+        for features, labels in data.blocks():
             logits = draw_logits(model, features, weight, generator)
             one += log_likelihood(logits[posterior.best : posterior.best + 1], labels)[0]
             run.console.poll()
