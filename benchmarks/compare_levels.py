@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.best import candidates
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import Ranking
+from bnncli.evaluation.detection import Ranking, auroc
 from bnncli.evaluation.paired import Sample, difference, holm
 
 ALPHA = 0.05
@@ -57,7 +57,7 @@ def areas(generator: np.random.Generator, splits: Sequence[NDArray], count: int)
         for weights, shift in zip(splits, (1.5, 0.0), strict=True)
     ]
     rankings = [Ranking(sides[0][:, place], sides[1][:, place]) for place in range(count)]
-    return [Sample(np.array([one.estimate()["auroc"]]), one.evaluate(*splits).auroc) for one in rankings]
+    return [Sample(np.array([one.estimate([auroc])[0]]), one.evaluate([auroc], *splits)[:, 0]) for one in rankings]
 
 
 def weights_of(name: str, size: int, replicates: int) -> NDArray:

@@ -8,9 +8,9 @@ estimate, multinomial counts the bootstrap's replicates, by the same cumulative 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,22 +21,23 @@ PERCENT_REJECTED = 5  # of the positives, by the threshold of FPR95
 _BLOCK = 2**17  # weights of one block of replicates, so that its cumulative sums stay in cache
 
 Floats = NDArray[np.float64]
+Statistic = Callable[["Weighted"], Floats]
 
 
-class Detection(NamedTuple):
-    """Scores of detection, one of each (b,) for b vectors of weights.
+@dataclass(frozen=True)
+class DetectionForm:
+    """One form of a score of detection.
 
-    auroc: probability that an in-distribution example scores higher than an out one; ties count half.
-    aupr_in, aupr_out: average precision with the in- or the out-distribution as positives; tied scores are one threshold.
-    fpr95_in: share of out examples at or above the threshold that 95 % of the in-distribution reach.
-    fpr95_out: share of in-distribution examples at or below the threshold under which 95 % of the out examples lie.
+    Args:
+        choices: what tells it from other forms of the score, and defines the number.
+        statistic: the score (b,) for b vectors of weights.
+        bounds: its range.
     """
 
-    auroc: Floats
-    aupr_in: Floats
-    aupr_out: Floats
-    fpr95_in: Floats
-    fpr95_out: Floats
+    choices: Mapping[str, str]
+    statistic: Statistic
+    higher_is_better: bool
+    bounds: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -57,77 +58,92 @@ class Ranking:
             if not np.isfinite(scores).all():
                 raise DataError("detection: expected finite scores, got NaN or infinity")
 
-    def evaluate(self, weights_in: NDArray, weights_out: NDArray) -> Detection:
-        """All scores under weights (b, N) and (b, M): how often each example occurs, each row's sum positive.
+    def evaluate(self, statistics: Sequence[Statistic], weights_in: NDArray, weights_out: NDArray) -> Floats:
+        """Statistics (b, m) under weights (b, N) and (b, M): how often each example occurs, each row's sum positive.
 
         Weights are whole numbers for FPR95, whose percentiles are those of the examples repeated that often.
         """
         size = max(1, _BLOCK // (len(self.scores_in) + len(self.scores_out)))
-        parts = [
-            self._evaluate_block(weights_in[start : start + size], weights_out[start : start + size])
-            for start in range(0, len(weights_in), size)
-        ]
-        return Detection(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        parts = []
+        for start in range(0, len(weights_in), size):
+            rows = slice(start, start + size)
+            weighted = Weighted(self, weights_in[rows], weights_out[rows])
+            parts.append(np.stack([statistic(weighted) for statistic in statistics], axis=1))
+        return np.concatenate(parts)
 
-    def estimate(self) -> dict[str, float]:
-        """Each score of the examples as they are, every one once, by its name in Detection."""
-        ones = self.evaluate(*(np.ones((1, len(scores))) for scores in (self.scores_in, self.scores_out)))
-        return {name: float(value[0]) for name, value in ones._asdict().items()}
-
-    def _evaluate_block(self, weights_in: NDArray, weights_out: NDArray) -> Detection:
-        """The scores of a few rows of weights; sums in float64."""
-        inside, outside = self._inside, self._outside
-        w_in, w_out = weights_in.take(inside.order, axis=1), weights_out.take(outside.order, axis=1)
-        below_in, below_out = _cumulative(w_in), _cumulative(w_out)
-        total_in, total_out = below_in[:, -1:], below_out[:, -1:]
-        lower_out = below_out.take(self._out_below_in, axis=1)  # of out examples with a lower score than each in one
-        upto_in = below_in.take(self._in_upto_out, axis=1)  # of in examples with at most the score of each out one
-        # Out examples as high as an in one are counted with the half that stands above and the half below.
-        ties = 0.0 if self._has_no_ties else below_out.take(self._out_upto_in, axis=1) - lower_out
-        pairs = np.einsum("bn,bn->b", w_in, lower_out + 0.5 * ties)
-        found_in = total_in - below_in.take(inside.first, axis=1)
-        found_out = below_out.take(outside.end, axis=1)
-        return Detection(
-            auroc=pairs / (total_in * total_out)[:, 0],
-            aupr_in=_average_precision(w_in, found_in, total_out - lower_out) / total_in[:, 0],
-            aupr_out=_average_precision(w_out, found_out, upto_in) / total_out[:, 0],
-            fpr95_in=self._share_from(inside.percentile(below_in, PERCENT_REJECTED), below_out),
-            fpr95_out=self._share_upto(outside.percentile(below_out, 100 - PERCENT_REJECTED), below_in),
-        )
-
-    def _share_from(self, threshold: Floats, below_out: Floats) -> Floats:
-        """Share (b,) of the out examples' weight at or above each row's threshold."""
-        place, total = np.searchsorted(self._outside.scores, threshold, side="left"), below_out[:, -1]
-        return (total - below_out[np.arange(len(total)), place]) / total
-
-    def _share_upto(self, threshold: Floats, below_in: Floats) -> Floats:
-        """Share (b,) of the in-distribution examples' weight at or below each row's threshold."""
-        place, total = np.searchsorted(self._inside.scores, threshold, side="right"), below_in[:, -1]
-        return below_in[np.arange(len(total)), place] / total
+    def estimate(self, statistics: Sequence[Statistic]) -> list[float]:
+        """Each statistic of the examples as they are, every one once."""
+        ones = (np.ones((1, len(scores))) for scores in (self.scores_in, self.scores_out))
+        values: list[float] = self.evaluate(statistics, *ones)[0].tolist()
+        return values
 
     @cached_property
-    def _inside(self) -> _Sorted:
+    def inside(self) -> _Sorted:
         return _Sorted.of(self.scores_in)
 
     @cached_property
-    def _outside(self) -> _Sorted:
+    def outside(self) -> _Sorted:
         return _Sorted.of(self.scores_out)
 
     @cached_property
-    def _out_below_in(self) -> NDArray[np.intp]:
-        return np.searchsorted(self._outside.scores, self._inside.scores, side="left")
+    def out_below_in(self) -> NDArray[np.intp]:
+        return np.searchsorted(self.outside.scores, self.inside.scores, side="left")
 
     @cached_property
-    def _out_upto_in(self) -> NDArray[np.intp]:
-        return np.searchsorted(self._outside.scores, self._inside.scores, side="right")
+    def out_upto_in(self) -> NDArray[np.intp]:
+        return np.searchsorted(self.outside.scores, self.inside.scores, side="right")
 
     @cached_property
-    def _in_upto_out(self) -> NDArray[np.intp]:
-        return np.searchsorted(self._inside.scores, self._outside.scores, side="right")
+    def in_upto_out(self) -> NDArray[np.intp]:
+        return np.searchsorted(self.inside.scores, self.outside.scores, side="right")
 
     @cached_property
-    def _has_no_ties(self) -> bool:
-        return bool((self._out_below_in == self._out_upto_in).all())
+    def has_no_ties(self) -> bool:
+        return bool((self.out_below_in == self.out_upto_in).all())
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """What scores of detection are made of: a ranking under a few rows of weights (b, N) and (b, M); sums in float64."""
+
+    ranking: Ranking
+    weights_in: NDArray
+    weights_out: NDArray
+
+    @cached_property
+    def w_in(self) -> NDArray:
+        """(b, N), in ascending order of the scores."""
+        return self.weights_in.take(self.ranking.inside.order, axis=1)
+
+    @cached_property
+    def w_out(self) -> NDArray:
+        """(b, M), in ascending order of the scores."""
+        return self.weights_out.take(self.ranking.outside.order, axis=1)
+
+    @cached_property
+    def below_in(self) -> Floats:
+        """(b, N + 1), the weight of the in examples before each place, and of all."""
+        return _cumulative(self.w_in)
+
+    @cached_property
+    def below_out(self) -> Floats:
+        """(b, M + 1), the weight of the out examples before each place, and of all."""
+        return _cumulative(self.w_out)
+
+    @cached_property
+    def total_in(self) -> Floats:
+        """(b,)."""
+        return self.below_in[:, -1]
+
+    @cached_property
+    def total_out(self) -> Floats:
+        """(b,)."""
+        return self.below_out[:, -1]
+
+    @cached_property
+    def lower_out(self) -> Floats:
+        """(b, N), weight of the out examples with a lower score than each in one."""
+        return self.below_out.take(self.ranking.out_below_in, axis=1)
 
 
 @dataclass(frozen=True)
@@ -188,3 +204,40 @@ def _average_precision(weights: NDArray, true: Floats, false: Floats) -> Floats:
     """
     # Where nothing is accepted the positive itself has no weight.
     return np.einsum("bn,bn->b", weights, true / np.maximum(true + false, np.finfo(np.float64).tiny))
+
+
+def auroc(given: Weighted) -> Floats:
+    """Probability (b,) that an in-distribution example scores higher than an out one; ties count half."""
+    # Out examples as high as an in one are counted with the half that stands above and the half below.
+    ranking, lower = given.ranking, given.lower_out
+    ties = 0.0 if ranking.has_no_ties else given.below_out.take(ranking.out_upto_in, axis=1) - lower
+    pairs = np.einsum("bn,bn->b", given.w_in, lower + 0.5 * ties)
+    return pairs / (given.total_in * given.total_out)
+
+
+def aupr_in(given: Weighted) -> Floats:
+    """Average precision (b,) with the in-distribution as positives; tied scores are one threshold."""
+    found = given.total_in[:, None] - given.below_in.take(given.ranking.inside.first, axis=1)
+    false = given.total_out[:, None] - given.lower_out
+    return _average_precision(given.w_in, found, false) / given.total_in
+
+
+def aupr_out(given: Weighted) -> Floats:
+    """Average precision (b,) with the out-distribution as positives."""
+    found = given.below_out.take(given.ranking.outside.end, axis=1)
+    false = given.below_in.take(given.ranking.in_upto_out, axis=1)  # in examples with at most the score of each out one
+    return _average_precision(given.w_out, found, false) / given.total_out
+
+
+def fpr95_in(given: Weighted) -> Floats:
+    """Share (b,) of out examples at or above the threshold that 95 % of the in-distribution reach."""
+    threshold = given.ranking.inside.percentile(given.below_in, PERCENT_REJECTED)
+    place = np.searchsorted(given.ranking.outside.scores, threshold, side="left")
+    return (given.total_out - given.below_out[np.arange(len(place)), place]) / given.total_out
+
+
+def fpr95_out(given: Weighted) -> Floats:
+    """Share (b,) of in-distribution examples at or below the threshold under which 95 % of the out examples lie."""
+    threshold = given.ranking.outside.percentile(given.below_out, 100 - PERCENT_REJECTED)
+    place = np.searchsorted(given.ranking.inside.scores, threshold, side="right")
+    return given.below_in[np.arange(len(place)), place] / given.total_in

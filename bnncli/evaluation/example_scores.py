@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.numerics.dirichlet import total_variance
-from bnncli.options.evaluate import PREDICTION_SCORES
-
-__all__ = ["PREDICTION_SCORES", "prediction_score", "prediction_scores"]
 
 _NEEDED = {
     "mutual_info": ("mutual_info", "this integrator gives no mutual information"),
@@ -36,7 +33,7 @@ def prediction_scores(
 
 
 def prediction_score(name: str, examples: Examples, arrays: Mapping[str, NDArray | None]) -> NDArray[np.float64] | str:
-    """One of PREDICTION_SCORES for each example, (N,), or the reason why these predictions do not give it.
+    """One of the scores for each example, (N,), or the reason why these predictions do not give it.
 
     Args:
         arrays: of the prediction file, where it has them: mutual_info, energy, max_logit (N,), log_concentration (N, C),

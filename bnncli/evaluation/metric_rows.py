@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,47 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.calibration import NUM_BINS, calibration_scores
-from bnncli.evaluation.class_wise import class_wise_scores
-from bnncli.evaluation.decomposition import decomposition_scores
-from bnncli.evaluation.example_statistics import Examples
-from bnncli.evaluation.per_class import per_class_scores
-from bnncli.evaluation.ranking import ranking_scores
-from bnncli.evaluation.selective import selective_scores
-from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup, label_scores, prediction_scores
+from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup
 from bnncli.numerics.seeds import stream_seed
 
 Row = dict[str, Any]
 
-TOP_K = 5
 MOST_OPERATIONS = 4e8  # of the replicates of one dear group: below a second
 FEWEST_REPLICATES = 100  # fewer tell little of a standard error
-
-
-def split_scores(
-    probs: NDArray,
-    examples: Examples,
-    mutual_info: NDArray | None = None,
-    *,
-    lengths: NDArray | None = None,
-    ranking: Mapping[str, Any] | None = None,
-    num_bins: int = NUM_BINS,
-    top_k: int = TOP_K,
-) -> list[ScoreGroup]:
-    """Every score of one split's predictions.
-
-    Args:
-        probs: (N, C), what `examples` was made from; may be mapped from a file.
-        mutual_info: (N,) nats, or None.
-        lengths: (N,) classes that the uncertainty-aware ranking keeps, or None. ranking: its rule, threshold and cap.
-        num_bins: bins of the calibration errors.
-        top_k: k of the top-k accuracy.
-    """
-    found = [*label_scores(examples, top_k=top_k), *calibration_scores(examples, num_bins=num_bins)]
-    found.append(class_wise_scores(probs, examples.labels, num_bins=num_bins))
-    found += per_class_scores(probs, examples)
-    found += [selective_scores(examples), decomposition_scores(examples)]
-    return found + prediction_scores(examples, mutual_info) + ranking_scores(probs, examples, lengths, ranking)
 
 
 def score_rows(scores: Sequence[ScoreGroup], split: tuple[str, int], bootstrap: Bootstrap | None = None) -> list[Row]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +37,11 @@ Row = dict[str, Any]
 MOST_DRAWS = 1000  # of one side, for marginals and covariances
 _MOST_VALUES = 2**20  # of draws, for marginals and covariances, where P is large
 _UNIT = "standard deviation of the reference's draws"
-_MMD: Row = {"name": "mmd2", "kernel": "rbf", "higher_is_better": False}
 _RULES = {
     "unbiased": "median distance of the reference's draws",
     "biased": "median distance of the reference's draws",
     "published": "median distance of the first 50 draws of the reference and the first 50 of the posterior, together: "
     "differs by posterior",
-}
-_DISTANCES: dict[str, list[Row]] = {
-    "wasserstein": [{"order": 1, "over": "mean"}, {"order": 1, "over": "largest"}],
-    "mean_error": [{"over": "root mean square"}],
-    "covariance_error": [{"norm": "frobenius", "estimator": "root of the unbiased square"}],
 }
 
 
@@ -88,72 +84,131 @@ def num_draws_for(num_params: int) -> int:
     return max(NUM_DRAWS, min(MOST_DRAWS, _MOST_VALUES // num_params))
 
 
-def weight_space_rows(
+class DrawPair:
+    """Draws of a posterior and of a reference, and what several distances need of them.
+
+    Args:
+        reference: name of the posterior that theirs are of.
+        generator: of permutations.
+        device: where thinned draws are compared.
+    """
+
+    def __init__(
+        self,
+        ours: WeightDraws,
+        theirs: WeightDraws,
+        *,
+        reference: str,
+        generator: torch.Generator,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.ours, self.theirs, self.reference = ours, theirs, reference
+        self.generator, self.device = generator, torch.device(device)
+
+    @property
+    def sides(self) -> tuple[WeightDraws, WeightDraws]:
+        """Ours and theirs."""
+        return self.ours, self.theirs
+
+    def thinned(self, *counts: int) -> tuple[Tensor, Tensor]:
+        """At most so many draws (n, P) and (m, P) of each side; one count for both, or one for each."""
+        pairs = zip(self.sides, (counts * 2)[:2], strict=True)
+        x, y = (thin(side.chains, count).to(self.device) for side, count in pairs)
+        return x, y
+
+    def independent(self, most: int) -> list[int]:
+        """About how many of at most so many draws of each side are independent."""
+        return [side.independent(most) for side in self.sides]
+
+    @property
+    def most_draws(self) -> int:
+        """Draws of a side that marginals and covariances are compared by."""
+        return num_draws_for(self.theirs.chains.shape[2])
+
+    @cached_property
+    def marginals(self) -> tuple[Tensor, Tensor]:
+        """Draws (n, P) and (m, P) that marginals are compared by."""
+        return self.thinned(self.most_draws)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """(P,), the unit of every parameter. Raises DataError where one of the reference does not vary."""
+        return reference_scale(self.marginals[1])
+
+
+class Distance(NamedTuple):
+    """One distance between draws, in one form or several.
+
+    Args:
+        forms: rows without a value, of what defines each.
+        measure: what each form's row gains: its value among others. Raises DataError where there is none.
+    """
+
+    forms: Sequence[Row]
+    measure: Callable[[DrawPair], Sequence[Row]]
+
+
+def reference_rows(
     ours: WeightDraws | None,
     theirs: WeightDraws | None,
+    distances: Mapping[str, Distance],
     *,
     reference: str,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
 ) -> list[Row]:
-    """Rows of mmd2 (unbiased with its p-value, biased, published), wasserstein, mean_error and covariance_error.
+    """The rows of every distance, by its name; undefined ones say why.
 
     Args:
         ours: None where the posterior has no draws of theta.
         theirs: of the reference; None where there is none. The same draws again are undefined: a posterior has no
             distance to itself.
-        reference: name of the posterior that theirs are of.
-        generator: of the permutations.
-        device: where thinned draws are compared.
+        reference, generator, device: as of DrawPair.
     """
     reason = _why_undefined(ours, theirs, reference)
-    if ours is None or theirs is None or reason is not None:
-        return _undefined_rows(reason or "undefined", reference)
-    pair = _Pair(ours, theirs, torch.device(device))
-    return [*_mmd_rows(pair, reference, generator=generator), *_distance_rows(pair, reference)]
-
-
-class _Pair(NamedTuple):
-    """The two sides that are compared, and where."""
-
-    ours: WeightDraws
-    theirs: WeightDraws
-    device: torch.device
-
-    def thinned(self, *counts: int) -> tuple[Tensor, Tensor]:
-        """At most so many draws (n, P) and (m, P) of each side; one count for both, or one for each."""
-        sides = (self.ours, self.theirs)
-        x, y = (thin(side.chains, count).to(self.device) for side, count in zip(sides, (counts * 2)[:2], strict=True))
-        return x, y
-
-    def independent(self, most: int) -> list[int]:
-        """About how many of at most so many draws of each side are independent."""
-        return [side.independent(most) for side in (self.ours, self.theirs)]
-
-
-def _mmd_rows(pair: _Pair, reference: str, *, generator: torch.Generator) -> list[Row]:
-    x, y = (thin_draws(side.chains, side.num_independent).to(pair.device) for side in (pair.ours, pair.theirs))
-    try:
-        distances = squared_distances(x.draws, y.draws)
-        bandwidth = median_of(distances.yy)
-    except DataError as error:
-        return [row for row in _undefined_rows(error.message, reference) if row["name"] == "mmd2"]
-    facts: dict[str, Row] = {
-        "unbiased": _unbiased(x, y, distances, bandwidth, generator=generator),
-        "biased": {"value": mmd2_of(distances, bandwidth).biased},
-        "published": _published(pair, distances),
-    }
-    shared = {**_MMD, "reference": reference, "n": [len(x.draws), len(y.draws)]}
+    pair = None
+    if ours is not None and theirs is not None and reason is None:
+        pair = DrawPair(ours, theirs, reference=reference, generator=generator, device=device)
     return [
-        {**shared, "estimator": name, "bandwidth_rule": _RULES[name], "bandwidth": bandwidth, **found}
-        for name, found in facts.items()
+        row for name, distance in distances.items() for row in _distance_rows(name, distance, pair, reference, reason)
     ]
 
 
-def _published(pair: _Pair, distances: Distances) -> Row:
+def _distance_rows(
+    name: str, distance: Distance, pair: DrawPair | None, reference: str, reason: str | None
+) -> list[Row]:
+    if pair is not None:
+        try:
+            found = distance.measure(pair)
+        except DataError as error:
+            reason = error.message
+        else:
+            told = {"name": name, "reference": reference}
+            return [{**form, **told, **row} for form, row in zip(distance.forms, found, strict=True)]
+    known = [
+        {key: value for key, value in form.items() if key not in ("name", "n", "reference")} for form in distance.forms
+    ]
+    nothing = {"value": None, "n": None, "reference": reference, "undefined": reason}
+    return [{"name": name, **form, **nothing} for form in known]
+
+
+def _mmd2(pair: DrawPair) -> list[Row]:
+    x, y = (thin_draws(side.chains, side.num_independent).to(pair.device) for side in pair.sides)
+    distances = squared_distances(x.draws, y.draws)
+    bandwidth = median_of(distances.yy)
+    shared: Row = {"n": [len(x.draws), len(y.draws)], "bandwidth": bandwidth}
+    found = [
+        _unbiased(x, y, distances, bandwidth, generator=pair.generator),
+        {"value": mmd2_of(distances, bandwidth).biased},
+        _published(pair, distances),
+    ]
+    return [shared | row for row in found]
+
+
+def _published(pair: DrawPair, distances: Distances) -> Row:
     """The biased estimate with a bandwidth of its own, which copies of a point beside few draws of the reference leave at 0."""
     try:
-        bandwidth = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair[:2]))
+        bandwidth = published_bandwidth(*(side.chains.flatten(0, 1) for side in pair.sides))
     except DataError:
         reason = "half of the pairs of the draws that tell the bandwidth coincide: their median distance is 0"
         return {"value": None, "n": None, "bandwidth": None, "undefined": reason}
@@ -175,68 +230,47 @@ def _unbiased(
     }
 
 
-def _distance_rows(pair: _Pair, reference: str) -> list[Row]:
-    """Rows of wasserstein, mean_error and covariance_error, each with its noise."""
-    most = num_draws_for(pair.theirs.chains.shape[2])
-    x, y = pair.thinned(most)
-    independent = pair.independent(most)
-    try:
-        scale = reference_scale(y)
-        distances = wasserstein_distances(x, y, scale)
-    except DataError as error:
-        return [row for row in _undefined_rows(error.message, reference) if row["name"] != "mmd2"]
+def _wasserstein(pair: DrawPair) -> list[Row]:
+    x, y = pair.marginals
+    found = wasserstein_distances(x, y, pair.scale)
+    independent = pair.independent(pair.most_draws)
     floor = wasserstein_floor(*independent) if min(independent) > 0 else None
-    found: dict[str, list[Row]] = {
-        "wasserstein": [
-            {"value": float(distances.mean()), "noise_floor": floor},
-            {"value": float(distances.max()), "noise_floor": None},
-        ],
-        "mean_error": [_mean_error(pair, scale)],
-        "covariance_error": [_covariance_error(pair, scale, most=most)],
-    }
-    shared = {"n": [len(x), len(y)], "reference": reference, "unit": _UNIT, "higher_is_better": False}
+    shared = {"n": [len(x), len(y)]}
     return [
-        {**shared, "name": name, **choices, **row}
-        for name, rows in found.items()
-        for choices, row in zip(_DISTANCES[name], rows, strict=True)
+        {**shared, "value": float(found.mean()), "noise_floor": floor},
+        {**shared, "value": float(found.max()), "noise_floor": None},
     ]
 
 
-def _mean_error(pair: _Pair, scale: Tensor) -> Row:
-    ours, theirs = pair.ours, pair.theirs
+def _mean_error(pair: DrawPair) -> list[Row]:
+    ours, theirs = pair.sides
     counts: list[float] = [side.independent(side.num_draws) for side in (ours, theirs)]
     if ours.mean is not None:
         counts[0] = math.inf
-    return {
-        "value": mean_error(ours.center(), theirs.center(), scale),
+    row = {
+        "value": mean_error(ours.center(), theirs.center(), pair.scale),
         "mean": "draws" if ours.mean is None else "exact",
         "n": [ours.num_draws, theirs.num_draws],
         "noise_floor": mean_floor(*counts) if min(counts) > 0 else None,
     }
+    return [row]
 
 
-def _covariance_error(pair: _Pair, scale: Tensor, *, most: int) -> Row:
+def _covariance_error(pair: DrawPair) -> list[Row]:
     """The error between draws thinned to about as many as are independent."""
-    counts = pair.independent(most)
+    scale, counts = pair.scale, pair.independent(pair.most_draws)
+    shared = {"n": [len(side) for side in pair.marginals]}
     if min(counts) < MIN_INDEPENDENT:
-        return {"value": None, "undefined": _too_few(counts)}
+        return [{**shared, "value": None, "undefined": _too_few(counts)}]
     try:
         value = covariance_error(*pair.thinned(*counts), scale)
     except DataError as error:
-        return {"value": None, "undefined": error.message}
-    return {"value": value, "n": counts, "noise_floor": covariance_floor(*counts)}
+        return [{**shared, "value": None, "undefined": error.message}]
+    return [{"value": value, "n": counts, "noise_floor": covariance_floor(*counts)}]
 
 
 def _too_few(counts: list[int]) -> str:
     return f"only about {min(counts)} of the draws are independent; {MIN_INDEPENDENT} are needed"
-
-
-def _undefined_rows(reason: str, reference: str) -> list[Row]:
-    """Every row without a value."""
-    rows = [{**_MMD, "estimator": name, "bandwidth_rule": rule, "bandwidth": None} for name, rule in _RULES.items()]
-    for name, variants in _DISTANCES.items():
-        rows += [{"name": name, "unit": _UNIT, "higher_is_better": False, **choices} for choices in variants]
-    return [{**row, "value": None, "n": None, "reference": reference, "undefined": reason} for row in rows]
 
 
 def _why_undefined(ours: WeightDraws | None, theirs: WeightDraws | None, reference: str) -> str | None:
@@ -253,3 +287,16 @@ def _why_undefined(ours: WeightDraws | None, theirs: WeightDraws | None, referen
     if ours.draws is theirs.draws or (x.shape == y.shape and torch.equal(x.cpu(), y.cpu())):
         return f"the draws are those of the reference, {reference}, itself"
     return None
+
+
+# What is not known beforehand is None, in its place: rows have their keys in this order.
+_SCALED: Row = {"n": None, "reference": None, "unit": _UNIT, "higher_is_better": False, "name": None}
+_KERNEL: Row = {"name": None, "kernel": "rbf", "higher_is_better": False, "reference": None, "n": None}
+MMD2 = Distance(
+    [{**_KERNEL, "estimator": name, "bandwidth_rule": rule, "bandwidth": None} for name, rule in _RULES.items()], _mmd2
+)
+WASSERSTEIN = Distance([{**_SCALED, "order": 1, "over": over} for over in ("mean", "largest")], _wasserstein)
+MEAN_ERROR = Distance([{**_SCALED, "over": "root mean square"}], _mean_error)
+COVARIANCE_ERROR = Distance(
+    [{**_SCALED, "norm": "frobenius", "estimator": "root of the unbiased square"}], _covariance_error
+)

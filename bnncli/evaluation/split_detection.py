@@ -1,39 +1,47 @@
-"""Metric rows of out-of-distribution detection: AUROC, AUPR and FPR95 of each score, with what defines them."""
+"""Metric rows of out-of-distribution detection: how well each score of an example tells two splits apart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import Detection, Ranking
+from bnncli.evaluation.detection import DetectionForm, Ranking, Statistic
 
 Row = dict[str, Any]
-Scores = Mapping[str, NDArray | str]
+# Of each score its value (N,) for every example, or the reason why there is none.
+ExampleScores = Mapping[str, NDArray | str]
+# The forms of each score, by its name.
+Forms = Mapping[str, Sequence[DetectionForm]]
 
-_IN_THRESHOLD = "5th percentile of in-distribution scores, linear"
-_OUT_THRESHOLD = "95th percentile of out-of-distribution scores, linear"
-# Field of Detection to the row's name and choices.
-DETECTION_ROWS: dict[str, Row] = {
-    "auroc": {"name": "auroc", "positive": "in", "higher_is_better": True},
-    "aupr_in": {"name": "aupr", "positive": "in", "estimator": "average precision", "higher_is_better": True},
-    "aupr_out": {"name": "aupr", "positive": "out", "estimator": "average precision", "higher_is_better": True},
-    "fpr95_in": {"name": "fpr95", "positive": "in", "threshold": _IN_THRESHOLD, "higher_is_better": False},
-    "fpr95_out": {"name": "fpr95", "positive": "out", "threshold": _OUT_THRESHOLD, "higher_is_better": False},
-}
+
+def form_rows(forms: Forms) -> list[tuple[Row, DetectionForm]]:
+    """Every form with its row, which has what defines it and no value."""
+    return [
+        ({"name": name, **form.choices, "higher_is_better": form.higher_is_better}, form)
+        for name, own in forms.items()
+        for form in own
+    ]
 
 
 def detection_rows(
-    scores_in: Scores, scores_out: Scores, *, split: str, ood: str, bootstrap: Bootstrap | None = None
+    scores_in: ExampleScores,
+    scores_out: ExampleScores,
+    forms: Forms,
+    *,
+    split: str,
+    ood: str,
+    bootstrap: Bootstrap | None = None,
 ) -> list[Row]:
-    """Rows of auroc, aupr and fpr95 of every score, between an in-distribution split and another one.
+    """Rows of every form by every score of an example, between an in-distribution split and another one.
 
     Args:
         scores_in: name to (N,), higher for what looks in-distribution, or to the reason why there is no such score.
         scores_out: the same names, (M,).
+        forms: of auroc, fpr95 and so on.
         split, ood: names of the two splits; each is resampled on its own.
         bootstrap: None for rows without standard errors.
 
@@ -46,17 +54,20 @@ def detection_rows(
         for name, reason in reasons.items()
         if reason is None
     }
-    replicates = {} if bootstrap is None else _replicates(rankings, bootstrap, split=split, ood=ood)
+    defined = form_rows(forms)
+    statistics = [form.statistic for _, form in defined]
+    replicates = {} if bootstrap is None else _replicates(rankings, statistics, bootstrap, split=split, ood=ood)
     rows = []
     for name, reason in reasons.items():
         shared = {"score": name, "ood": ood, "n": _sizes(scores_in[name], scores_out[name])}
         if reason is not None:
-            rows += [{**choices, **shared, "value": None, "undefined": reason} for choices in DETECTION_ROWS.values()]
+            rows += [{**choices, **shared, "value": None, "undefined": reason} for choices, _ in defined]
             continue
-        for index, (field, value) in enumerate(rankings[name].estimate().items()):
-            row = {**DETECTION_ROWS[field], **shared, "value": value}
+        values = rankings[name].estimate(statistics)
+        for index, ((choices, form), value) in enumerate(zip(defined, values, strict=True)):
+            row = {**choices, **shared, "value": value}
             if bootstrap is not None:
-                row |= bootstrap.describe(value, replicates[name][:, index], bounds=(0.0, 1.0))
+                row |= bootstrap.describe(value, replicates[name][:, index], bounds=form.bounds)
             rows.append(row)
     return rows
 
@@ -75,15 +86,14 @@ def mmc_row(confidence: NDArray, *, ood: str, bootstrap: Bootstrap | None = None
 
 
 def _replicates(
-    rankings: Mapping[str, Ranking], bootstrap: Bootstrap, *, split: str, ood: str
+    rankings: Mapping[str, Ranking], statistics: Sequence[Statistic], bootstrap: Bootstrap, *, split: str, ood: str
 ) -> dict[str, NDArray[np.float64]]:
-    """The fields of Detection (R, 5) of each score, all under the same weights, which are drawn once."""
+    """The statistics (R, m) of each score, all under the same weights, which are drawn once."""
     if not rankings:
         return {}
 
-    def statistic(weights_in: NDArray, weights_out: NDArray) -> NDArray[np.float64]:
-        found: list[Detection] = [ranking.evaluate(weights_in, weights_out) for ranking in rankings.values()]
-        return np.stack([np.stack(scores, axis=1) for scores in found], axis=1)
+    def statistic(*weights: NDArray) -> NDArray[np.float64]:
+        return np.stack([ranking.evaluate(statistics, *weights) for ranking in rankings.values()], axis=1)
 
     first = next(iter(rankings.values()))
     sizes = (split, len(first.scores_in)), (ood, len(first.scores_out))

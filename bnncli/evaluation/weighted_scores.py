@@ -79,18 +79,14 @@ def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup
     return ScoreGroup(members, statistic)
 
 
-def prediction_scores(examples: Examples, mutual_info: NDArray | None) -> list[ScoreGroup]:
-    """Mean confidence, entropy and mutual information (N,), which need no labels; nats."""
+def confidence_scores(examples: Examples) -> list[ScoreGroup]:
+    """Mean confidence and mean entropy, which need no labels; nats."""
     confidence = ScoreForm("mean_confidence", {}, None, bounds=(0.0, 1.0))
-    found = [means([confidence, ScoreForm("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
-    shared = [ScoreForm("mean_mutual_info", {}, None)]
-    if mutual_info is None:
-        return [*found, ScoreGroup(shared, None, "the integrator makes no draws")]
-    return [*found, means(shared, [mutual_info])]
+    return [means([confidence, ScoreForm("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
 
 
-def label_scores(examples: Examples, *, top_k: int) -> list[ScoreGroup]:
-    """Accuracy, NLL, Brier score and top-k accuracy."""
+def label_scores(examples: Examples) -> list[ScoreGroup]:
+    """Accuracy, NLL and Brier score."""
     rank, probability = examples.label_rank, examples.label_probability
     is_clamped = np.zeros(0) if probability is None else probability < SMALLEST_PROBABILITY
     members = [
@@ -98,13 +94,9 @@ def label_scores(examples: Examples, *, top_k: int) -> list[ScoreGroup]:
         ScoreForm("nll", {"reduction": "mean"}, facts={"num_clamped": int(is_clamped.sum())}),
         ScoreForm("brier", {"reduction": "mean", "classes": "sum"}, bounds=(0.0, 2.0)),
     ]
-    top = [ScoreForm("top_k", {"k": top_k}, True, bounds=(0.0, 1.0))]
     if probability is None or rank is None:
-        return [ScoreGroup(members, None, NO_LABELS), ScoreGroup(top, None, NO_LABELS)]
-    found = [means(members, [rank == 0, log_losses(probability), brier_losses(examples)])]
-    if examples.num_classes <= top_k:
-        return [*found, ScoreGroup(top, None, f"there are {examples.num_classes} classes")]
-    return [*found, means(top, [rank < top_k])]
+        return [ScoreGroup(members, None, NO_LABELS)]
+    return [means(members, [rank == 0, log_losses(probability), brier_losses(examples)])]
 
 
 def log_losses(label_probability: NDArray) -> Floats:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bnncli.errors import UsageError
+from bnncli.scores import declared
 
 GRAMMAR = "[POSTERIOR[.INTEGRATOR].]METRIC[-PART][:CHOICE...][@SPLIT] and then <=, <, >=, >, == or != and a number, or another score"
-FLOORED = ("ece", "mce")  # metrics that a calibrated model scores above 0 by chance
-# What can be asked of a metric instead of its value, and which metrics have it (none named: every one).
-PARTS: dict[str, tuple[str, ...]] = {"excess": FLOORED, "floor": FLOORED, "low": (), "high": ()}
+PARTS = ("excess", "floor", "low", "high")  # what can be asked of a metric instead of its value
+_OF_FLOORS = ("excess", "floor")  # of metrics that a calibrated model scores above 0 by chance
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -118,8 +118,8 @@ def _quantity(part: str, text: str, flag: str, metrics: Sequence[str]) -> Quanti
         raise UsageError(f"{flag}: unknown metric {metric!r} in {text!r}; expected one of {', '.join(metrics)}")
     if part is not None and part not in PARTS:
         raise UsageError(f"{flag}: unknown part {part!r} of {metric} in {text!r}; expected one of {', '.join(PARTS)}")
-    if part is not None and PARTS[part] and metric not in PARTS[part]:
-        owners = ", ".join(name for name in PARTS[part] if name in metrics)
+    if part in _OF_FLOORS and not declared()[metric].has_floor:
+        owners = ", ".join(name for name, score in declared().items() if score.has_floor and name in metrics)
         raise UsageError(
             f"{flag}: {metric} has no {part} in {text!r}; there is one of {owners}, and of {metric} low and high"
         )

@@ -7,20 +7,10 @@ from dataclasses import dataclass
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Quantity, parse_score
 from bnncli.options.declaration import Checked, option
-from bnncli.options.evaluate import METRICS
+from bnncli.scores import declared
 
-_OF_POSTERIORS = (  # not a mean over examples that two posteriors could be paired in
-    "mmd2",
-    "wasserstein",
-    "mean_error",
-    "covariance_error",
-    "mmc",
-    "density",
-    "true_positive_rate",
-    "false_positive_rate",
-)
-COMPARED = tuple(name for name in METRICS if name not in _OF_POSTERIORS)
-DEFAULT_METRICS = ("accuracy", "nll", "brier", "ece", "auroc", "fpr95")
+COMPARED = tuple(name for name, score in declared().items() if score.is_paired)
+DEFAULT_METRICS = tuple(name for name in COMPARED if declared()[name].is_shown)
 
 
 @dataclass(frozen=True)

@@ -8,44 +8,11 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Assertion, Quantity, parse_assertion
 from bnncli.options.declaration import Checked, option
+from bnncli.scores import declared
 
-METRICS = (
-    "accuracy",
-    "top_k",
-    "nll",
-    "brier",
-    "ece",
-    "mce",
-    "balanced_accuracy",
-    "macro_f1",
-    "macro_precision",
-    "class_auroc",
-    "class_average_precision",
-    "aurc",
-    "e_aurc",
-    "miscalibration",
-    "discrimination",
-    "uncertainty",
-    "mean_confidence",
-    "mean_entropy",
-    "mean_mutual_info",
-    "ranked_length",
-    "ranked_accuracy",
-    "cumulative_accuracy",
-    "ranked_gain",
-    "auroc",
-    "aupr",
-    "fpr95",
-    "mmc",
-    "mmd2",
-    "wasserstein",
-    "mean_error",
-    "covariance_error",
-    "density",
-    "true_positive_rate",
-    "false_positive_rate",
-)
+METRICS = tuple(declared())
 PREDICTION_SCORES = ("max_prob", "entropy", "mutual_info", "dirichlet_variance", "energy", "max_logit")
+DEFAULT_SCORE = "max_prob"  # of examples, by which splits are told apart when no other is named
 FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
 FEATURE_SCORES = ("mahalanobis", "relative_mahalanobis", "knn")
 
@@ -128,12 +95,12 @@ class EvaluateOptions(Checked):
     def shown_scores(self) -> list[str]:
         """The detection scores to show."""
         every = [*PREDICTION_SCORES, *FEATURE_SCORES]
-        return every if "all" in self.score else [name for name in every if name in self.score] or ["max_prob"]
+        return every if "all" in self.score else [name for name in every if name in self.score] or [DEFAULT_SCORE]
 
     @property
     def prediction_scores(self) -> list[str]:
         """The detection scores to make of every group of predictions: max_prob, and those to show."""
-        return [name for name in PREDICTION_SCORES if name in ("max_prob", *self.shown_scores)]
+        return [name for name in PREDICTION_SCORES if name in (DEFAULT_SCORE, *self.shown_scores)]
 
     @property
     def needs_features(self) -> bool:

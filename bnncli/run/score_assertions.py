@@ -3,7 +3,7 @@
 What an assertion leaves out is filled in by rule. No posterior: every one, but for what the score is compared with (the
 posterior on the right, the reference of a distance). No integrator: every one on the left; on the right the only one, or
 the one the left has. No split: test, or the only one; on the right the one the left has. No choice: the usual form of the
-score (`USUAL`). Whatever is still not one score is an error that names the choices.
+score. Whatever is still not one score is an error that names the choices.
 
 A posterior of the run whose predictions are stale or not there has no rows and is absent: what is asserted of it, by name
 or of every posterior, fails.
@@ -17,21 +17,12 @@ from typing import Any, NamedTuple
 from bnncli.errors import MissingInput, UsageError
 from bnncli.names import posterior_title, quoted
 from bnncli.options.assertions import Assertion, Quantity
-from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
+from bnncli.options.evaluate import DEFAULT_SCORE, FEATURE_SCORES, FEATURES_NAME
+from bnncli.scores import declared
 
 Row = dict[str, Any]
 
-# The form of a score that is meant when its choices are not named.
-USUAL: dict[str, Any] = {
-    "strategy": "equal-width",
-    "norm": "l1",
-    "score": "max_prob",
-    "positive": "in",
-    "estimator": "unbiased",
-    "over": "mean",
-    "kind": "used",
-    "layer": "all",
-}
+# Fields of rows of any score that tell of its number, and no form from another.
 _NO_CHOICES = {
     "name",
     "value",
@@ -41,21 +32,9 @@ _NO_CHOICES = {
     "standard_error",
     "interval",
     "p_value",
-    "p_value_undefined",
-    "permutations",
-    "blocks",
-    "bandwidth_rule",
-    "threshold",
     "unit",
     "note",
-    "num_clamped",
-    "num_used",
-    "draws",
-    "sd",
 }
-
-
-_DISTANCES = ("mmd2", "wasserstein", "mean_error", "covariance_error")  # to a reference, which has none to itself
 
 
 class Absent(NamedTuple):
@@ -115,7 +94,7 @@ def find_metric(metrics: Sequence[Row], wanted: Quantity) -> list[Row]:
     """The metric rows that have the name and the choices wanted, in their usual form where nothing else is said."""
     found = [row for row in metrics if row["name"] == wanted.metric]
     found = [row for row in found if set(wanted.choices) <= {text for _, text in _choices(row)}]
-    for key, usual in USUAL.items():
+    for key, usual in {"score": DEFAULT_SCORE, **declared()[wanted.metric].usual}.items():
         is_said = any(key == other and text in wanted.choices for row in found for other, text in _choices(row))
         if not is_said and any(row.get(key) == usual for row in found):
             found = [row for row in found if row.get(key, usual) == usual]
@@ -156,7 +135,7 @@ def _absent_of_all(
     if not set(FEATURE_SCORES).isdisjoint(left.choices):
         return []
     others = {right.posterior} if isinstance(right, Quantity) else set()
-    others |= {reference} if left.metric in _DISTANCES else set()
+    others |= {reference} if declared()[left.metric].of_draws is not None else set()  # there is none to itself
     chosen = _named(left, rows)
     kept = {_name(row) for row in _of_split(left, chosen, None)}
     split = _of_split(left, chosen, None)[0]["split"]
@@ -301,10 +280,11 @@ def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]
 
 def _choices(metric: Row) -> list[tuple[str, str]]:
     """What tells the forms of a metric apart, as text."""
+    facts = declared()[metric["name"]].facts
     return [
         (key, str(value))
         for key, value in metric.items()
-        if key not in _NO_CHOICES and isinstance(value, str | int) and not isinstance(value, bool)
+        if key not in _NO_CHOICES and key not in facts and isinstance(value, str | int) and not isinstance(value, bool)
     ]
 
 

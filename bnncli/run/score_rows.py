@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,15 +13,16 @@ from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.example_scores import prediction_scores
 from bnncli.evaluation.example_statistics import Examples, check_labels, examples_of
-from bnncli.evaluation.metric_rows import Row, score_rows, split_scores
+from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.split_detection import Scores as DetectionScores
-from bnncli.evaluation.split_detection import detection_rows, mmc_row
+from bnncli.evaluation.scored_split import ScoredSplit
+from bnncli.evaluation.split_detection import ExampleScores, detection_rows
 from bnncli.integrators import load_integrator
 from bnncli.options import EvaluateOptions
 from bnncli.run.prediction_groups import Group
 from bnncli.run.session import Run
+from bnncli.scores import detection_forms, other_split_rows, split_scores
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 
@@ -55,7 +56,14 @@ class SplitPredictions:
             path = self.header.path
             raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
 
-    def detection_scores(self, names: Sequence[str]) -> DetectionScores:
+    def scored(self, num_bins: int) -> ScoredSplit:
+        """What scores of the split are made of."""
+        file, ranking = self.file, self.header.meta.get("top_k")
+        return ScoredSplit(
+            file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, num_bins=num_bins
+        )
+
+    def detection_scores(self, names: Sequence[str]) -> ExampleScores:
         """The scores of these names of each example, or why there are none."""
         arrays = {
             name: getattr(self.file, name) for name in ("mutual_info", "log_concentration", "energy", "max_logit")
@@ -136,15 +144,8 @@ def num_draws(group: Group, header: Header) -> int | None:
 
 def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> list[Row]:
     """The rows of one split's own scores."""
-    scores = split_scores(
-        split.file.probs,
-        split.examples,
-        split.file.mutual_info,
-        lengths=split.file.top_k,
-        ranking=split.header.meta.get("top_k"),
-        num_bins=options.bins,
-        top_k=options.top_k,
-    )
+    scored = replace(split.scored(options.bins), top_k=options.top_k)
+    scores = split_scores(scored)
     run.console.poll()
     return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
 
@@ -152,9 +153,9 @@ def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> 
 def _detection_rows(run: Run, options: EvaluateOptions, split: SplitPredictions, other: SplitPredictions) -> list[Row]:
     """The rows of telling one split from another, and of how sure the predictions of the other are."""
     bootstrap, names = bootstrap_of(run, options), options.prediction_scores
-    scores = [side.detection_scores(names) for side in (split, other)]
-    rows = detection_rows(*scores, split=split.name, ood=other.name, bootstrap=bootstrap)
-    return [*rows, mmc_row(other.examples.confidence, ood=other.name, bootstrap=bootstrap)]
+    inside, outside = (side.detection_scores(names) for side in (split, other))
+    rows = detection_rows(inside, outside, detection_forms(), split=split.name, ood=other.name, bootstrap=bootstrap)
+    return [*rows, *other_split_rows(other.examples, other.name, bootstrap)]
 
 
 def _check_differs(split: SplitPredictions, other: SplitPredictions) -> None:

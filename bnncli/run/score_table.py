@@ -7,59 +7,8 @@ from typing import Any
 
 from bnncli.names import posterior_title
 from bnncli.run.session import Table
+from bnncli.scores import declared
 
-# Title and digits of each score, in the order of the columns.
-_SCORES = {
-    "accuracy": ("accuracy", 4),
-    "top_k": ("top-{k}", 4),
-    "nll": ("NLL", 4),
-    "brier": ("Brier", 4),
-    "ece": ("ECE", 4),
-    "mce": ("MCE", 4),
-    "balanced_accuracy": ("balanced accuracy", 4),
-    "macro_f1": ("macro F1", 4),
-    "macro_precision": ("macro precision", 4),
-    "class_auroc": ("class AUROC", 4),
-    "class_average_precision": ("class average precision", 4),
-    "aurc": ("AURC", 4),
-    "e_aurc": ("E-AURC", 4),
-    "miscalibration": ("miscalibration", 4),
-    "discrimination": ("discrimination", 4),
-    "uncertainty": ("uncertainty", 4),
-    "mean_confidence": ("confidence", 4),
-    "mean_entropy": ("entropy", 4),
-    "mean_mutual_info": ("mutual information", 4),
-    "ranked_length": ("classes kept", 3),
-    "ranked_accuracy": ("ranked accuracy", 4),
-    "cumulative_accuracy": ("cumulative accuracy", 4),
-    "ranked_gain": ("ranked gain", 4),
-    "auroc": ("AUROC", 3),
-    "aupr": ("AUPR", 3),
-    "fpr95": ("FPR95", 3),
-    "mmc": ("MMC", 3),
-    "mmd2": ("MMD^2", 4),
-    "wasserstein": ("Wasserstein", 3),
-    "mean_error": ("mean error", 3),
-    "covariance_error": ("covariance error", 3),
-    "density": ("density", 4),
-    "true_positive_rate": ("TPR", 3),
-    "false_positive_rate": ("FPR", 3),
-}
-# The forms of scores that are shown when none was asked for.
-USUAL: dict[str, dict[str, str]] = {
-    "accuracy": {},
-    "nll": {},
-    "brier": {},
-    "ece": {"strategy": "equal-width"},
-    "auroc": {},
-    "fpr95": {"positive": "in"},
-    "mmd2": {"estimator": "unbiased"},
-    "density": {"kind": "used", "layer": "all"},
-    "true_positive_rate": {},
-    "false_positive_rate": {},
-}
-# Choices that tell the forms of a score apart, in the order in which a title names them.
-_TELLING = ("of", "strategy", "norm", "estimator", "rule", "over", "score", "positive", "kind", "layer")
 _FIRST = ["split", "posterior", "integrator", "draws"]
 
 Form = tuple[str, str | None, tuple[str | None, ...]]
@@ -95,7 +44,7 @@ def score_table(
 
 def score_title(metric: Mapping[str, Any]) -> str:
     """What a score is called in a table, without the choices that tell it from its like."""
-    return _SCORES[metric["name"]][0].format(**metric)
+    return declared()[metric["name"]].title.format(**metric)
 
 
 def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> bool:
@@ -103,24 +52,25 @@ def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence
         return False
     if chosen:
         return metric["name"] in chosen
-    usual = USUAL.get(metric["name"])
-    return usual is not None and all(metric.get(key) == value for key, value in usual.items())
+    score = declared()[metric["name"]]
+    return score.is_shown and all(metric.get(key) == value for key, value in score.usual.items())
 
 
 def _form(metric: Mapping[str, Any]) -> Form:
     """What a metric shares with its like in other rows: name, the other split, the choices that tell it from its forms."""
-    return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in _TELLING)
+    return metric["name"], metric.get("ood"), tuple(metric.get(key) for key in declared()[metric["name"]].told_by)
 
 
 def _columns(shown: Sequence[Mapping[Form, Any]]) -> list[Form]:
-    """Every form there is, in the order of _SCORES; what is measured against another split stands together."""
+    """Every form there is, in the order of the scores; what is measured against another split stands together."""
     forms = list(dict.fromkeys(form for found in shown for form in found))
     others = list(dict.fromkeys(ood for _, ood, _ in forms))
-    rank = list(_SCORES).index
+    rank = list(declared()).index
+    first = min((rank(name) for name, ood, _ in forms if ood is not None), default=0)
 
     def place(form: Form) -> tuple[int, int, int]:
         name, ood, _ = form
-        return (rank(name), 0, 0) if ood is None else (rank("auroc"), others.index(ood), rank(name))
+        return (rank(name), 0, 0) if ood is None else (first, others.index(ood), rank(name))
 
     return sorted(forms, key=place)
 
@@ -133,7 +83,7 @@ def _titles(forms: Sequence[Form], shown: Sequence[Mapping[Form, Any]]) -> list[
         example = next(found[form] for found in shown if form in found)
         like = [others for other, _, others in forms if other == name]
         telling = [text for i, text in enumerate(choices) if text is not None and len({o[i] for o in like}) > 1]
-        titles.append(" ".join([_SCORES[name][0].format(**example), *([ood] if ood else []), *telling]))
+        titles.append(" ".join([score_title(example), *([ood] if ood else []), *telling]))
     return titles
 
 
@@ -155,7 +105,7 @@ def _head(row: Mapping[str, Any]) -> list[str]:
 def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
     if metric is None or metric["value"] is None:
         return "-"
-    digits = _SCORES[metric["name"]][1]
+    digits = declared()[metric["name"]].digits
     shown, ends = _number(metric["value"], digits), metric.get("interval")
     if metric.get("floor") is not None:
         shown += f" (floor {_number(metric['floor'], digits)})"

@@ -13,7 +13,7 @@ from score_samples import means, noisy_scores
 
 from bnncli.evaluation.best import candidates
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import Ranking
+from bnncli.evaluation.detection import Ranking, auroc
 from bnncli.evaluation.paired import Sample, holm
 from bnncli.evaluation.standings import standings
 
@@ -100,7 +100,9 @@ def test_equal_areas_under_the_curve_go_unmarked_no_more_often_than_alpha() -> N
             generator.normal(size=(size, 1)) + 0.3 * generator.normal(size=(size, count)) + shift for shift in (1.5, 0)
         )
         rankings = [Ranking(inside[:, place], outside[:, place]) for place in range(count)]
-        samples = [Sample(np.array([one.estimate()["auroc"]]), one.evaluate(*splits).auroc) for one in rankings]
+        samples = [
+            Sample(np.array([one.estimate([auroc])[0]]), one.evaluate([auroc], *splits)[:, 0]) for one in rankings
+        ]
         falsely += any(unmarked(samples, higher=True))
     assert falsely / trials <= limit(trials)
 

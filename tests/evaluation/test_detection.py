@@ -15,11 +15,25 @@ from bnncli.errors import DataError
 from bnncli.evaluation import detection
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.example_scores import PREDICTION_SCORES, prediction_score
+from bnncli.evaluation.example_scores import prediction_score
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.split_detection import detection_rows, mmc_row
+from bnncli.options.evaluate import PREDICTION_SCORES
+from bnncli.scores import detection_forms
 
-NAMES = ("auroc", "aupr_in", "aupr_out", "fpr95_in", "fpr95_out")
+FORMS = detection_forms()
+STATISTICS = {
+    "auroc": detection.auroc,
+    "aupr_in": detection.aupr_in,
+    "aupr_out": detection.aupr_out,
+    "fpr95_in": detection.fpr95_in,
+    "fpr95_out": detection.fpr95_out,
+}
+NAMES = tuple(STATISTICS)
+
+
+def estimate(ranking: Ranking) -> dict[str, float]:
+    return dict(zip(NAMES, ranking.estimate(list(STATISTICS.values())), strict=True))
 
 
 def random_pair(seed: int = 0, *, decimals: int = 2) -> tuple[NDArray, NDArray]:
@@ -47,17 +61,17 @@ def test_all_scores_are_those_of_scikit_learn_under_any_counts(decimals: int, mo
     scores_in, scores_out = random_pair(decimals=decimals)
     monkeypatch.setattr(detection, "_BLOCK", 700)  # four replicates at a time
     (weights_in, weights_out), *_ = Bootstrap(30).weights(("test", 101), ("svhn", 67))
-    found = Ranking(scores_in, scores_out).evaluate(weights_in, weights_out)
+    found = Ranking(scores_in, scores_out).evaluate(list(STATISTICS.values()), weights_in, weights_out)
     for row in range(30):
         counts = [weights[row].astype(int) for weights in (weights_in, weights_out)]
         expected = expected_scores(scores_in, scores_out, *counts)
-        np.testing.assert_allclose([score[row] for score in found], expected, rtol=1e-12)
+        np.testing.assert_allclose(found[row], expected, rtol=1e-12)
 
 
 def test_the_estimate_is_that_of_scikit_learn() -> None:
     scores_in, scores_out = random_pair()
     ones = (np.ones(101, dtype=int), np.ones(67, dtype=int))
-    found = Ranking(scores_in.astype(np.float32), scores_out.astype(np.float32)).estimate()
+    found = estimate(Ranking(scores_in.astype(np.float32), scores_out.astype(np.float32)))
     assert tuple(found) == NAMES
     np.testing.assert_allclose(list(found.values()), expected_scores(scores_in, scores_out, *ones), rtol=1e-6)
 
@@ -67,17 +81,17 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order_with_ties_half() -> None
     difference = scores_in[:, None] - scores_out
     assert (difference == 0).any()
     expected = (difference > 0).mean() + 0.5 * (difference == 0).mean()
-    assert Ranking(scores_in, scores_out).estimate()["auroc"] == pytest.approx(expected, rel=1e-12)
+    assert estimate(Ranking(scores_in, scores_out))["auroc"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_swapping_splits_and_signs_swaps_the_positive_side() -> None:
     scores_in, scores_out = random_pair()
-    one, other = Ranking(scores_in, scores_out).estimate(), Ranking(-scores_out, -scores_in).estimate()
+    one, other = estimate(Ranking(scores_in, scores_out)), estimate(Ranking(-scores_out, -scores_in))
     assert one["auroc"] == pytest.approx(other["auroc"], rel=1e-12)
     for name in ("aupr", "fpr95"):
         assert one[f"{name}_in"] == pytest.approx(other[f"{name}_out"], rel=1e-12)
         assert one[f"{name}_out"] == pytest.approx(other[f"{name}_in"], rel=1e-12)
-    backwards = Ranking(scores_out, scores_in).estimate()
+    backwards = estimate(Ranking(scores_out, scores_in))
     assert one["auroc"] + backwards["auroc"] == pytest.approx(1, rel=1e-12)
 
 
@@ -86,29 +100,29 @@ def test_fpr95_lies_on_the_roc_curve_where_95_percent_are_accepted() -> None:
     scores_in, scores_out = generator.beta(6, 2, 1001), generator.beta(3, 3, 700)
     is_in = np.repeat([1, 0], [1001, 700])
     false, true, _ = roc_curve(is_in, np.concatenate([scores_in, scores_out]), drop_intermediate=False)
-    measured = Ranking(scores_in, scores_out).estimate()["fpr95_in"]
+    measured = estimate(Ranking(scores_in, scores_out))["fpr95_in"]
     assert measured == pytest.approx(false[np.argmax(true >= 0.95)], abs=1 / 700)
 
 
 def test_identical_splits_cannot_be_told_apart() -> None:
     scores = np.random.default_rng(2).uniform(0.5, 1, 1000)
-    found = Ranking(scores, scores).estimate()
+    found = estimate(Ranking(scores, scores))
     assert found["auroc"] == pytest.approx(0.5, abs=1e-12)
     assert (found["fpr95_in"], found["fpr95_out"]) == (0.95, 0.95)
 
 
 def test_separated_splits_are_told_apart_without_error() -> None:
-    found = Ranking(np.linspace(0.9, 1, 50), np.linspace(0.5, 0.8, 40)).estimate()
+    found = estimate(Ranking(np.linspace(0.9, 1, 50), np.linspace(0.5, 0.8, 40)))
     assert tuple(found.values()) == (1.0, 1.0, 1.0, 0.0, 0.0)
 
 
 def test_saturated_scores_accept_everything() -> None:
-    found = Ranking(np.ones(30, dtype=np.float32), np.ones(20, dtype=np.float32)).estimate()
+    found = estimate(Ranking(np.ones(30, dtype=np.float32), np.ones(20, dtype=np.float32)))
     assert tuple(found.values()) == pytest.approx((0.5, 0.6, 0.4, 1.0, 1.0), rel=1e-12)
 
 
 def test_one_example_on_each_side_is_enough() -> None:
-    assert tuple(Ranking(np.array([2.0]), np.array([1.0])).estimate().values()) == (1.0, 1.0, 1.0, 0.0, 0.0)
+    assert tuple(estimate(Ranking(np.array([2.0]), np.array([1.0]))).values()) == (1.0, 1.0, 1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +141,8 @@ def rows_by_choice(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], dic
 
 def test_rows_name_the_split_the_score_and_the_convention() -> None:
     scores_in, scores_out = random_pair()
-    rows = detection_rows({"energy": scores_in}, {"energy": scores_out}, split="test", ood="svhn")
-    values = Ranking(scores_in, scores_out).estimate()
+    rows = detection_rows({"energy": scores_in}, {"energy": scores_out}, FORMS, split="test", ood="svhn")
+    values = estimate(Ranking(scores_in, scores_out))
     assert [row["value"] for row in rows] == list(values.values())
     assert [f"{row['name']}_{row['positive']}" for row in rows] == ["auroc_in", *NAMES[1:]]
     assert all((row["ood"], row["score"], row["n"]) == ("svhn", "energy", [101, 67]) for row in rows)
@@ -141,13 +155,13 @@ def test_rows_of_several_scores_are_resampled_alike() -> None:
     scores_in, scores_out = random_pair()
     inside, outside = {"a": scores_in, "b": 2 * scores_in}, {"a": scores_out, "b": 2 * scores_out}
     found = rows_by_choice(
-        detection_rows(inside, outside, split="test", ood="svhn", bootstrap=Bootstrap(200, level=0.9))
+        detection_rows(inside, outside, FORMS, split="test", ood="svhn", bootstrap=Bootstrap(200, level=0.9))
     )
     first, second = found["auroc", "in", "a"], found["auroc", "in", "b"]
     assert first["interval"] == second["interval"]
     assert first["interval"].items() >= {"level": 0.9, "method": "percentile", "replicates": 200}.items()
     weights_in, weights_out = next(Bootstrap(200).weights(("test", 101), ("svhn", 67)))
-    replicates = Ranking(scores_in, scores_out).evaluate(weights_in, weights_out).fpr95_out
+    replicates = Ranking(scores_in, scores_out).evaluate([detection.fpr95_out], weights_in, weights_out)[:, 0]
     row = found["fpr95", "out", "b"]
     assert row["standard_error"] == pytest.approx(replicates.std(ddof=1), rel=1e-12)
     assert (row["interval"]["low"], row["interval"]["high"]) == pytest.approx(np.quantile(replicates, [0.05, 0.95]))
@@ -157,7 +171,7 @@ def test_the_standard_error_of_auroc_is_that_of_hanley_and_mcneil() -> None:
     generator = np.random.default_rng(3)
     n, m = 400, 300
     scores_in, scores_out = generator.exponential(3, n), generator.exponential(1, m)
-    row = detection_rows({"s": scores_in}, {"s": scores_out}, split="a", ood="b", bootstrap=Bootstrap(1000))[0]
+    row = detection_rows({"s": scores_in}, {"s": scores_out}, FORMS, split="a", ood="b", bootstrap=Bootstrap(1000))[0]
     area = row["value"]
     # Hanley and McNeil (1982): their probabilities for exponential scores are exact.
     first, second = area / (2 - area), 2 * area**2 / (1 + area)
@@ -171,7 +185,7 @@ def test_the_standard_error_of_auroc_is_that_of_hanley_and_mcneil() -> None:
 )
 def test_an_empty_split_leaves_the_rows_undefined(num_in: int, num_out: int, reason: str) -> None:
     rows = detection_rows(
-        {"s": np.ones(num_in)}, {"s": np.ones(num_out)}, split="test", ood="svhn", bootstrap=Bootstrap(9)
+        {"s": np.ones(num_in)}, {"s": np.ones(num_out)}, FORMS, split="test", ood="svhn", bootstrap=Bootstrap(9)
     )
     assert [(row["value"], row["undefined"]) for row in rows] == [(None, reason)] * 5
     rows_by_choice(rows)
@@ -180,7 +194,7 @@ def test_an_empty_split_leaves_the_rows_undefined(num_in: int, num_out: int, rea
 def test_a_score_that_is_not_there_says_why_beside_one_that_is() -> None:
     scores_in, scores_out = random_pair()
     inside, outside = {"a": scores_in, "b": "no b"}, {"a": scores_out, "b": scores_out}
-    found = rows_by_choice(detection_rows(inside, outside, split="test", ood="svhn", bootstrap=Bootstrap(20)))
+    found = rows_by_choice(detection_rows(inside, outside, FORMS, split="test", ood="svhn", bootstrap=Bootstrap(20)))
     assert found["aupr", "out", "a"]["value"] is not None
     assert (found["aupr", "out", "b"]["value"], found["aupr", "out", "b"]["undefined"]) == (None, "no b")
 

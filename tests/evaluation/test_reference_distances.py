@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bnncli.evaluation.draw_blocks import ThinnedDraws, compare_draws, thin_draws
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, squared_distances, thin
-from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, weight_space_rows
+from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, reference_rows
 from bnncli.evaluation.weight_space import mean_error, reference_scale, wasserstein_distances
+from bnncli.scores import distances
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -25,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def rows_of(ours: WeightDraws | None, theirs: WeightDraws | None) -> dict[tuple[str, str], dict[str, Any]]:
-    rows = weight_space_rows(ours, theirs, reference="hmc", generator=seeded())
+    rows = reference_rows(ours, theirs, distances(), reference="hmc", generator=seeded())
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert all(row["reference"] == "hmc" and row["higher_is_better"] is False for row in rows)
     return {(row["name"], str(row.get("estimator", row.get("over")))): row for row in rows}

@@ -17,10 +17,12 @@ from bnncli.evaluation import bootstrap as bootstrap_module
 from bnncli.evaluation import metric_rows
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.example_statistics import examples_of
-from bnncli.evaluation.metric_rows import Row, score_rows, split_scores
+from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.ranking import NO_RANKING
+from bnncli.evaluation.scored_split import ScoredSplit
 from bnncli.evaluation.weighted_scores import nll, nll_per_example
 from bnncli.options.evaluate import METRICS
+from bnncli.scores import split_scores
 
 
 def rows_of(
@@ -31,7 +33,7 @@ def rows_of(
     bootstrap: Bootstrap | None = None,
     **settings: Any,
 ) -> list[Row]:
-    scores = split_scores(probs, examples_of(probs, labels), mutual_info, **settings)
+    scores = split_scores(ScoredSplit(probs, examples_of(probs, labels), mutual_info, **settings))
     return score_rows(scores, ("test", len(probs)), bootstrap)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.evaluation.example_scores import PREDICTION_SCORES
 from bnncli.evaluation.standings import standings
 from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
+from bnncli.options.evaluate import PREDICTION_SCORES
 from bnncli.run.prediction_groups import Group, open_groups
 from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Result, Run, source_json

@@ -9,10 +9,11 @@ import numpy as np
 from bnncli.evaluation.example_scores import prediction_scores
 from bnncli.evaluation.example_statistics import Examples, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
-from bnncli.evaluation.metric_rows import split_scores
+from bnncli.evaluation.scored_split import ScoredSplit
 from bnncli.integrators import load_integrator
 from bnncli.options.assertions import Quantity
 from bnncli.run.score_rows import SplitPredictions
+from bnncli.scores import split_scores
 from bnncli.stages.compare.paired_scores import Measured, measure_detection, measure_split
 from bnncli.storage.headers import Header
 
@@ -41,8 +42,10 @@ def split_errors(
         num_bins: of calibration errors.
     """
 
+    names = [one.metric for one in wanted]
+
     def measure(examples: list[Examples], probs: list[np.ndarray]) -> list[Measured]:
-        scores = split_scores(probs[0], examples[0], num_bins=num_bins)
+        scores = split_scores(ScoredSplit(probs[0], examples[0], num_bins=num_bins), names)
         return measure_split([scores], wanted, split=("", len(examples[0])))[0]
 
     return _errors([prediction], measure, measured)

@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.example_scores import PREDICTION_SCORES
 from bnncli.evaluation.integration_error import IntegrationError
-from bnncli.evaluation.metric_rows import split_scores
 from bnncli.evaluation.paired import Sample, integration
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
+from bnncli.options.evaluate import PREDICTION_SCORES
 from bnncli.run.prediction_groups import Group
 from bnncli.run.score_assertions import find_metric, forms
 from bnncli.run.score_rows import SplitPredictions
 from bnncli.run.session import Run
+from bnncli.scores import declared, split_scores
 from bnncli.stages.compare.integration import Known, detection_errors, split_errors
 from bnncli.stages.compare.paired_scores import Measured, measure_detection, measure_split, needed_scores
 
-OF_TWO_SPLITS = ("auroc", "aupr", "fpr95")
+OF_TWO_SPLITS = tuple(name for name, score in declared().items() if score.of_two_splits is not None)
 _IN_THE_SPREAD = "the spread over checkpoints contains it"
 
 
@@ -115,7 +115,8 @@ def _measure_checkpoint(
     split = (options.split, len(inside[0].examples))
     measured: list[list[Measured]] = [[] for _ in groups]
     if own_wanted:
-        scores = [split_scores(p.file.probs, p.examples, p.file.mutual_info, num_bins=options.bins) for p in inside]
+        names = [wanted.metric for wanted in own_wanted]
+        scores = [split_scores(prediction.scored(options.bins), names) for prediction in inside]
         measured = measure_split(scores, own_wanted, split=split, bootstrap=bootstrap)
     others = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True)) if other_wanted else {}
     for ood in others:

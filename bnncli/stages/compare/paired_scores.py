@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.split_detection import DETECTION_ROWS
+from bnncli.evaluation.detection import DetectionForm, Ranking
+from bnncli.evaluation.split_detection import form_rows
 from bnncli.evaluation.weighted_scores import ScoreGroup
 from bnncli.options.assertions import Quantity
 from bnncli.run.score_assertions import find_metric
+from bnncli.scores import detection_forms
 
 Row = dict[str, Any]
 Vectors = Mapping[str, NDArray | str]
@@ -95,20 +96,27 @@ def measure_detection(
             reason why there is none.
         split, ood: name and number of examples of each.
     """
-    chosen = []  # for each prediction: row, field of Detection, place of its ranking or the reason why there is none
+    chosen = []  # for each prediction: row, form, place of its ranking or the reason why there is none
     rankings: list[Ranking] = []
     for inside, outside in predictions:
         picked = _detection_rows(list(inside), wanted, ood[0])
-        names = dict.fromkeys(str(row["score"]) for _, row in picked)
+        names = dict.fromkeys(str(row["score"]) for row, _ in picked)
         places = {name: _ranking(inside[name], outside[name], ood[0], rankings) for name in names}
-        chosen.append([(row, field, places[row["score"]]) for field, row in picked])
+        chosen.append([(row, form, places[row["score"]]) for row, form in picked])
+
+    # Of each ranking its forms, so that what they share is computed once.
+    needed = [
+        list(dict.fromkeys(form.statistic for picks in chosen for _, form, own in picks if own == place))
+        for place in range(len(rankings))
+    ]
 
     def statistic(*weights: NDArray) -> NDArray[np.float64]:
-        found = [ranking.evaluate(*weights)._asdict() for ranking in rankings]
+        pairs = zip(rankings, needed, strict=True)
+        found = [dict(zip(own, ranking.evaluate(own, *weights).T, strict=True)) for ranking, own in pairs]
         columns = [
-            found[place][field] if isinstance(place, int) else np.full(len(weights[0]), np.nan)
+            found[place][form.statistic] if isinstance(place, int) else np.full(len(weights[0]), np.nan)
             for picks in chosen
-            for _, field, place in picks
+            for _, form, place in picks
         ]
         return np.stack(columns, axis=1) if columns else np.zeros((len(weights[0]), 0))
 
@@ -126,15 +134,16 @@ def measure_detection(
 
 def needed_scores(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[str]:
     """The detection scores among `names` that the scores wanted are about."""
-    return list(dict.fromkeys(str(row["score"]) for _, row in _detection_rows(names, wanted, ood)))
+    return list(dict.fromkeys(str(row["score"]) for row, _ in _detection_rows(names, wanted, ood)))
 
 
-def _detection_rows(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[tuple[str, Row]]:
-    """The field of Detection and the row, without a value, of every detection score wanted."""
-    fields = [(field, {**row, "score": name, "ood": ood}) for name in names for field, row in DETECTION_ROWS.items()]
-    picked = _once([row for one in wanted for row in find_metric([row for _, row in fields], one)])
-    by_row = {id(row): field for field, row in fields}
-    return [(by_row[id(row)], row) for row in picked]
+def _detection_rows(names: Sequence[str], wanted: Sequence[Quantity], ood: str) -> list[tuple[Row, DetectionForm]]:
+    """The row, without a value, and the form of every detection score wanted."""
+    forms = form_rows(detection_forms())
+    every = [({**row, "score": name, "ood": ood}, form) for name in names for row, form in forms]
+    picked = _once([row for one in wanted for row in find_metric([row for row, _ in every], one)])
+    by_row = {id(row): form for row, form in every}
+    return [(row, by_row[id(row)]) for row in picked]
 
 
 def _chosen(scores: Sequence[ScoreGroup], wanted: Sequence[Quantity]) -> list[tuple[ScoreGroup, int, Row]]:

@@ -12,8 +12,9 @@ from bnncli.run.prediction_groups import Group, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_assertions import Absent, check_names, failure_text, hold_against
 from bnncli.run.score_rows import group_rows, warn_of_rare_classes
-from bnncli.run.score_table import USUAL, score_table
+from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
+from bnncli.scores import declared, further_names
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.density import (
     check_true_inputs,
@@ -98,9 +99,9 @@ def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
             f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by "
             f"{', '.join(options.shown_scores)}, in-distribution positive; MMD^2: unbiased"
         ]
-    metrics = [
-        m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in (options.metric or USUAL)
-    ]
+    scores = declared()
+    names = options.metric or [name for name, score in scores.items() if score.is_shown]
+    metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
     if any("floor" in metric for metric in metrics):
         lines.append(
             "floor: what a calibrated model with the same confidences scores on so many examples, by chance alone"
@@ -109,8 +110,8 @@ def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
         lines.append(
             "MMD^2 +- standard error; p: of a permutation test, small where the draws are not from the reference's distribution"
         )
-    if not options.metric and any(metric["name"] == "density" for metric in metrics):
-        lines.append("density: share of the weights that are in the networks that predict (mc: on average)")
+    there = {metric["name"] for metric in metrics} if not options.metric else set()
+    lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
     if options.intervals:
         lines.append(
             f"[low, high]: {100 * options.level:g} % intervals by a bootstrap over examples ({options.bootstrap} replicates); "
@@ -158,6 +159,8 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
     del params["neighbors"]  # of the features alone
+    if further := further_names():
+        params["further_scores"] = further
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(

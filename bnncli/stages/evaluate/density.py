@@ -108,7 +108,7 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
         ]
         examples = examples_of(torch.cat(parts).numpy(), split.content.labels)
         size = (split_name, len(examples))
-        rows = score_rows([*label_scores(examples, top_k=1), *calibration_scores(examples, num_bins=num_bins)], size)
+        rows = score_rows([*label_scores(examples), *calibration_scores(examples, num_bins=num_bins)], size)
         found = {row["name"]: row["value"] for row in reversed(rows)}  # the usual form stands first
         curve["threshold"].append(max(threshold, 0.0))
         curve["density"].append(float((inclusion > threshold).double().mean()))

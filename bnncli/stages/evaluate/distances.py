@@ -12,9 +12,10 @@ from torch import Tensor
 
 from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
-from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, weight_space_rows
+from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows
 from bnncli.run.inputs import open_posterior, recorded_prior, require_draws
 from bnncli.run.session import Run
+from bnncli.scores import distances
 from bnncli.storage.headers import Header, read_header
 
 
@@ -83,7 +84,9 @@ def open_reference(run: Run, name: str) -> Reference:
 def distance_rows(run: Run, reference: Reference, posterior: Path | None) -> list[Row]:
     """The rows of one posterior, from its file; undefined rows say why."""
     if reference.path is None or posterior is None:
-        return weight_space_rows(None, None, reference=reference.name, generator=run.stream("evaluate/permutation"))
+        return reference_rows(
+            None, None, distances(), reference=reference.name, generator=run.stream("evaluate/permutation")
+        )
     if posterior not in reference.measured:
         reference.measured[posterior] = _measure(run, reference, posterior)
     return reference.measured[posterior]
@@ -99,9 +102,10 @@ def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
             "different targets"
         )
     draws = _draws(run, own, header)
-    return weight_space_rows(
+    return reference_rows(
         draws,
         reference.draws,
+        distances(),
         reference=reference.name,
         generator=run.stream("evaluate/permutation"),
         device=run.device,

@@ -22,6 +22,7 @@ from bnncli.run.prediction_groups import Group
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_rows import bootstrap_of
 from bnncli.run.session import Result, Run
+from bnncli.scores import detection_forms, further_names
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 
@@ -48,6 +49,7 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
     sources = list(dict.fromkeys([train.source, *(split.source for split in splits.values())]))
     params: dict[str, Any] = {"score": list(FEATURE_SCORES), "neighbors": options.neighbors}
     params |= {"bootstrap": options.bootstrap, "level": options.level, "seed": run.compute.seed}
+    params |= {"further_scores": further} if (further := further_names()) else {}
     target = run.folder.metrics(_GROUP)
     request = Request(
         target,
@@ -92,8 +94,10 @@ def _row(
     """The row of one in-distribution split: detection of every other split by every score."""
     metrics = []
     for other in outside:
-        rows = detection_rows(scores[name], scores[other], split=name, ood=other, bootstrap=bootstrap_of(run, options))
-        metrics += rows
+        bootstrap = bootstrap_of(run, options)
+        metrics += detection_rows(
+            scores[name], scores[other], detection_forms(), split=name, ood=other, bootstrap=bootstrap
+        )
         run.console.poll()
     return {**row_name(name), "settings": {}, "samples": None, "metrics": metrics}
 

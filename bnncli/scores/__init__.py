@@ -1,0 +1,112 @@
+"""The scores that evaluate and compare know, a file each: `scores/brier.py` is what makes `--metric brier` exist.
+
+A file declares its score and how it is computed, and imports what computes it only then: options and help read the declarations.
+Options, tables, JSON, assertions and compare have nothing else to go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from bnncli import registry
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.detection import DetectionForm
+    from bnncli.evaluation.example_statistics import Examples
+    from bnncli.evaluation.metric_rows import Row
+    from bnncli.evaluation.reference_distances import Distance
+    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.weighted_scores import ScoreGroup
+
+LAST = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What one score declares; one of `of_split`, `of_two_splits`, `of_other_split`, `of_draws` and `computed_by` makes it.
+
+    None of them: the score tells of a posterior's network, and rows of it come from where those are made.
+
+    Args:
+        title: heads its column; {k} stands for the `k` of its row.
+        place: its place among the others in tables, help and JSON. Those that have none stand last, by name; metrics
+            files say which of them there were.
+        digits: decimals in tables.
+        is_shown: evaluate shows it, in its usual form, when no --metric is named, and compare where it can.
+        usual: choices that are meant where a form is not named.
+        told_by: choices in which its forms differ, in the order in which a title names them.
+        facts: further fields of its rows that tell of the number, and no form from another.
+        has_floor: a calibrated model scores above 0 by chance: its rows have `floor` and `excess`.
+        note: a line below the table that has it among the usual ones.
+        of_split: the score of one split's predictions.
+        of_two_splits: its forms, of how well a score of each example tells two splits apart.
+        of_other_split: the row of what predictions of an out-of-distribution split (named) say by themselves.
+        of_draws: the distance between draws of theta and those of a reference.
+        computed_by: the score whose file computes this one as well.
+    """
+
+    title: str
+    place: int = LAST
+    digits: int = 4
+    is_shown: bool = False
+    usual: Mapping[str, str] = field(default_factory=dict)
+    told_by: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+    has_floor: bool = False
+    note: str | None = None
+    of_split: Callable[[ScoredSplit], Sequence[ScoreGroup]] | None = None
+    of_two_splits: Callable[[], Sequence[DetectionForm]] | None = None
+    of_other_split: Callable[[Examples, str, Bootstrap | None], Row] | None = None
+    of_draws: Callable[[], Distance] | None = None
+    computed_by: str | None = None
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether two posteriors can be paired in it, example by example; other scores tell of one posterior as a whole."""
+        return self.of_split is not None or self.of_two_splits is not None or self.computed_by is not None
+
+
+@cache
+def declared() -> dict[str, Score]:
+    """Every score by its name, in the order of tables."""
+    found: dict[str, Score] = {
+        name.replace("-", "_"): registry.load_module("scores", name).SCORE for name in registry.names("scores")
+    }
+    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+
+
+def further_names() -> list[str]:
+    """The scores that have no place of their own: a metrics file without them is not up to date."""
+    return [name for name, score in declared().items() if score.place == LAST]
+
+
+def split_scores(split: ScoredSplit, names: Collection[str] | None = None) -> list[ScoreGroup]:
+    """Every score of one split's predictions, or those of these names and what is computed with them."""
+    scores = declared()
+    wanted = scores if names is None else {scores[name].computed_by or name for name in names}
+    return [
+        group
+        for name, score in scores.items()
+        if score.of_split is not None and name in wanted
+        for group in score.of_split(split)
+    ]
+
+
+def detection_forms() -> dict[str, Sequence[DetectionForm]]:
+    """The forms of every score of telling two splits apart, by its name."""
+    return {name: score.of_two_splits() for name, score in declared().items() if score.of_two_splits is not None}
+
+
+def other_split_rows(examples: Examples, ood: str, bootstrap: Bootstrap | None) -> list[Row]:
+    """The rows of what predictions of an out-of-distribution split say by themselves."""
+    makers = [score.of_other_split for score in declared().values()]
+    return [make(examples, ood, bootstrap) for make in makers if make is not None]
+
+
+def distances() -> dict[str, Distance]:
+    """Every distance between draws, by its name."""
+    return {name: score.of_draws() for name, score in declared().items() if score.of_draws is not None}

@@ -1,0 +1,21 @@
+"""The area under the risk-coverage curve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bnncli.scores import Score
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.weighted_scores import ScoreGroup
+
+
+def of_split(split: ScoredSplit) -> list[ScoreGroup]:
+    """AURC and E-AURC."""
+    from bnncli.evaluation.selective import selective_scores
+
+    return [selective_scores(split.examples)]
+
+
+SCORE = Score(title="AURC", place=12, of_split=of_split)

@@ -1,0 +1,21 @@
+"""The mean over classes of the share of a class that is recognised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bnncli.scores import Score
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.weighted_scores import ScoreGroup
+
+
+def of_split(split: ScoredSplit) -> list[ScoreGroup]:
+    """All means over classes."""
+    from bnncli.evaluation.per_class import per_class_scores
+
+    return per_class_scores(split.probs, split.examples)
+
+
+SCORE = Score(title="balanced accuracy", place=7, of_split=of_split)

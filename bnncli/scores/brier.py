@@ -1,0 +1,7 @@
+"""The mean squared distance of the probabilities to the one-hot label, summed over classes."""
+
+from __future__ import annotations
+
+from bnncli.scores import Score
+
+SCORE = Score(title="Brier", place=4, is_shown=True, computed_by="accuracy")

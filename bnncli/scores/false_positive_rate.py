@@ -1,0 +1,7 @@
+"""The share of the other inputs that a latent binary network selects."""
+
+from __future__ import annotations
+
+from bnncli.scores import Score
+
+SCORE = Score(title="FPR", place=34, digits=3, is_shown=True, facts=("threshold",))

@@ -1,0 +1,7 @@
+"""The mean over classes of the F1 score."""
+
+from __future__ import annotations
+
+from bnncli.scores import Score
+
+SCORE = Score(title="macro F1", place=8, computed_by="balanced_accuracy")

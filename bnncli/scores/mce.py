@@ -1,0 +1,9 @@
+"""The largest gap between confidence and accuracy over the bins."""
+
+from __future__ import annotations
+
+from bnncli.scores import Score
+
+SCORE = Score(
+    title="MCE", place=6, usual={"strategy": "equal-width"}, told_by=("strategy",), has_floor=True, computed_by="ece"
+)

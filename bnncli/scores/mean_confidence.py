@@ -1,0 +1,21 @@
+"""The mean of the largest probability."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bnncli.scores import Score
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.weighted_scores import ScoreGroup
+
+
+def of_split(split: ScoredSplit) -> list[ScoreGroup]:
+    """Mean confidence and entropy."""
+    from bnncli.evaluation.weighted_scores import confidence_scores
+
+    return confidence_scores(split.examples)
+
+
+SCORE = Score(title="confidence", place=17, of_split=of_split)

@@ -1,0 +1,24 @@
+"""The mean mutual information of class and parameters, nats, which draws tell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bnncli.scores import Score
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.weighted_scores import ScoreGroup
+
+
+def of_split(split: ScoredSplit) -> list[ScoreGroup]:
+    """Of predictions that have it."""
+    from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup, means
+
+    members = [ScoreForm("mean_mutual_info", {}, None)]
+    if split.mutual_info is None:
+        return [ScoreGroup(members, None, "the integrator makes no draws")]
+    return [means(members, [split.mutual_info])]
+
+
+SCORE = Score(title="mutual information", place=19, of_split=of_split)

@@ -1,0 +1,7 @@
+"""The mean negative log probability of the label, nats."""
+
+from __future__ import annotations
+
+from bnncli.scores import Score
+
+SCORE = Score(title="NLL", place=3, is_shown=True, facts=("num_clamped",), computed_by="accuracy")
