@@ -1,0 +1,153 @@
+"""A score is one file: dropped into the package, it is offered, computed, stored, shown, compared and asserted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Invocation
+from copied_package import run_with_files
+
+from bnncli.scores import declared
+from bnncli.storage.predictions import read_predictions
+
+SPHERICAL = '''"""The spherical score: the label's probability over the length of all of them."""
+
+from bnncli.scores import Score
+
+
+def of_split(split):
+    from bnncli.evaluation.weighted_scores import NO_LABELS, ScoreForm, ScoreGroup, means
+
+    one, examples = ScoreForm("spherical", {"classes": "all"}, True, bounds=(0.0, 1.0)), split.examples
+    if examples.label_probability is None:
+        return [ScoreGroup([one], None, NO_LABELS)]
+    return [means([one], [examples.label_probability / examples.squared_norm**0.5])]
+
+
+SCORE = Score(title="spherical score", digits=5, is_shown=True, note="spherical: higher is better", of_split=of_split)
+'''
+RECOGNISED = '''"""The share of out-of-distribution examples below the threshold of FPR95."""
+
+from bnncli.scores import Score
+
+
+def of_two_splits():
+    from bnncli.evaluation.detection import DetectionForm, fpr95_in
+
+    return [DetectionForm({"positive": "in"}, lambda given: 1 - fpr95_in(given), higher_is_better=True)]
+
+
+SCORE = Score(title="recognised", digits=2, told_by=("score",), of_two_splits=of_two_splits)
+'''
+LARGEST_SHIFT = '''"""The largest shift of a mean from the reference's."""
+
+from bnncli.scores import Score
+
+
+def of_draws():
+    from bnncli.evaluation.reference_distances import Distance
+
+    def measure(pair):
+        ours, theirs = (side.center() for side in pair.sides)
+        return [{"value": float((ours - theirs).abs().max()), "n": None}]
+
+    return Distance([{"higher_is_better": False}], measure)
+
+
+SCORE = Score(title="largest shift", of_draws=of_draws)
+'''
+FILES = {
+    "scores/spherical.py": SPHERICAL,
+    "scores/recognised.py": RECOGNISED,
+    "scores/largest_shift.py": LARGEST_SHIFT,
+}
+ASSERTED = ("--assert", "spherical-low>=0.1", "--assert", "spherical<=0.1", "--assert", "recognised:far:max_prob>=0")
+
+
+@pytest.fixture(scope="module")
+def done(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Invocation]:
+    """The command lines below, by a package with three more scores."""
+    folder = tmp_path_factory.mktemp("copy")
+    run = folder / "small"
+    shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
+    own = ("--posterior", "laplace", "--bootstrap", 20)
+    chosen = [word for name in ("spherical", "recognised", "largest_shift") for word in ("--metric", name)]
+    lines = (
+        ("evaluate", "--help"),
+        ("evaluate", run, *own, "--force", "--json"),
+        ("evaluate", run, *own, *chosen),
+        ("evaluate", run, *own, *ASSERTED),
+        ("evaluate", run, *own),
+        ("compare", run, "--metric", "spherical", "--metric", "recognised", "--bootstrap", 100, "--json"),
+        ("compare", run, "--metric", "largest_shift"),
+        ("evaluate", run, "--posterior", "hmc"),
+    )
+    return run_with_files(FILES, folder, lines)
+
+
+@pytest.fixture
+def spherical(finished_run: Path) -> float:
+    """The spherical score of laplace on the test split, by its formula."""
+    file = read_predictions(next(finished_run.with_name("small.bnn").glob("predictions/laplace.*/test.h5")))
+    probs = np.asarray(file.probs, dtype=np.float64)
+    assert file.labels is not None
+    return float((probs[np.arange(len(probs)), file.labels] / np.linalg.norm(probs, axis=1)).mean())
+
+
+def test_a_new_score_is_offered_stored_and_read_back(done: list[Invocation], spherical: float) -> None:
+    offered, made, again = done[0], done[1], done[2]
+    assert "false_positive_rate|largest_shift|recognised|spherical" in "".join(offered.stdout.replace("│", "").split())
+    assert made.code == 0, made.stderr
+    metrics = made.json["rows"][0]["metrics"]
+    found = {row["name"]: row for row in metrics if row.get("positive", "in") == "in"}
+    assert found["spherical"]["value"] == pytest.approx(spherical, rel=1e-6)
+    assert found["spherical"]["interval"]["low"] < spherical < found["spherical"]["interval"]["high"]
+    assert found["recognised"]["value"] == pytest.approx(1 - found["fpr95"]["value"])
+    assert found["largest_shift"]["value"] > 0
+    assert "up to date" in again.stderr
+
+
+def test_a_new_score_has_its_title_digits_and_note_in_the_table(done: list[Invocation], spherical: float) -> None:
+    chosen, usual = done[2].stdout, done[4].stdout
+    assert f"{spherical:.5f}" in chosen
+    assert all(title in chosen for title in ("spherical score", "recognised far", "largest shift"))
+    assert f"{spherical:.5f}" in usual
+    assert "spherical: higher is better" in usual
+    assert "recognised" not in usual
+
+
+def test_metrics_made_before_there_was_the_score_are_not_up_to_date(done: list[Invocation]) -> None:
+    assert done[7].code == 73
+    assert "further_scores" in done[7].stderr
+
+
+def test_a_new_score_can_be_asserted(done: list[Invocation], spherical: float) -> None:
+    assert done[3].code == 3
+    assert f"spherical of laplace (mc, test) is {spherical:.6g}, asserted spherical<=0.1" in done[3].stderr
+    assert "recognised" not in done[3].stderr
+    assert "spherical-low" not in done[3].stderr
+
+
+def test_a_new_score_is_compared_where_it_pairs(done: list[Invocation], spherical: float) -> None:
+    assert done[5].code == 0, done[5].stderr
+    row = next(row for row in done[5].json["rows"] if row["posterior"] == "laplace")
+    found = {score["form"]: score for score in row["scores"]}
+    assert list(found) == ["spherical", "recognised:far"]
+    assert found["spherical"]["value"] == pytest.approx(spherical, rel=1e-6)
+    assert found["spherical"]["integration_error"] > 0
+    assert done[6].code == 2
+    assert "unknown metric 'largest_shift'" in done[6].stderr
+
+
+def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:
+    scores = declared()
+    places = [score.place for score in scores.values()]
+    assert places == sorted(set(places))
+    for name, score in scores.items():
+        hooks = (score.of_split, score.of_two_splits, score.of_other_split, score.of_draws, score.computed_by)
+        told = sum(hook is not None for hook in hooks)
+        assert told == (0 if name in ("density", "true_positive_rate", "false_positive_rate") else 1), name
+        assert score.computed_by is None or scores[score.computed_by].of_split is not None, name
