@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import fields
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from kills import start
+from kills import SERVER, start
 
 from bnncli.cli.commands import COMMANDS
 from bnncli.options.declaration import flag_of
 from faults.lines import LINES, READ, WRITTEN, prepare
-from faults.trials import run_line
+from faults.trials import serve
 
 FEW = 1  # trials of each kind and state in the default suite
 SLOW = ("demo",)  # in the long run only
@@ -31,14 +33,24 @@ def prepared(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def failures(base: Path, scratch: Path, key: str, count: int | None, *, seconds: float) -> list[str]:
+@pytest.fixture(scope="module")
+def requests() -> Iterator[Connection]:
+    """What a process that runs the trials is asked through."""
+    ours, theirs = SERVER.Pipe()
+    process = start(serve, theirs)
+    yield ours
+    process.kill()
+    process.join()
+
+
+def failures(
+    requests: Connection, base: Path, scratch: Path, key: str, count: int | None, *, seconds: float
+) -> list[str]:
     """What went wrong in the trials of one line."""
     report = scratch / "report.json"
-    process = start(run_line, str(base), str(scratch), key, count, str(report))
-    process.join(timeout=seconds)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode == 0
+    requests.send((str(base), str(scratch), key, count, str(report)))
+    assert requests.poll(seconds)
+    assert requests.recv() == 0
     found = json.loads(report.read_text())
     print(f"{key}: {found['trials']} in {found['seconds']:.1f} s")
     return list(found["failures"])
@@ -64,11 +76,15 @@ def test_every_option_that_names_a_file_is_known() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in LINES if key not in SLOW])
-def test_a_command_survives_faults_and_damaged_inputs(prepared: Path, tmp_path: Path, key: str) -> None:
-    assert failures(prepared, tmp_path, key, FEW, seconds=120) == []
+def test_a_command_survives_faults_and_damaged_inputs(
+    requests: Connection, prepared: Path, tmp_path: Path, key: str
+) -> None:
+    assert failures(requests, prepared, tmp_path, key, FEW, seconds=120) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("key", LINES)
-def test_a_command_survives_a_fault_at_every_call_and_much_damage(prepared: Path, tmp_path: Path, key: str) -> None:
-    assert failures(prepared, tmp_path, key, None, seconds=7200) == []
+def test_a_command_survives_a_fault_at_every_call_and_much_damage(
+    requests: Connection, prepared: Path, tmp_path: Path, key: str
+) -> None:
+    assert failures(requests, prepared, tmp_path, key, None, seconds=7200) == []

@@ -14,8 +14,10 @@ import pkgutil
 import random
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bnncli import figures
@@ -67,10 +69,10 @@ class Campaign:
 
     def __init__(self, base: Path, scratch: Path, line: Line) -> None:
         os.fsync = lambda descriptor: None  # a kill leaves what the system has taken; waiting for the disk takes long
-        _draw_nothing()
         self.base, self.scratch, self.line = base, scratch, line
         self.place = scratch / "here"
         self.failures: list[str] = []
+        self.seen: dict[str, list[tuple[str, str]]] = {}
         self.states = {"fresh": self._without_outputs(copy_tree(base, scratch / "fresh"))}
         if line.earlier is not None:
             self.states["earlier"] = self._made_earlier(line.earlier)
@@ -81,7 +83,7 @@ class Campaign:
         self.after = self.contents(self.place)
         self.hidden = self._hidden()
         gc.collect()
-        gc.freeze()  # a collection of everything takes longer than most commands
+        gc.freeze()
 
     def _made_earlier(self, words: tuple[str, ...]) -> Path:
         with contextlib.chdir(copy_tree(self.states["fresh"], self.scratch / "earlier")):
@@ -133,11 +135,13 @@ class Campaign:
         return self.line.argv(self.line.words, *(self.line.force if state == "earlier" else ()))
 
     def calls(self, kinds: tuple[str, ...], state: str) -> list[tuple[str, str]]:
-        """The calls of these kinds that the command makes when nothing fails."""
-        self._begin(state)
-        done = self._forked(self.argv(state), Fault(kinds))
-        assert done.code == 0, done.stderr
-        return done.seen
+        """The calls of these kinds that the command makes when nothing fails; one run tells those of all kinds."""
+        if state not in self.seen:
+            self._begin(state)
+            done = self._forked(self.argv(state), Fault(WRITES + READS))
+            assert done.code == 0, done.stderr
+            self.seen[state] = done.seen
+        return [call for call in self.seen[state] if call[0] in kinds]
 
     def contents(self, folder: Path) -> dict[str, str]:
         """Each output that is there: its content digest, or that of its bytes."""
@@ -261,8 +265,30 @@ def chosen(calls: list[tuple[str, str]], count: int | None, generator: random.Ra
     return sorted(first + generator.sample(rest, min(count - len(first), len(rest))))
 
 
+def serve(requests: Connection) -> None:
+    """In the child: campaigns as they are asked for, each in a process forked from one that has done all imports.
+
+    A request is the arguments of `run_line`; the answer is how its process ended.
+    """
+    _draw_nothing()
+    assert run_command_line(["config", "show", "refine", "-q"], io.StringIO()) == 0  # what parses is imported late
+    gc.collect()
+    gc.freeze()  # a collection of everything takes longer than most commands
+    while True:
+        words = requests.recv()
+        child = os.fork()
+        if child == 0:
+            try:
+                run_line(*words)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        requests.send(os.waitpid(child, 0)[1])
+
+
 def run_line(base: str, scratch: str, key: str, count: int | None, report: str) -> None:
-    """In the child: the trials of one line, so many of each kind and state (None: every one); what went wrong, as JSON."""
+    """In a process of its own: the trials of one line, so many of each kind and state (None: every one); what went wrong, as JSON."""
     generator = random.Random(f"faults/{key}")
     campaign, numbers = Campaign(Path(base), Path(scratch), LINES[key]), {}
     if LINES[key].is_read_only:

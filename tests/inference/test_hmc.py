@@ -335,7 +335,7 @@ def test_nuts_has_the_moments_of_the_posterior_on_a_grid() -> None:
     base = make_base(target)
     before = torch.get_rng_state()
     result = sample_nuts(
-        target, mode=base.mean, covariance=base.covariance, seed=1, num_chains=12, num_warmup=60, num_draws=60
+        target, mode=base.mean, covariance=base.covariance, seed=1, num_chains=12, num_warmup=20, num_draws=60
     )
     z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(12, 60, 2)
     assert_moments(z, *grid_moments(target, base))
