@@ -32,7 +32,7 @@ from bnncli.curvature import ggn
 from bnncli.errors import BnnError
 from bnncli.inference import memory
 from bnncli.inference.dynamics import WhitenedPotential, transition
-from bnncli.inference.laplace import covariance_at
+from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.inference.refine import fit_flow
 from bnncli.machine.devices import available_memory, configure_torch, resolve_device

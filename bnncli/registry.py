@@ -6,6 +6,7 @@ anything, so that `--help` stays fast; a part is imported when it is asked for.
 
 from __future__ import annotations
 
+import ast
 import importlib
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,28 @@ def _listed(family: str) -> tuple[str, ...]:
     """The folder, read once: commands look names up thousands of times."""
     files = sorted((_PACKAGE / family).glob("[!_]*.py"))
     return tuple(file.stem.replace("_", "-") for file in files)
+
+
+def in_order(family: str) -> list[str]:
+    """The names of a family whose parts declare their `order`, lowest first."""
+    return sorted(names(family), key=lambda name: (declared(family, name, "order"), name))
+
+
+def declaring(family: str, attribute: str) -> list[str]:
+    """The names of a family whose parts declare the attribute to be true."""
+    return [name for name in names(family) if declared(family, name, attribute)]
+
+
+@cache
+def declared(family: str, name: str, attribute: str) -> Any:
+    """The literal that a part's class has for an attribute, read from its file: nothing is imported."""
+    path = _PACKAGE / family / f"{name.replace('-', '_')}.py"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == attribute:
+            return ast.literal_eval(node.value)
+    raise AttributeError(
+        f"{path.name} declares no {attribute}: expected `{attribute}: ClassVar[...] = ...` in its class"
+    )
 
 
 def check_name(family: str, name: str, *, option: str) -> str:

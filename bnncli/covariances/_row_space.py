@@ -8,7 +8,7 @@ it is written: nothing of D x D is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,16 +16,8 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.covariances import Covariance
-from bnncli.covariances.full import Full
-from bnncli.logits import LogitRoot, root_of_covariances
 from bnncli.targets.row_space import RowSpace
-from bnncli.targets.stream import slices
 from bnncli.theta.head import HeadLayout
-
-_FEATURE_ELEMENTS = {
-    "cpu": 2**25,
-    "cuda": 2**27,
-}  # of a block of examples in float64: large, each costs the inner one a pass
 
 
 @dataclass(frozen=True)
@@ -81,31 +73,6 @@ class WithinRows:
         """log|det L|."""
         return self.inner.log_det_scale() - 0.5 * self.rows.num_outside * math.log(self.precision)
 
-    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """The diagonal of J Sigma J^T, (n, K): the inner one at Phi Q, and the rest's length squared over the precision."""
-        parts = [self.inner.logit_variance(*at) + rest.unsqueeze(1) for at, rest in self._divided(features)]
-        return torch.cat(parts).to(features.dtype)
-
-    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """The diagonal of P J Sigma J^T P, (n, K)."""
-        share = 1 - 1 / layout.num_outputs
-        parts = [
-            self.inner.logit_projected_variance(*at) + share * rest[:, None] for at, rest in self._divided(features)
-        ]
-        return torch.cat(parts).to(features.dtype)
-
-    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Exact J Sigma J^T, (n, K, K): the rest is independent over the outputs."""
-        return torch.cat(list(self._logit_covariances(features))).to(features.dtype)
-
-    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
-        """Roots of logit_covariance, of the inner ones' form: what is added is a multiple of the identity."""
-        if isinstance(self.inner, Full):
-            return root_of_covariances(torch.cat(list(self._logit_covariances(features)))).to(features)
-        roots = [(self.inner.logit_root(*at), rest) for at, rest in self._divided(features)]
-        scales = [(root.scale.square() + rest.unsqueeze(1)).sqrt() for root, rest in roots]
-        return LogitRoot(torch.cat(scales), roots[0][0].basis).to(features)
-
     def to_tensors(self) -> dict[str, Tensor]:
         """The inner one's, `cov.basis` (D, r) and `cov.outside_precision` (1,), float64."""
         return {
@@ -128,20 +95,10 @@ class WithinRows:
         whole, biases = rows.layout.split(x)
         return change + rows.layout.join(factor * whole, None if biases is None else torch.zeros_like(biases))
 
-    def _divided(self, features: Tensor) -> Iterator[tuple[tuple[Tensor, HeadLayout], Tensor]]:
-        """Blocks of examples: where they are inside, with its layout, and the variance of the rest, (n,)."""
-        size = max(1, _FEATURE_ELEMENTS.get(features.device.type, 2**25) // self.rows.layout.num_features)
-        for some in slices(0, max(1, features.shape[0]), size):
-            block = features[some]
-            at = (self.rows.coordinates(block), self.rows.reduced)
-            yield at, self.rows.outside(block) / self.precision
 
-    def _logit_covariances(self, features: Tensor) -> Iterator[Tensor]:
-        """logit_covariance (n, K, K) of blocks of examples, in the basis' precision."""
-        for at, rest in self._divided(features):
-            covariance = self.inner.logit_covariance(*at)
-            covariance.diagonal(dim1=1, dim2=2).add_(rest.unsqueeze(1))
-            yield covariance
+def rows_of(covariance: Covariance) -> WithinRows | None:
+    """The covariance as one that was fitted in the row space of the features; None where it was over all of theta."""
+    return covariance if isinstance(covariance, WithinRows) else None
 
 
 def read_covariance(structure: str, tensors: dict[str, Tensor], layout: HeadLayout) -> Covariance:

@@ -1,7 +1,6 @@
 """The block covariance: all pairs of one output's parameters, none of different outputs'.
 
-H_k = sum_n p_k (1 - p_k) x x^T is the diagonal block of the Hessian that belongs to output k, one F x F matrix for each
-of the K outputs. Where a full covariance has K^2 F^2 numbers, this has K F^2.
+One F x F matrix for each of the K outputs: where a full covariance has K^2 F^2 numbers, this has K F^2.
 """
 
 from __future__ import annotations
@@ -12,11 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances import project_independent
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
-from bnncli.logits import LogitRoot
-from bnncli.targets.grams import tiles, weighted_grams
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -40,22 +36,6 @@ class Block:
     def num_params(self) -> int:
         """P."""
         return self.scale_tril.shape[0] * self.scale_tril.shape[1]
-
-    @staticmethod
-    def num_elements(layout: HeadLayout) -> int:
-        """K F^2."""
-        return layout.num_params * (layout.num_features + layout.has_bias)
-
-    @staticmethod
-    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-        """sum_n p_k (1 - p_k) x x^T, (K, F, F)."""
-        weights = probabilities * (1 - probabilities)
-        return (weighted_grams(lambda rows: weights[:, rows], features, count=weights.shape[0]),)
-
-    @staticmethod
-    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
-        """`hessian.block`, (K, F, F) float64."""
-        return {"hessian.block": sums[0]}
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Block:
@@ -88,28 +68,6 @@ class Block:
     def log_det_scale(self) -> float:
         """log|det L|."""
         return float(self.scale_tril.diagonal(dim1=1, dim2=2).double().log().sum())
-
-    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """The diagonal of J Sigma J^T, |L_k^T x|^2, (n, K), O(K F^2) an example."""
-        augmented = layout.augment_features(features).to(self.scale_tril)
-        num_outputs, size = self.scale_tril.shape[:2]
-        variances = augmented.new_empty(len(augmented), num_outputs)
-        for rows, outputs in tiles(augmented, num_outputs):
-            roots = self.scale_tril[outputs].transpose(0, 1).reshape(size, -1)
-            variances[rows, outputs] = (augmented[rows] @ roots).unflatten(1, (-1, size)).square().sum(dim=2)
-        return variances.to(features.dtype)
-
-    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """The diagonal of P J Sigma J^T P, (n, K); outputs are independent."""
-        return project_independent(self.logit_variance(features, layout))
-
-    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Exact J Sigma J^T, (n, K, K): diagonal."""
-        return self.logit_variance(features, layout).diag_embed()
-
-    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
-        """Standard deviations (n, K): the logits are independent."""
-        return LogitRoot(self.logit_variance(features, layout).sqrt())
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.block.scale_tril` (K, F, F) and `cov.jitter` (1,), float64."""

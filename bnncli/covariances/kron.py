@@ -1,8 +1,7 @@
 """The Kronecker-factored covariance: H is approximated by B kron A, outputs times features.
 
-A = mean_n x x^T (with a one for the bias), B = sum_n (diag(p) - p p^T), after Martens and Grosse (2015),
-arXiv:1503.05671. With A = V diag(a) V^T and B = U diag(b) U^T, Sigma = (U kron V) diag(1 / (b_i a_j + precision))
-(U kron V)^T exactly. L is its symmetric root, which does not depend on the signs and the order of eigenvectors.
+With A = V diag(a) V^T and B = U diag(b) U^T, Sigma = (U kron V) diag(1 / (b_i a_j + precision)) (U kron V)^T exactly.
+L is its symmetric root, which does not depend on the signs and the order of eigenvectors.
 
 Where biases have a precision of their own, they are measured in another unit, in which it is the weights': R = diag(1, ..., 1,
 sqrt(weight precision / bias precision)) turns B kron A + I kron Lambda into B kron R A R + precision I, and L = (I kron R)
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError
-from bnncli.logits import LogitRoot
 from bnncli.machine.interruptible import interruptible
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -58,28 +56,6 @@ class Kron:
     def bias_unit(self) -> float:
         """The last entry of R: the unit that biases are measured in; 1 where they have the weights' precision."""
         return _bias_unit(self.prior, self.layout)
-
-    @staticmethod
-    def num_elements(layout: HeadLayout) -> int:
-        """F^2 + K^2, and K F scales."""
-        return (layout.num_features + layout.has_bias) ** 2 + layout.num_outputs**2 + layout.num_params
-
-    @staticmethod
-    def curvature_sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-        """sum_n x x^T (F, F) and sum_n (diag(p) - p p^T) (K, K)."""
-        return (features.T @ features).double(), Kron.output_sums(probabilities)
-
-    @staticmethod
-    def output_sums(probabilities: Tensor) -> Tensor:
-        """sum_n (diag(p) - p p^T) (K, K), float64, of probabilities (K, n): all that changes with theta."""
-        if probabilities.shape[0] == 1:
-            return (probabilities * (1 - probabilities)).sum(dim=1, keepdim=True).double()
-        return (probabilities.sum(dim=1).diag() - probabilities @ probabilities.T).double()
-
-    @staticmethod
-    def hessian(sums: tuple[Tensor, ...], layout: HeadLayout, num_examples: int) -> dict[str, Tensor]:
-        """`hessian.kron.A` (F, F) and `hessian.kron.B` (K, K), float64."""
-        return {"hessian.kron.A": sums[0] / num_examples, "hessian.kron.B": sums[1]}
 
     @classmethod
     def from_hessian(
@@ -125,33 +101,6 @@ class Kron:
     def log_det_scale(self) -> float:
         """log|det L|."""
         return float(self.scales.double().log().sum()) + self.layout.num_outputs * math.log(self.bias_unit)
-
-    def logit_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """The diagonal of J Sigma J^T, (n, K): O(F^2 + F K + K^2) an example."""
-        return (self._eigen_variance(features, layout) @ self.output_basis.square().T).to(features.dtype)
-
-    def logit_projected_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """The diagonal of P J Sigma J^T P, (n, K): each of U's columns without its mean, so that nothing cancels."""
-        projected = (self.output_basis - self.output_basis.mean(dim=0)).square()
-        return (self._eigen_variance(features, layout) @ projected.T).to(features.dtype)
-
-    def logit_covariance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Exact J Sigma J^T = U diag(v) U^T, (n, K, K), from the variances v that logit_variance takes, too."""
-        variances = self._eigen_variance(features, layout)
-        out = (self.output_basis * variances.unsqueeze(1)) @ self.output_basis.T
-        return out.to(features.dtype)
-
-    def logit_root(self, features: Tensor, layout: HeadLayout) -> LogitRoot:
-        """U diag(sqrt(v)), v the variances along the outputs' eigenvectors: nothing of size K^2 an example."""
-        return LogitRoot(self._eigen_variance(features, layout).sqrt(), self.output_basis).to(features)
-
-    def _eigen_variance(self, features: Tensor, layout: HeadLayout) -> Tensor:
-        """Variances (n, K) of the logits along the outputs' eigenvectors, where they are independent."""
-        augmented = layout.augment_features(features).to(self.feature_basis)
-        if self.bias_unit != 1:
-            augmented[:, -1] *= self.bias_unit
-        projected = augmented @ self.feature_basis
-        return projected.square() @ self.scales.square().T
 
     def to_tensors(self) -> dict[str, Tensor]:
         """`hessian.kron.A`, `hessian.kron.B` and the prior's tensors; the eigenbasis is computed again on load."""

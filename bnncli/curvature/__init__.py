@@ -1,83 +1,90 @@
-"""Hessians of the summed negative log likelihood, without the prior, streamed over the examples.
+"""Curvature turns a target into H, the Hessian of the summed negative log likelihood, without the prior.
 
-For a last linear layer the generalised Gauss-Newton matrix (GGN) is the Hessian itself.
+Each file is one structure of H: how it is summed over the examples, what that takes, and where it stands among the others.
+What it declares as literals is read without importing anything (`registry.declared`). For a last linear layer the
+generalised Gauss-Newton matrix (GGN) is the Hessian itself.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Any, ClassVar, NamedTuple, Protocol
+
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances.kron import Kron
-from bnncli.machine import signals
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.stream import BLOCK_ELEMENTS
+from bnncli.theta.head import HeadLayout
 
-_BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
+MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
 
 
-def ggn(target: LastLayerTarget, theta: Tensor, structure: str) -> dict[str, Tensor]:
+class Operations(NamedTuple):
+    """What a Hessian and its covariance take.
+
+    Args:
+        products: of matrix products over the examples.
+        factors: of factors in float64.
+        elementwise: over the examples, one number at a time.
+    """
+
+    products: float = 0.0
+    factors: float = 0.0
+    elementwise: float = 0.0
+
+
+class Curvature(Protocol):
+    """One structure of H."""
+
+    order: ClassVar[int]
+    """Its place from the one that says most of the posterior (lowest) to the least."""
+    about: ClassVar[str]
+    """A few words for `--help`; may be empty."""
+    is_exact: ClassVar[bool]
+    """Whether this is all of H."""
+    is_same_in_span: ClassVar[bool]
+    """Whether a fit in the row space of the features is that over all of theta: no basis is special to it."""
+    is_fitted_in_span: ClassVar[bool]
+    """Whether it is fitted there, where that is smaller."""
+    fixed: ClassVar[tuple[str, ...]]
+    """Names of the parts that are the same at every theta; with any, `hessian` takes `before`, parts of the same examples."""
+
+    @staticmethod
+    def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
+        """H at theta (P,), float64, in parts `hessian.<structure>` or `hessian.<structure>.<part>`, as in posterior files.
+
+        Sums over the examples, times the target's likelihood_scale.
+        """
+
+    @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """Numbers in one copy of the matrices of H, and of the covariance."""
+
+    @staticmethod
+    def operations(layout: HeadLayout, num_examples: int) -> Operations:
+        """Of H and its covariance, as in Golub and Van Loan (2013), Matrix Computations, 4.2 and 8.3."""
+
+    @staticmethod
+    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
+        """Elements up to which it is quick enough to be taken unasked, over all of theta or in the span of the features."""
+
+
+def ggn(
+    target: LastLayerTarget, theta: Tensor, structure: str, *, before: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The Hessian of -log likelihood at theta (P,), in the parts and under the names of that structure.
 
-    full: `hessian.full` (P, P); block: `hessian.block` (K, F, F); kron: `hessian.kron.A` (F, F), `hessian.kron.B` (K, K); diag: `hessian.diag` (P,).
-    Sums over the examples (twice the data, twice the Hessian), times the target's likelihood_scale; float64.
+    Args:
+        before: a Hessian of the same structure and examples, of which the parts are kept that no theta changes.
 
     Raises:
         UsageError: when there is no such structure.
     """
-    kind = registry.load_class("covariances", structure)
-    layout = target.layout
-
-    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-        signals.raise_if_interrupted("the Hessian")
-        sums: tuple[Tensor, ...] = kind.curvature_sums(
-            layout.augment_features(block), target.probabilities(theta, block)
-        )
-        return sums
-
-    size = _BLOCK_EXAMPLES.get(target.device.type, 2**13)
-    columns = max(layout.num_outputs, BLOCK_ELEMENTS.get(target.device.type, 2**19) // size)
-    total = target.blocks.sum(work, columns=columns, dtype=target.dtype)
-    hessian: dict[str, Tensor] = kind.hessian(total, layout, target.num_examples)
-    return {name: _scaled(name, part, target.likelihood_scale) for name, part in hessian.items()}
+    kind = registry.load_class("curvature", structure)
+    kept: dict[str, Any] = {"before": before} if kind.fixed and before is not None else {}
+    hessian: dict[str, Tensor] = kind.hessian(target, theta, **kept)
+    return hessian
 
 
-def output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    """`hessian.kron.B` (K, K) alone at theta (P,): the outputs' factor, all of the pair that changes with theta."""
-
-    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-        return (Kron.output_sums(target.probabilities(theta, block)),)
-
-    (total,) = target.blocks.sum(work, columns=target.layout.num_outputs, dtype=target.dtype)
-    return _scaled("hessian.kron.B", total, target.likelihood_scale)
-
-
-def kron_ggn(target: LastLayerTarget, theta: Tensor, *, before: Kron | None = None) -> dict[str, Tensor]:
-    """The Kronecker pair of `ggn`; the features' factor, which no theta changes, is that of a covariance made before."""
-    if before is None:
-        return ggn(target, theta, "kron")
-    return {"hessian.kron.A": before.feature_factor, "hessian.kron.B": output_factor(target, theta)}
-
-
-def ggn_full(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    """The Hessian (P, P) float64 of -log likelihood at theta (P,)."""
-    return ggn(target, theta, "full")["hessian.full"]
-
-
-def ggn_kron(target: LastLayerTarget, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """A (F, F) and B (K, K), float64, whose Kronecker product B kron A approximates the Hessian at theta (P,)."""
-    parts = ggn(target, theta, "kron")
-    return parts["hessian.kron.A"], parts["hessian.kron.B"]
-
-
-def ggn_diag(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    """The diagonal (P,) float64 of the Hessian of -log likelihood at theta (P,)."""
-    return ggn(target, theta, "diag")["hessian.diag"]
-
-
-def _scaled(name: str, part: Tensor, likelihood_scale: float) -> Tensor:
-    """The part times the scale of the likelihood; of a Kronecker pair only the outputs' factor carries it."""
-    if name == "hessian.kron.A" or likelihood_scale == 1.0:
-        return part
-    return torch.mul(part, likelihood_scale)
+def structure_of(hessian: dict[str, Tensor]) -> str:
+    """The structure of a Hessian, by the names of its parts."""
+    return next(iter(hessian)).split(".")[1]

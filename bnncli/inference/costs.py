@@ -1,11 +1,12 @@
 """How long a Laplace fit takes, estimated from sizes before it starts: operations over speeds measured on one CPU core.
 
-Counts of operations as in Golub and Van Loan (2013), Matrix Computations: 4.2 for Cholesky factors and their inverses, 8.3
-for eigenvectors. Right to a factor of about three (tests/inference/test_costs.py): enough to tell seconds from hours.
+Each structure counts its own operations (`curvature`). Right to a factor of about three (tests/inference/test_costs.py): enough to
+tell seconds from hours.
 """
 
 from __future__ import annotations
 
+from bnncli import registry
 from bnncli.theta.head import HeadLayout
 
 SEARCH_FITS, SEARCH_MODES = 10, 16  # of a search for the prior precision: Hessians that are made, modes that are found
@@ -21,20 +22,15 @@ def fit_seconds(
     """Seconds on a CPU of so many covariances of a structure, and of so many modes.
 
     Raises:
-        ValueError: the structure is not one of full, block, kron, diag.
+        ValueError: there is no such structure.
     """
-    num_outputs, size = layout.num_outputs, layout.num_features + layout.has_bias
-    num_pairs = max(1, num_outputs * (num_outputs - 1) // 2)
-    operations = {
-        "full": (2 * num_examples * num_pairs * size**2 / _PRODUCTS, 4 / 3 * float(layout.num_params) ** 3),
-        "block": (2 * num_examples * num_outputs * size**2 / _PRODUCTS, 4 / 3 * num_outputs * float(size) ** 3),
-        "kron": (2 * num_examples * size**2 / _PRODUCTS, 10 * float(size) ** 3),
-        "diag": (2 * num_examples * layout.num_params / _ELEMENTWISE, float(layout.num_params)),
-    }
-    if structure not in operations:
-        raise ValueError(f"structure: expected one of {', '.join(operations)}, got {structure!r}")
-    sums, factors = operations[structure]
-    if structure == "kron":  # the features' factor, which no theta changes, is made and decomposed once
+    choices = registry.in_order("curvature")
+    if structure not in choices:
+        raise ValueError(f"structure: expected one of {', '.join(choices)}, got {structure!r}")
+    curvature = registry.load_class("curvature", structure)
+    needed = curvature.operations(layout, num_examples)
+    if curvature.fixed:  # the features' factor, which no theta changes, is made and decomposed once
         num_fits = min(num_fits, 1)
+    fit = needed.products / _PRODUCTS + needed.elementwise / _ELEMENTWISE + needed.factors / _FACTORS
     modes = num_modes * _MODE_SECONDS * num_examples * layout.num_params
-    return (num_fits * (sums + factors / _FACTORS) + modes) / threads
+    return (num_fits * fit + modes) / threads

@@ -15,8 +15,7 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
-from bnncli.covariances.kron import Kron
-from bnncli.curvature import ggn, kron_ggn
+from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
@@ -55,7 +54,7 @@ def fit_gaussian(
     structure: str = "full",
     center: str = "mode",
     mode_hessian: dict[str, Tensor] | None = None,
-    kron: Kron | None = None,
+    before: LocalCovariance | None = None,
     progress: Progress = SILENT,
 ) -> LaplaceFit:
     """The Gaussian at the mode of target, or at start, with covariance (H + Lambda)^{-1}.
@@ -63,10 +62,10 @@ def fit_gaussian(
     Args:
         target: the log posterior.
         start: (P,), the checkpoint's head.
-        structure: of the covariance: full, block, kron, diag.
+        structure: of the covariance, one of the `covariances`.
         center: mode, or checkpoint for start itself.
         mode_hessian: passed to find_mode, a Hessian from near the mode.
-        kron: of the same features, saves their factor and its eigenvectors.
+        before: of the same examples, saves what no theta changes; passed to find_mode as well.
         progress: passed to find_mode.
 
     Raises:
@@ -78,9 +77,9 @@ def fit_gaussian(
     mode = None
     theta = start.to(target.device).double()
     if center == "mode":
-        mode = find_mode(target, theta, hessian=mode_hessian, kron=kron, progress=progress)
-        theta, kron = mode.theta, mode.kron
-    covariance, hessian = covariance_at(target, theta, structure, kron=kron)
+        mode = find_mode(target, theta, hessian=mode_hessian, before=before, progress=progress)
+        theta, before = mode.theta, mode.before
+    covariance, hessian = covariance_at(target, theta, structure, before=before)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     if mode is not None:
         return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(mode.log_joint, covariance), hessian)
@@ -99,7 +98,7 @@ def _evidence_beside_the_mode(
     """
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     log_joint = float(value)
-    if covariance.structure != "full":
+    if not registry.load_class("curvature", covariance.structure).is_exact:
         return log_joint, None, f"beside the mode it needs the exact Hessian, and a {covariance.structure} one is not"
     white = covariance.pull_back(gradient)
     rise = 0.5 * float(white.square().sum())
@@ -133,33 +132,6 @@ def lift_fit(fit: LaplaceFit, rows: RowSpace) -> LaplaceFit:
     if fit.mode is not None:
         mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)
     return replace(fit, gaussian=gaussian, mode=mode, log_joint=fit.log_joint + constant)
-
-
-def covariance_at(
-    target: LastLayerTarget,
-    theta: Tensor,
-    structure: str,
-    *,
-    hessian: dict[str, Tensor] | None = None,
-    kron: Kron | None = None,
-) -> tuple[Covariance, dict[str, Tensor]]:
-    """(H + Lambda)^{-1} at theta (P,), and H without the prior: the one given, or made.
-
-    Args:
-        kron: of the same features, saves a Kronecker covariance their factor and its eigenvectors.
-
-    Raises:
-        NumericError: when the precision is not positive definite.
-        UsageError: when there is no such structure.
-    """
-    kind = registry.load_class("covariances", structure)
-    if kind is Kron:
-        hessian = hessian or kron_ggn(target, theta, before=kron)
-        return Kron.from_hessian(hessian, target.prior, target.layout, before=kron), hessian
-    if hessian is None:
-        hessian = ggn(target, theta, structure)
-    covariance: Covariance = kind.from_hessian(hessian, target.prior, target.layout)
-    return covariance, hessian
 
 
 def laplace_evidence(log_joint: float, covariance: Covariance) -> float:

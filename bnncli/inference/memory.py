@@ -18,9 +18,7 @@ from bnncli.posteriors import draws_at_once
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
 
-STRUCTURES = ("full", "block", "kron", "diag")  # from the one that says most of the posterior to the least
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
-MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
 _COPIES = 6  # of a structure's matrices that a fit holds at its peak
 _MODE_VECTORS = 10  # of P numbers that the search for the mode holds
@@ -103,16 +101,24 @@ def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
     the examples cost no more than that largest full one's; else kron where it fits; else diag. Sizes as for fit_bytes: in
     the span of the features, whose examples are few, it is a block's factors that must cost no more than a full one's.
     """
-    return next(iter(automatic_structures(layout, budget, **sizes)), "diag")
+    return next(iter(automatic_structures(layout, budget, **sizes)), structures()[-1])
 
 
 def automatic_structures(layout: HeadLayout, budget: int, **sizes: Any) -> list[str]:
     """All structures that are quick and fit in the budget (bytes), by the rule of automatic_structure, which takes the first."""
-    most = {"full": MAX_AUTO_FULL**2, "block": MAX_AUTO_FULL**2 // 4}  # the full one needs a quarter of its products
-    if sizes.get("whole") is not None:
-        most["block"] = MAX_AUTO_FULL**3 // (3 * (layout.num_features + layout.has_bias))
-    quick = [name for name in STRUCTURES if _elements(name, layout) <= most.get(name, _elements(name, layout))]
+    in_span = sizes.get("whole") is not None
+
+    def is_quick(name: str) -> bool:
+        most: float = registry.load_class("curvature", name).most_elements(layout, in_span=in_span)
+        return _elements(name, layout) <= most
+
+    quick = [name for name in structures() if is_quick(name)]
     return [name for name in quick if fit_bytes(name, layout, **sizes) <= budget]
+
+
+def structures() -> list[str]:
+    """All structures, from the one that says most of the posterior to the least."""
+    return registry.in_order("curvature")
 
 
 def budget(device: torch.device) -> int:
@@ -134,7 +140,7 @@ def require(needed: int, device: torch.device, *, what: str, hint: str | None) -
 def require_fit(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
     """Pass when the structure can be fitted. Raises DeviceError, naming the largest that can, otherwise."""
     there = budget(device)
-    fitting = [name for name in STRUCTURES if fit_bytes(name, layout, **sizes) <= there]
+    fitting = [name for name in structures() if fit_bytes(name, layout, **sizes) <= there]
     hint = (
         f"use --structure {fitting[0]}, the largest that fits" if fitting else "no structure fits: use fewer features"
     )
@@ -166,7 +172,7 @@ def require_refinement(
     """
     there = budget(device)
     sizes = {**sizes, "training": training}
-    fitting = [name for name in STRUCTURES if refinement_bytes(name, layout, **sizes) <= there]
+    fitting = [name for name in structures() if refinement_bytes(name, layout, **sizes) <= there]
     less = "use --flow radial" if training > there else "use fewer --elbo-draws"
     hint = f"refine a base made by fit-laplace --structure {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes)
@@ -227,7 +233,7 @@ def require_latent(layout: NetworkLayout, device: torch.device, *, num_repeats: 
 
 def _elements(structure: str, layout: HeadLayout) -> int:
     """Numbers in one copy of the structure's matrices."""
-    return int(registry.load_class("covariances", structure).num_elements(layout))
+    return int(registry.load_class("curvature", structure).num_elements(layout))
 
 
 def _basis_elements(layout: HeadLayout, whole: HeadLayout | None) -> int:

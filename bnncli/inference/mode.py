@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
-from bnncli.covariances.full import Full
-from bnncli.covariances.kron import Kron
-from bnncli.curvature import ggn, kron_ggn
+from bnncli.curvature import structure_of
 from bnncli.errors import NumericError
+from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 
+ROUGH_WHITENING = "kron"  # takes one pass and no memory
+_EXACT_WHITENING = "full"
 _MAX_CG_ITERATIONS = 200
 _MAX_HALVINGS = 30
 _STALE_ITERATIONS = {"full": 40, "kron": -1}  # more than this, and a new Hessian pays (measured: LeNet-5, P = 850)
@@ -44,7 +45,7 @@ class Mode:
         gradient_norm: of the log joint, nats per unit of theta.
         log_joint: at theta, nats.
         hessian: a Hessian of the negative log likelihood from near the mode, for find_mode under another prior.
-        kron: the Kronecker covariance that whitened the last steps, or the one that was given, for the same.
+        before: the covariance that whitened the last steps where it saves work, else the one that was given, for the same.
     """
 
     theta: Tensor
@@ -53,7 +54,7 @@ class Mode:
     gradient_norm: float
     log_joint: float
     hessian: dict[str, Tensor]
-    kron: Kron | None
+    before: LocalCovariance | None
 
 
 def find_mode(
@@ -61,7 +62,7 @@ def find_mode(
     start: Tensor,
     *,
     hessian: dict[str, Tensor] | None = None,
-    kron: Kron | None = None,
+    before: LocalCovariance | None = None,
     tolerance: float = 1e-3,
     polish: bool = False,
     max_iterations: int = 100,
@@ -72,8 +73,8 @@ def find_mode(
     Args:
         target: the log posterior.
         start: (P,), where to start; any finite theta will do.
-        hessian: from near the mode, a full or Kronecker one, saves making it.
-        kron: of the same features, saves their factor and its eigenvectors.
+        hessian: from near the mode, saves making it.
+        before: of the same examples, saves what no theta changes.
         tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g).
         polish: end with a step after which the decrement is expected to meet the tolerance, from how fast it has fallen, and
             take the log joint there from the quadratic model: saves the last pass in float64, which only confirms.
@@ -86,24 +87,27 @@ def find_mode(
     task = progress.task("mode", 0)
     theta = start.detach().to(target.device).double().clone()
     value, gradient = _evaluate(target, theta)
-    hessian = hessian or _fresh_hessian(target, theta, kron=kron)
-    whitening, kron = _whitening(target, hessian, kron)
+    structure = structure_of(hessian) if hessian else _structure_for(target)
+    whitening = covariance_at(target, theta, structure, hessian=hessian, before=before)
+    before = whitening if whitening.saves_work else before
     previous = math.nan
     accuracy = partial(_accuracy, tolerance=tolerance, polish=polish)
     for iteration in range(max_iterations):
-        step, num_products = _newton_step(target, theta, gradient, whitening=whitening, accuracy=accuracy)
+        step, num_products = _newton_step(target, theta, gradient, whitening=whitening.covariance, accuracy=accuracy)
         decrement = math.sqrt(max(float(gradient @ step), 0.0))
         if decrement < tolerance:
-            return Mode(theta, iteration, decrement, float(gradient.norm()), value, hessian, kron)
+            return Mode(theta, iteration, decrement, float(gradient.norm()), value, whitening.hessian, before)
         if polish and (expected := _after_step(decrement, previous)) < tolerance:
             polished = value + 0.5 * decrement**2
-            return Mode(theta + step, iteration + 1, expected, float(gradient.norm()), polished, hessian, kron)
+            return Mode(
+                theta + step, iteration + 1, expected, float(gradient.norm()), polished, whitening.hessian, before
+            )
         task.advance(note=f"log joint {value:.1f}, decrement {decrement:.2g}")
         theta, value, gradient = _search_along(target, theta, value, gradient, step)
         previous = decrement
-        if num_products > _STALE_ITERATIONS[whitening.structure]:
-            hessian = _fresh_hessian(target, theta, kron=kron)
-            whitening, kron = _whitening(target, hessian, kron)
+        if num_products > _STALE_ITERATIONS[whitening.covariance.structure]:
+            whitening = covariance_at(target, theta, _structure_for(target), before=before)
+            before = whitening if whitening.saves_work else before
     raise NumericError(
         f"no mode after {max_iterations} Newton steps: {decrement:.2g} standard deviations away, asked for {tolerance:g}",
         hint="use a larger --prior-precision",
@@ -119,21 +123,9 @@ def _after_step(decrement: float, previous: float) -> float:
     return factor * decrement**2 + _accuracy(decrement, polish=True) * decrement
 
 
-def _fresh_hessian(target: LastLayerTarget, theta: Tensor, *, kron: Kron | None) -> dict[str, Tensor]:
-    """The Hessian of the negative log likelihood at theta, full where that is small."""
-    if target.layout.num_params <= MAX_FULL_PRECONDITIONER:
-        return ggn(target, theta, "full")
-    return kron_ggn(target, theta, before=kron)
-
-
-def _whitening(
-    target: LastLayerTarget, hessian: dict[str, Tensor], kron: Kron | None
-) -> tuple[Covariance, Kron | None]:
-    """The covariance that the Hessian gives under the target's prior; and the last Kronecker one."""
-    if "hessian.full" in hessian:
-        return Full.from_hessian(hessian, target.prior, target.layout), kron
-    kron = Kron.from_hessian(hessian, target.prior, target.layout, before=kron)
-    return kron, kron
+def _structure_for(target: LastLayerTarget) -> str:
+    """What to whiten with: an exact Hessian where that is small."""
+    return _EXACT_WHITENING if target.layout.num_params <= MAX_FULL_PRECONDITIONER else ROUGH_WHITENING
 
 
 def _evaluate(target: LastLayerTarget, theta: Tensor) -> tuple[float, Tensor]:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
-from bnncli.covariances.kron import Kron
 from bnncli.errors import NumericError
-from bnncli.inference.laplace import LaplaceFit, covariance_at, fit_gaussian, laplace_evidence
-from bnncli.inference.mode import find_mode
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian, laplace_evidence
+from bnncli.inference.local_covariance import LocalCovariance, covariance_at
+from bnncli.inference.mode import ROUGH_WHITENING, find_mode
 from bnncli.progress import Task
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import (
@@ -149,9 +150,7 @@ class Candidates:
     task: Task
     known: dict[float, Candidate] = field(default_factory=dict)
     failed: set[float] = field(default_factory=set)
-    kron: Kron | None = (
-        None  # the last Kronecker covariance: the features' factor is that of all, and has one eigenbasis
-    )
+    before: LocalCovariance | None = None  # the last that saves work: the examples are those of all candidates
     _hessians: dict[float, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
@@ -178,12 +177,10 @@ class Candidates:
             at_center = self.criterion.at_center(target, theta, log_joint)
             is_exact = not error <= self.tolerance
             if is_exact:
-                covariance, own = covariance_at(
-                    target, theta, self.structure, hessian=self._fixed_hessian(), kron=self.kron
-                )
-                self._keep(covariance)
-                spread = self.criterion.of(target, theta, log_joint, covariance) - at_center
-                hessian = own if self.structure == "full" or self.center == "checkpoint" else hessian
+                found = covariance_at(target, theta, self.structure, hessian=self._fixed_hessian(), before=self.before)
+                self._keep(found)
+                spread = self.criterion.of(target, theta, log_joint, found.covariance) - at_center
+                hessian = found.hessian if self._is_exact or self.center == "checkpoint" else hessian
         except NumericError:  # no mode under this prior: not the best, and no reason to give up the others
             self._fail(log_precision)
             return
@@ -199,7 +196,7 @@ class Candidates:
                 structure=self.structure,
                 center=self.center,
                 mode_hessian=self._nearest_hessian(log_precision),
-                kron=self.kron,
+                before=self.before,
             )
         except NumericError:
             self._fail(log_precision)
@@ -224,10 +221,15 @@ class Candidates:
         newest = log_precision if hessian is not None else self.best
         self._hessians = {key: kept for key, kept in self._hessians.items() if key in (newest, self.best)}
 
-    def _keep(self, covariance: Covariance | None) -> None:
-        """Keeps a Kronecker covariance for the next."""
-        if isinstance(covariance, Kron):
-            self.kron = covariance
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the structure is all of the Hessian: nothing whitens the next mode better."""
+        return bool(registry.load_class("curvature", self.structure).is_exact)
+
+    def _keep(self, found: LocalCovariance | None) -> None:
+        """Keeps a covariance for the next where that saves work."""
+        if found is not None and found.saves_work:
+            self.before = found
 
     def _fail(self, log_precision: float) -> None:
         self.known.pop(log_precision, None)
@@ -247,11 +249,12 @@ class Candidates:
         hessian = self._nearest_hessian(log_precision)
         theta = self._predicted_mode(target, log_precision)
         if hessian is None:
-            covariance, hessian = covariance_at(target, theta, "kron", kron=self.kron)
-            self._keep(covariance)
+            found = covariance_at(target, theta, ROUGH_WHITENING, before=self.before)
+            self._keep(found)
+            hessian = found.hessian
         tolerance = _MODE_TOLERANCE if self.tolerance > 0 else _EXACT_MODE_TOLERANCE
-        mode = find_mode(target, theta, hessian=hessian, kron=self.kron, tolerance=tolerance, polish=True)
-        self._keep(mode.kron)
+        mode = find_mode(target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=True)
+        self._keep(mode.before)
         return mode.theta, mode.log_joint, mode.hessian
 
     def _predicted_mode(self, target: LastLayerTarget, log_precision: float) -> Tensor:

@@ -111,7 +111,7 @@ def search(
     best = candidates.best
     if center != candidates.center:
         at_best = target.with_prior(target.prior.with_weight_precision(math.exp(best)))
-        fit = fit_gaussian(at_best, start=start, structure=structure, center=center, kron=candidates.kron)
+        fit = fit_gaussian(at_best, start=start, structure=structure, center=center, before=candidates.before)
     return PriorSearch(
         best=math.exp(best),
         curve=[(math.exp(key), value) for key, value in sorted(candidates.values.items())],

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.excess import WORSE_SHARE
-from bnncli.inference.laplace import LaplaceFit, covariance_at
+from bnncli.inference.laplace import LaplaceFit
+from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_candidates import Criterion
 from bnncli.targets.last_layer import LastLayerTarget
 

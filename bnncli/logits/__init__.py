@@ -1,9 +1,16 @@
-"""Roots of the logits' covariances at given features: what draws of the logits are made with, as small as the structure allows."""
+"""The Gaussian of the logits of an input, under a Gaussian over theta: the one place that is asked for it.
+
+With J the logits' derivatives by theta at an input, their mean is that of the network at the mean of theta and their
+covariance J Sigma J^T. A last layer is linear in theta, so that this is exact (`_head`); a network is linearised.
+Each file here is the short way of one structure of Sigma; a structure without a file is pulled back through J (`_pulled`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,3 +56,54 @@ def root_of_covariances(covariances: Tensor) -> LogitRoot:
         values, vectors = torch.linalg.eigh(covariances[singular])
         roots[singular] = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
     return LogitRoot(roots)
+
+
+class LogitCovariance(Protocol):
+    """J Sigma J^T at inputs (n, ...), of which each question is answered with as little as it takes, in the inputs' precision."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether roots are matrices (n, K, K), so that what is added to a covariance asks for another root."""
+
+    def variance(self, inputs: Tensor) -> Tensor:
+        """Of each logit, (n, K): the diagonal alone, nothing of size K^2 an example."""
+
+    def projected_variance(self, inputs: Tensor) -> Tensor:
+        """Of each logit minus the logits' mean, (n, K), at the cost of variance.
+
+        The diagonal of P S P with P = I - 11^T / K and S the logits' covariance.
+        """
+
+    def covariance(self, inputs: Tensor) -> Tensor:
+        """Of all pairs of logits, (n, K, K)."""
+
+    def root(self, inputs: Tensor) -> LogitRoot:
+        """Roots of the covariances, for draws of the logits."""
+
+
+@dataclass(frozen=True)
+class LogitGaussian:
+    """N(mean, J Sigma J^T), as a function of inputs.
+
+    Args:
+        mean: of inputs (n, ...), the logits (n, K) at the mean of theta.
+        spread: their covariance.
+    """
+
+    mean: Callable[[Tensor], Tensor]
+    spread: LogitCovariance
+
+    def marginals(self, inputs: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
+        """Mean (n, K) and variance (n, K) of each logit; minus the logits' mean if projected."""
+        mean = self.mean(inputs)
+        if is_projected:
+            return mean - mean.mean(dim=1, keepdim=True), self.spread.projected_variance(inputs)
+        return mean, self.spread.variance(inputs)
+
+    def moments(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (n, K) and covariance (n, K, K) of the logits."""
+        return self.mean(inputs), self.spread.covariance(inputs)
+
+    def root(self, inputs: Tensor) -> tuple[Tensor, LogitRoot]:
+        """Mean (n, K) of the logits, and roots of their covariances, to draw logits with."""
+        return self.mean(inputs), self.spread.root(inputs)

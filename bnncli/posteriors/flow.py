@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bnncli import registry
-from bnncli.covariances._row_space import WithinRows
+from bnncli.covariances._row_space import rows_of
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.posteriors import sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
@@ -52,8 +52,8 @@ class Flow:
     @property
     def layer_layout(self) -> HeadLayout:
         """How the theta lies that the layers act on."""
-        covariance = self.base.covariance
-        return covariance.rows.reduced if isinstance(covariance, WithinRows) else self.layout
+        within = rows_of(self.base.covariance)
+        return self.layout if within is None else within.rows.reduced
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """Standard normal draws (S, P) float64, for from_noise."""
@@ -140,11 +140,11 @@ class Flow:
 
     def _act(self, x: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
         """x (S, P) with what the layers act on sent through a map."""
-        covariance = self.base.covariance
-        if not isinstance(covariance, WithinRows):
+        within = rows_of(self.base.covariance)
+        if within is None:
             return through(x)
-        reduced = covariance.rows.reduce(x)
-        return x + covariance.rows.lift(through(reduced) - reduced)
+        reduced = within.rows.reduce(x)
+        return x + within.rows.lift(through(reduced) - reduced)
 
 
 def is_idle(flow: Flow, noise: Tensor, threshold: float = 0.05) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
-from bnncli.covariances._row_space import WithinRows, read_covariance
+from bnncli.covariances._row_space import read_covariance, rows_of
 from bnncli.errors import DataError
-from bnncli.logits import LogitRoot
+from bnncli.logits import LogitGaussian, LogitRoot
+from bnncli.logits._head import head_logits
 from bnncli.numerics.sobol import quasi_normal
 from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
@@ -81,23 +83,22 @@ class Gaussian:
         """Nats."""
         return 0.5 * self.layout.num_params * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
 
+    @cached_property
+    def logits(self) -> LogitGaussian:
+        """The Gaussian of the logits of features (n, D), exact."""
+        return head_logits(self.mean, self.layout, self.covariance)
+
     def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
-        """Exact mean (n, K) and variance (n, K) of each logit at features (n, D); minus the logits' mean if projected."""
-        mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
-        if is_projected:
-            mean = mean - mean.mean(dim=1, keepdim=True)
-            return mean, self.covariance.logit_projected_variance(features, self.layout)
-        return mean, self.covariance.logit_variance(features, self.layout)
+        """Mean (n, K) and variance (n, K) of each logit at features (n, D); minus the logits' mean if projected."""
+        return self.logits.marginals(features, is_projected=is_projected)
 
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Exact mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
-        mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
-        return mean, self.covariance.logit_covariance(features, self.layout)
+        """Mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
+        return self.logits.moments(features)
 
     def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
-        """Exact mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
-        mean = self.layout.logits(features, self.mean.to(features.dtype).unsqueeze(0))[0]
-        return mean, self.covariance.logit_root(features, self.layout)
+        """Mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
+        return self.logits.root(features)
 
     def to(self, device: torch.device | str) -> Gaussian:
         """A copy on another device."""
@@ -108,8 +109,9 @@ class Gaussian:
         tensors = {"mean": self.mean.double().cpu().contiguous()}
         tensors |= self.prior.to_tensors() if self.prior else {}
         meta = {"type": self.type, "structure": self.covariance.structure, **self.layout.to_meta()}
-        if isinstance(self.covariance, WithinRows):
-            meta["row_space_rank"] = self.covariance.rows.rank
+        within = rows_of(self.covariance)
+        if within is not None:
+            meta["row_space_rank"] = within.rows.rank
         return {**tensors, **self.covariance.to_tensors()}, meta
 
     @classmethod

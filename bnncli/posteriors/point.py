@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from bnncli.logits import LogitRoot
+from bnncli.logits import LogitGaussian, LogitRoot
+from bnncli.logits._head import head_logits
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
 
@@ -33,22 +35,22 @@ class Point:
         """theta, repeated, (S, P) float32."""
         return self.theta.float().expand(num_samples or 1, -1).clone()
 
+    @cached_property
+    def logits(self) -> LogitGaussian:
+        """The logits of features (n, D), certain."""
+        return head_logits(self.theta, self.layout)
+
     def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
         """Logits (n, K) at features (n, D), minus their mean if projected, and their variance, zero, (n, K)."""
-        mean = self.layout.logits(features, self.theta.to(features.dtype).unsqueeze(0))[0]
-        if is_projected:
-            mean = mean - mean.mean(dim=1, keepdim=True)
-        return mean, torch.zeros_like(mean)
+        return self.logits.marginals(features, is_projected=is_projected)
 
     def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (n, K) at features (n, D), and their covariance, zero, (n, K, K)."""
-        mean = self.layout.logits(features, self.theta.to(features.dtype).unsqueeze(0))[0]
-        return mean, mean.new_zeros(*mean.shape, mean.shape[1])
+        return self.logits.moments(features)
 
     def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
         """Logits (n, K) at features (n, D), and their standard deviations, zero."""
-        mean, zero = self.logit_marginals(features)
-        return mean, LogitRoot(zero)
+        return self.logits.root(features)
 
     def to(self, device: torch.device | str) -> Point:
         """A copy on another device."""

@@ -71,7 +71,9 @@ def _in_span_today(header: Header, structure: str) -> set[bool]:
     weight, *_ = header.meta["param_layout"]
     if header.meta["num_examples"] >= weight["shape"][1]:
         return {False}
-    return {True} if header.meta.get(structure) in ("full", "block") else {False, True}
+    return (
+        {True} if header.meta.get(structure) in registry.declaring("curvature", "is_fitted_in_span") else {False, True}
+    )
 
 
 def _laplace_today(header: Header) -> set[int]:

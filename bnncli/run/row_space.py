@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from bnncli.covariances._row_space import WithinRows
+from bnncli import registry
+from bnncli.covariances._row_space import rows_of
 from bnncli.inference import memory
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import Split
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace, reduced_layout
 from bnncli.theta.head import HeadLayout
-
-STRUCTURES = ("full", "block")
 
 
 def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
@@ -30,12 +29,12 @@ def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", 
         sizes: as for memory.fit_bytes.
     """
     num_examples, num_features = train.content.features.shape
-    if num_examples >= num_features or structure not in ("auto", *STRUCTURES):
+    if num_examples >= num_features or structure not in ("auto", *registry.declaring("curvature", "is_fitted_in_span")):
         return None
     span = reduced_layout(train.layout, num_examples)
     if structure == "auto":
         structure = memory.automatic_structure(span, memory.budget(device), whole=train.layout, **sizes)
-    return span if structure in STRUCTURES else None
+    return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
 
 
 def row_space(target: LastLayerTarget) -> RowSpace:
@@ -45,10 +44,10 @@ def row_space(target: LastLayerTarget) -> RowSpace:
 
 def span_metrics(gaussian: Gaussian) -> dict[str, int]:
     """How many of how many directions the features span, where the Gaussian was fitted there; else nothing."""
-    covariance = gaussian.covariance
-    if not isinstance(covariance, WithinRows):
+    within = rows_of(gaussian.covariance)
+    if within is None:
         return {}
-    return {"row_space_rank": covariance.rows.rank, "num_features": gaussian.layout.num_features}
+    return {"row_space_rank": within.rows.rank, "num_features": gaussian.layout.num_features}
 
 
 def span_line(metrics: Mapping[str, Any]) -> list[str]:

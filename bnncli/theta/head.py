@@ -70,6 +70,10 @@ class HeadLayout:
             return features
         return torch.cat([features, features.new_ones(features.shape[0], 1)], dim=1)
 
+    def places(self, device: torch.device) -> Tensor:
+        """Where each output's parameters (the bias last) lie in theta, (K, D + 1); (K, D) without a bias."""
+        return self.augment(torch.arange(self.num_params, device=device))
+
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
         """Logits (S, N, K) of features (N, D) under theta (S, P), as one matrix product."""
         weight, bias = self.split(theta)

@@ -11,8 +11,9 @@ from bnncli import registry
 from bnncli.covariances import block
 from bnncli.covariances.full import Full
 from bnncli.covariances.kron import Kron
-from bnncli.curvature import ggn, ggn_diag, ggn_full, ggn_kron, kron_ggn
+from bnncli.curvature import ggn
 from bnncli.errors import NumericError, UsageError
+from bnncli.logits._head import head_spread
 from bnncli.targets import grams, stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -79,13 +80,15 @@ def make_covariance(structure: str, layout: HeadLayout) -> tuple[object, Tensor]
 @every_layout
 def test_full_ggn_is_autograds_hessian(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
-    torch.testing.assert_close(ggn_full(target, theta), autograd_hessian(target, theta), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        ggn(target, theta, "full")["hessian.full"], autograd_hessian(target, theta), rtol=1e-11, atol=1e-11
+    )
 
 
 @every_layout
 def test_diag_ggn_is_the_diagonal_of_autograds_hessian(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
-    torch.testing.assert_close(ggn_diag(target, theta), autograd_hessian(target, theta).diagonal())
+    torch.testing.assert_close(ggn(target, theta, "diag")["hessian.diag"], autograd_hessian(target, theta).diagonal())
 
 
 @every_layout
@@ -103,7 +106,7 @@ def test_block_ggn_is_autograds_hessian_within_each_output(layout: HeadLayout, m
 def test_kron_factors_are_sums_over_examples(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
     features = layout.augment_features(target.features)
-    feature_factor, output_factor = ggn_kron(target, theta)
+    feature_factor, output_factor = ggn(target, theta, "kron").values()
     torch.testing.assert_close(feature_factor, torch.stack([x.outer(x) for x in features]).mean(dim=0))
     p = target.probabilities(theta).T
     outer = [q.diag() - q.outer(q) if layout.num_outputs > 1 else (q * (1 - q)).diag() for q in p]
@@ -120,7 +123,7 @@ def test_kron_is_exact_for_one_example(layout: HeadLayout) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_softmax_hessian_has_a_null_direction_for_each_feature(has_bias: bool) -> None:
     layout = HeadLayout(3, 4, has_bias=has_bias)
-    eigenvalues = torch.linalg.eigvalsh(ggn_full(make_target(layout), draw_theta(layout)))
+    eigenvalues = torch.linalg.eigvalsh(ggn(make_target(layout), draw_theta(layout), "full")["hessian.full"])
     assert int((eigenvalues < 1e-10).sum()) == 4 + has_bias
 
 
@@ -169,7 +172,7 @@ def test_another_output_factor_is_another_fit(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
     before, after = (ggn(target, one, "kron") for one in (theta, 2 * theta))
     first = Kron.from_hessian(before, Prior(PRIOR), layout)
-    again = kron_ggn(target, 2 * theta, before=first)
+    again = ggn(target, 2 * theta, "kron", before=before)
     assert again["hessian.kron.A"] is before["hessian.kron.A"]
     torch.testing.assert_close(again["hessian.kron.B"], after["hessian.kron.B"])
     moved = Kron.from_hessian(again, Prior(PRIOR), layout, before=first)
@@ -202,7 +205,7 @@ def test_pull_back_is_the_chain_rule(structure: str, layout: HeadLayout) -> None
 def test_logit_covariance_is_the_jacobians(structure: str, layout: HeadLayout) -> None:
     covariance, sigma = make_covariance(structure, layout)
     features = make_target(layout).features[:5]
-    for x, got in zip(features, covariance.logit_covariance(features, layout), strict=True):
+    for x, got in zip(features, head_spread(covariance, layout).covariance(features), strict=True):
         jacobian = torch.autograd.functional.jacobian(
             lambda theta, x=x: layout.logits(x[None], theta[None])[0, 0], draw_theta(layout)
         )
@@ -214,8 +217,8 @@ def test_logit_covariance_is_the_jacobians(structure: str, layout: HeadLayout) -
 def test_logit_variance_is_the_diagonal_of_the_covariance(structure: str, layout: HeadLayout) -> None:
     covariance, _ = make_covariance(structure, layout)
     features = make_target(layout, num_examples=1500).features
-    expected = covariance.logit_covariance(features, layout).diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(covariance.logit_variance(features, layout), expected)
+    expected = head_spread(covariance, layout).covariance(features).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(head_spread(covariance, layout).variance(features), expected)
 
 
 @every_structure
@@ -224,18 +227,18 @@ def test_projected_variance_is_that_of_logits_minus_their_mean(structure: str, l
     covariance, _ = make_covariance(structure, layout)
     features, size = make_target(layout, num_examples=1500).features, layout.num_outputs
     projection = torch.eye(size, dtype=torch.float64) - 1 / size
-    expected = (projection @ covariance.logit_covariance(features, layout) @ projection).diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(covariance.logit_projected_variance(features, layout), expected)
+    expected = (projection @ head_spread(covariance, layout).covariance(features) @ projection).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(head_spread(covariance, layout).projected_variance(features), expected)
 
 
 @every_structure
 def test_projected_variance_takes_single_precision_and_is_never_negative(structure: str) -> None:
     covariance, _ = make_covariance(structure, LAYOUTS[0])
     features = make_target(LAYOUTS[0]).features
-    single = covariance.to(dtype=torch.float32).logit_projected_variance(features.float(), LAYOUTS[0])
+    single = head_spread(covariance.to(dtype=torch.float32), LAYOUTS[0]).projected_variance(features.float())
     assert single.dtype == torch.float32
     torch.testing.assert_close(
-        single.double(), covariance.logit_projected_variance(features, LAYOUTS[0]), rtol=1e-4, atol=1e-6
+        single.double(), head_spread(covariance, LAYOUTS[0]).projected_variance(features), rtol=1e-4, atol=1e-6
     )
     assert single.min() >= 0
 
@@ -244,7 +247,7 @@ def test_only_the_prior_pins_a_common_offset_of_the_logits() -> None:
     layout = LAYOUTS[0]
     covariance, _ = make_covariance("full", layout)
     features = make_target(layout).features
-    row_sums = covariance.logit_covariance(features, layout).sum(dim=2)
+    row_sums = head_spread(covariance, layout).covariance(features).sum(dim=2)
     expected = (features.square().sum(dim=1) + 1) / PRIOR
     torch.testing.assert_close(row_sums, expected[:, None].expand(-1, 3))
 

@@ -5,9 +5,9 @@ import torch
 from launches import count
 from torch import Tensor
 
-from bnncli.covariances import full
 from bnncli.covariances.full import Full
-from bnncli.curvature import ggn
+from bnncli.curvature import full, ggn
+from bnncli.logits._head import head_spread
 from bnncli.targets import grams
 from bnncli.targets.grams import (
     is_packed,
@@ -138,13 +138,13 @@ def test_logit_moments_are_those_of_sigma(packs: bool, monkeypatch: pytest.Monke
     sigma = layout.augment(layout.augment(covariance.scale_tril @ covariance.scale_tril.T).permute(1, 2, 0))
     x = layout.augment_features(target.features).double()
     expected = torch.einsum("kalb,na,nb->nkl", sigma.permute(2, 3, 0, 1), x, x)
-    torch.testing.assert_close(covariance.logit_covariance(target.features.double(), layout), expected)
-    single = covariance.to(dtype=torch.float32)
-    variance = single.logit_variance(target.features, layout).double()
+    torch.testing.assert_close(head_spread(covariance, layout).covariance(target.features.double()), expected)
+    single = head_spread(covariance.to(dtype=torch.float32), layout)
+    variance = single.variance(target.features).double()
     torch.testing.assert_close(variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=0)
     less_mean = torch.eye(3, dtype=torch.float64) - 1 / 3
     projected = (less_mean @ expected @ less_mean).diagonal(dim1=1, dim2=2)
-    got = single.logit_projected_variance(target.features, layout).double()
+    got = single.projected_variance(target.features).double()
     torch.testing.assert_close(got, projected, rtol=1e-4, atol=0)
 
 
@@ -152,11 +152,11 @@ def test_wide_features_of_two_classes_take_few_launches_a_block() -> None:
     target, theta = make_target(HeadLayout(2, 300), 64)
     assert count(lambda: ggn(target, theta, "full")).launches < 60
     root = Full(torch.eye(602))
-    assert count(lambda: root.logit_variance(target.features, target.layout)).launches < 20
+    assert count(lambda: head_spread(root, target.layout).variance(target.features)).launches < 20
     assert count(lambda: packed_products(target.features)).launches < 40
 
 
 def test_a_hessian_of_many_outputs_takes_a_few_launches_an_output() -> None:
     layout = HeadLayout(100, 3)
     sums = (torch.rand(4950, 10, dtype=torch.float64),)
-    assert count(lambda: Full.hessian(sums, layout, 1)).launches < 12 * 100
+    assert count(lambda: full.whole_of_pairs(sums[0], layout)).launches < 12 * 100

@@ -15,9 +15,11 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import log_weights
-from bnncli.inference.laplace import covariance_at, fit_gaussian, laplace_evidence, lift_fit, lift_gaussian
+from bnncli.inference.laplace import fit_gaussian, laplace_evidence, lift_fit, lift_gaussian
+from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.inference.prior_precision import search
+from bnncli.logits._head import head_spread
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
@@ -182,8 +184,8 @@ def test_float32_and_the_file_keep_the_posterior() -> None:
     features = normal(6, FEATURES, seed=7)
     assert torch.equal(again.logit_moments(features)[1], lifted.logit_moments(features)[1])
     single = lifted.covariance.to(dtype=torch.float32)
-    variance = lifted.covariance.logit_variance(features, THREE)
-    torch.testing.assert_close(single.logit_variance(features, THREE), variance, rtol=1e-5, atol=1e-6)
+    variance = head_spread(lifted.covariance, THREE).variance(features)
+    torch.testing.assert_close(head_spread(single, THREE).variance(features), variance, rtol=1e-5, atol=1e-6)
 
 
 def test_a_basis_of_another_size_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from bnncli import registry
 from bnncli.inference.costs import fit_seconds
-from bnncli.inference.laplace import covariance_at
+from bnncli.inference.local_covariance import covariance_at
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior

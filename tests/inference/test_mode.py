@@ -6,7 +6,7 @@ import scipy.optimize
 import torch
 from launches import count
 
-from bnncli.curvature import ggn, ggn_full
+from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
 from bnncli.inference.mode import find_mode
@@ -50,7 +50,7 @@ def test_mode_is_the_one_scipy_finds(layout: HeadLayout) -> None:
 def test_decrement_is_the_distance_in_posterior_standard_deviations(layout: HeadLayout) -> None:
     target = make_target(layout)
     found = find_mode(target, far_start(layout), tolerance=0.5)
-    precision = ggn_full(target, found.theta) + 0.3 * torch.eye(layout.num_params)
+    precision = ggn(target, found.theta, "full")["hessian.full"] + 0.3 * torch.eye(layout.num_params)
     gap = found.theta - torch.tensor(mode_by_scipy(target))
     assert found.newton_decrement < 0.5
     assert found.newton_decrement == pytest.approx(float(gap @ precision @ gap) ** 0.5, rel=0.15, abs=1e-4)
@@ -84,7 +84,7 @@ def test_a_polished_mode_keeps_to_the_tolerance_with_one_evaluation_less(
             evaluations.clear()
             found = find_mode(target, far_start(layout), tolerance=tolerance, polish=polish)
             counts.append(len(evaluations))
-            precision = ggn_full(target, found.theta) + 0.3 * torch.eye(layout.num_params)
+            precision = ggn(target, found.theta, "full")["hessian.full"] + 0.3 * torch.eye(layout.num_params)
             gap = found.theta - torch.tensor(mode_by_scipy(target))
             assert float(gap @ precision @ gap) ** 0.5 < 1.2 * tolerance + 1e-6
         assert found.log_joint == pytest.approx(target.log_joint(found.theta[None]).item(), abs=tolerance)

@@ -11,7 +11,8 @@ import torch
 
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.inference import memory
-from bnncli.inference.laplace import covariance_at, fit_gaussian
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_candidates import Criterion, predictive_nll
 from bnncli.inference.prior_precision import search
 from bnncli.inference.structure_choice import choose_structure, first_near_the_best
@@ -82,7 +83,7 @@ def test_the_search_gives_its_judge() -> None:
 
 def test_quick_structures_are_those_that_fit_and_the_first_is_the_automatic_one() -> None:
     layout = HeadLayout(10, 84)
-    assert memory.automatic_structures(layout, 1 << 40) == list(memory.STRUCTURES)
+    assert memory.automatic_structures(layout, 1 << 40) == memory.structures()
     below = memory.fit_bytes("full", layout) - 1
     assert memory.automatic_structures(layout, below) == ["block", "kron", "diag"]
     assert memory.automatic_structure(layout, below) == "block"
@@ -112,7 +113,7 @@ def test_another_structure_is_taken_where_it_predicts_better_and_the_summary_say
     run = make_run(cli, tmp_path, few_arrays())
     done = cli("fit-laplace", run)
     metrics = cli("fit-laplace", run, "--json").json["metrics"]
-    assert set(metrics["structure_nll"]) == set(memory.STRUCTURES)
+    assert set(metrics["structure_nll"]) == set(memory.structures())
     assert metrics["structure"] == "kron"
     assert f"structure kron (val NLL at one precision: full {metrics['structure_nll']['full']:.4f}" in done.stderr
     assert "nats, of the kron approximation of the Hessian\n" in done.stderr
@@ -133,7 +134,8 @@ def test_structures_that_could_be_asked_for_have_their_bytes_and_seconds(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(cli, tmp_path, make_arrays())
-    monkeypatch.setattr(memory, "MAX_AUTO_FULL", 10)
+    for module in ("full", "block"):
+        monkeypatch.setattr(f"bnncli.curvature.{module}.MAX_AUTO_FULL", 10)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     (text,) = [text for text in done["warnings"] if "parameters (about" in text]
     assert text.startswith("using kron for 18 parameters (about ")

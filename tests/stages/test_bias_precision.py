@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.inference import memory
 from bnncli.inference.elbo import elbo
 from bnncli.run.inputs import open_posterior, recorded_prior
 from bnncli.storage.headers import read_header
@@ -209,7 +208,10 @@ def test_a_head_without_bias_has_no_bias_precision(cli: Cli, tmp_path: Path, arr
 def test_large_heads_are_sampled_with_both_precisions(
     cli: Cli, run_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "MAX_AUTO_FULL", 0)  # so that the chains are whitened by a Kronecker-factored Gaussian
+    for structure in ("full", "block"):
+        monkeypatch.setattr(
+            f"bnncli.curvature.{structure}.MAX_AUTO_FULL", 0
+        )  # so that the chains are whitened by a Kronecker-factored Gaussian
     shutil.copytree(run_of_two.with_name("small.bnn"), tmp_path / "small.bnn")
     words = ("--base", "two", "--chains", 8, "--warmup", 40, "--draws", 60, "--name", "large")
     assert cli("hmc", tmp_path / "small", *words).code == 0

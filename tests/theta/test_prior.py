@@ -22,6 +22,7 @@ from bnncli.inference import mode as mode_module
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.mode import find_mode
 from bnncli.inference.prior_precision import search
+from bnncli.logits._head import head_spread
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
@@ -145,9 +146,9 @@ def test_kron_has_the_factors_curvature_plus_both_precisions(layout: HeadLayout)
             target.features[:7]
         )
     expected = jacobian @ sigma @ jacobian.mT
-    torch.testing.assert_close(covariance.logit_covariance(target.features[:7], layout), expected)
+    torch.testing.assert_close(head_spread(covariance, layout).covariance(target.features[:7]), expected)
     diagonal = expected.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(covariance.logit_variance(target.features[:7], layout), diagonal)
+    torch.testing.assert_close(head_spread(covariance, layout).variance(target.features[:7]), diagonal)
     again = Kron.from_tensors(covariance.to_tensors(), layout)
     torch.testing.assert_close(again.unwhiten(eye).T, root)
 

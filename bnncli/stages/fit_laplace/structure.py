@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bnncli import registry
 from bnncli.inference import memory
 from bnncli.inference.costs import SEARCH_FITS, SEARCH_MODES, fit_seconds
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch
@@ -30,7 +31,7 @@ def structure_to_fit(
     chosen = wanted
     if wanted == "auto":
         chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
-        if chosen != "full":
+        if chosen != memory.structures()[0]:
             text = structure_text(run, chosen, layout, num_examples=num_examples, is_search=is_search, sizes=sizes)
             run.console.warn(text)
     memory.require_fit(chosen, layout, run.device, **sizes)
@@ -51,8 +52,8 @@ def structure_by_val(
     rows = found.judge.rows
     whole = None if rows is None else rows.layout
     quick = memory.automatic_structures(layout, memory.budget(run.device), num_draws=NUM_DRAWS, whole=whole)
-    if rows is not None:  # a diagonal in the basis of the span is none of theta's
-        quick = [name for name in quick if name != "diag"]
+    if rows is not None:  # a diagonal in the basis of the span, say, is none of theta's
+        quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
     others = quick[quick.index(first) :] if first in quick else []
     if len(others) < 2:
         return found, None
@@ -68,7 +69,7 @@ def structure_text(
 ) -> str:
     """That `chosen` was taken in place of what says more of the posterior, what each would cost, and which do not fit."""
     there = memory.budget(run.device)
-    closer = memory.STRUCTURES[: memory.STRUCTURES.index(chosen)]
+    closer = memory.structures()[: memory.structures().index(chosen)]
     fitting = [name for name in closer if memory.fit_bytes(name, layout, **sizes) <= there]
     too_large = [name for name in closer if name not in fitting]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bnncli.covariances._row_space import WithinRows
+from bnncli.covariances._row_space import rows_of
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, UsageError
 from bnncli.flows import build_layers, choose_recipe, choose_space, settings_of
@@ -192,26 +192,26 @@ def _within_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: 
     Raises:
         DataError: the features lie outside the space that it was fitted in.
     """
-    covariance = base.covariance
-    if not isinstance(covariance, WithinRows):
+    within = rows_of(base.covariance)
+    if within is None:
         return base
-    if not covariance.rows.has(torch.from_numpy(train.content.features)):
+    if not within.rows.has(torch.from_numpy(train.content.features)):
         raise DataError(
             f"--base: {path} was fitted in the row space of other training features",
             code="wrong_row_space",
             hint=run.suggest("fit-laplace"),
             path=path,
         )
-    return replace(base, covariance=replace(covariance, precision=prior.weight_precision))
+    return replace(base, covariance=replace(within, precision=prior.weight_precision))
 
 
 def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> RefineFit:
     """The flow on the base; where that was fitted in the row space the layers are trained and act there."""
-    covariance = base.covariance
-    if not isinstance(covariance, WithinRows):
+    within = rows_of(base.covariance)
+    if within is None:
         return fit_flow(target, base, **choices)
-    rows = covariance.rows
-    inner = Gaussian(rows.reduce(base.mean), covariance.inner, rows.reduced, base.prior)
+    rows = within.rows
+    inner = Gaussian(rows.reduce(base.mean), within.inner, rows.reduced, base.prior)
     fit = fit_flow(rows.target(target), inner, **choices)
     flow = fit.posterior
     return replace(fit, posterior=Flow(base, flow.layers, flow.kind, flow.space))

@@ -1,0 +1,35 @@
+"""Sums over the examples of what a structure makes of their features and probabilities, block by block in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bnncli.machine import signals
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.stream import BLOCK_ELEMENTS
+
+_BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
+
+
+def sum_over_examples(
+    target: LastLayerTarget, theta: Tensor, sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """What `sums` makes of each block, added up: of features (n, F), a column of ones last if there is a bias, and
+    probabilities (K, n) at theta (P,)."""
+    layout = target.layout
+
+    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        signals.raise_if_interrupted("the Hessian")
+        return sums(layout.augment_features(block), target.probabilities(theta, block))
+
+    size = _BLOCK_EXAMPLES.get(target.device.type, 2**13)
+    columns = max(layout.num_outputs, BLOCK_ELEMENTS.get(target.device.type, 2**19) // size)
+    return target.blocks.sum(work, columns=columns, dtype=target.dtype)
+
+
+def scaled(part: Tensor, target: LastLayerTarget) -> Tensor:
+    """The part times the scale of the target's likelihood."""
+    return part if target.likelihood_scale == 1.0 else torch.mul(part, target.likelihood_scale)

@@ -1,0 +1,58 @@
+"""The diagonal blocks of the Hessian that belong to each output, H_k = sum_n p_k (1 - p_k) x x^T."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from bnncli.curvature import MAX_AUTO_FULL, Operations
+from bnncli.curvature._sums import scaled, sum_over_examples
+from bnncli.targets.grams import weighted_grams
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+
+
+class Block:
+    """`hessian.block` (K, F, F)."""
+
+    order: ClassVar[int] = 20
+    about: ClassVar[str] = "all pairs of one output's parameters"
+    is_exact: ClassVar[bool] = False
+    is_same_in_span: ClassVar[bool] = True
+    is_fitted_in_span: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
+        """`hessian.block`, (K, F, F) float64."""
+        (total,) = sum_over_examples(target, theta, _sums)
+        return {"hessian.block": scaled(total, target)}
+
+    @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """K F^2."""
+        return layout.num_params * (layout.num_features + layout.has_bias)
+
+    @staticmethod
+    def operations(layout: HeadLayout, num_examples: int) -> Operations:
+        """2 N K F^2 of products, and a Cholesky factor and its inverse for each output."""
+        num_outputs, size = layout.num_outputs, layout.num_features + layout.has_bias
+        factors = 4 / 3 * num_outputs * float(size) ** 3
+        return Operations(products=2 * num_examples * num_outputs * size**2, factors=factors)
+
+    @staticmethod
+    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
+        """What makes its sums as many operations as those of the largest full one, which needs a quarter of its products.
+
+        In the span, whose examples are few, its factors.
+        """
+        if in_span:
+            return MAX_AUTO_FULL**3 // (3 * (layout.num_features + layout.has_bias))
+        return MAX_AUTO_FULL**2 // 4
+
+
+def _sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+    """sum_n p_k (1 - p_k) x x^T, (K, F, F), of features (n, F) and probabilities (K, n)."""
+    weights = probabilities * (1 - probabilities)
+    return (weighted_grams(lambda rows: weights[:, rows], features, count=weights.shape[0]),)

@@ -1,0 +1,50 @@
+"""The diagonal of the Hessian, sum_n p_k (1 - p_k) x_d^2."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from torch import Tensor
+
+from bnncli.curvature import Operations
+from bnncli.curvature._sums import scaled, sum_over_examples
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+
+
+class Diag:
+    """`hessian.diag` (P,)."""
+
+    order: ClassVar[int] = 40
+    about: ClassVar[str] = ""
+    is_exact: ClassVar[bool] = False
+    is_same_in_span: ClassVar[bool] = False
+    is_fitted_in_span: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
+        """`hessian.diag`, (P,) float64."""
+        (total,) = sum_over_examples(target, theta, _sums)
+        return {"hessian.diag": scaled(target.layout.flatten(total), target)}
+
+    @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """P."""
+        return layout.num_params
+
+    @staticmethod
+    def operations(layout: HeadLayout, num_examples: int) -> Operations:
+        """2 N P, one number at a time."""
+        return Operations(elementwise=2 * num_examples * layout.num_params, factors=float(layout.num_params))
+
+    @staticmethod
+    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
+        """Any number."""
+        return math.inf
+
+
+def _sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+    """sum_n p_k (1 - p_k) x_d^2, (K, F), of features (n, F) and probabilities (K, n)."""
+    return (((probabilities * (1 - probabilities)) @ features.square()).double(),)

@@ -1,0 +1,76 @@
+"""The Kronecker factors of the Hessian, outputs times features: H is approximated by B kron A.
+
+A = mean_n x x^T (with a one for the bias), B = sum_n (diag(p) - p p^T), after Martens and Grosse (2015),
+arXiv:1503.05671.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from torch import Tensor
+
+from bnncli.curvature import Operations
+from bnncli.curvature._sums import scaled, sum_over_examples
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+
+
+class Kron:
+    """`hessian.kron.A` (F, F), the features' factor, which no theta changes, and `hessian.kron.B` (K, K), the outputs'."""
+
+    order: ClassVar[int] = 30
+    about: ClassVar[str] = ""
+    is_exact: ClassVar[bool] = False
+    is_same_in_span: ClassVar[bool] = True
+    is_fitted_in_span: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ("hessian.kron.A",)
+
+    @staticmethod
+    def hessian(
+        target: LastLayerTarget, theta: Tensor, *, before: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """`hessian.kron.A` (F, F) and `hessian.kron.B` (K, K), float64; of the pair B alone carries the likelihood's scale."""
+        if before is not None:
+            return {"hessian.kron.A": before["hessian.kron.A"], "hessian.kron.B": _output_factor(target, theta)}
+        features, outputs = sum_over_examples(target, theta, _sums)
+        return {"hessian.kron.A": features / target.num_examples, "hessian.kron.B": scaled(outputs, target)}
+
+    @staticmethod
+    def num_elements(layout: HeadLayout) -> int:
+        """F^2 + K^2, and K F scales."""
+        return (layout.num_features + layout.has_bias) ** 2 + layout.num_outputs**2 + layout.num_params
+
+    @staticmethod
+    def operations(layout: HeadLayout, num_examples: int) -> Operations:
+        """2 N F^2 of products, and the eigenvectors of A."""
+        size = layout.num_features + layout.has_bias
+        return Operations(products=2 * num_examples * size**2, factors=10 * float(size) ** 3)
+
+    @staticmethod
+    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
+        """Any number."""
+        return math.inf
+
+
+def _sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+    """sum_n x x^T (F, F) and sum_n (diag(p) - p p^T) (K, K), of features (n, F) and probabilities (K, n)."""
+    return (features.T @ features).double(), _output_sums(probabilities)
+
+
+def _output_sums(probabilities: Tensor) -> Tensor:
+    """sum_n (diag(p) - p p^T) (K, K), float64, of probabilities (K, n): all that changes with theta."""
+    if probabilities.shape[0] == 1:
+        return (probabilities * (1 - probabilities)).sum(dim=1, keepdim=True).double()
+    return (probabilities.sum(dim=1).diag() - probabilities @ probabilities.T).double()
+
+
+def _output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
+    """B (K, K) alone at theta (P,): no product with the features but the logits'."""
+
+    def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
+        return (_output_sums(target.probabilities(theta, block)),)
+
+    (total,) = target.blocks.sum(work, columns=target.layout.num_outputs, dtype=target.dtype)
+    return scaled(total, target)

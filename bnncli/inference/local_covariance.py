@@ -1,0 +1,56 @@
+"""The covariance that the curvature of the target at one theta gives: what modes are whitened with, and Gaussians have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.covariances import Covariance
+from bnncli.curvature import ggn
+from bnncli.targets.last_layer import LastLayerTarget
+
+
+class LocalCovariance(NamedTuple):
+    """A covariance, and what it was made of.
+
+    Args:
+        covariance: (H + Lambda)^{-1}.
+        hessian: H, without the prior, in the parts of the covariance's structure.
+    """
+
+    covariance: Covariance
+    hessian: dict[str, Tensor]
+
+    @property
+    def saves_work(self) -> bool:
+        """Whether another one of the same structure and examples can keep parts of it."""
+        return bool(registry.load_class("curvature", self.covariance.structure).fixed)
+
+
+def covariance_at(
+    target: LastLayerTarget,
+    theta: Tensor,
+    structure: str,
+    *,
+    hessian: dict[str, Tensor] | None = None,
+    before: LocalCovariance | None = None,
+) -> LocalCovariance:
+    """(H + Lambda)^{-1} at theta (P,), and H without the prior: the one given, or made.
+
+    Args:
+        before: of the same examples: where it has the structure, what no theta changes is kept, with its factors.
+
+    Raises:
+        NumericError: when the precision is not positive definite.
+        UsageError: when there is no such structure.
+    """
+    kind = registry.load_class("covariances", structure)
+    kept: dict[str, Any] = {}
+    if before is not None and before.covariance.structure == structure and before.saves_work:
+        kept = {"before": before.covariance}
+    if hessian is None:
+        hessian = ggn(target, theta, structure, before=before.hessian if before is not None and kept else None)
+    covariance: Covariance = kind.from_hessian(hessian, target.prior, target.layout, **kept)
+    return LocalCovariance(covariance, hessian)

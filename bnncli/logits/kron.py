@@ -1,0 +1,63 @@
+"""Logits under a Kronecker-factored covariance: independent along the eigenvectors of the outputs' factor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bnncli.covariances.kron import Kron
+from bnncli.logits import LogitCovariance, LogitRoot
+from bnncli.theta.head import HeadLayout
+
+
+def of_head(covariance: Kron, layout: HeadLayout) -> LogitCovariance:
+    """U diag(v) U^T, v the variances along U."""
+    return AlongOutputBasis(covariance, layout)
+
+
+@dataclass(frozen=True)
+class AlongOutputBasis:
+    """U diag(v) U^T, O(F^2 + F K + K^2) an example.
+
+    Args:
+        theta_covariance: whose outputs' factor has the eigenvectors U.
+        layout: of theta.
+    """
+
+    theta_covariance: Kron
+    layout: HeadLayout
+    is_dense: bool = False
+
+    def variance(self, inputs: Tensor) -> Tensor:
+        """The diagonal of U diag(v) U^T, (n, K)."""
+        return (self._along_basis(inputs) @ self._basis.square().T).to(inputs.dtype)
+
+    def projected_variance(self, inputs: Tensor) -> Tensor:
+        """The diagonal of P U diag(v) U^T P, (n, K): each of U's columns without its mean, so that nothing cancels."""
+        projected = (self._basis - self._basis.mean(dim=0)).square()
+        return (self._along_basis(inputs) @ projected.T).to(inputs.dtype)
+
+    def covariance(self, inputs: Tensor) -> Tensor:
+        """U diag(v) U^T, (n, K, K)."""
+        variances = self._along_basis(inputs)
+        out = (self._basis * variances.unsqueeze(1)) @ self._basis.T
+        return out.to(inputs.dtype)
+
+    def root(self, inputs: Tensor) -> LogitRoot:
+        """U diag(sqrt(v)): nothing of size K^2 an example."""
+        return LogitRoot(self._along_basis(inputs).sqrt(), self._basis).to(inputs)
+
+    @property
+    def _basis(self) -> Tensor:
+        """U (K, K)."""
+        return self.theta_covariance.output_basis
+
+    def _along_basis(self, features: Tensor) -> Tensor:
+        """v (n, K)."""
+        sigma = self.theta_covariance
+        augmented = self.layout.augment_features(features).to(sigma.feature_basis)
+        if sigma.bias_unit != 1:
+            augmented[:, -1] *= sigma.bias_unit
+        projected = augmented @ sigma.feature_basis
+        return projected.square() @ sigma.scales.square().T
