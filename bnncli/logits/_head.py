@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class NoSpread:
     """
 
     num_outputs: int
-    is_dense: bool = False
+    is_dense: ClassVar[bool] = False
 
     def variance(self, inputs: Tensor) -> Tensor:
         """Zeros, (n, K)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ class Independent:
     """
 
     variance_at: Callable[[Tensor], Tensor]
-    is_dense: bool = False
+    is_dense: ClassVar[bool] = False
 
     def variance(self, inputs: Tensor) -> Tensor:
         """Of each logit, (n, K)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Pulled:
 
     theta_covariance: Covariance
     jacobian: Callable[[Tensor], Tensor]
-    is_dense: bool = True
+    is_dense: ClassVar[bool] = True
 
     def variance(self, inputs: Tensor) -> Tensor:
         """The diagonal of J Sigma J^T, (n, K)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class QuadraticForms:
 
     theta_covariance: Full
     layout: HeadLayout
-    is_dense: bool = True
+    is_dense: ClassVar[bool] = True
 
     def variance(self, inputs: Tensor) -> Tensor:
         """x^T Sigma_kk x, (n, K)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class AlongOutputBasis:
 
     theta_covariance: Kron
     layout: HeadLayout
-    is_dense: bool = False
+    is_dense: ClassVar[bool] = False
 
     def variance(self, inputs: Tensor) -> Tensor:
         """The diagonal of U diag(v) U^T, (n, K)."""

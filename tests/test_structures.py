@@ -1,0 +1,143 @@
+"""What a structure declares of itself, and that two files are all there is to a new one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_arrays
+
+from bnncli import registry
+from bnncli.covariances import Covariance
+
+PACKAGE = Path(registry.__file__).parent
+
+CURVATURE = '''
+"""A multiple of the identity with the Hessian's trace."""
+
+from bnncli.curvature import Operations
+from bnncli.curvature.diag import Diag
+
+
+class Isotropic:
+    order: "ClassVar[int]" = 35
+    about: "ClassVar[str]" = "one variance for all"
+    is_exact: "ClassVar[bool]" = False
+    is_same_in_span: "ClassVar[bool]" = False
+    is_fitted_in_span: "ClassVar[bool]" = False
+    fixed: "ClassVar[tuple[str, ...]]" = ()
+
+    @staticmethod
+    def hessian(target, theta):
+        diagonal = Diag.hessian(target, theta)["hessian.diag"]
+        return {"hessian.isotropic": diagonal.mean().reshape(1)}
+
+    @staticmethod
+    def num_elements(layout):
+        return 1
+
+    @staticmethod
+    def operations(layout, num_examples):
+        return Operations(elementwise=2 * num_examples * layout.num_params)
+
+    @staticmethod
+    def most_elements(layout, *, in_span):
+        return 0  # never unasked
+'''
+
+COVARIANCE = '''
+"""One variance for all parameters."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Isotropic:
+    structure: ClassVar[str] = "isotropic"
+    variance: Tensor
+    num_params: int
+
+    @classmethod
+    def from_hessian(cls, hessian, prior, layout):
+        return cls(1 / (hessian["hessian.isotropic"].double() + prior.weight_precision), layout.num_params)
+
+    def unwhiten(self, z):
+        return z.to(self.variance) * self.variance.sqrt()
+
+    def whiten(self, x):
+        return x.to(self.variance) / self.variance.sqrt()
+
+    def pull_back(self, gradient):
+        return self.unwhiten(gradient)
+
+    def log_det_scale(self):
+        return 0.5 * self.num_params * math.log(float(self.variance))
+
+    def to_tensors(self):
+        return {"cov.isotropic": self.variance.double().cpu().contiguous()}
+
+    @classmethod
+    def from_tensors(cls, tensors, layout):
+        return cls(tensors["cov.isotropic"], layout.num_params)
+
+    def to(self, *, device=None, dtype=None):
+        return replace(self, variance=self.variance.to(device=device, dtype=dtype))
+'''
+
+RUN = """
+import io, json, sys
+from bnncli.cli.execute import run_command_line
+
+for words in json.loads(sys.argv[1]):
+    results = io.StringIO()
+    code = run_command_line(words, results)
+    print(json.dumps([code, results.getvalue()]))
+"""
+
+
+def test_the_order_of_the_structures_is_declared() -> None:
+    assert registry.in_order("curvature") == ["full", "block", "kron", "diag"]
+    assert registry.declaring("curvature", "is_exact") == ["full"]
+    with pytest.raises(AttributeError, match=r"full.py declares no colour: expected `colour: ClassVar"):
+        registry.declared("curvature", "full", "colour")
+
+
+@pytest.mark.parametrize("structure", registry.names("covariances"))
+def test_a_covariance_has_eight_methods_of_theta_alone(structure: str) -> None:
+    kind = registry.load_class("covariances", structure)
+    methods = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+    algebra = {name for name in vars(Covariance) if not name.startswith("_")} - {"structure", "num_params"}
+    assert methods == algebra | {"from_hessian", "from_tensors"}
+    assert len(methods) == 8
+
+
+def test_two_files_make_a_structure(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "bnncli")
+    (tmp_path / "bnncli" / "curvature" / "isotropic.py").write_text(CURVATURE)
+    (tmp_path / "bnncli" / "covariances" / "isotropic.py").write_text(COVARIANCE)
+    np.savez(tmp_path / "small.npz", **make_arrays())
+    lines = [
+        ["fit-laplace", "--help"],
+        ["extract-features", "run", "--from-npz", "small.npz"],
+        ["fit-laplace", "run", "--structure", "isotropic", "--prior-precision", "5", "--json"],
+        ["predict", "run", "--posterior", "laplace", "--integrator", "logit-mc"],
+        ["inspect", "run.bnn/posteriors/laplace.safetensors"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(lines)],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [code for code, _ in found] == [0] * len(lines), done.stderr
+    assert "isotropic (one variance for" in " ".join(found[0][1].split())
+    metrics = json.loads(found[2][1])["metrics"]
+    assert metrics["structure"] == "isotropic"
+    assert "isotropic" in found[4][1]
