@@ -11,6 +11,8 @@ from bnncli.covariances import Covariance
 from bnncli.curvature import ggn
 from bnncli.targets.last_layer import LastLayerTarget
 
+ROUGH_WHITENING = "kron"  # where the exact Hessian is large: it takes one pass over the data and little memory
+
 
 class LocalCovariance(NamedTuple):
     """A covariance, and what it was made of.

@@ -13,6 +13,7 @@ import torch
 
 from bnncli import registry
 from bnncli.errors import DeviceError
+from bnncli.inference.local_covariance import ROUGH_WHITENING
 from bnncli.machine.devices import available_memory
 from bnncli.posteriors import draws_at_once
 from bnncli.theta.head import HeadLayout
@@ -46,7 +47,7 @@ def fit_bytes(structure: str, layout: HeadLayout, *, num_draws: int = 0, whole: 
         whole: of all of theta, where the layout is of the span of the features; draws are of all of it.
     """
     size = layout.num_params
-    matrices = _COPIES * max(_elements(structure, layout), _elements("kron", layout))
+    matrices = _COPIES * max(_elements(structure, layout), _elements(ROUGH_WHITENING, layout))
     if size <= MAX_FULL_PRECONDITIONER:
         matrices += 2 * size**2
     drawn = _BYTES_A_DRAW * num_draws * (whole or layout).num_params

@@ -20,13 +20,12 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.curvature import structure_of
 from bnncli.errors import NumericError
-from bnncli.inference.local_covariance import LocalCovariance, covariance_at
+from bnncli.inference.local_covariance import ROUGH_WHITENING, LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 
-ROUGH_WHITENING = "kron"  # takes one pass and no memory
 _EXACT_WHITENING = "full"
 _MAX_CG_ITERATIONS = 200
 _MAX_HALVINGS = 30

@@ -21,8 +21,8 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, laplace_evidence
-from bnncli.inference.local_covariance import LocalCovariance, covariance_at
-from bnncli.inference.mode import ROUGH_WHITENING, find_mode
+from bnncli.inference.local_covariance import ROUGH_WHITENING, LocalCovariance, covariance_at
+from bnncli.inference.mode import find_mode
 from bnncli.progress import Task
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.likelihood import (
