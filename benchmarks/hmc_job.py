@@ -20,6 +20,7 @@ from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.nuts import sample_nuts
+from bnncli.machine.memory import budget
 from bnncli.numerics.seeds import stream
 from bnncli.options import HmcOptions
 
@@ -29,7 +30,7 @@ STEPS_A_TRANSITION = 63  # of NUTS, to plan its warm-up with; it takes what it t
 def measure_hmc(problem: Problem, rates: Rates, arguments: argparse.Namespace) -> list[Row]:
     """Worst-parameter bulk effective draws a second, warm-up and mode in the time; `seconds` are those of one such draw."""
     device, layout, options = problem.features.device, problem.layout, HmcOptions()
-    structure = memory.automatic_structure(layout, memory.budget(device))
+    structure = memory.automatic_structure(layout, budget(device))
     repeats = 1 if arguments.quick else 2
     plan = (8, 10, 20) if arguments.quick else (options.chains, options.warmup, options.draws)
 

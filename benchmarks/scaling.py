@@ -21,6 +21,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bnncli.machine.memory import SHARE, budget
+
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is imported
 
 import machine
@@ -212,9 +214,9 @@ def _summary(rows: list[Row]) -> list[Row]:
 
 def _has_room(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> bool:
     """Whether the features fit where they are to lie; they are made in memory, and written to a file."""
-    there = memory.SHARE * available_memory(torch.device("cpu"))
+    there = SHARE * available_memory(torch.device("cpu"))
     if arguments.source == "memory":
-        return 2 * sizes.bytes <= there and sizes.bytes <= memory.budget(device)
+        return 2 * sizes.bytes <= there and sizes.bytes <= budget(device)
     return sizes.bytes <= there
 
 
@@ -223,7 +225,7 @@ def _is_worthwhile(
 ) -> bool:
     """Whether the job fits in memory, and is not expected to outlast the limit at these sizes."""
     job = JOBS[name]
-    if memory.fit_bytes(job.structure, sizes.layout, num_draws=NUM_CHAINS) > memory.budget(device):
+    if memory.fit_bytes(job.structure, sizes.layout, num_draws=NUM_CHAINS) > budget(device):
         return False
     if name not in before:
         return bool(sizes == arguments.base or sizes == arguments.point)

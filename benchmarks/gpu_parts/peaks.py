@@ -15,6 +15,7 @@ from bnncli.inference.refine import fit_flow
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.multiplier import num_params
 from bnncli.latent.steps import Settings
+from bnncli.machine.memory import bytes_text
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
@@ -59,7 +60,7 @@ def _check(gpu: Gpu, ledger: Ledger, what: str, expected: int, work: Callable[[]
         ledger.note(f"peak of {what}", "not to be seen on a pretend GPU", expected=expected)
     else:
         ledger.check(f"peak of {what}, of its estimate", peak / expected, PEAK[1], least=PEAK[0],
-                     peak=memory.bytes_text(peak), estimate=memory.bytes_text(expected))  # fmt: skip
+                     peak=bytes_text(peak), estimate=bytes_text(expected))  # fmt: skip
 
 
 def _check_fit(gpu: Gpu, ledger: Ledger, structure: str, layout: HeadLayout) -> None:

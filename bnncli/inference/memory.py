@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from bnncli import registry
-from bnncli.errors import DeviceError
 from bnncli.inference.local_covariance import ROUGH_WHITENING
-from bnncli.machine.devices import available_memory
+from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
 
-SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
 _COPIES = 6  # of a structure's matrices that a fit holds at its peak
 _MODE_VECTORS = 10  # of P numbers that the search for the mode holds
@@ -120,22 +118,6 @@ def automatic_structures(layout: HeadLayout, budget: int, **sizes: Any) -> list[
 def structures() -> list[str]:
     """All structures, from the one that says most of the posterior to the least."""
     return registry.in_order("curvature")
-
-
-def budget(device: torch.device) -> int:
-    """Bytes that a command may plan with on the device."""
-    return int(SHARE * available_memory(device))
-
-
-def require(needed: int, device: torch.device, *, what: str, hint: str | None) -> None:
-    """Pass when `needed` bytes are there. Raises DeviceError otherwise; without a hint the command line has one."""
-    there = budget(device)
-    if needed > there:
-        raise DeviceError(
-            f"{what} needs about {bytes_text(needed)} of memory; {bytes_text(there)} can be used on {device}",
-            hint=hint,
-            code="out_of_memory",
-        )
 
 
 def require_fit(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
@@ -240,11 +222,3 @@ def _elements(structure: str, layout: HeadLayout) -> int:
 def _basis_elements(layout: HeadLayout, whole: HeadLayout | None) -> int:
     """Numbers of the basis of the span that the layout is of; none where it is of all of theta."""
     return 0 if whole is None else whole.num_features * layout.num_features
-
-
-def bytes_text(size: int) -> str:
-    """A number of bytes for people."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.1f} {unit}"
-    return f"{size / 1024:.0f} KiB"

@@ -33,7 +33,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.prior import Prior
 
-RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; memory.SHARE is for the rest
+RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; machine.memory.SHARE is for the rest
 PREDICTION_BYTES = 1 << 30  # of features that predict holds on the device at once; the same everywhere, as its sums are
 EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--data", "test=SPEC")
 

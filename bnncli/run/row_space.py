@@ -14,6 +14,7 @@ import torch
 from bnncli import registry
 from bnncli.covariances._row_space import rows_of
 from bnncli.inference import memory
+from bnncli.machine.memory import budget
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import Split
 from bnncli.targets.last_layer import LastLayerTarget
@@ -33,7 +34,7 @@ def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", 
         return None
     span = reduced_layout(train.layout, num_examples)
     if structure == "auto":
-        structure = memory.automatic_structure(span, memory.budget(device), whole=train.layout, **sizes)
+        structure = memory.automatic_structure(span, budget(device), whole=train.layout, **sizes)
     return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
 
 

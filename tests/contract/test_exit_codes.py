@@ -24,6 +24,7 @@ from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.settings import option_fields
 from bnncli.inference import memory
 from bnncli.inference.prior_precision import NUM_DRAWS
+from bnncli.machine.memory import SHARE
 from bnncli.options.declaration import flag_of
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
@@ -135,14 +136,14 @@ def test_69_is_a_device_that_is_absent(cli: Cli, small_run: Path) -> None:
 
 def memory_for(structure: str) -> int:
     """Bytes that must be free for fit-laplace on the small run to fit this structure and none that is larger."""
-    return int(memory.fit_bytes(structure, HeadLayout(3, 5), num_draws=NUM_DRAWS) / memory.SHARE) + 2
+    return int(memory.fit_bytes(structure, HeadLayout(3, 5), num_draws=NUM_DRAWS) / SHARE) + 2
 
 
 @pytest.mark.parametrize(("wanted", "fits"), [("full", "block"), ("full", "kron"), ("block", "kron")])
 def test_69_is_memory_that_does_not_suffice(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, fits: str
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: memory_for(fits))
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: memory_for(fits))
     done = cli("fit-laplace", small_run, "--structure", wanted, "--name", "x")
     assert (done.code, f"use --structure {fits}, the largest that fits" in done.stderr) == (69, True)
     assert not (small_run.with_name("small.bnn") / "posteriors" / "x.safetensors").exists()
@@ -162,7 +163,7 @@ def test_69_is_memory_that_does_not_suffice(
 def test_69_is_memory_for_draws_that_does_not_suffice(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], advice: str
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1_000_000)
     done = cli(command[0], small_run, *command[1:], "--name", "x", "--json")
     assert (done.code, advice in done.json["error"]["hint"]) == (69, True)
     assert_options_exist(command[0], done.json["error"]["hint"])
@@ -196,7 +197,7 @@ def test_what_helps_without_memory_are_options_that_the_command_has(command: Com
 def test_69_is_memory_for_draws_of_a_posterior_that_does_not_suffice(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], advice: str
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 20_000)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 20_000)
     done = cli(words[0], small_run, *words[1:], "--json")
     assert (done.code, advice in done.json["error"]["hint"]) == (69, True)
     assert "draws of 18 parameters needs about" in done.json["error"]["message"]
@@ -210,7 +211,7 @@ def test_draws_without_room_leave_only_their_distances_out(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("predict", small_run, "--posterior", "laplace").code == 0
-    monkeypatch.setattr(memory, "available_memory", lambda device: 5_000)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 5_000)
     done = cli("evaluate", small_run, "--json")
     assert done.code == 0
     assert "MMD^2 is left out: 128 draws of 18 parameters needs about" in done.stderr

@@ -55,7 +55,7 @@ def test_the_estimate_of_draws_is_within_a_factor_of_two_of_their_peak(measured:
 def test_the_advised_number_of_draws_fits_and_one_more_does_not(
     monkeypatch: pytest.MonkeyPatch, num_stored: int
 ) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 30 << 30)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 30 << 30)
     sizes = {"num_stored": num_stored, "device": torch.device("cpu")}
     with pytest.raises(DeviceError, match="1500 draws of 2000000 parameters needs about") as caught:
         memory.require_draws(2_000_000, num_used=1500, option="--samples", **sizes)
@@ -86,7 +86,9 @@ def test_no_content_depends_on_how_much_memory_is_free(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_stored_draws_that_cannot_be_read_are_to_be_made_anew(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: (60 if device.type == "cpu" else 900) << 30)
+    monkeypatch.setattr(
+        "bnncli.machine.memory.available_memory", lambda device: (60 if device.type == "cpu" else 900) << 30
+    )
     memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=2560, option="--samples")
     with pytest.raises(DeviceError, match=r"6400 draws of 2050000 .* 42\.0 GiB can be used on cpu") as caught:
         memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=6400, option="--samples")
@@ -122,7 +124,7 @@ def test_an_affine_inverse_makes_nothing_for_each_output_of_a_features_factor(me
 
 
 def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 2 << 30)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
     layout, device = HeadLayout(10, 5000), torch.device("cpu")
     training = memory.training_bytes(layout, num_layer_params=2 * Affine.num_elements(layout, "kron"), num_draws=8)
     with pytest.raises(DeviceError, match=r"refining a diag Gaussian of 50010 .* needs about 2\.9 GiB") as caught:
@@ -133,7 +135,7 @@ def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_repeats_that_do_not_fit_are_refused_with_the_number_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1 << 30)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1 << 30)
     layout, device = NetworkLayout((784, 400, 600, 10)), torch.device("cpu")
     with pytest.raises(DeviceError, match=r"fit-lbbnn of 50 networks of 560610 parameters") as caught:
         memory.require_latent(layout, device, num_repeats=50, hint="use fewer --repeats", batch_size=100)
@@ -170,7 +172,7 @@ def test_the_automatic_structure_is_the_largest_that_is_sensible(
 
 
 def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 4 << 30)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 4 << 30)
     with pytest.raises(DeviceError, match=r"full covariance of 10000 .* needs about 4.5 GiB .* 2.8 GiB") as caught:
         memory.require_fit("full", HeadLayout(100, 99), torch.device("cpu"))
     assert caught.value.hint == "use --structure block, the largest that fits"
@@ -178,14 +180,14 @@ def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: py
 
 
 def test_a_million_classes_times_a_hundred_thousand_features_fit_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 64 << 30)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 64 << 30)
     with pytest.raises(DeviceError, match="diag covariance") as caught:
         memory.require_fit("diag", HeadLayout(1_000_000, 100_000), torch.device("cpu"))
     assert "no structure fits" in str(caught.value.hint)
 
 
 def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 2 << 30)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
     with pytest.raises(DeviceError, match="refining a full Gaussian of 10000") as caught:
         memory.require_refinement("full", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
     assert caught.value.hint == "refine a base made by fit-laplace --structure block"
@@ -193,7 +195,7 @@ def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch:
 
 
 def test_the_advised_number_of_chains_fits_and_one_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1 << 30)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 1 << 30)
     layout, device = HeadLayout(10, 84), torch.device("cpu")
     with pytest.raises(DeviceError, match="100000 chains") as caught:
         memory.require_sampling(layout, device, num_chains=100_000)

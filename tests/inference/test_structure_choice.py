@@ -16,6 +16,7 @@ from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_candidates import Criterion, predictive_nll
 from bnncli.inference.prior_precision import search
 from bnncli.inference.structure_choice import choose_structure, first_near_the_best
+from bnncli.machine.memory import SHARE
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -151,7 +152,7 @@ def test_a_structure_that_does_not_fit_is_not_recommended(
     layout = HeadLayout(3, 5)
     between = memory.fit_bytes("block", layout, num_draws=128)
     assert between < memory.fit_bytes("full", layout, num_draws=128)
-    monkeypatch.setattr(memory, "budget", lambda device: between)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: between / SHARE + 1)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     (text,) = [text for text in done["warnings"] if "parameters (about" in text]
     assert text.startswith("using block for ")

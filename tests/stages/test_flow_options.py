@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from bnncli.inference import memory
 from bnncli.run.inputs import open_posterior
 from bnncli.storage.headers import read_header
 
@@ -57,7 +56,7 @@ def test_low_rank_takes_the_place_of_kron_where_that_does_not_fit(
     np.savez(tmp_path / "wide.npz", **arrays, head_weight=np.zeros((2, 300)), head_bias=np.zeros(2))
     assert cli("extract-features", run, "--from-npz", tmp_path / "wide.npz").code == 0
     assert cli("fit-laplace", run, "--structure", "diag", "--prior-precision", 1).code == 0
-    monkeypatch.setattr(memory, "available_memory", lambda device: megabytes * 10**6)
+    monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: megabytes * 10**6)
     done = cli("refine", run, *QUICK, "--json")
     assert done.code == 0, done.stderr
     assert done.json["metrics"]["settings"]["scale"] == scale

@@ -12,6 +12,7 @@ from bnncli.inference import memory
 from bnncli.inference.costs import SEARCH_FITS, SEARCH_MODES, fit_seconds
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch
 from bnncli.inference.structure_choice import choose_structure
+from bnncli.machine.memory import budget, bytes_text
 from bnncli.run.session import Run
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -30,7 +31,7 @@ def structure_to_fit(
     sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
     chosen = wanted
     if wanted == "auto":
-        chosen = memory.automatic_structure(layout, memory.budget(run.device), **sizes)
+        chosen = memory.automatic_structure(layout, budget(run.device), **sizes)
         if chosen != memory.structures()[0]:
             text = structure_text(run, chosen, layout, num_examples=num_examples, is_search=is_search, sizes=sizes)
             run.console.warn(text)
@@ -51,7 +52,7 @@ def structure_by_val(
     first, layout = gaussian.covariance.structure, gaussian.layout
     rows = found.judge.rows
     whole = None if rows is None else rows.layout
-    quick = memory.automatic_structures(layout, memory.budget(run.device), num_draws=NUM_DRAWS, whole=whole)
+    quick = memory.automatic_structures(layout, budget(run.device), num_draws=NUM_DRAWS, whole=whole)
     if rows is not None:  # a diagonal in the basis of the span, say, is none of theta's
         quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
     others = quick[quick.index(first) :] if first in quick else []
@@ -68,13 +69,13 @@ def structure_text(
     run: Run, chosen: str, layout: HeadLayout, *, num_examples: int, is_search: bool, sizes: Mapping[str, Any]
 ) -> str:
     """That `chosen` was taken in place of what says more of the posterior, what each would cost, and which do not fit."""
-    there = memory.budget(run.device)
+    there = budget(run.device)
     closer = memory.structures()[: memory.structures().index(chosen)]
     fitting = [name for name in closer if memory.fit_bytes(name, layout, **sizes) <= there]
     too_large = [name for name in closer if name not in fitting]
 
     def cost(name: str) -> str:
-        needed = memory.bytes_text(memory.fit_bytes(name, layout, **sizes))
+        needed = bytes_text(memory.fit_bytes(name, layout, **sizes))
         if run.device.type != "cpu":  # speeds are known of a CPU alone
             return f"about {needed}"
         many = {"num_fits": SEARCH_FITS, "num_modes": SEARCH_MODES} if is_search else {}
@@ -85,10 +86,8 @@ def structure_text(
     if fitting:
         text += "; closer to the posterior: " + ", ".join(f"--structure {name} ({cost(name)})" for name in fitting)
     if too_large:
-        needed = ", ".join(
-            f"{name} needs {memory.bytes_text(memory.fit_bytes(name, layout, **sizes))}" for name in too_large
-        )
-        text += f"; {needed}, more than the {memory.bytes_text(there)} that can be used"
+        needed = ", ".join(f"{name} needs {bytes_text(memory.fit_bytes(name, layout, **sizes))}" for name in too_large)
+        text += f"; {needed}, more than the {bytes_text(there)} that can be used"
     return text
 
 

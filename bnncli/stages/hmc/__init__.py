@@ -20,6 +20,7 @@ from bnncli.inference import memory
 from bnncli.inference.hmc import Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_draws import complete
+from bnncli.machine.memory import budget
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run import revisions as _revisions
@@ -99,7 +100,7 @@ class Sampling:
         run, options, train = self.run, self.options, self.train
         target = train.target(self.prior, run.device)
         whole = train.layout if self.span else None
-        structure = memory.automatic_structure(self.span or train.layout, memory.budget(run.device), whole=whole)
+        structure = memory.automatic_structure(self.span or train.layout, budget(run.device), whole=whole)
         start = train.start().to(run.device)
         rows = row_space(target) if self.span else None
         if rows is not None:

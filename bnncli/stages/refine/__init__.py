@@ -16,6 +16,7 @@ from bnncli.flows import build_layers, choose_recipe, choose_space, settings_of
 from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.machine.memory import budget, bytes_text
 from bnncli.options import RefineOptions
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
@@ -102,12 +103,12 @@ def _choose_scale(run: Run, options: RefineOptions, layout: HeadLayout, *, num_e
         scale: _training_bytes(options, layout, length * Affine.num_elements(layout, scale), num_examples)
         for scale in ("kron", "low-rank")
     }
-    budget = memory.budget(run.device)
-    if needed["kron"] <= budget or needed["low-rank"] >= needed["kron"]:
+    there = budget(run.device)
+    if needed["kron"] <= there or needed["low-rank"] >= needed["kron"]:
         return options
     run.console.warn(
-        f"--scale low-rank: --scale kron, the default, needs about {memory.bytes_text(needed['kron'])} of memory; "
-        f"{memory.bytes_text(budget)} can be used on {run.device}"
+        f"--scale low-rank: --scale kron, the default, needs about {bytes_text(needed['kron'])} of memory; "
+        f"{bytes_text(there)} can be used on {run.device}"
     )
     return replace(options, scale="low-rank")
 

@@ -1,0 +1,34 @@
+"""How much of a device's memory a command may plan with, and the error when that is too little."""
+
+from __future__ import annotations
+
+import torch
+
+from bnncli.errors import DeviceError
+from bnncli.machine.devices import available_memory
+
+SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
+
+
+def budget(device: torch.device) -> int:
+    """Bytes that a command may plan with on the device."""
+    return int(SHARE * available_memory(device))
+
+
+def require(needed: int, device: torch.device, *, what: str, hint: str | None) -> None:
+    """Pass when `needed` bytes are there. Raises DeviceError otherwise; without a hint the command line has one."""
+    there = budget(device)
+    if needed > there:
+        raise DeviceError(
+            f"{what} needs about {bytes_text(needed)} of memory; {bytes_text(there)} can be used on {device}",
+            hint=hint,
+            code="out_of_memory",
+        )
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes for people."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size / 1024:.0f} KiB"
