@@ -144,11 +144,14 @@ def _variables(command: Command, name: str, spec: Field[Any]) -> list[str]:
 
 def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
     """A warning for every BNNCLI_ variable that no command reads, with the nearest that one does."""
+    given = sorted(name for name in environ if name.startswith("BNNCLI_"))
+    if not given:  # as a rule; to list all that is known takes as long as to parse a command line
+        return []
     known = {"BNNCLI_CONFIG"}
     for command in COMMANDS:
         for name, (spec, _) in option_fields(command).items():
             known |= {*_variables(command, name, spec)}
-    unknown = sorted(name for name in environ if name.startswith("BNNCLI_") and name not in known)
+    unknown = [name for name in given if name not in known]
     near = {name: difflib.get_close_matches(name, sorted(known), n=1) for name in unknown}
     return [
         f"{name} is set and means nothing" + (f"; did you mean {near[name][0]}?" if near[name] else "")
