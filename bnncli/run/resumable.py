@@ -103,6 +103,11 @@ class Resumable:
             raise
 
 
+def resumable_training(run: Run, request: Request, *, resume: bool, save_every: float) -> Resumable:
+    """The state of a training (bnncli.training.loop), which goes on where its random state is of one kind: on a CPU or a GPU."""
+    return Resumable(run, request, resume=resume, save_every=save_every, also={"device": run.device.type})
+
+
 class ResumableDraws:
     """The state of a sampler, whose draws lie in a file of their own.
 

@@ -17,7 +17,6 @@ from bnncli.latent.factors import initial_factors
 from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Inputs
 from bnncli.latent.search import nll_of_repeats
 from bnncli.options import FitLbbnnOptions
 from bnncli.posteriors.latent_binary import LatentBinary
@@ -26,7 +25,6 @@ from bnncli.stages import fit_lbbnn
 from bnncli.stages.fit_lbbnn.report import Data, measure
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
-from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.network import NetworkLayout
 
 
@@ -163,8 +161,9 @@ def test_wrong_options_are_told_before_any_work(cli: Cli, small_run: Path, words
     assert done.stderr.count("\n") <= 2
 
 
-def test_a_diverging_fit_says_so(cli: Cli, small_run: Path) -> None:
-    done = cli("fit-lbbnn", small_run, "--epochs", 3, "--learning-rate", "1e30")
+@pytest.mark.parametrize("words", [("1e30",), ("1e200", "--schedule", "cosine")])
+def test_a_diverging_fit_says_so(cli: Cli, small_run: Path, words: tuple[str, ...]) -> None:
+    done = cli("fit-lbbnn", small_run, "--epochs", 3, "--learning-rate", *words)
     assert done.code == 70
     assert "--learning-rate" in done.stderr
     assert not (small_run.with_name("small.bnn") / "posteriors/lbbnn.safetensors").exists()
@@ -375,8 +374,7 @@ def test_the_expected_log_likelihood_is_that_of_the_best_repeat(best: int) -> No
     factors.bias_mean.zero_()
     factors.bias_rho.fill_(-50.0)
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)), best=best)
-    features = torch.tensor([[1.0, 0.0], [2.0, 5.0]])
-    data = Data(Inputs(FeatureBlocks(features, features.device)), torch.tensor([1, 0]))
+    data = Data(torch.tensor([[1.0, 0.0], [2.0, 5.0]]), torch.tensor([1, 0]), None)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None), device=torch.device("cpu"))
     run.stream = lambda name: generator_of(1)
     found = measure(run, posterior, data, variance="exact", estimator="lrt")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pretend_cuda
 import pytest
 import torch
 from streaming import private_peaks
@@ -17,8 +18,9 @@ from bnncli.machine import devices
 from bnncli.storage import features as feature_files
 from bnncli.storage import hdf5
 from bnncli.storage.features import FeatureSplit, read_features, write_features
-from bnncli.targets import last_layer, stream
+from bnncli.targets import last_layer, pinned_rows, stream
 from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.pinned_rows import PinnedRows
 from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -228,6 +230,52 @@ def test_features_beside_the_gpu_give_what_features_on_it_give(monkeypatch: pyte
     beside, on_it = (LastLayerTarget(part, labels, LAYOUT, Prior(2.0)) for part in (features, features.cuda()))
     for ours, theirs in zip(everything(beside), everything(on_it), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
+
+
+ROWS = [slice(3, 40), torch.tensor([49, 0, *range(5, 40), 0])]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=["slice", "index"])
+def test_rows_that_travel_are_those_that_lie_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, rows: slice | Tensor
+) -> None:
+    features = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).half()
+    here, syncs = FeatureBlocks(features, torch.device("cpu")).gather(rows, torch.float32), []
+    for piece in (1, 7, 50):
+        monkeypatch.setattr(pinned_rows, "_PIECE_BYTES", piece * 8)
+        with pretend_cuda.pretend() as gpu:
+            blocks = FeatureBlocks(features, gpu.device)
+            found = [blocks.gather(part, torch.float32) for part in (slice(0, 2), rows, rows)]
+            syncs.append(gpu.num_syncs)
+            assert found[1].device == gpu.device
+            assert all(torch.equal(part.cpu(), here) for part in found[1:])
+        assert gpu.problems() == []
+    assert syncs == [0, 0, 0]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=["slice", "index"])
+def test_a_buffer_is_filled_anew_only_when_its_copy_is_done(
+    monkeypatch: pytest.MonkeyPatch, rows: slice | Tensor
+) -> None:
+    queue, plain_empty, plain_copy = LateStream(), torch.empty, Tensor.copy_
+
+    def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            queue.copies.append((self, source))
+            return self
+        return plain_copy(self, source)
+
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: queue)
+    monkeypatch.setattr(torch, "empty", lambda shape, pin_memory=False, **rest: plain_empty(shape, **rest))
+    monkeypatch.setattr(Tensor, "copy_", copy_)
+    monkeypatch.setattr(pinned_rows, "_PIECE_BYTES", 7 * 16)
+    features = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    travelling = PinnedRows(features, torch.device("cpu"))
+    found = [travelling.take(rows) for _ in range(2)]
+    for event in travelling._copied:
+        event.synchronize()
+    assert all(torch.equal(part, features[rows]) for part in found)
 
 
 def test_small_files_are_mapped_as_large_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,10 +159,10 @@ def test_generators_are_registered_where_torch_does_not_do_it(
     assert (said, gpu.problems(), gpu.num_replays) == ([], [], NUM_STEPS - 3)
 
 
-def refined(device: str, batch_size: int) -> RefineFit:
+def refined(device: str, batch_size: int, *, is_streamed: bool = False) -> RefineFit:
     features, labels = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
     layout, prior = HeadLayout(3, 4), Prior(2.0)
-    target = LastLayerTarget(features.to(device), labels.to(device), layout, prior)
+    target = LastLayerTarget(features if is_streamed else features.to(device), labels.to(device), layout, prior)
     zeros = torch.zeros(layout.num_params, dtype=torch.float64)
     base = Gaussian(zeros, Diag.from_hessian({"hessian.diag": zeros}, prior, layout), layout, prior)
     generator = torch.Generator(device).manual_seed(1)
@@ -179,6 +179,15 @@ def test_a_flow_learns_the_same_on_a_second_gpu(batch_size: int) -> None:
         learnt = refined("cuda:1", batch_size).history
     assert (gpu.problems(), gpu.num_captures) == ([], 1)
     assert gpu.num_replays > 1
+    assert torch.equal(learnt, refined("cpu", batch_size).history)
+
+
+@pytest.mark.parametrize(("batch_size", "num_captures"), [(16, 1), (60, 0)])
+def test_a_flow_learns_the_same_from_features_that_travel(batch_size: int, num_captures: int) -> None:
+    """Minibatches are gathered for the graph; all data at once go by block by block, which no graph can do."""
+    with pretend_cuda.pretend() as gpu:
+        learnt = refined("cuda:0", batch_size, is_streamed=True).history
+    assert (gpu.problems(), gpu.num_captures) == ([], num_captures)
     assert torch.equal(learnt, refined("cpu", batch_size).history)
 
 

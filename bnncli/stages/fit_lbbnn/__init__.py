@@ -18,7 +18,7 @@ from bnncli.latent.history import History
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.scaling import Inputs, Scaling
+from bnncli.latent.scaling import Scaling
 from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.latent.steps import Settings
 from bnncli.options import FitLbbnnOptions
@@ -28,11 +28,10 @@ from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.resumable import Resumable
+from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Result, Run
 from bnncli.stages.fit_lbbnn.doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages.fit_lbbnn.report import Data, measure, summary
-from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta.network import NetworkLayout
 
 
@@ -162,32 +161,29 @@ def _fit(
 ) -> Fitted:
     _check_memory(run, options, layout, num_examples=len(train.content.features), is_searched=val is not None)
     features = train.resident(run.device)
-    scaling = Scaling.of(features, run.device) if options.standardize else None
-    data = Data(Inputs(FeatureBlocks(features, run.device), scaling), train.labels(run.device))
+    data = Data(features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None)
     plan = _plan(options, len(features))
     _warn(run, short_plan(options, plan, len(features)))
-    # Random states of a CPU and of a GPU are not of one kind.
-    also = {"device": run.device.type}
-    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
+    resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
     with resumable.hint():
         state = resumable.restore()
         slab_sd, search = _slab_sd(run, options, data, val, layout)
         start, done = time.monotonic(), 0 if state is None else len(state.get("history.density", ()))
         model, history = fit_latent(
             _start(run, options, layout, [slab_sd], num_repeats=options.repeats),
-            features,
+            data.features,
             data.labels,
             plan,
             generator=run.stream("fit-lbbnn/train"),
             state=state,
             save=resumable.save,
-            scaling=scaling,
+            scaling=data.scaling,
             progress=run.console,
         )
         seconds = (time.monotonic() - start) / max(1, _epochs(options) - done)
     posterior = _posterior(run, model, history)
-    if scaling is not None:
-        posterior = replace(posterior, shift=scaling.shift, scale=scaling.scale)
+    if data.scaling is not None:
+        posterior = replace(posterior, shift=data.scaling.shift, scale=data.scaling.scale)
     metrics = measure(run, posterior, data, variance=options.variance or "exact", estimator=options.estimator)
     metrics |= {
         "slab_sd_search": search,
@@ -224,11 +220,11 @@ def _slab_sd(
     plan = replace(_plan(options, len(data.labels)), epochs=search_epochs(_epochs(options)), schedule="cosine")
     model, _ = fit_latent(
         model,
-        data.inputs.features.features,
+        data.features,
         data.labels,
         plan,
         generator=run.stream("fit-lbbnn/search"),
-        scaling=data.inputs.scaling,
+        scaling=data.scaling,
         progress=run.console,
         what="slab search",
     )
@@ -237,7 +233,7 @@ def _slab_sd(
         val.resident(run.device),
         val.labels(run.device),
         run.stream("fit-lbbnn/val"),
-        scaling=data.inputs.scaling,
+        scaling=data.scaling,
     )
     found = [{"slab_sd": sd, "val_nll": value} for sd, value in zip(CANDIDATES, nll.tolist(), strict=True)]
     return min(found, key=lambda one: one["val_nll"])["slab_sd"], found

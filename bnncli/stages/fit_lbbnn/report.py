@@ -14,11 +14,12 @@ from bnncli.evaluation.density import used_density
 from bnncli.evaluation.selection import MAX_INPUTS, THRESHOLD, input_inclusions
 from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.fit import averaged_divergence
-from bnncli.latent.scaling import Inputs
+from bnncli.latent.scaling import Inputs, Scaling
 from bnncli.latent.steps import draw_logits, leaves, log_likelihood
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.run.session import Run
+from bnncli.targets.stream import FeatureBlocks
 
 NUM_PASSES = 8  # over the data, for the expected log likelihood
 FLOW_DRAWS = 64  # of multipliers and weights, NUM_PASSES at once
@@ -26,14 +27,15 @@ _NAMED = 20  # inputs in a line for people
 
 
 class Data(NamedTuple):
-    """What a fit is measured on: the network's inputs, wherever they lie, and labels (N,) on the device."""
+    """What a fit is measured on: features (N, D) wherever they lie, labels (N,) on the device, and how inputs are scaled."""
 
-    inputs: Inputs
+    features: Tensor
     labels: Tensor
+    scaling: Scaling | None
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs (n, D) and their labels (n,), block by block."""
-        for rows, inputs in self.inputs.blocks():
+        """Inputs of the network (n, D) and their labels (n,), block by block."""
+        for rows, inputs in Inputs(FeatureBlocks(self.features, self.labels.device), self.scaling).blocks():
             yield inputs, self.labels[rows]
 
 

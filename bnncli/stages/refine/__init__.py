@@ -30,7 +30,7 @@ from bnncli.run.inputs import (
 )
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.resumable import Resumable
+from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val, measure_on_val, warn_if_worse, worse_than
 from bnncli.stages.refine.report import measure, summary
@@ -229,9 +229,7 @@ def _fit(
 ) -> Fitted:
     train, val = splits
     target = train.target(prior, run.device)
-    # Random states of a CPU and of a GPU are not of one kind.
-    also = {"device": run.device.type}
-    resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
+    resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
     with resumable.hint():
         fit = _fit_flow(
             target,
