@@ -1,20 +1,14 @@
 """What a structure declares of itself, and that two files are all there is to a new one."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import make_arrays
+from copied_package import run_with_files
 
 from bnncli import registry
 from bnncli.covariances import Covariance
-
-PACKAGE = Path(registry.__file__).parent
 
 CURVATURE = '''
 """A multiple of the identity with the Hessian's trace."""
@@ -92,16 +86,6 @@ class Isotropic:
         return replace(self, variance=self.variance.to(device=device, dtype=dtype))
 '''
 
-RUN = """
-import io, json, sys
-from bnncli.cli.execute import run_command_line
-
-for words in json.loads(sys.argv[1]):
-    results = io.StringIO()
-    code = run_command_line(words, results)
-    print(json.dumps([code, results.getvalue()]))
-"""
-
 
 def test_the_order_of_the_structures_is_declared() -> None:
     assert registry.in_order("curvature") == ["full", "block", "kron", "diag"]
@@ -120,24 +104,18 @@ def test_a_covariance_has_eight_methods_of_theta_alone(structure: str) -> None:
 
 
 def test_two_files_make_a_structure(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "bnncli")
-    (tmp_path / "bnncli" / "curvature" / "isotropic.py").write_text(CURVATURE)
-    (tmp_path / "bnncli" / "covariances" / "isotropic.py").write_text(COVARIANCE)
     np.savez(tmp_path / "small.npz", **make_arrays())
-    lines = [
-        ["fit-laplace", "--help"],
-        ["extract-features", "run", "--from-npz", "small.npz"],
-        ["fit-laplace", "run", "--structure", "isotropic", "--prior-precision", "5", "--json"],
-        ["predict", "run", "--posterior", "laplace", "--integrator", "logit-mc"],
-        ["inspect", "run.bnn/posteriors/laplace.safetensors"],
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(lines)],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [code for code, _ in found] == [0] * len(lines), done.stderr
-    assert "isotropic (one variance for" in " ".join(found[0][1].split())
-    metrics = json.loads(found[2][1])["metrics"]
-    assert metrics["structure"] == "isotropic"
-    assert "isotropic" in found[4][1]
+    run = tmp_path / "run"
+    files = {"curvature/isotropic.py": CURVATURE, "covariances/isotropic.py": COVARIANCE}
+    lines = (
+        ("fit-laplace", "--help"),
+        ("extract-features", run, "--from-npz", tmp_path / "small.npz"),
+        ("fit-laplace", run, "--structure", "isotropic", "--prior-precision", 5, "--json"),
+        ("predict", run, "--posterior", "laplace", "--integrator", "logit-mc"),
+        ("inspect", tmp_path / "run.bnn" / "posteriors" / "laplace.safetensors"),
+    )
+    done = run_with_files(files, tmp_path, lines)
+    assert [one.code for one in done] == [0] * len(lines), [one.stderr for one in done]
+    assert "isotropic (one variance for all)" in " ".join(done[0].stdout.replace("│", " ").split())
+    assert done[2].json["metrics"]["structure"] == "isotropic"
+    assert "isotropic" in done[4].stdout
