@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error
-from bnncli.integrators import load_integrator, prepare
+from bnncli.integrators import load_integrator
 from bnncli.run.inputs import open_posterior, posterior_prior
 from bnncli.storage.features import read_features
 from bnncli.targets.last_layer import LastLayerTarget
@@ -90,7 +90,7 @@ def measure(folder: Path, posterior: str, integrator: Any, num_samples: int, opt
             torch.from_numpy(np.ascontiguousarray(read_features(folder / f"features/{options.ood}.h5").features[:]))
         )
     target = None
-    if getattr(integrator, "needs_target", False):
+    if integrator.needs_target:
         train = read_features(folder / "features" / "train.h5")
         prior: Prior = posterior_prior(header.path, header)
         target = LastLayerTarget(
@@ -103,7 +103,7 @@ def measure(folder: Path, posterior: str, integrator: Any, num_samples: int, opt
     for seed in range(options.repeats):
         generator = torch.Generator().manual_seed(seed)
         start = time.perf_counter()
-        ready: Any = prepare(integrator, opened, num_samples=num_samples, generator=generator, target=target)
+        ready: Any = integrator.prepare(opened, num_samples=num_samples, generator=generator, target=target)
         drawn_in = time.perf_counter() - start if target is None else 0.0
         groups = []
         for block in blocks:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.integrators import Prediction, load_integrator, prepare
+from bnncli.integrators import Prediction, load_integrator
 from bnncli.logits import LogitRoot, root_of_covariances
 from bnncli.theta.head import HeadLayout
 
@@ -96,7 +96,7 @@ def inputs(layout: HeadLayout, *, count: int = 7, seed: int = 1) -> Tensor:
 
 def predict(name: str, posterior: object, features: Tensor, *, num_samples: int | None = 50) -> Prediction:
     generator = torch.Generator().manual_seed(2)
-    ready = prepare(
-        load_integrator(name), posterior, num_samples=num_samples, generator=generator, target=posterior
+    ready = load_integrator(name).prepare(
+        posterior, num_samples=num_samples, generator=generator, target=posterior
     )  # a posterior that is its own target has equal importance weights
     return ready.predict(posterior, features, num_samples=num_samples, generator=generator)

@@ -1,10 +1,8 @@
 """Integrators turn a posterior and features into class probabilities; the files here are the choices.
 
-Each integrator is a frozen dataclass that says in `needs` which capability of a posterior it uses: `center`
-(a representative theta), `sample` (draws of theta), `log_density` (of theta), `logit_marginals` (exact mean and variance of
-each logit), `logit_moments` (mean and covariance of the logits) or `logit_root` (mean and a root of the covariance), and in
-`max_classes` where it can do few classes only. Its fields are its settings, options of the same names; a setting that is
-not the default becomes part of the name of what it predicts (`variant`).
+Each is a frozen dataclass derived from Integrator, or from SamplingIntegrator where it draws; these two and Ready have every
+hook, with what holds where one is left out. Its fields are its settings, options of the same names, which its file declares
+in SETTINGS; a setting that is not the default becomes part of the name of what it predicts (`variant`).
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError, UsageError
+from bnncli.integrators._groups import Groups
 from bnncli.integrators._intervals import LEVEL
 from bnncli.progress import SILENT, Progress
 from bnncli.registry import check_name, load_class, names
@@ -95,11 +94,25 @@ def join(parts: Sequence[Prediction]) -> Prediction:
     return Prediction(**joined)
 
 
-class Integrator(Protocol):
-    """One way of turning a posterior into class probabilities."""
+class Ready(Protocol):
+    """What predicts, block by block: everything that is the same for all features is done."""
 
-    needs: ClassVar[str]
-    is_sampling: ClassVar[bool]
+    groups: Groups | None = None
+    """Of the draws; their means at some rows, asked for as `group_rows`, tell the Monte Carlo error. None without one."""
+
+    @property
+    def num_draws(self) -> int | None:
+        """S; None without draws."""
+        return None
+
+    @property
+    def interval_level(self) -> float | None:
+        """What the intervals hold: 0.95, less with few draws; None with a single one."""
+        return LEVEL
+
+    def notes(self) -> dict[str, Any]:
+        """What it says of itself beside the predictions: `warning` (a line, or None) and `pareto_k`, where it has them."""
+        return {}
 
     def predict(
         self,
@@ -112,13 +125,90 @@ class Integrator(Protocol):
     ) -> Prediction:
         """Class probabilities of features (N, D) under the posterior."""
 
+    def probs_of_draws(self, posterior: Any, features: Tensor) -> Tensor:
+        """Class probabilities of each draw, (S, N, C) float16 on the CPU, whose mean over S is what `predict` gives.
+
+        Raises:
+            UsageError: there are no draws, or they are weighted, so that their mean is not the prediction.
+        """
+        raise UsageError(
+            "--keep-samples needs draws of equal weight",
+            hint="leave it out, or use --integrator mc",
+            code="unsupported_integrator",
+        )
+
+
+class Integrator(Ready, Protocol):
+    """One way of turning a posterior into class probabilities; without draws it is ready as it is."""
+
+    is_sampling: ClassVar[bool] = False
+    """Whether it draws, so that --samples and --seed are for it."""
+    needs_target: ClassVar[bool] = False
+    """Whether `prepare` takes the log posterior on the training split."""
+    gives_dirichlet: ClassVar[bool] = False
+    """Whether its predictions have a log concentration, which --top-k ranks by."""
+    max_classes: ClassVar[float] = math.inf
+    """The most classes that it can do."""
+
+    @property
+    def needs(self) -> str:
+        """The capability of a posterior that it uses.
+
+        `center` (a representative theta), `sample` or `quasi_noise` (draws of theta), `log_density` (of theta),
+        `logit_marginals` (exact mean and variance of each logit), `logit_moments` (mean and covariance of the logits) or
+        `logit_root` (mean and a root of the covariance).
+        """
+
+    def default_for(self, num_params: int) -> int | None:
+        """How many draws when nobody says, of a posterior over theta (P,); None without draws."""
+        return None
+
+    def prepare(
+        self,
+        posterior: Any,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        target: Any = None,
+        progress: Progress = SILENT,
+    ) -> Ready:
+        """What predicts many blocks of features: what is the same for all of them is computed here, once.
+
+        Args:
+            posterior: one that has what it needs.
+            num_samples: S; None for its default, or for all draws of a posterior that is draws.
+            generator: makes the draws.
+            target: log posterior on the training split, where `needs_target`.
+            progress: of what takes long.
+        """
+        return self
+
 
 class SamplingIntegrator(Integrator, Protocol):
-    """One that draws."""
+    """One that draws: `prepare` makes the draws, and what it returns predicts."""
+
+    is_sampling: ClassVar[bool] = True
 
     @property
     def default_samples(self) -> int:
         """How many draws when nobody says."""
+
+    def default_for(self, num_params: int) -> int:
+        """The same, or fewer where draws of so large a theta would be too much."""
+        return self.default_samples
+
+    def predict(
+        self,
+        posterior: Any,
+        features: Tensor,
+        *,
+        num_samples: int | None,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Prediction:
+        """Class probabilities of features (N, D): those of `prepare`, for a single block."""
+        ready = self.prepare(posterior, num_samples=num_samples, generator=generator)
+        return ready.predict(posterior, features, num_samples=num_samples, generator=generator, progress=progress)
 
 
 def load_integrator(name: str, **settings: Any) -> Integrator:
@@ -145,50 +235,6 @@ def variant(name: str, settings: dict[str, Any]) -> str:
     return "-".join(parts)
 
 
-def prepare(
-    integrator: Integrator,
-    posterior: Any,
-    *,
-    num_samples: int | None,
-    generator: torch.Generator,
-    target: Any = None,
-    progress: Progress = SILENT,
-) -> Integrator:
-    """The integrator, ready for many blocks of features: what is the same for all of them is computed here, once.
-
-    Args:
-        target: log posterior on the training split, for an integrator that says `needs_target`.
-    """
-    if not hasattr(integrator, "prepare"):
-        return integrator
-    ready: Integrator = integrator.prepare(
-        posterior, num_samples=num_samples, generator=generator, target=target, progress=progress
-    )
-    return ready
-
-
-def probs_of_draws(integrator: Integrator, posterior: Any, features: Tensor) -> Tensor:
-    """Class probabilities of each draw, (S, N, C) float16 on the CPU, of a sampling integrator that was made ready.
-
-    Raises:
-        UsageError: the draws are weighted, so that their mean is not the prediction.
-    """
-    if not hasattr(integrator, "probs_of_draws"):
-        raise UsageError(
-            "--keep-samples needs draws of equal weight",
-            hint="leave it out, or use --integrator mc",
-            code="unsupported_integrator",
-        )
-    probs: Tensor = integrator.probs_of_draws(posterior, features)
-    return probs
-
-
-def level_of(integrator: Integrator) -> float | None:
-    """The level of the intervals of an integrator that was made ready: 0.95, less with few draws, None with one."""
-    level: float | None = getattr(integrator, "interval_level", LEVEL)
-    return level
-
-
 def can_use(name: str, kind: str) -> bool:
     """Whether the integrator called `name` works for posteriors of this kind, before one is opened."""
     return hasattr(load_class("posteriors", kind), load_integrator(name).needs)
@@ -198,12 +244,7 @@ def supports(name: str, posterior: HasLayout) -> bool:
     """Whether the posterior has what the integrator called `name` needs, and not too many classes for it."""
     integrator = load_integrator(name)
     has_capability = getattr(posterior, integrator.needs, None) is not None
-    return has_capability and posterior.layout.num_classes <= max_classes_of(integrator)
-
-
-def max_classes_of(integrator: Integrator) -> float:
-    """The most classes that the integrator can do: its `max_classes`, infinity where it has none."""
-    return getattr(integrator, "max_classes", math.inf)
+    return has_capability and posterior.layout.num_classes <= integrator.max_classes
 
 
 def require_support(name: str, posterior: HasLayout) -> None:
@@ -220,7 +261,7 @@ def require_support(name: str, posterior: HasLayout) -> None:
     if getattr(posterior, integrator.needs, None) is None:
         problem = f"needs a posterior with {integrator.needs}; {whose} has none"
     else:
-        problem = f"is for at most {max_classes_of(integrator)} classes; the posterior has {num_classes}"
+        problem = f"is for at most {integrator.max_classes} classes; the posterior has {num_classes}"
         whose += f" of {num_classes} classes"
     choices = [choice for choice in names("integrators") if supports(choice, posterior)]
     raise UsageError(

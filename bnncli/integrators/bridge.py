@@ -14,14 +14,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.integrators import Prediction, check_features, entropy, require_support
+from bnncli.integrators import Integrator, Prediction, check_features, entropy, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
 from bnncli.numerics import dirichlet
 from bnncli.progress import SILENT, Progress
 
 
 @dataclass(frozen=True)
-class Bridge:
+class Bridge(Integrator):
     """The Dirichlet whose Laplace approximation in the softmax basis has the logits' means and variances.
 
     Args:
@@ -37,7 +37,6 @@ class Bridge:
     """
 
     needs: ClassVar[str] = "logit_moments"
-    is_sampling: ClassVar[bool] = False
     gives_dirichlet: ClassVar[bool] = True
     projection: str = "marginal"
     normalize: bool = False

@@ -17,7 +17,7 @@ from torch import Tensor
 from bnncli.errors import UsageError
 from bnncli.inference.elbo import log_weights
 from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto_smooth
-from bnncli.integrators import HasLayout, Prediction, require_support
+from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator, require_support
 from bnncli.integrators._groups import Groups, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
 from bnncli.posteriors import sample_from_noise
@@ -38,11 +38,10 @@ class HasDensity(HasLayout, Protocol):
 
 
 @dataclass(frozen=True)
-class Importance:
+class Importance(SamplingIntegrator):
     """Weighted mean over S draws of theta of the softmax; right for the exact posterior where the weights can be trusted."""
 
     needs: ClassVar[str] = "log_density"
-    is_sampling: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     default_samples: ClassVar[int] = 1000  # a tail of 200 weights, and a threshold of k of 0.67
 
@@ -82,22 +81,9 @@ class Importance:
         groups = Groups.of(group_ends(size), weights)
         return WeightedMc(DrawnMc(posterior.layout, theta, groups, weights), pareto_k, warning)
 
-    def predict(
-        self,
-        posterior: HasDensity,
-        features: Tensor,
-        *,
-        num_samples: int | None,
-        generator: torch.Generator,
-        progress: Progress = SILENT,
-    ) -> Prediction:
-        """Refuses: the weights need the training split. Use what `prepare` returns. Raises UsageError always."""
-        drawn = self.prepare(posterior, num_samples=num_samples, generator=generator)
-        return drawn.predict(posterior, features, progress=progress)
-
 
 @dataclass(frozen=True)
-class WeightedMc:
+class WeightedMc(Ready):
     """Weighted draws of theta, ready to predict any features.
 
     Args:
@@ -106,14 +92,12 @@ class WeightedMc:
         warning: why there are no weights; None where there are.
     """
 
-    needs: ClassVar[str] = "log_density"
-    is_sampling: ClassVar[bool] = True
     drawn: DrawnMc
     pareto_k: float
     warning: str | None
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> Groups:  # type: ignore[override]
         """Of the draws, with their weights."""
         return self.drawn.groups
 
@@ -126,6 +110,10 @@ class WeightedMc:
     def interval_level(self) -> float | None:
         """Level of the interval, by the effective number of draws; None with a single draw."""
         return self.drawn.interval_level
+
+    def notes(self) -> dict[str, Any]:
+        """Pareto k, None where it is undefined, and the warning."""
+        return {"pareto_k": self.pareto_k if math.isfinite(self.pareto_k) else None, "warning": self.warning}
 
     def predict(
         self,

@@ -11,14 +11,22 @@ classes than features, draws of theta are cheaper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
+from bnncli.integrators import (
+    HasLayout,
+    Prediction,
+    Ready,
+    SamplingIntegrator,
+    _averages,
+    check_features,
+    require_support,
+)
 from bnncli.integrators._averages import BlockDraws, average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
@@ -38,7 +46,7 @@ class HasLogitRoot(HasLayout, Protocol):
 
 
 @dataclass(frozen=True)
-class LogitMc:
+class LogitMc(SamplingIntegrator):
     """Mean over S draws of each example's logits of the softmax; the normals are made once and shared by all examples.
 
     Args:
@@ -46,7 +54,6 @@ class LogitMc:
     """
 
     needs: ClassVar[str] = "logit_root"
-    is_sampling: ClassVar[bool] = True
     # Eight scrambles of 32 Sobol points. Of the sampling error of 10,000 examples the Monte Carlo error is then, on
     # ResNet-20 with a full covariance, below a tenth for all scores but ECE, which is at about a third (benchmarks/draws.py).
     default_samples: ClassVar[int] = 256
@@ -84,28 +91,9 @@ class LogitMc:
         noise = standard_normal(size, num_outputs, generator, torch.device("cpu"))
         return DrawnLogitMc(noise, Groups.of(group_ends(size)))
 
-    def predict(
-        self,
-        posterior: HasLogitRoot,
-        features: Tensor,
-        *,
-        num_samples: int | None,
-        generator: torch.Generator,
-        progress: Progress = SILENT,
-    ) -> Prediction:
-        """Class probabilities averaged over draws, with mutual information and, from two draws on, the interval.
-
-        Args:
-            posterior, num_samples, generator: as for prepare.
-            features: (N, D).
-            progress: advances once per chunk.
-        """
-        drawn = self.prepare(posterior, num_samples=num_samples, generator=generator)
-        return drawn.predict(posterior, features, progress=progress)
-
 
 @dataclass(frozen=True)
-class DrawnLogitMc:
+class DrawnLogitMc(Ready):
     """Standard normals, ready to predict any features.
 
     Args:
@@ -114,10 +102,8 @@ class DrawnLogitMc:
         warning: what the user should know of the draws.
     """
 
-    needs: ClassVar[str] = "logit_root"
-    is_sampling: ClassVar[bool] = True
     noise: Tensor
-    groups: Groups
+    groups: Groups = field()  # has no default, although the protocol has
     warning: str | None = None
 
     @property
@@ -129,6 +115,10 @@ class DrawnLogitMc:
     def interval_level(self) -> float | None:
         """Level of the interval; None with a single draw."""
         return interval_level(self.num_draws)
+
+    def notes(self) -> dict[str, Any]:
+        """The warning."""
+        return {"warning": self.warning}
 
     def predict(
         self,

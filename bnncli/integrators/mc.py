@@ -6,15 +6,23 @@ Kristiadi, Eschenhagen and Hennig (2022), arXiv 2205.10041, eq. (1). Quasi-rando
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.integrators import HasLayout, Prediction, _averages, check_features, require_support
+from bnncli.integrators import (
+    HasLayout,
+    Prediction,
+    Ready,
+    SamplingIntegrator,
+    _averages,
+    check_features,
+    require_support,
+)
 from bnncli.integrators._averages import average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
@@ -42,14 +50,13 @@ class CanSample(HasLayout, Protocol):
 
 
 @dataclass(frozen=True)
-class Mc:
+class Mc(SamplingIntegrator):
     """Mean over S draws of theta of the softmax; the draws are made once and shared by all examples.
 
     Args:
         qmc: draw theta from scrambled Sobol points; for a posterior made from standard normals (gaussian, flow).
     """
 
-    is_sampling: ClassVar[bool] = True
     qmc: bool = False
 
     @property
@@ -105,30 +112,9 @@ class Mc:
         theta, starts = sample_in_runs(posterior, num_samples, generator)
         return DrawnMc(posterior.layout, theta, Groups.of(group_ends(len(theta), starts=starts)))
 
-    def predict(
-        self,
-        posterior: CanSample,
-        features: Tensor,
-        *,
-        num_samples: int | None,
-        generator: torch.Generator,
-        progress: Progress = SILENT,
-    ) -> Prediction:
-        """Class probabilities averaged over draws, with mutual information and, from two draws on, the interval.
-
-        The standard error of a probability is at most 0.5 / sqrt(S).
-
-        Args:
-            posterior, num_samples, generator: as for prepare.
-            features: (N, D).
-            progress: advances once per chunk.
-        """
-        drawn = self.prepare(posterior, num_samples=num_samples, generator=generator)
-        return drawn.predict(posterior, features, progress=progress)
-
 
 @dataclass(frozen=True)
-class DrawnMc:
+class DrawnMc(Ready):
     """Draws of theta, ready to predict any features.
 
     Args:
@@ -139,11 +125,9 @@ class DrawnMc:
         warning: what the user should know of the draws.
     """
 
-    needs: ClassVar[str] = "sample"
-    is_sampling: ClassVar[bool] = True
     layout: ClassifierLayout
     theta: Tensor
-    groups: Groups
+    groups: Groups = field()  # has no default, although the protocol has
     weights: Tensor | None = None
     warning: str | None = None
 
@@ -156,6 +140,10 @@ class DrawnMc:
     def interval_level(self) -> float | None:
         """Level of the interval; None with a single draw."""
         return interval_level(self.num_draws, self.weights)
+
+    def notes(self) -> dict[str, Any]:
+        """The warning."""
+        return {"warning": self.warning}
 
     def predict(
         self,

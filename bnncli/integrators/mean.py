@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from bnncli.integrators import HasLayout, Prediction, require_support
+from bnncli.integrators import HasLayout, Integrator, Prediction, require_support
 from bnncli.integrators.plug_in import predict_at
 from bnncli.progress import SILENT, Progress
 
@@ -25,11 +25,10 @@ class HasMean(HasLayout, Protocol):
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Integrator):
     """Softmax of the logits at E[theta]; with a single logit, the sigmoid."""
 
     needs: ClassVar[str] = "mean_theta"
-    is_sampling: ClassVar[bool] = False
 
     def predict(
         self,

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.integrators import Prediction, check_features, require_support
+from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
 from bnncli.integrators.probit import difference_of_projected, probit_probs
 from bnncli.progress import SILENT, Progress
@@ -27,7 +27,7 @@ _PASSES = 8  # over arrays of all pairs, which had better stay in the cache
 
 
 @dataclass(frozen=True)
-class MeanField:
+class MeanField(Integrator):
     """Mean sigmoids of all pairs of logits, joined and normalised.
 
     A single logit is the binary probit, whatever is chosen.
@@ -45,7 +45,6 @@ class MeanField:
     """
 
     needs: ClassVar[str] = "logit_moments"
-    is_sampling: ClassVar[bool] = False
     order: int = 0
     projection: str = "sum-zero"
 

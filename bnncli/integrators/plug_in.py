@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bnncli.integrators import (
     HasLayout,
+    Integrator,
     Prediction,
     check_features,
     chunk_budget,
@@ -31,11 +32,10 @@ class HasCenter(HasLayout, Protocol):
 
 
 @dataclass(frozen=True)
-class PlugIn:
+class PlugIn(Integrator):
     """Softmax of the logits at the posterior's center; with a single logit, the sigmoid."""
 
     needs: ClassVar[str] = "center"
-    is_sampling: ClassVar[bool] = False
 
     def predict(
         self,

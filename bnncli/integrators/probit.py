@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.integrators import Prediction, check_features, require_support
+from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMarginals, check_choice, example_blocks
 from bnncli.progress import SILENT, Progress
 
 
 @dataclass(frozen=True)
-class Probit:
+class Probit(Integrator):
     """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`.
 
     Args:
@@ -35,7 +35,6 @@ class Probit:
     """
 
     needs: ClassVar[str] = "logit_marginals"
-    is_sampling: ClassVar[bool] = False
     projection: str = "none"
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
-from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, require_support, slices
+from bnncli.integrators import Integrator, Prediction, check_features, chunk_budget, entropy, require_support, slices
 from bnncli.integrators._blocks import HasLogitMoments, check_choice
 from bnncli.progress import SILENT, Progress
 
@@ -38,7 +38,7 @@ _NORMAL_97_5 = 1.959963984540054  # quantile of the standard normal
 
 
 @dataclass(frozen=True)
-class Quadrature:
+class Quadrature(Integrator):
     """Exact probabilities of two classes by a sum over fixed nodes.
 
     Args:
@@ -52,8 +52,7 @@ class Quadrature:
     points: int = 250
 
     needs: ClassVar[str] = "logit_moments"
-    is_sampling: ClassVar[bool] = False
-    max_classes: ClassVar[int] = 2
+    max_classes: ClassVar[float] = 2
 
     def __post_init__(self) -> None:
         check_choice("quadrature", "rule", self.rule, RULES)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.integrators import Integrator, SamplingIntegrator, load_integrator, settings_of, variant
+from bnncli.integrators import Integrator, load_integrator, settings_of, variant
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.options import PredictOptions
 from bnncli.registry import load_class, names
@@ -86,7 +86,7 @@ class Plan:
             integrator = self._build(name)
             why = _why_unfit(name, integrator, header, num_classes)
             if why is None:
-                top_k = self.top_k if gives_dirichlet(integrator) else None
+                top_k = self.top_k if integrator.gives_dirichlet else None
                 found.append(Choice(name, integrator, self._samples(integrator, header), top_k))
             elif name in self.named or not self.takes_all:
                 refusals.append(_refusal(why, kind, num_classes))
@@ -110,7 +110,7 @@ class Plan:
             return None
         if header.kind == "samples":  # no more than there are
             return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
-        return self.samples or header.meta.get("default_samples") or default_samples(integrator, _num_params(header))
+        return self.samples or header.meta.get("default_samples") or integrator.default_for(_num_params(header))
 
     def _check(self, chosen: set[str]) -> None:
         """Raise UsageError for what none of the chosen integrators has, or one refuses."""
@@ -126,8 +126,8 @@ class Plan:
         if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).is_sampling]
             raise UsageError(f"--samples: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
-        if self.top_k is not None and not any(gives_dirichlet(integrator) for integrator in built.values()):
-            having = [name for name in names("integrators") if gives_dirichlet(load_integrator(name))]
+        if self.top_k is not None and not any(integrator.gives_dirichlet for integrator in built.values()):
+            having = [name for name in names("integrators") if load_integrator(name).gives_dirichlet]
             message = f"--top-k: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
             raise UsageError(message, hint=f"add --integrator {having[0]}")
 
@@ -153,21 +153,9 @@ def num_stored(header: Header) -> int:
     return int(metrics.get("chains", 0) * metrics.get("draws", 0))
 
 
-def default_samples(integrator: Integrator, num_params: int) -> int:
-    """The draws that a sampling integrator takes by default of a posterior over P parameters."""
-    if hasattr(integrator, "default_for"):
-        return int(integrator.default_for(num_params))
-    return cast(SamplingIntegrator, integrator).default_samples
-
-
 def _num_params(header: Header) -> int:
     """P of a posterior."""
     return sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
-
-
-def gives_dirichlet(integrator: Integrator) -> bool:
-    """Whether its predictions have a log concentration."""
-    return bool(getattr(integrator, "gives_dirichlet", False))
 
 
 def _top_k(options: PredictOptions) -> dict[str, Any] | None:
@@ -193,9 +181,8 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     kind = kind_of(header)
     if not hasattr(load_class("posteriors", kind), integrator.needs):
         return f"--integrator {variant(name, settings_of(integrator))} does not work for a {kind} posterior ({header.path.stem})"
-    limit = getattr(integrator, "max_classes", None)
-    if limit is not None and num_classes > limit:
-        return f"--integrator {name} works for at most {limit} classes; there are {num_classes}"
+    if num_classes > integrator.max_classes:
+        return f"--integrator {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
     return None
 
 
@@ -203,8 +190,7 @@ def _refusal(why: str, kind: str, num_classes: int) -> UsageError:
     fitting = []
     for name in names("integrators"):
         integrator = load_integrator(name)
-        limit = getattr(integrator, "max_classes", num_classes)
-        if hasattr(load_class("posteriors", kind), integrator.needs) and num_classes <= limit:
+        if hasattr(load_class("posteriors", kind), integrator.needs) and num_classes <= integrator.max_classes:
             fitting.append(name)
     return UsageError(
         why, hint=f"integrators for a {kind} posterior: {', '.join(fitting)}", code="unsupported_integrator"

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from bnncli.evaluation.excess import FALSE_ALARM, Scored, excesses, score
 from bnncli.inference.temperature import fit_temperature, held_out_losses
-from bnncli.integrators import load_integrator, prepare, supports
+from bnncli.integrators import load_integrator, supports
 from bnncli.posteriors.point import Point
 from bnncli.run.inputs import Split, load_split
-from bnncli.run.predict_plan import default_integrator_of, default_samples
+from bnncli.run.predict_plan import default_integrator_of
 from bnncli.run.session import Run
 from bnncli.storage.headers import read_header
 
@@ -186,8 +186,8 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
 def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
     """Probabilities (N, C) as predict gives them, and by what."""
     integrator = load_integrator(name)
-    size = default_samples(integrator, posterior.layout.num_params) if integrator.is_sampling else None
-    ready = prepare(integrator, posterior, num_samples=size, generator=run.stream("predict/draws"))
+    size = integrator.default_for(posterior.layout.num_params)
+    ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
     parts = []
     for features in val.feature_blocks(run.device):
         generator = run.stream("predict/draws")

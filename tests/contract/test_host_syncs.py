@@ -12,7 +12,7 @@ from torch import Tensor
 from bnncli.covariances.diag import Diag
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.refine import fit_flow
-from bnncli.integrators import load_integrator, prepare
+from bnncli.integrators import load_integrator
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
@@ -126,7 +126,7 @@ def test_predicting_waits_no_more_for_more_draws(name: str) -> None:
     def predict(num_samples: int) -> None:
         target, posterior = target_of(30), base().to(GPU)
         arguments = {"num_samples": num_samples, "generator": seeded()}
-        ready = prepare(load_integrator(name), posterior, target=target, **arguments)
+        ready = load_integrator(name).prepare(posterior, target=target, **arguments)
         ready.predict(posterior, features.to(GPU), **arguments)
 
     same_syncs(predict, 16)

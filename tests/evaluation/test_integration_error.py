@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bnncli.errors import DataError
 from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error, integration_errors
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.integrators import load_integrator, prepare
+from bnncli.integrators import load_integrator
 from bnncli.integrators._groups import Groups, group_ends
 from bnncli.integrators.mc import DrawnMc
 from bnncli.posteriors.gaussian import Gaussian
@@ -73,7 +73,7 @@ def predictions(integrator: str, qmc: bool, num_samples: int) -> list[tuple[Draw
     for seed in range(NUM_FRESH):
         settings = {"qmc": True} if qmc else {}
         maker = load_integrator(integrator, **settings)
-        ready: Any = prepare(maker, posterior, num_samples=num_samples, generator=seeded(seed))
+        ready: Any = maker.prepare(posterior, num_samples=num_samples, generator=seeded(seed))
         parts = [
             ready.predict(posterior, features, group_rows=torch.arange(len(features))).group_probs
             for features in (test, others)
@@ -114,7 +114,7 @@ def test_the_interval_of_students_t_covers() -> None:
     from scipy.stats import t
 
     posterior, test, _, _ = problem()
-    many: Any = prepare(load_integrator("logit-mc", qmc=True), posterior, num_samples=2**15, generator=seeded(5))
+    many: Any = load_integrator("logit-mc", qmc=True).prepare(posterior, num_samples=2**15, generator=seeded(5))
     exact = brier(many.predict(posterior, test).probs.double().numpy())
     is_held = []
     for splits in predictions("mc", False, 60):
@@ -211,11 +211,11 @@ def test_chains_of_a_sampler_reach_their_groups_whole() -> None:
     places = torch.randn(10, 1, LAYOUT.num_params, generator=seeded())
     posterior = Samples(places + 0.01 * torch.randn(10, 30, LAYOUT.num_params, generator=seeded(1)), LAYOUT)
     _, features, _, _ = problem()
-    ready: Any = prepare(load_integrator("mc"), posterior, num_samples=None, generator=seeded())
+    ready: Any = load_integrator("mc").prepare(posterior, num_samples=None, generator=seeded())
     part = ready.predict(posterior, features, group_rows=torch.arange(120)).group_probs
     assert ready.groups.ends == tuple(range(30, 301, 30))
     found = integration_error(brier, DrawGroups(part.numpy(), ready.groups.weights.numpy())).variance
-    apart: Any = prepare(load_integrator("mc"), Samples(places, LAYOUT), num_samples=None, generator=seeded())
+    apart: Any = load_integrator("mc").prepare(Samples(places, LAYOUT), num_samples=None, generator=seeded())
     alone = apart.predict(None, features, group_rows=torch.arange(120)).group_probs
     expected = integration_error(brier, DrawGroups(alone.numpy(), apart.groups.weights.numpy())).variance
     assert found == pytest.approx(expected, rel=0.1)

@@ -17,7 +17,7 @@ from bnncli import integrators
 from bnncli.errors import UsageError
 from bnncli.flows import build_layers
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.integrators import _averages, load_integrator, prepare
+from bnncli.integrators import _averages, load_integrator
 from bnncli.integrators._intervals import central_interval, effective_draws, interval_level
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
@@ -141,7 +141,7 @@ def test_many_draws_narrow_the_block_of_examples(monkeypatch: pytest.MonkeyPatch
     features = torch.randn(40, 4, generator=seeded(1))
     whole = load_integrator("mc").predict(posterior, features, num_samples=30, generator=seeded())
     monkeypatch.setitem(_averages._KEPT, "cpu", 90)
-    drawn = prepare(load_integrator("mc"), posterior, num_samples=30, generator=seeded())
+    drawn = load_integrator("mc").prepare(posterior, num_samples=30, generator=seeded())
     assert _averages.chunks(features, drawn._draws(features))[0][0] == slice(0, 3)  # type: ignore[attr-defined]
     assert layout == posterior.layout
     torch.testing.assert_close(drawn.predict(posterior, features).interval, whole.interval)  # type: ignore[call-arg]
@@ -159,7 +159,7 @@ def test_draws_made_once_serve_every_block(name: str, qmc: bool) -> None:
     posterior, features = make_gaussian(LAYOUTS[2]), torch.randn(20, 4, generator=seeded(1))
     integrator = load_integrator(name, qmc=qmc)
     whole = integrator.predict(posterior, features, num_samples=16, generator=seeded(3))
-    ready = prepare(integrator, posterior, num_samples=16, generator=seeded(3))
+    ready = integrator.prepare(posterior, num_samples=16, generator=seeded(3))
     parts = [ready.predict(posterior, block, num_samples=5, generator=seeded(9)) for block in features.split(7)]
     torch.testing.assert_close(torch.cat([part.probs for part in parts]), whole.probs)
     kept = ready.probs_of_draws(posterior, features)  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ def test_sobol_draws_are_unbiased_and_err_less(name: str) -> None:
 def test_a_flow_draws_from_sobol_points_too() -> None:
     base = make_gaussian(LAYOUTS[2])
     flow = Flow(base, tuple(build_layers("radial", base.layout, seeded(), length=1)), "radial")
-    found = prepare(load_integrator("mc", qmc=True), flow, num_samples=16, generator=seeded())
+    found = load_integrator("mc", qmc=True).prepare(flow, num_samples=16, generator=seeded())
     generator = seeded()
     expected, _ = flow.from_noise(torch.cat([base.quasi_noise(2, generator) for _ in range(8)]))
     assert torch.equal(found.theta, expected.float())  # type: ignore[attr-defined]
@@ -208,15 +208,15 @@ def test_a_flow_draws_from_sobol_points_too() -> None:
 def test_stored_draws_have_no_sobol_points() -> None:
     posterior = Samples(torch.zeros(1, 4, LAYOUTS[2].num_params), LAYOUTS[2])
     with pytest.raises(UsageError, match=r"--qmc needs a posterior made from standard normals .*, not samples"):
-        prepare(load_integrator("mc", qmc=True), posterior, num_samples=4, generator=seeded())
+        load_integrator("mc", qmc=True).prepare(posterior, num_samples=4, generator=seeded())
 
 
 def test_an_odd_number_of_sobol_draws_brings_a_warning() -> None:
     posterior = make_gaussian(LAYOUTS[2])
     for name in ("mc", "logit-mc"):
         integrator = load_integrator(name, qmc=True)
-        assert "take 16 or 32" in prepare(integrator, posterior, num_samples=20, generator=seeded()).warning  # type: ignore[attr-defined]
-        default = prepare(integrator, posterior, num_samples=integrator.default_samples, generator=seeded())  # type: ignore[attr-defined]
+        assert "take 16 or 32" in integrator.prepare(posterior, num_samples=20, generator=seeded()).warning  # type: ignore[attr-defined]
+        default = integrator.prepare(posterior, num_samples=integrator.default_samples, generator=seeded())  # type: ignore[attr-defined]
         assert default.warning is None  # type: ignore[attr-defined]
 
 

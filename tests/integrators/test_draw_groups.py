@@ -14,7 +14,7 @@ from scipy import special
 
 from bnncli import integrators
 from bnncli.errors import DataError
-from bnncli.integrators import _averages, _groups, load_integrator, prepare
+from bnncli.integrators import _averages, _groups, load_integrator
 from bnncli.integrators._groups import Groups, group_ends, kept_rows, scramble_ends
 from bnncli.integrators.mc import FEWEST_DRAWS, DrawnMc, sample_in_runs
 from bnncli.latent.factors import initial_factors
@@ -213,7 +213,7 @@ def test_groups_of_an_ensembles_draws_hold_whole_rounds_of_its_repeats() -> None
     theta, starts = sample_in_runs(latent_ensemble, 60, seeded())
     assert torch.equal(theta, latent_ensemble.sample(60, seeded()))
     assert all(end % 3 == 0 for end in group_ends(len(theta), starts=starts))
-    assert prepare(load_integrator("mc"), latent_ensemble, num_samples=60, generator=seeded()).groups.ends == (  # type: ignore[attr-defined]
+    assert load_integrator("mc").prepare(latent_ensemble, num_samples=60, generator=seeded()).groups.ends == (  # type: ignore[attr-defined]
         6,
         12,
         18,

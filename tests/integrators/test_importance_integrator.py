@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.integrators import load_integrator, prepare, probs_of_draws
+from bnncli.integrators import load_integrator
 from bnncli.integrators._groups import Groups
 from bnncli.integrators.importance import WeightedMc, importance_weights
 from bnncli.integrators.mc import DrawnMc
@@ -44,7 +44,7 @@ def laplace(target: LastLayerTarget, shift: float = 0.0) -> Gaussian:
 
 def ready(target: LastLayerTarget, posterior: Gaussian | Flow, num_samples: int = 4000, seed: int = 0) -> WeightedMc:
     integrator = load_integrator("importance")
-    found = prepare(integrator, posterior, num_samples=num_samples, generator=seeded(seed), target=target)
+    found = integrator.prepare(posterior, num_samples=num_samples, generator=seeded(seed), target=target)
     assert isinstance(found, WeightedMc)
     return found
 
@@ -174,4 +174,4 @@ def test_weighted_draws_are_not_kept() -> None:
     target = make_target(BINARY)
     posterior = laplace(target, shift=0.4)
     with pytest.raises(UsageError, match="--keep-samples needs draws of equal weight"):
-        probs_of_draws(ready(target, posterior), posterior, torch.zeros(1, 1))
+        ready(target, posterior).probs_of_draws(posterior, torch.zeros(1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from scipy import integrate, special, stats
 from bnncli import integrators
 from bnncli.errors import NumericError, UsageError
 from bnncli.integrators import (
+    Integrator,
     Prediction,
+    SamplingIntegrator,
     _averages,
     load_integrator,
-    max_classes_of,
-    prepare,
     require_support,
     supports,
 )
@@ -31,7 +32,7 @@ LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
 
 def layouts_for(name: str) -> list[HeadLayout]:
     """The layouts with few enough classes for an integrator."""
-    return [layout for layout in LAYOUTS if layout.num_classes <= max_classes_of(load_integrator(name))]
+    return [layout for layout in LAYOUTS if layout.num_classes <= load_integrator(name).max_classes]
 
 
 PAIRS = [
@@ -89,7 +90,7 @@ def test_progress_ends_at_the_total_it_announced(name: str, monkeypatch: pytest.
     counter, generator = Counter(), torch.Generator().manual_seed(2)
     layout = layouts_for(name)[-1]
     posterior = gaussian(layout)
-    ready = prepare(load_integrator(name), posterior, num_samples=5, generator=generator, target=posterior)
+    ready = load_integrator(name).prepare(posterior, num_samples=5, generator=generator, target=posterior)
     ready.predict(posterior, inputs(layout), num_samples=5, generator=generator, progress=counter)
     assert counter.done == counter.total > 1
 
@@ -272,3 +273,13 @@ def test_predicting_without_the_capability_is_a_usage_error(name: str) -> None:
 def test_an_unknown_integrator_is_refused_with_the_choices() -> None:
     with pytest.raises(UsageError, match=r"--integrator: expected one of .*mc, .*; got 'mcmc'"):
         load_integrator("mcmc")
+
+
+@pytest.mark.parametrize("name", names("integrators"))
+def test_what_an_integrator_leaves_out_is_declared_in_one_place(name: str) -> None:
+    """A hook that the protocol does not know would be asked for nowhere."""
+    integrator = load_integrator(name)
+    protocol = SamplingIntegrator if integrator.is_sampling else Integrator
+    own = {hook for hook in vars(type(integrator)) if not hook.startswith("_")}
+    assert protocol in type(integrator).mro()
+    assert own - {spec.name for spec in fields(integrator)} <= set(dir(protocol))  # type: ignore[arg-type]

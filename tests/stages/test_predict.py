@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import special
 
-from bnncli.integrators import load_integrator, settings_of
+from bnncli.integrators import Ready, load_integrator, settings_of
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.integrators.mc import Mc
 from bnncli.integrators.probit import Probit
@@ -172,13 +172,13 @@ def test_a_setting_that_cannot_be_is_refused(
     assert len(done.stderr.splitlines()) <= 2
 
 
-class Ready:
+class Warned(Ready):
     """What an integrator's prepare returns: with a warning, and a count of how often it was made."""
 
-    needs: ClassVar[str] = "sample"
-    is_sampling: ClassVar[bool] = True
     made: ClassVar[list[dict[str, Any]]] = []
-    pareto_k, warning = 0.9, "the weights are uneven"
+
+    def notes(self) -> dict[str, Any]:
+        return {"pareto_k": 0.9, "warning": "the weights are uneven"}
 
     def predict(self, posterior: Any, features: torch.Tensor, **how: Any) -> Any:
         return Mc().predict(posterior, features, **{**how, "num_samples": 3})
@@ -187,14 +187,14 @@ class Ready:
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def prepare(self: Mc, posterior: Any, **how: Any) -> Ready:
-        Ready.made.append(how)
-        monkeypatch.undo()  # Ready predicts by the true one
-        return Ready()
+        Warned.made.append(how)
+        monkeypatch.undo()  # Warned predicts by the true one
+        return Warned()
 
-    Ready.made.clear()
-    monkeypatch.setattr(Mc, "prepare", prepare, raising=False)
+    Warned.made.clear()
+    monkeypatch.setattr(Mc, "prepare", prepare)
     monkeypatch.setattr(Mc, "needs_target", True, raising=False)
-    return Ready.made
+    return Warned.made
 
 
 def test_an_integrator_is_made_ready_once_with_the_target_of_the_posterior(

@@ -143,7 +143,7 @@ def test_every_integrator_predicts_what_it_does_over_all_of_theta(cli: Cli, run:
     whole = fit_gaussian(target_of(run), start=torch.zeros(LAYOUT.num_params)).gaussian
     fitted = stored(run, "laplace.safetensors")
     features = torch.from_numpy(arrays_of(run)["features_test"])
-    from bnncli.integrators import load_integrator, prepare, supports
+    from bnncli.integrators import load_integrator, supports
 
     checked = []
     for name in names("integrators"):
@@ -158,7 +158,7 @@ def test_every_integrator_predicts_what_it_does_over_all_of_theta(cli: Cli, run:
         generator = torch.Generator().manual_seed(0)
         found = []
         for posterior in (whole, fitted):
-            ready = prepare(integrator, posterior, num_samples=64, generator=generator.manual_seed(0))
+            ready = integrator.prepare(posterior, num_samples=64, generator=generator.manual_seed(0))
             found.append(ready.predict(posterior, features, num_samples=64, generator=generator.manual_seed(0)).probs)
         torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
         if name != "logit-mc":  # the command has a seed of its own

@@ -16,7 +16,7 @@ from torch import Tensor
 from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.errors import UsageError
-from bnncli.integrators import Integrator, Prediction, load_integrator, prepare, settings_of, supports, variant
+from bnncli.integrators import Integrator, Prediction, load_integrator, settings_of, supports, variant
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
@@ -59,7 +59,7 @@ def cases_for(posterior: Gaussian, wanted: Sequence[str]) -> list[Case]:
     """
     cases = []
     for name in wanted or names("integrators"):
-        needs_target = getattr(load_integrator(name), "needs_target", False)
+        needs_target = load_integrator(name).needs_target
         if needs_target or not supports(name, posterior):
             why = "needs training data" if needs_target else f"does not fit {posterior.layout.num_classes} classes"
             if wanted:
@@ -90,7 +90,7 @@ def predict(case: Case, posterior: Gaussian, *, num_samples: int, generator: tor
     features = torch.eye(posterior.layout.num_features, dtype=torch.float64, device=posterior.mean.device)
     integrator = case.integrator
     draws = num_samples if integrator.is_sampling else None
-    ready = prepare(integrator, posterior, num_samples=draws, generator=generator)
+    ready = integrator.prepare(posterior, num_samples=draws, generator=generator)
     return ready.predict(posterior, features, num_samples=draws, generator=generator)
 
 

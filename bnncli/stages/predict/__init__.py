@@ -173,7 +173,7 @@ def _predict(
 ) -> Result:
     """The predictions of one posterior by one integrator on every split; opened only when there is work."""
     sources = [source]
-    if getattr(choice.integrator, "needs_target", False):
+    if choice.integrator.needs_target:
         sources.append(predictor.train.split.source)
     total = Result()
     for split in splits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bnncli.integrators import Integrator, join, level_of, prepare, probs_of_draws
+from bnncli.integrators import Ready, join
 from bnncli.integrators._groups import Groups, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.numerics.top_k import ranked_lengths
@@ -56,7 +55,7 @@ class Predictor:
     path: Path
     header: Header
     train: TrainData
-    _ready: dict[str, Integrator] = field(default_factory=dict)
+    _ready: dict[str, Ready] = field(default_factory=dict)
 
     @cached_property
     def posterior(self) -> Any:
@@ -68,22 +67,21 @@ class Predictor:
         """theta (P,) at which energy and the largest logit are taken."""
         return mean_theta(self.posterior, self.run.stream("predict/mean"))
 
-    def ready(self, choice: Choice) -> Integrator:
+    def ready(self, choice: Choice) -> Ready:
         """The integrator, with what is the same for all features done; warns once of what it has to say."""
         if choice.name not in self._ready:
             self._require_memory(choice)
             target = None
-            if getattr(choice.integrator, "needs_target", False):
+            if choice.integrator.needs_target:
                 target = self.train.target(posterior_prior(self.path, self.header))
-            self._ready[choice.name] = prepare(
-                choice.integrator,
+            self._ready[choice.name] = choice.integrator.prepare(
                 self.posterior,
                 num_samples=choice.samples,
                 generator=self.run.stream("predict/draws"),
                 target=target,
                 progress=self.run.console,
             )
-            warn(self.run, self.path.stem, notes_of(self._ready[choice.name]))
+            warn(self.run, self.path.stem, self._ready[choice.name].notes())
         return self._ready[choice.name]
 
     def _require_memory(self, choice: Choice) -> None:
@@ -110,7 +108,7 @@ class Predictor:
             parts.append(integrator.predict(self.posterior, features, progress=self.run.console, **draws))
             logit_scores.append(energy_and_max_logit(features, self.mean_theta, self.posterior.layout))
             if keep_samples:
-                kept.append(probs_of_draws(integrator, self.posterior, features))
+                kept.append(integrator.probs_of_draws(self.posterior, features))
         prediction = join(parts)
         energy, max_logit = (torch.cat(scores).cpu() for scores in zip(*logit_scores, strict=True))
 
@@ -134,9 +132,9 @@ class Predictor:
             group_rows=optional(group_rows),
             group_weights=None if groups is None else groups.weights.numpy(),
         )
-        meta = {**self._meta(choice, split), "num_examples": len(content.probs), **notes_of(integrator)}
-        meta["draws"] = getattr(integrator, "num_draws", None)
-        meta["interval_level"] = None if content.interval is None else level_of(integrator)
+        meta = {**self._meta(choice, split), "num_examples": len(content.probs), **integrator.notes()}
+        meta["draws"] = integrator.num_draws
+        meta["interval_level"] = None if content.interval is None else integrator.interval_level
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_predictions(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
@@ -166,27 +164,15 @@ def _ranked(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> A
     return torch.cat([ranked_lengths(block, **top_k) for block in blocks]).numpy()
 
 
-def _groups_of(integrator: Integrator) -> Groups | None:
+def _groups_of(integrator: Ready) -> Groups | None:
     """The groups of an integrator's draws; None without Monte Carlo error, and for a single draw."""
-    groups: Groups | None = getattr(integrator, "groups", None)
-    return groups if groups is not None and len(groups) > 1 else None
+    return integrator.groups if integrator.groups is not None and len(integrator.groups) > 1 else None
 
 
 def _rows_within(rows: Tensor, block: slice) -> Tensor:
     """Those of the ascending rows (R,) that lie in a block, counted from its start."""
     first, last = torch.searchsorted(rows, torch.tensor([block.start, block.stop])).tolist()
     return rows[first:last] - block.start
-
-
-def notes_of(integrator: Integrator) -> dict[str, Any]:
-    """What an integrator that was made ready says of itself: `pareto_k` and `warning`, where it has them."""
-    notes: dict[str, Any] = {}
-    if hasattr(integrator, "pareto_k"):
-        value = float(integrator.pareto_k)
-        notes["pareto_k"] = value if math.isfinite(value) else None
-    if hasattr(integrator, "warning"):
-        notes["warning"] = integrator.warning
-    return notes
 
 
 def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
