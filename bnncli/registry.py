@@ -1,33 +1,55 @@
 """Families of interchangeable parts: the files of a family folder are the names a user can choose.
 
 `flows/planar.py` is what makes `--flow planar` exist. Names are listed from the folder, without importing
-anything, so that `--help` stays fast; a part is imported when it is asked for.
+anything, so that `--help` stays fast; a part is imported when it is asked for. Installed distributions add parts by entry
+points: the group is `bnncli.flows` for flows, `bnncli.commands` for the commands of stages/, and so on, the value a module
+that is written as a file of the folder would be.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import importlib.util
+import os
+import re
+import sys
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from bnncli.errors import UsageError
 
 _PACKAGE = Path(__file__).parent
+_GROUPS = {"stages": "bnncli.commands"}  # of the others: bnncli. and the folder
+# What a part must have, of its module or, with a dot, of the class that has its name.
+_NEEDS = {
+    "flows": (".recipe", ".settings", ".spaces", ".maps", ".forward", ".inverse", ".to_tensors", ".from_tensors"),
+    "integrators": (".needs", ".is_sampling", ".prepare", ".predict"),
+    "networks": ("build",),
+    "data": ("exists", "open_source"),
+    "stages": ("COMMAND", "run"),
+}
+
+
+class _Installed(NamedTuple):
+    """A part of a distribution: its module, and the distribution's name."""
+
+    module: str
+    distribution: str
 
 
 def names(family: str) -> list[str]:
     """The names of a family, sorted; underscores of file names become dashes, files that start with `_` are not parts."""
-    return list(_listed(family))
+    return sorted({*_own(family), *_installed(family)})
 
 
-@cache
-def _listed(family: str) -> tuple[str, ...]:
-    """The folder, read once: commands look names up thousands of times."""
-    files = sorted((_PACKAGE / family).glob("[!_]*.py"))
-    return tuple(file.stem.replace("_", "-") for file in files)
+def has_name(family: str, name: str) -> bool:
+    """Whether the family has a part of this name; what is installed is looked at only where the folder has none."""
+    return name in _own(family) or name in _installed(family)
 
 
 def in_order(family: str) -> list[str]:
@@ -43,30 +65,133 @@ def declaring(family: str, attribute: str) -> list[str]:
 @cache
 def declared(family: str, name: str, attribute: str) -> Any:
     """The literal that a part's class has for an attribute, read from its file: nothing is imported."""
-    path = _PACKAGE / family / f"{name.replace('-', '_')}.py"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source_of(family, name).read_text(encoding="utf-8"))):
         if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == attribute:
             return ast.literal_eval(node.value)
-    raise AttributeError(
-        f"{path.name} declares no {attribute}: expected `{attribute}: ClassVar[...] = ...` in its class"
-    )
+    raise broken(family, name, f"it declares no {attribute}: expected `{attribute}: ClassVar[...] = ...` in its class")
 
 
 def check_name(family: str, name: str, *, option: str) -> str:
     """`name` itself, when the family has it. Raises UsageError with the list of choices otherwise."""
-    choices = names(family)
-    if name not in choices:
-        raise UsageError(f"{option}: expected one of {', '.join(choices)}; got {name!r}")
+    if not has_name(family, name):
+        raise UsageError(f"{option}: expected one of {', '.join(names(family))}; got {name!r}")
     return name
 
 
+@cache
 def load_module(family: str, name: str) -> ModuleType:
-    """The module of one part, imported now."""
+    """The module of one part, imported now. Raises UsageError when it is installed and no good, naming the distribution."""
     check_name(family, name, option=family)
-    return importlib.import_module(f"bnncli.{family}.{name.replace('-', '_')}")
+    if name in _own(family):
+        module = importlib.import_module(f"bnncli.{family}.{_file_stem(name)}")
+    else:
+        try:
+            module = importlib.import_module(_installed(family)[name].module)
+        except Exception as error:  # others' code: whatever it raises, their part cannot be used
+            raise broken(family, name, f"importing it failed with {type(error).__name__}: {error}") from error
+    for need in _NEEDS.get(family, ()):
+        holder = getattr(module, _class_name(name), None) if need.startswith(".") else module
+        if not hasattr(holder, need.lstrip(".")):
+            whose = f"class {_class_name(name)}" if need.startswith(".") else "module"
+            raise broken(family, name, f"its {whose} has no {need.lstrip('.')}")
+    return module
 
 
 def load_class(family: str, name: str) -> Any:
     """The class of one part: `planar` is class Planar, `plug-in` is class PlugIn."""
-    class_name = "".join(word.capitalize() for word in name.split("-"))
-    return getattr(load_module(family, name), class_name)
+    return getattr(load_module(family, name), _class_name(name))
+
+
+def source_of(family: str, name: str) -> Path:
+    """The file of a part, found without importing it. Raises UsageError when an installed one has none."""
+    if name in _own(family):
+        stem = _PACKAGE / family / _file_stem(name)
+        return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+    # Below the first package finders would import it: its folders are looked through instead.
+    first, *rest = _installed(family)[name].module.split(".")
+    with contextlib.suppress(ImportError, ValueError):
+        spec, path = importlib.util.find_spec(first), first
+        for word in rest:
+            path = f"{path}.{word}"
+            places = spec.submodule_search_locations if spec is not None else None
+            spec = PathFinder.find_spec(path, places) if places is not None else None
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            return Path(spec.origin)
+    raise broken(family, name, f"there is no file of the module {_installed(family)[name].module}")
+
+
+def broken(family: str, name: str, why: str) -> UsageError:
+    """The error of a part that cannot be used, in one line that says whose it is."""
+    why = " ".join(why.split())
+    if name in _own(family):
+        return UsageError(f"{source_of(family, name)}: {why}", code="broken_part")
+    return _refusal(family, name, _installed(family)[name].distribution, why)
+
+
+def _refusal(family: str, name: str, distribution: str, why: str) -> UsageError:
+    message = f"the part {name!r} of {_group(family)} that the distribution {distribution!r} has cannot be used: {why}"
+    return UsageError(message, hint=f"pip uninstall {distribution}, or another release of it", code="broken_part")
+
+
+@cache
+def _own(family: str) -> tuple[str, ...]:
+    """The names in the folder, read once: commands look names up thousands of times."""
+    found = [path for path in (_PACKAGE / family).iterdir() if not path.name.startswith("_")]
+    parts = [path for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    return tuple(sorted(path.stem.replace("_", "-") for path in parts))
+
+
+@cache
+def _installed(family: str) -> dict[str, _Installed]:
+    """The parts that distributions add to a family. Raises UsageError for a name that is taken, or no name of a module."""
+    found: dict[str, _Installed] = {}
+    for name, value, distribution in _entry_points().get(_group(family), ()):
+        if name in _own(family):
+            raise _refusal(family, name, distribution, "bnncli has a part of this name itself")
+        if name in found and found[name].distribution != distribution:
+            others = found[name].distribution
+            raise _refusal(family, name, distribution, f"the distribution {others!r} has a part of this name too")
+        if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+            raise _refusal(family, name, distribution, "a name has small letters, digits and dashes")
+        if not re.fullmatch(r"\w+(\.\w+)*", value):
+            raise _refusal(family, name, distribution, f"expected a module, as package.module; got {value!r}")
+        found.setdefault(name, _Installed(value, distribution))  # the first on the search path is what is imported
+    return found
+
+
+@cache
+def _entry_points() -> dict[str, list[tuple[str, str, str]]]:
+    """Name, value and distribution of every entry point in a group of ours; a millisecond or two where there is none."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    if not any(map(_has_parts, sys.path)):
+        return found
+    from importlib.metadata import distributions  # takes longer to import than to see that there is nothing
+
+    for distribution in distributions():
+        for entry in distribution.entry_points:
+            if entry.group.startswith("bnncli."):
+                found.setdefault(entry.group, []).append((entry.name, entry.value, distribution.name))
+    return found
+
+
+def _has_parts(folder: str) -> bool:
+    """Whether a distribution in a folder of the search path has an entry point in a group of ours."""
+    with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
+        for entry in entries:
+            if entry.name.endswith((".dist-info", ".egg-info")):
+                with contextlib.suppress(OSError), open(os.path.join(entry.path, "entry_points.txt"), "rb") as file:
+                    if b"[bnncli." in file.read():
+                        return True
+    return False
+
+
+def _group(family: str) -> str:
+    return _GROUPS.get(family, f"bnncli.{family}")
+
+
+def _file_stem(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _class_name(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("-"))

@@ -15,7 +15,7 @@ from typer.main import get_command
 from bnncli import __version__
 from bnncli.cli.commands import COMMANDS, Argument, Command
 from bnncli.cli.settings import default_of, option_fields
-from bnncli.options.declaration import choices_of, flag_of
+from bnncli.options.declaration import choices_of, flag_of, help_of
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 ABOUT = """Turn a saved classifier checkpoint into a Bayesian one, post hoc.
@@ -124,7 +124,7 @@ def _option(name: str, spec: Any, hint: Any) -> inspect.Parameter:
     names = [flag, *([meta["short"]] if meta["short"] else [])]
     default = default_of(spec)
     choices = choices_of(meta)
-    text = meta["help"]
+    text = help_of(spec)
     if meta["family"]:
         text = f"{text} One of: {', '.join(choices)}."
     is_count = name == "verbose"

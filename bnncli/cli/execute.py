@@ -42,6 +42,7 @@ from bnncli.options import (
     WriteOptions,
 )
 from bnncli.options.command_line import CommandLine
+from bnncli.options.declaration import made
 from bnncli.storage.checked import checks_remembered
 
 
@@ -135,7 +136,7 @@ class _Invocation:
     def execute(self, command: Command, values: dict[str, Any]) -> None:
         """Build the options, run the stage, print the result."""
         self.command = command.name
-        options = {group: group(**{spec.name: values[spec.name] for spec in fields(group)}) for group in command.groups}
+        options: dict[type, Any] = {group: made(group, values) for group in command.groups}
         common = options[CommonOptions]
         self.is_json = common.json
         self.console = Console(command.name, common)

@@ -9,15 +9,14 @@ import difflib
 import os
 import tomllib
 import typing
-from dataclasses import MISSING, Field, dataclass, fields
-from functools import cache
+from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
 from typing import Any
 
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.errors import ConfigError, UsageError
 from bnncli.machine.inputs import read_error
-from bnncli.options.declaration import check_value, flag_of
+from bnncli.options.declaration import check_value, declared, flag_of
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -34,16 +33,8 @@ def option_fields(command: Command) -> dict[str, tuple[Field[Any], Any]]:
     """Every option of a command by name, with its dataclass field and its resolved type."""
     found: dict[str, tuple[Field[Any], Any]] = {}
     for group in command.groups:
-        hints = _hints_of(group)
-        for spec in fields(group):
-            found[spec.name] = (spec, hints[spec.name])
+        found |= declared(group)
     return found
-
-
-@cache
-def _hints_of(group: type) -> dict[str, Any]:
-    """The resolved types of a group's fields: every command asks for those of all, and resolving is slow."""
-    return typing.get_type_hints(group)
 
 
 def default_of(spec: Field[Any]) -> Any:

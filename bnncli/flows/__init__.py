@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.errors import UsageError
+from bnncli.options.refine import RANK
 from bnncli.theta.layout import ParamLayout
 
 SPACES = ("whitened", "weight")
-DEFAULT_RANK = 16
-DEFAULT_HIDDEN = 64
 
 
 class Recipe(NamedTuple):
@@ -52,8 +51,8 @@ class FlowLayer(Protocol):
 
     Args:
         recipe: how it is trained by default.
-        settings: names of the settings it takes: rank, hidden, scale, and index, its place among the layers. Each is
-            an attribute of the layer as well, with its resolved value.
+        settings: names of the settings it takes: what its file declares in SETTINGS, options of refine, and index, its place
+            among the layers. Each is an attribute of the layer as well, with its resolved value.
         spaces: where it can act, its own choice first.
         maps: how its stored parameters become those of its formula.
     """
@@ -141,7 +140,7 @@ def choose_space(kind: str, space: str) -> str:
 def choose_rank(rank: int | None, layout: ParamLayout) -> int:
     """`rank`, or the default where it is None. Raises UsageError when theta has fewer coordinates."""
     if rank is None:
-        return min(DEFAULT_RANK, layout.num_params)
+        return min(RANK.default, layout.num_params)
     if not 1 <= rank <= layout.num_params:
         raise UsageError(f"--rank: expected 1 to {layout.num_params}, the number of parameters; got {rank}")
     return rank

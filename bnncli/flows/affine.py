@@ -16,7 +16,20 @@ from torch import Tensor, nn
 from bnncli.errors import UsageError
 from bnncli.flows import SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
+from bnncli.options.parts import Setting
+from bnncli.options.refine import RANK
 from bnncli.theta.head import HeadLayout
+
+SETTINGS = {
+    "scale": Setting(
+        "Linear part; by default {default}, or low-rank where kron does not fit in memory",
+        default="kron",
+        choices=("kron", "block", "low-rank"),
+        is_closed=True,
+        place=30,
+    ),
+    "rank": RANK.of(when="with scale low-rank"),
+}
 
 
 class Affine(nn.Module):
@@ -43,7 +56,7 @@ class Affine(nn.Module):
     """
 
     recipe: ClassVar[Recipe] = Recipe(length=2, epochs=600, batch_size=2**16, num_draws=8, learning_rate=0.03)
-    settings: ClassVar[tuple[str, ...]] = ("scale", "rank")
+    settings: ClassVar[tuple[str, ...]] = tuple(SETTINGS)
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
         "d = exp(log_scale); unit(raw) = I + tril(raw, -1) / sqrt(size); A = unit(feature_factor); "
@@ -52,7 +65,12 @@ class Affine(nn.Module):
     )
 
     def __init__(
-        self, layout: HeadLayout, generator: torch.Generator, *, scale: str = "kron", rank: int | None = None
+        self,
+        layout: HeadLayout,
+        generator: torch.Generator,
+        *,
+        scale: str = SETTINGS["scale"].default,
+        rank: int | None = None,
     ) -> None:
         super().__init__()
         self.layout, self.scale = layout, scale

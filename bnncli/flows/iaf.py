@@ -11,9 +11,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, bounded_log_scale, settings_in
+from bnncli.options.refine import HIDDEN
 from bnncli.theta.head import HeadLayout
+
+SETTINGS = {"hidden": HIDDEN}
 
 
 class Iaf(nn.Module):
@@ -31,7 +34,7 @@ class Iaf(nn.Module):
     """
 
     recipe: ClassVar[Recipe] = ALL_DATA
-    settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
+    settings: ClassVar[tuple[str, ...]] = (*SETTINGS, "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
         "(mu, raw) = network.weight / hidden tanh(network.hidden_weight z + network.hidden_bias) + network.bias with MADE's "
@@ -39,7 +42,7 @@ class Iaf(nn.Module):
     )
 
     def __init__(
-        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = DEFAULT_HIDDEN, index: int = 0
+        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = HIDDEN.default, index: int = 0
     ) -> None:
         super().__init__()
         self.hidden, self.index = hidden, index

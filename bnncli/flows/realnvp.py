@@ -11,9 +11,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
+from bnncli.options.refine import HIDDEN
 from bnncli.theta.head import HeadLayout
+
+SETTINGS = {"hidden": HIDDEN}
 
 
 class Realnvp(nn.Module):
@@ -29,7 +32,7 @@ class Realnvp(nn.Module):
     """
 
     recipe: ClassVar[Recipe] = ALL_DATA
-    settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
+    settings: ClassVar[tuple[str, ...]] = (*SETTINGS, "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
         "(shift, raw) = network.weight / hidden tanh(network.hidden_weight z_kept + network.hidden_bias) + network.bias; "
@@ -37,7 +40,7 @@ class Realnvp(nn.Module):
     )
 
     def __init__(
-        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = DEFAULT_HIDDEN, index: int = 0
+        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = HIDDEN.default, index: int = 0
     ) -> None:
         super().__init__()
         self.hidden, self.index = hidden, index

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bnncli.flows import ALL_DATA, DEFAULT_HIDDEN, SPACES, Recipe, loaded, place_buffer, tensors_of
+from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, settings_in, split_halves
 from bnncli.numerics.running_sum import running_sum
+from bnncli.options.refine import HIDDEN
 from bnncli.theta.head import HeadLayout
 
 NUM_BINS = 8
@@ -24,6 +25,8 @@ MIN_FRACTION = 1e-3  # of the interval, each bin's width and height
 MIN_DERIVATIVE = 1e-3
 _PARTS = 3 * NUM_BINS - 1
 _DERIVATIVE_ONE = math.log(math.expm1(1 - MIN_DERIVATIVE))
+
+SETTINGS = {"hidden": HIDDEN}
 
 
 class Spline(nn.Module):
@@ -39,7 +42,7 @@ class Spline(nn.Module):
     """
 
     recipe: ClassVar[Recipe] = ALL_DATA
-    settings: ClassVar[tuple[str, ...]] = ("hidden", "index")
+    settings: ClassVar[tuple[str, ...]] = (*SETTINGS, "index")
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
         "(8 widths, 8 heights, 7 slopes) a coordinate = network.weight / hidden tanh(network.hidden_weight z_kept + "
@@ -48,7 +51,7 @@ class Spline(nn.Module):
     )
 
     def __init__(
-        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = DEFAULT_HIDDEN, index: int = 0
+        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = HIDDEN.default, index: int = 0
     ) -> None:
         super().__init__()
         self.hidden, self.index = hidden, index

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
+from bnncli.options.refine import RANK
 from bnncli.theta.head import HeadLayout
 
 # Halving an interval this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60
 # No direction is squeezed by more: keeps 1 + slope away from 0 in float32 as well.
 _MIN_STRETCH = 1e-6
+
+SETTINGS = {"rank": RANK}
 
 
 class Sylvester(nn.Module):
@@ -37,7 +40,7 @@ class Sylvester(nn.Module):
     """
 
     recipe: ClassVar[Recipe] = ALL_DATA
-    settings: ClassVar[tuple[str, ...]] = ("rank",)
+    settings: ClassVar[tuple[str, ...]] = tuple(SETTINGS)
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = (
         "Q = first columns of the Householder reflections along basis; B = triu(inner, 1) + diag(exp(diag(inner))); "

@@ -17,7 +17,18 @@ from torch import Tensor
 from bnncli.integrators import Integrator, Prediction, check_features, entropy, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
 from bnncli.numerics import dirichlet
+from bnncli.options.parts import Setting
+from bnncli.options.predict import PROJECTION
 from bnncli.progress import SILENT, Progress
+
+SETTINGS = {
+    "projection": PROJECTION.of(
+        default="marginal",
+        own="{default} (minus their mean, its default), none or conditional (given that they sum to zero)",
+        choices=("marginal", "none", "conditional"),
+    ),
+    "normalize": Setting("Shrink logits of large variance before the Laplace bridge", bool, False, place=40),
+}
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,11 @@ class Bridge(Integrator):
 
     needs: ClassVar[str] = "logit_moments"
     gives_dirichlet: ClassVar[bool] = True
-    projection: str = "marginal"
-    normalize: bool = False
+    projection: str = SETTINGS["projection"].default
+    normalize: bool = SETTINGS["normalize"].default
 
     def __post_init__(self) -> None:
-        check_choice("bridge", "projection", self.projection, ("marginal", "none", "conditional"))
+        check_choice("bridge", "projection", self.projection, SETTINGS["projection"].choices)
 
     def predict(
         self,

@@ -20,6 +20,7 @@ from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto
 from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator, require_support
 from bnncli.integrators._groups import Groups, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
+from bnncli.options.parts import Draws
 from bnncli.posteriors import sample_from_noise
 from bnncli.progress import SILENT, Progress
 
@@ -37,13 +38,16 @@ class HasDensity(HasLayout, Protocol):
         """Log density (S,) of any theta (S, P)."""
 
 
+DRAWS = Draws(1000)  # a tail of 200 weights, and a threshold of k of 0.67
+
+
 @dataclass(frozen=True)
 class Importance(SamplingIntegrator):
     """Weighted mean over S draws of theta of the softmax; right for the exact posterior where the weights can be trusted."""
 
     needs: ClassVar[str] = "log_density"
     needs_target: ClassVar[bool] = True
-    default_samples: ClassVar[int] = 1000  # a tail of 200 weights, and a threshold of k of 0.67
+    default_samples: ClassVar[int] = DRAWS.default
 
     def prepare(
         self,

@@ -33,6 +33,8 @@ from bnncli.integrators._intervals import interval_level
 from bnncli.integrators.mc import check_num_samples
 from bnncli.logits import LogitRoot
 from bnncli.numerics.sobol import balance_warning, quasi_normal
+from bnncli.options.parts import Draws
+from bnncli.options.predict import QMC
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
@@ -45,6 +47,12 @@ class HasLogitRoot(HasLayout, Protocol):
         """Mean (n, K) of the logits of features (n, D), and roots of their covariances."""
 
 
+SETTINGS = {"qmc": QMC}
+# Eight scrambles of 32 Sobol points. Of the sampling error of 10,000 examples the Monte Carlo error is then, on
+# ResNet-20 with a full covariance, below a tenth for all scores but ECE, which is at about a third (benchmarks/draws.py).
+DRAWS = Draws(256)
+
+
 @dataclass(frozen=True)
 class LogitMc(SamplingIntegrator):
     """Mean over S draws of each example's logits of the softmax; the normals are made once and shared by all examples.
@@ -54,10 +62,8 @@ class LogitMc(SamplingIntegrator):
     """
 
     needs: ClassVar[str] = "logit_root"
-    # Eight scrambles of 32 Sobol points. Of the sampling error of 10,000 examples the Monte Carlo error is then, on
-    # ResNet-20 with a full covariance, below a tenth for all scores but ECE, which is at about a third (benchmarks/draws.py).
-    default_samples: ClassVar[int] = 256
-    qmc: bool = False
+    default_samples: ClassVar[int] = DRAWS.default
+    qmc: bool = QMC.default
 
     def prepare(
         self,

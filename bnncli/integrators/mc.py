@@ -28,6 +28,8 @@ from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators._theta_draws import ThetaDraws
 from bnncli.numerics.sobol import balance_warning
+from bnncli.options.parts import Draws
+from bnncli.options.predict import QMC
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
 
@@ -49,6 +51,10 @@ class CanSample(HasLayout, Protocol):
         """Draws of theta (S, P)."""
 
 
+SETTINGS = {"qmc": QMC}
+DRAWS = Draws(1000, quasi=256, note="fewer of more than 67,000 weights")
+
+
 @dataclass(frozen=True)
 class Mc(SamplingIntegrator):
     """Mean over S draws of theta of the softmax; the draws are made once and shared by all examples.
@@ -57,7 +63,7 @@ class Mc(SamplingIntegrator):
         qmc: draw theta from scrambled Sobol points; for a posterior made from standard normals (gaussian, flow).
     """
 
-    qmc: bool = False
+    qmc: bool = QMC.default
 
     @property
     def needs(self) -> str:
@@ -76,7 +82,7 @@ class Mc(SamplingIntegrator):
         few examples would need 20,000 draws: with 1,000, accuracy is at 0.25 to 0.29 and NLL at 0.11 to 0.19 (1,280
         features, 1,200 examples).
         """
-        return 256 if self.qmc else 1000
+        return (DRAWS.quasi if self.qmc else DRAWS.default) or DRAWS.default
 
     def default_for(self, num_params: int) -> int:
         """The default with theta of P numbers: fewer where so many draws take much memory and time."""

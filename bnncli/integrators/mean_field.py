@@ -20,10 +20,27 @@ from torch import Tensor
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
 from bnncli.integrators.probit import difference_of_projected, probit_probs
+from bnncli.options.parts import Setting
+from bnncli.options.predict import PROJECTION
 from bnncli.progress import SILENT, Progress
 
 _LAMBDA = math.pi / 8
 _PASSES = 8  # over arrays of all pairs, which had better stay in the cache
+
+
+SETTINGS = {
+    "order": Setting(
+        "Order of the approximation: {default} (the default), 1 or 2, which use more of the covariances",
+        int,
+        0,
+        choices=(0, 1, 2),
+        minimum=0,
+        place=30,
+    ),
+    "projection": PROJECTION.of(
+        default="sum-zero", own="{default} (its default) or none", choices=("sum-zero", "none")
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -45,12 +62,12 @@ class MeanField(Integrator):
     """
 
     needs: ClassVar[str] = "logit_moments"
-    order: int = 0
-    projection: str = "sum-zero"
+    order: int = SETTINGS["order"].default
+    projection: str = SETTINGS["projection"].default
 
     def __post_init__(self) -> None:
-        check_choice("mean-field", "projection", self.projection, ("sum-zero", "none"))
-        check_choice("mean-field", "order", self.order, (0, 1, 2))
+        check_choice("mean-field", "projection", self.projection, SETTINGS["projection"].choices)
+        check_choice("mean-field", "order", self.order, SETTINGS["order"].choices)
 
     def predict(
         self,

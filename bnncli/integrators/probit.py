@@ -17,7 +17,16 @@ from torch import Tensor
 from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMarginals, check_choice, example_blocks
+from bnncli.options.predict import PROJECTION
 from bnncli.progress import SILENT, Progress
+
+SETTINGS = {
+    "projection": PROJECTION.of(
+        default="none",
+        own="{default} (as they are, its default), sum-zero (minus their mean) or difference (of two classes)",
+        choices=("none", "sum-zero", "difference"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,10 @@ class Probit(Integrator):
     """
 
     needs: ClassVar[str] = "logit_marginals"
-    projection: str = "none"
+    projection: str = SETTINGS["projection"].default
 
     def __post_init__(self) -> None:
-        check_choice("probit", "projection", self.projection, ("none", "sum-zero", "difference"))
+        check_choice("probit", "projection", self.projection, SETTINGS["projection"].choices)
 
     def predict(
         self,

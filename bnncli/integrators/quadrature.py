@@ -26,15 +26,26 @@ from torch import Tensor
 from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, check_features, chunk_budget, entropy, require_support, slices
 from bnncli.integrators._blocks import HasLogitMoments, check_choice
+from bnncli.options.parts import Setting
 from bnncli.progress import SILENT, Progress
 
-RULES = ("trapezoid", "gauss-hermite")
 MAX_POINTS = 1000
 _CHUNK_EXAMPLES = 4096  # at most: covariances need further memory per example
 _SWITCH = 1.5  # standard deviation of the logit at which both forms need equally many points
 _GAUSSIAN_WINDOW = (-9.0, 9.0)  # beyond it lies 2e-19 of the mass
 _LOGISTIC_WINDOW = (-75.0, 38.0)  # outside, integrands are below 1e-16 of their sum for every m >= -s^2 / 2
 _NORMAL_97_5 = 1.959963984540054  # quantile of the standard normal
+
+
+SETTINGS = {
+    "rule": Setting(
+        "Quadrature rule: {default} (the default) or gauss-hermite",
+        default="trapezoid",
+        choices=("trapezoid", "gauss-hermite"),
+        place=50,
+    ),
+    "points": Setting("Points of the quadrature rule, 8 to 1000; {default} by default", int, 250, minimum=1, place=60),
+}
 
 
 @dataclass(frozen=True)
@@ -48,14 +59,14 @@ class Quadrature(Integrator):
             smaller probability; with 150 it is 1e-9, with 100 1e-5. Of its two forms the one in z takes a quarter of them.
     """
 
-    rule: str = "trapezoid"
-    points: int = 250
+    rule: str = SETTINGS["rule"].default
+    points: int = SETTINGS["points"].default
 
     needs: ClassVar[str] = "logit_moments"
     max_classes: ClassVar[float] = 2
 
     def __post_init__(self) -> None:
-        check_choice("quadrature", "rule", self.rule, RULES)
+        check_choice("quadrature", "rule", self.rule, SETTINGS["rule"].choices)
         if not 8 <= self.points <= MAX_POINTS:
             raise UsageError(f"quadrature, points: expected 8 to {MAX_POINTS}; got {self.points}")
 

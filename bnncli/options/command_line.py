@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 
 from bnncli.errors import UsageError
 from bnncli.options.common import CommonOptions, RunOptions
-from bnncli.options.declaration import Checked, flag_of
+from bnncli.options.declaration import Checked, declared, flag_of, made
 
 Groups = Sequence[type[Checked]]
 Part = tuple[str | None, str]  # an option's name and its value as it is typed; None and the argument
@@ -51,10 +51,8 @@ class CommandLine:
         """A command whose options are these; those with another value than their default are given."""
         line = cls(command, tuple(type(group) for group in options), ((None, argument),))
         for group in options:
-            for spec in fields(group):  # type: ignore[arg-type]
-                default = spec.default if spec.default_factory is MISSING else spec.default_factory()
-                if (value := getattr(group, spec.name)) != default:
-                    line = line.having(spec.name, value)
+            for name, value in group.given().items():
+                line = line.having(name, value)
         return line
 
     def gives(self, name: str) -> bool:
@@ -151,7 +149,7 @@ def _check(line: CommandLine) -> None:
         raise LookupError("one argument")
     values = line.values()
     for group in line.groups:
-        group(**{spec.name: values[spec.name] for spec in fields(group) if spec.name in values})  # type: ignore[arg-type]
+        made(group, values)
 
 
 @functools.cache
@@ -159,8 +157,7 @@ def _options(groups: tuple[type[Checked], ...]) -> dict[str, tuple[Field[typing.
     """Every option of a command by name: its field and its type."""
     found: dict[str, tuple[Field[typing.Any], typing.Any]] = {}
     for group in groups:
-        hints = typing.get_type_hints(group)
-        found |= {spec.name: (spec, hints[spec.name]) for spec in fields(group)}  # type: ignore[arg-type]
+        found |= declared(group)
     return found
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import Field, field, fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
 
 from bnncli import registry
 from bnncli.errors import UsageError
+from bnncli.options.parts import settings_of
 
 
 def option(
     default: Any,
-    text: str,
+    text: str | Callable[[], str],
     *,
     family: str | None = None,
     choices: tuple[str, ...] = (),
@@ -28,7 +31,7 @@ def option(
 
     Args:
         default: the value when nothing says otherwise; a list makes the option repeatable.
-        text: one line of help.
+        text: one line of help; a function where it says what there is, which is looked up when help is shown.
         family: a registry folder whose file names are the choices.
         choices: the values allowed, when they are fixed; beside a family, further ones.
         minimum, maximum: bounds of a number, inclusive.
@@ -50,6 +53,72 @@ def option(
     return field(default=default, metadata=meta)
 
 
+def collected(family: str, *, recorded: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that stands for an option a setting that parts of the family declare; its value has the given ones.
+
+    Args:
+        recorded: settings that artifacts record even where they are not given; the others are recorded where they are,
+            so that another part makes no artifact another one.
+    """
+    return field(default_factory=dict, metadata={"collected": family, "recorded": recorded, "numeric": False})
+
+
+Options = TypeVar("Options")
+
+
+def declared(group: type) -> dict[str, tuple[Field[Any], Any]]:
+    """Every option of a class of options by name, with its dataclass field and its resolved type."""
+    return _declared(group)
+
+
+@cache
+def _declared(group: type) -> dict[str, tuple[Field[Any], Any]]:
+    """The same, found once: every command asks for the options of all, and resolving types is slow."""
+    hints, found = get_type_hints(group), dict[str, tuple[Field[Any], Any]]()
+    for spec in fields(group):
+        found |= _of_parts(spec.metadata["collected"]) if _is_collected(spec) else {spec.name: (spec, hints[spec.name])}
+    return found
+
+
+def made(group: type[Options], values: Mapping[str, Any]) -> Options:
+    """The options with these values by name; what is not among them has its default."""
+    specs: tuple[Field[Any], ...] = fields(group)  # type: ignore[arg-type]
+    own = {spec.name: values[spec.name] for spec in specs if spec.name in values}
+    for spec in filter(_is_collected, specs):
+        given = {name: values.get(name) for name in _of_parts(spec.metadata["collected"])}
+        own[spec.name] = {name: value for name, value in given.items() if value is not None and value is not False}
+    return group(**own)
+
+
+def _is_collected(spec: Field[Any]) -> bool:
+    return "collected" in spec.metadata
+
+
+@cache
+def _of_parts(family: str) -> dict[str, tuple[Field[Any], Any]]:
+    """The options of a family's settings; None, or no flag, where the part decides."""
+    found = {}
+    for name, setting in settings_of(family).items():
+        is_flag = setting.type is bool
+        hint = bool if is_flag else setting.type | None
+        spec = option(
+            False if is_flag else None,
+            setting.text,
+            minimum=setting.minimum,
+            maximum=setting.maximum,
+            choices=setting.choices if setting.is_closed else (),
+            metavar="NAME" if setting.choices and not setting.is_closed and setting.type is str else "",
+        )
+        found[name] = (fields(make_dataclass("_Settings", [(name, hint, spec)]))[0], hint)
+    return found
+
+
+def help_of(spec: Field[Any]) -> str:
+    """The help of an option."""
+    text = spec.metadata["help"]
+    return str(text() if callable(text) else text)
+
+
 def flag_of(name: str) -> str:
     """The option that a field is: --prior-precision for prior_precision, --assert for assert_ (a keyword of Python)."""
     return "--" + name.rstrip("_").replace("_", "-")
@@ -65,10 +134,9 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
     meta = spec.metadata
     if value is None:
         return
-    allowed = choices_of(meta)
     for item in value if isinstance(value, list) else [value]:
-        if allowed and item not in allowed:
-            raise UsageError(f"{where}: expected one of {', '.join(allowed)}; got {item!r}")
+        if not _is_choice(meta, item):
+            raise UsageError(f"{where}: expected one of {', '.join(choices_of(meta))}; got {item!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{where}: expected a finite number; got {value}")
     low, high = meta["minimum"], meta["maximum"]
@@ -78,16 +146,46 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
         raise UsageError(f"{where}: expected a number of {' and '.join(bounds)}; got {value}")
 
 
+def _is_choice(meta: Any, item: Any) -> bool:
+    """Whether an option takes a value; of a family's parts those that are installed are looked at last."""
+    if item in meta["choices"] or not (meta["choices"] or meta["family"]):
+        return True
+    return meta["family"] is not None and registry.has_name(meta["family"], item)
+
+
 class Checked:
     """Checks choices and bounds of every field when built, so that an options object is always valid."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):  # type: ignore[arg-type]
-            check_value(spec, getattr(self, spec.name), flag_of(spec.name))
+            given = getattr(self, spec.name)
+            if not _is_collected(spec):
+                check_value(spec, given, flag_of(spec.name))
+                continue
+            known = _of_parts(spec.metadata["collected"]) if given else {}
+            for name, value in given.items():
+                check_value(known[name][0], value, flag_of(name))
+
+    def given(self) -> dict[str, Any]:
+        """The options that have another value than their default, by name."""
+        found = {}
+        for spec in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, spec.name)
+            if _is_collected(spec):
+                found |= value
+            elif value != (spec.default if spec.default_factory is MISSING else spec.default_factory()):
+                found[spec.name] = value
+        return found
 
     def params(self) -> dict[str, Any]:
         """The options that change numbers, as recorded and hashed in the artifact."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.metadata["numeric"]}  # type: ignore[arg-type]
+        found = {}
+        for spec in fields(self):  # type: ignore[arg-type]
+            if spec.metadata["numeric"]:
+                found[spec.name] = getattr(self, spec.name)
+            elif _is_collected(spec):
+                found |= dict.fromkeys(spec.metadata["recorded"]) | getattr(self, spec.name)
+        return found
 
 
 def check_artifact_name(name: str, flag: str) -> str:

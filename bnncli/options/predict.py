@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.options.declaration import Checked, check_suffix, option
+from bnncli.options.declaration import Checked, check_suffix, collected, option
+from bnncli.options.parts import Setting, declarations
+
+QMC = Setting("Draw by scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
+PROJECTION = Setting("What the logits are reduced to first", place=20)
+
+
+def _samples_help() -> str:
+    defaults = ", ".join(f"{part} {draws}" for part, draws in declarations("integrators", "DRAWS").items())
+    return (
+        f"Draws of a sampling integrator; by default {defaults}, what fit-lbbnn wrote with --hidden, and all draws of a "
+        "posterior that is draws (hmc)."
+    )
 
 
 @dataclass(frozen=True)
 class PredictOptions(Checked):
-    """Options of predict. An option called like a setting of an integrator is that setting; None is its own default."""
+    """Options of predict, `settings` being those that integrators declare."""
 
     posterior: list[str] = option(
         [],
@@ -32,30 +45,13 @@ class PredictOptions(Checked):
     )
     samples: int | None = option(
         None,
-        "Draws of a sampling integrator; by default mc 1000 (256 with --qmc; fewer of more than 67,000 weights), logit-mc 256, importance 1000, what fit-lbbnn wrote with --hidden, and all draws of a posterior that is draws (hmc).",
+        _samples_help,
         minimum=1,
     )
     keep_samples: bool = option(
         False, "Keep the probabilities of every draw as well (float16, draws x examples x classes).", numeric=False
     )
-    qmc: bool = option(False, "Draw by scrambled Sobol points instead of pseudo-random numbers (mc, logit-mc).")
-    projection: str | None = option(
-        None,
-        "What the logits are reduced to first. probit: none (as they are, its default), sum-zero (minus their mean) or difference (of two classes). mean-field: sum-zero (its default) or none. bridge: marginal (minus their mean, its default), none or conditional (given that they sum to zero).",
-        metavar="NAME",
-    )
-    order: int | None = option(
-        None,
-        "Order of the approximation: 0 (the default), 1 or 2, which use more of the covariances (mean-field).",
-        minimum=0,
-    )
-    normalize: bool = option(False, "Shrink logits of large variance before the Laplace bridge (bridge).")
-    rule: str | None = option(
-        None, "Quadrature rule: trapezoid (the default) or gauss-hermite (quadrature).", metavar="NAME"
-    )
-    points: int | None = option(
-        None, "Points of the quadrature rule, 8 to 1000; 250 by default (quadrature).", minimum=1
-    )
+    settings: dict[str, Any] = collected("integrators")
     top_k: str | None = option(
         None,
         "Count the most probable classes that cannot be told apart, by the overlap of their marginals: with the one before (neighbor), or with the first (best). For integrators that give a Dirichlet (bridge).",

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import Checked, collected, option
+from bnncli.options.parts import Setting
+
+# Of several flows.
+RANK = Setting("Rank of the flow's update; {default} by default", int, 16, minimum=1, place=10)
+HIDDEN = Setting("Hidden units of the flow's network; {default} by default", int, 64, minimum=1, place=20)
 
 
 @dataclass(frozen=True)
 class RefineOptions(Checked):
-    """Options of refine."""
+    """Options of refine, `settings` being those that flows declare."""
 
     base: str = option(
         "laplace",
@@ -50,17 +56,7 @@ class RefineOptions(Checked):
         "Where the flow acts: coordinates whitened by the base, or weight space; auto is the flow's own choice.",
         choices=("auto", "whitened", "weight"),
     )
-    rank: int | None = option(
-        None, "Rank of the flow's update (sylvester, affine --scale low-rank); 16 by default.", minimum=1
-    )
-    hidden: int | None = option(
-        None, "Hidden units of the flow's network (iaf, realnvp, spline); 64 by default.", minimum=1
-    )
-    scale: str | None = option(
-        None,
-        "Linear part of affine; by default kron, or low-rank where kron does not fit in memory.",
-        choices=("kron", "block", "low-rank"),
-    )
+    settings: dict[str, Any] = collected("flows", recorded=("rank", "hidden", "scale"))
     num_draws: int | None = option(
         None, "Draws from the flow a step; the flow's own choice by default (affine: 8, radial: 1).", minimum=1
     )

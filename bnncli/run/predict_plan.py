@@ -1,7 +1,6 @@
 """Which integrator, with which settings and how many draws, predicts with each posterior; what is unfit is told early.
 
-Integrators and their settings are known from the registry alone: an option of predict that has the name of an
-integrator's field is that setting.
+Integrators and their settings are known from the registry and the integrators' own declarations alone.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Plan:
             UsageError: a setting or --samples that no chosen integrator has, or a value that one refuses.
         """
         named = tuple(dict.fromkeys(name for name in options.integrator if name != ALL))
-        plan = cls(named, ALL in options.integrator, _given_settings(options), options.samples, _top_k(options))
+        plan = cls(named, ALL in options.integrator, dict(options.settings), options.samples, _top_k(options))
         chosen = {name for header in headers for name in plan._names(header)}
         plan._check(chosen)
         return plan
@@ -167,13 +166,6 @@ def _top_k(options: PredictOptions) -> dict[str, Any] | None:
         **(ranked_lengths.__kwdefaults__ or {}),
         **{name: value for name, value in given.items() if value is not None},
     }
-
-
-def _given_settings(options: PredictOptions) -> dict[str, Any]:
-    """The settings of any integrator that the options give a value."""
-    known = dict.fromkeys(setting for name in names("integrators") for setting in settings_of(load_integrator(name)))
-    given = {setting: getattr(options, setting, None) for setting in known}
-    return {setting: value for setting, value in given.items() if value is not None and value is not False}
 
 
 def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: int) -> str | None:

@@ -15,7 +15,7 @@ from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, Command
 from bnncli.cli.settings import option_fields, read_config
 from bnncli.errors import ConfigError
-from bnncli.options.declaration import flag_of
+from bnncli.options.declaration import flag_of, made
 
 Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
@@ -48,7 +48,7 @@ def parse(words: list[str]) -> tuple[Command, dict[str, Any]]:
     """What a command line says, without running it; options are checked as they are when it runs."""
     command, values = parser()(args=words, prog_name="bnncli", standalone_mode=False)
     for group in command.groups:
-        group(**{spec.name: values[spec.name] for spec in fields(group)})
+        made(group, values)
     return command, values
 
 

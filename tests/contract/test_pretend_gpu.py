@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from bnncli.latent import fit as latent_fit
 from bnncli.networks import mlp
 from bnncli.numerics import seeds
 from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, FitLbbnnOptions
-from bnncli.options.declaration import choices_of, flag_of
+from bnncli.options.declaration import choices_of, declared, flag_of
 from bnncli.stages.fit_lbbnn import report
 from bnncli.storage.headers import read_header
 from bnncli.targets.last_layer import LastLayerTarget
@@ -36,7 +36,7 @@ from bnncli.targets.last_layer import LastLayerTarget
 
 def choices(group: type, name: str) -> list[str]:
     """The values that an option allows."""
-    return choices_of(next(spec for spec in fields(group) if spec.name == name).metadata)
+    return choices_of(declared(group)[name][0].metadata)
 
 
 EXTRACT = "extract-features s --from-npz features.npz --ood far"
@@ -304,7 +304,7 @@ def test_every_command_that_takes_a_device_has_a_line() -> None:
 def values_to_cover(command: Command) -> set[tuple[str, str, str]]:
     """Command, option and value, of every option with choices; one value may be the default of a line without the option."""
     own = [group for group in command.groups if group not in (CommonOptions, ComputeOptions)]
-    specs = [spec for group in own for spec in fields(group) if spec.name not in ("metric",)]
+    specs = [spec for group in own for spec, _ in declared(group).values() if spec.name not in ("metric",)]
     return {
         (command.name, flag_of(spec.name), value)
         for spec in specs

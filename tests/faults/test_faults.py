@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from kills import SERVER, start
 
 from bnncli.cli.commands import COMMANDS
-from bnncli.options.declaration import flag_of
+from bnncli.options.declaration import declared, flag_of
 from faults.lines import LINES, READ, WRITTEN, prepare
 from faults.trials import serve
 
@@ -69,7 +68,7 @@ def test_every_option_that_names_a_file_is_known() -> None:
         flag_of(spec.name)
         for command in COMMANDS
         for group in command.groups
-        for spec in fields(group)
+        for spec, _ in declared(group).values()
         if {"FILE", "DIR"} & {*str(spec.metadata.get("metavar")).split("|")} and "NAME" not in spec.metadata["metavar"]
     }
     assert named == WRITTEN | READ

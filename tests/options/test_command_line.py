@@ -20,7 +20,7 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import _from_text, option_fields
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command_line import CommandLine, own_command
-from bnncli.options.declaration import choices_of, flag_of
+from bnncli.options.declaration import choices_of, flag_of, made
 from bnncli.run import resumable
 from bnncli.storage.freshness import UNKNOWN_MAKER
 from bnncli.storage.resume import write_state
@@ -55,7 +55,7 @@ def sample(command: Any, name: str) -> tuple[list[str], list[str]]:
             with contextlib.suppress(UsageError, ValueError):
                 values = {key: _from_text(text, options[key][1], "") for key, text in texts.items()}
                 for group in command.groups:
-                    group(**{one.name: values[one.name] for one in fields(group) if one.name in values})
+                    made(group, values)
                 return words_of(name, None if alone else value), [
                     word for key, text in beside.items() if key != name for word in words_of(key, text)
                 ]

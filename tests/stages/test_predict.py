@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +16,8 @@ from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.integrators.mc import Mc
 from bnncli.integrators.probit import Probit
 from bnncli.options import PredictOptions
+from bnncli.options.declaration import declared, help_of
+from bnncli.options.parts import declaration
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import load_class, names
 from bnncli.run import inputs as run_inputs
@@ -39,22 +40,21 @@ def meta(content: PredictionFile) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", names("integrators"))
 def test_every_setting_of_an_integrator_is_an_option(name: str) -> None:
-    assert set(settings_of(load_integrator(name))) <= {spec.name for spec in fields(PredictOptions)}
+    assert set(settings_of(load_integrator(name))) <= set(declared(PredictOptions))
 
 
 @pytest.mark.parametrize("name", names("integrators"))
 def test_the_help_of_a_setting_names_the_integrator_and_its_default(name: str) -> None:
-    texts = {spec.name: str(spec.metadata["help"]) for spec in fields(PredictOptions)}
-    integrator = load_integrator(name)
-    for setting, default in settings_of(integrator).items():
-        assert name in texts[setting]
-        if default is not False:
-            assert re.search(rf"\b{default} (\(the default\)|by default|\([^()]*its default\))", texts[setting])
-            if setting == "projection":
-                own = next(part for part in texts[setting].split(". ") if part.startswith(f"{name}: "))
-                assert re.search(rf"\b{default} \(([^()]*, )?its default\)", own)
+    """That help and integrator have one default is how they are made: both take it from the declaration."""
+    integrator, own = load_integrator(name), declaration("integrators", name, "SETTINGS") or {}
+    assert {setting: spec.default for setting, spec in own.items()} == settings_of(integrator)
+    for setting, spec in own.items():
+        shown = help_of(declared(PredictOptions)[setting][0])
+        assert name in shown
+        said = shown.partition(f"{name}: ")[2].partition(".")[0] if spec.own else shown
+        assert spec.default is False or str(spec.default) in said
     if integrator.is_sampling:
-        assert f"{name} {integrator.default_samples}" in texts["samples"]  # type: ignore[attr-defined]
+        assert f"{name} {integrator.default_for(1)}" in help_of(declared(PredictOptions)["samples"][0])
 
 
 def test_several_integrators_are_predicted_with_in_one_command(cli: Cli, small_run: Path) -> None:

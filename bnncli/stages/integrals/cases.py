@@ -16,20 +16,13 @@ from torch import Tensor
 from bnncli.covariances.diag import Diag
 from bnncli.covariances.full import Full
 from bnncli.errors import UsageError
-from bnncli.integrators import Integrator, Prediction, load_integrator, settings_of, supports, variant
+from bnncli.integrators import Integrator, Prediction, load_integrator, supports, variant
+from bnncli.options.parts import declaration
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-# What a setting may be, by its name; values that an integrator refuses are passed over.
-SETTINGS: dict[str, tuple[Any, ...]] = {
-    "projection": ("none", "marginal", "sum-zero", "conditional", "difference"),
-    "order": (0, 1, 2),
-    "normalize": (True,),
-    "qmc": (True,),
-    "rule": ("gauss-hermite",),
-}
 _NO_PRIOR = Prior(1.0)  # no integrator here asks for it
 
 
@@ -72,8 +65,9 @@ def cases_for(posterior: Gaussian, wanted: Sequence[str]) -> list[Case]:
 def _settings(name: str) -> Iterator[dict[str, Any]]:
     """The defaults, then each setting in turn away from its default."""
     yield {}
-    for setting, default in settings_of(load_integrator(name)).items():
-        yield from ({setting: value} for value in SETTINGS.get(setting, ()) if value != default)
+    for setting, spec in (declaration("integrators", name, "SETTINGS") or {}).items():
+        choices = (True,) if spec.type is bool else spec.choices
+        yield from ({setting: value} for value in choices if value != spec.default)
 
 
 def _works(case: Case, posterior: Gaussian) -> bool:

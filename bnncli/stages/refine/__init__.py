@@ -96,7 +96,7 @@ def _span(header: Header) -> HeadLayout | None:
 
 def _choose_scale(run: Run, options: RefineOptions, layout: HeadLayout, *, num_examples: int) -> RefineOptions:
     """The options with the linear part of an affine flow that fits in memory, where none was asked for."""
-    if options.flow != "affine" or options.scale is not None or options.rank is not None:
+    if options.flow != "affine" or {"scale", "rank"} & options.settings.keys():
         return options
     length = choose_recipe("affine", length=options.length).length
     needed = {
@@ -110,7 +110,7 @@ def _choose_scale(run: Run, options: RefineOptions, layout: HeadLayout, *, num_e
         f"--scale low-rank: --scale kron, the default, needs about {bytes_text(needed['kron'])} of memory; "
         f"{bytes_text(there)} can be used on {run.device}"
     )
-    return replace(options, scale="low-rank")
+    return replace(options, settings={**options.settings, "scale": "low-rank"})
 
 
 def _training_bytes(options: RefineOptions, layout: HeadLayout, num_layer_params: int, num_examples: int) -> int:
@@ -123,7 +123,7 @@ def _training_bytes(options: RefineOptions, layout: HeadLayout, num_layer_params
 
 def _one_layer(options: RefineOptions, layout: HeadLayout) -> Any:
     """A layer as the fit will build them: it knows its settings and its size. Raises UsageError for a wrong setting."""
-    return build_layers(options.flow, layout, torch.Generator(), length=1, **_settings(options))[0]
+    return build_layers(options.flow, layout, torch.Generator(), length=1, **options.settings)[0]
 
 
 def _resolve(options: RefineOptions, layer: Any) -> RefineOptions:
@@ -137,12 +137,7 @@ def _resolve(options: RefineOptions, layer: Any) -> RefineOptions:
         num_draws=options.num_draws,
     )
     space = choose_space(options.flow, options.space)
-    return replace(options, space=space, **own._asdict(), **settings_of(layer))
-
-
-def _settings(options: RefineOptions) -> dict[str, Any]:
-    """The options that are settings of the layers."""
-    return {"rank": options.rank, "hidden": options.hidden, "scale": options.scale}
+    return replace(options, space=space, **own._asdict(), settings={**options.settings, **settings_of(layer)})
 
 
 def _prior(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
@@ -242,7 +237,7 @@ def _fit(
             num_draws=options.num_draws,
             patience=options.patience,
             space=options.space,
-            settings=_settings(options),
+            settings=options.settings,
             generator=run.stream("refine/train"),
             state=resumable.restore(),
             save=resumable.save,

@@ -1,0 +1,122 @@
+"""What the parts of a family declare of themselves, read from their files without importing them: that may take seconds.
+
+A declaration is one statement, `SETTINGS = {...}` or `COMMAND = Command(...)`, at the left margin of the part's file. It may use
+what the file imports from bnncli.options, by statements of their own, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from bnncli import registry
+
+_IMPORT = re.compile(r"^from bnncli\.options[\w.]* import (?:\([^)]*\)|[^\n(]*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a part, which is an option of the commands that take the part.
+
+    Args:
+        text: one line of help, without the full stop; parts that share a setting have the same. `{default}` is the default.
+        type: of the value; a bool is a flag, and false by default.
+        default: the part's own; None where it depends.
+        own: what the part makes of it, where parts that share the setting differ; `{default}` as in text.
+        when: on what the part takes it, as `with scale low-rank`.
+        choices: the values that the part takes, where they are few.
+        is_closed: whether the command line takes no others: then parts that share the setting have the same.
+        minimum, maximum: bounds of a number, inclusive.
+        place: among the options of the parts, ascending.
+    """
+
+    text: str
+    type: type = str
+    default: Any = None
+    own: str = ""
+    when: str = ""
+    choices: tuple[Any, ...] = ()
+    is_closed: bool = False
+    minimum: float | None = None
+    maximum: float | None = None
+    place: int = 1000
+
+    def of(self, **own: Any) -> Setting:
+        """The same, with what one part has for itself."""
+        return replace(self, **own)
+
+
+class Draws(NamedTuple):
+    """How many draws a sampling integrator takes by default, and `quasi` of scrambled Sobol points; `note` says what else."""
+
+    default: int
+    quasi: int | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        notes = [f"{self.quasi} with --qmc"] if self.quasi is not None else []
+        notes += [self.note] if self.note else []
+        return f"{self.default} ({'; '.join(notes)})" if notes else str(self.default)
+
+
+@cache
+def declaration(family: str, part: str, name: str) -> Any:
+    """What the part's file declares as `name`; None where it does not.
+
+    Raises:
+        UsageError: it cannot be read; one line that names the file or the distribution.
+    """
+    path = registry.source_of(family, part)
+    text = path.read_text(encoding="utf-8")
+    found = re.search(rf"^{name}(?:: [^=\n]+)? = (?:.*\n)(?:(?:[ \t)\]}}].*)?\n)*", text + "\n", re.MULTILINE)
+    if found is None:
+        return None
+    space: dict[str, Any] = {}
+    try:
+        exec(compile("\n".join([*_IMPORT.findall(text), found[0]]), str(path), "exec"), space)
+    except (SyntaxError, ValueError, TypeError, LookupError, AttributeError, ImportError, NameError) as error:
+        raise registry.broken(family, part, f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    return space[name]
+
+
+def declarations(family: str, name: str) -> dict[str, Any]:
+    """What each part of a family that has it declares as `name`, by the part."""
+    found = {part: declaration(family, part, name) for part in registry.names(family)}
+    return {part: value for part, value in found.items() if value is not None}
+
+
+@cache
+def settings_of(family: str) -> Mapping[str, Setting]:
+    """Every setting of the parts of a family, with the help of all of them as its text.
+
+    Raises:
+        UsageError: two parts declare one setting differently.
+    """
+    by_name: dict[str, dict[str, Setting]] = {}
+    for part, settings in declarations(family, "SETTINGS").items():
+        for name, setting in settings.items():
+            by_name.setdefault(name, {})[part] = setting
+            first, (example, *_) = next(iter(by_name[name])), by_name[name].values()
+            if _shared(setting) != _shared(example):
+                raise registry.broken(family, part, f"its setting {name} is not the one that {first} declares")
+    merged = {name: replace(next(iter(of.values())), text=_help(of)) for name, of in by_name.items()}
+    return dict(sorted(merged.items(), key=lambda item: item[1].place))
+
+
+def _shared(setting: Setting) -> tuple[Any, ...]:
+    """What an option has once, whichever part takes it."""
+    choices = setting.choices if setting.is_closed else None
+    return setting.text, setting.type, choices, setting.minimum, setting.maximum, setting.place
+
+
+def _help(settings: Mapping[str, Setting]) -> str:
+    """One help for a setting of several parts."""
+    text = next(iter(settings.values()))
+    shown = text.text.format(default=text.default)
+    if any(setting.own for setting in settings.values()):
+        each = (f"{part}: {setting.own.format(default=setting.default)}." for part, setting in settings.items())
+        return f"{shown}. {' '.join(each)}"
+    return f"{shown} ({', '.join(f'{part} {setting.when}'.strip() for part, setting in settings.items())})."
