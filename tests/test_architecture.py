@@ -25,7 +25,7 @@ LAYERS = (
     ("covariances", "curvature", "flows", "latent"),
     ("data",),
     ("options",),
-    ("scores",),
+    ("detectors", "scores"),
     ("evaluation",),
     ("targets", "training"),
     ("machine", "numerics", "registry", "theta"),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bnncli import registry
+from bnncli import detectors, registry
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Assertion, Quantity, parse_assertion
 from bnncli.options.declaration import Checked, option
 from bnncli.scores import declared
 
 METRICS = tuple(declared())
-PREDICTION_SCORES = ("max_prob", "entropy", "mutual_info", "dirichlet_variance", "energy", "max_logit")
+PREDICTION_SCORES = tuple(detectors.of_predictions())
 DEFAULT_SCORE = "max_prob"  # of examples, by which splits are told apart when no other is named
 FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
-FEATURE_SCORES = ("mahalanobis", "relative_mahalanobis", "knn")
+FEATURE_SCORES = tuple(detectors.of_features())
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from bnncli.detectors import example_scores
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.example_scores import prediction_scores
 from bnncli.evaluation.example_statistics import Examples, check_labels, examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.per_class import rare_classes
@@ -65,10 +65,7 @@ class SplitPredictions:
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
         """The scores of these names of each example, or why there are none."""
-        arrays = {
-            name: getattr(self.file, name) for name in ("mutual_info", "log_concentration", "energy", "max_logit")
-        }
-        return prediction_scores(names, self.examples, arrays)
+        return example_scores(names, self.examples, lambda name: getattr(self.file, name))
 
 
 def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
+from bnncli.detectors import example_scores
 from bnncli.errors import DataError
 from bnncli.evaluation import detection
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.example_scores import prediction_score
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.split_detection import detection_rows, mmc_row
 from bnncli.options.evaluate import PREDICTION_SCORES
@@ -216,7 +216,7 @@ def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
         "log_concentration": np.log([[98, 1, 1], [4, 3, 3]]).astype(np.float32),
     }
     examples = examples_of(probs)
-    found = {name: prediction_score(name, examples, arrays) for name in PREDICTION_SCORES}
+    found = example_scores(PREDICTION_SCORES, examples, arrays.get)
     assert all(
         not isinstance(score, str) and score.dtype == np.float64 and score[0] > score[1] for score in found.values()
     )
@@ -227,7 +227,7 @@ def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
 
 @pytest.mark.parametrize("name", ["mutual_info", "dirichlet_variance", "energy", "max_logit"])
 def test_a_score_that_predictions_do_not_give_says_so(name: str) -> None:
-    found = prediction_score(name, examples_of(np.full((2, 2), 0.5)), {"mutual_info": None})
+    found = example_scores([name], examples_of(np.full((2, 2), 0.5)), lambda name: None)[name]
     assert isinstance(found, str)
     assert found.startswith(("this integrator gives no", "the predictions have no"))
 
@@ -236,8 +236,8 @@ def test_the_dirichlet_variance_is_that_of_torch_in_any_blocks(monkeypatch: pyte
     log_a = np.random.default_rng(0).normal(size=(50, 4))
     expected = torch.distributions.Dirichlet(torch.from_numpy(log_a).exp()).variance.sum(dim=1)
     examples = examples_of(np.full((50, 4), 0.25))
-    whole = prediction_score("dirichlet_variance", examples, {"log_concentration": log_a})
+    (whole,) = example_scores(["dirichlet_variance"], examples, lambda name: log_a).values()
     np.testing.assert_allclose(whole, -expected, rtol=1e-10)
     monkeypatch.setattr("bnncli.evaluation.probabilities.BLOCK_VALUES", 28)
-    blocked = prediction_score("dirichlet_variance", examples, {"log_concentration": log_a})
+    (blocked,) = example_scores(["dirichlet_variance"], examples, lambda name: log_a).values()
     np.testing.assert_allclose(blocked, whole, rtol=1e-14)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bnncli.evaluation.example_scores import prediction_scores
+from bnncli.detectors import example_scores, of_probabilities
 from bnncli.evaluation.example_statistics import Examples, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
 from bnncli.evaluation.scored_split import ScoredSplit
@@ -21,8 +21,6 @@ Key = tuple[tuple[str, str], ...]
 # Of each score: its error, or the reason why it is not known.
 Known = dict[Key, IntegrationError | str]
 Measure = Callable[[list[Examples], list[np.ndarray]], list[Measured]]
-
-_OF_PROBABILITIES = ("max_prob", "entropy")  # detection scores
 
 _NO_DRAWS = IntegrationError(0.0, 1.0)
 _NO_GROUPS = (
@@ -57,7 +55,7 @@ def detection_errors(
     """The integration errors of scores of telling one split from another, by scores of the class probabilities."""
 
     def measure(examples: list[Examples], probs: list[np.ndarray]) -> list[Measured]:
-        vectors = [prediction_scores(_OF_PROBABILITIES, one, {}) for one in examples]
+        vectors = [example_scores(of_probabilities(), one, _no_array) for one in examples]
         ood = (outside.name, len(examples[1]))
         return measure_detection([(vectors[0], vectors[1])], wanted, split=("", len(examples[0])), ood=ood)[0]
 
@@ -86,6 +84,10 @@ def _errors(splits: Sequence[SplitPredictions], measure: Measure, measured: Sequ
     there = list(values(*(own.mean() for own in groups)))
     errors = dict(zip(there, integration_errors(lambda *probs: list(values(*probs).values()), *groups), strict=True))
     return {key: errors[key] if _is_told(errors.get(key)) else _NOT_OF_PROBABILITIES for key in keys}
+
+
+def _no_array(name: str) -> None:
+    """Groups of draws keep class probabilities alone."""
 
 
 def _is_told(error: IntegrationError | None) -> bool:

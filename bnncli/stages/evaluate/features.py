@@ -5,14 +5,14 @@ It is computed once for all posteriors, from the features of the training split,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
+from bnncli.detectors import Detector, Fitted, TrainingFeatures, declared
 from bnncli.errors import DataError
-from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options import EvaluateOptions
 from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
@@ -63,12 +63,12 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
     )
 
     def compute() -> Computed:
-        scores, num_neighbors = _scores(run, options, train, splits)
-        if num_neighbors < options.neighbors:
-            run.console.warn(f"--neighbors {options.neighbors}: there are {num_neighbors} training examples; k is that")
+        scores, choices = _scores(run, options, train, splits)
+        if (found := choices["knn"].get("neighbors", options.neighbors)) < options.neighbors:
+            run.console.warn(f"--neighbors {options.neighbors}: there are {found} training examples; k is that")
         rows = [_row(run, options, scores, name, outside) for name in sorted(inside, key=lambda n: (n != "test", n))]
-        for metric in (metric for row in rows for metric in row["metrics"] if metric["score"] == "knn"):
-            metric["neighbors"] = num_neighbors
+        for metric in (metric for row in rows for metric in row["metrics"]):
+            metric |= choices[metric["score"]]
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_metrics(target, rows=rows, predictions=[], provenance=provenance, may_replace=may_replace)
@@ -104,31 +104,33 @@ def _row(
 
 def _scores(
     run: Run, options: EvaluateOptions, train: Split, splits: dict[str, Split]
-) -> tuple[dict[str, Scores], int]:
-    """Every score of the examples of each split, (N,), or the reason why there is none; and the k of knn."""
-    features = torch.from_numpy(train.content.features)
-    neighbors = Neighbors.fit(
-        features, device=run.device, generator=run.stream("evaluate/neighbors"), num_neighbors=options.neighbors
+) -> tuple[dict[str, Scores], dict[str, Mapping[str, int]]]:
+    """Every score of the examples of each split, (N,), or the reason why there is none; and what defines each score."""
+    labels = train.content.labels
+    given = TrainingFeatures(
+        torch.from_numpy(train.content.features),
+        None if labels is None else torch.from_numpy(labels),
+        run.device,
+        run.stream,
+        options.neighbors,
     )
-    gaussians = _gaussians(run, train)
+    fitted = {name: _fit(detector, given) for name, detector in declared().items() if detector.of_features is not None}
+    makers = {name: fitted[declared()[name].computed_by or name] for name in FEATURE_SCORES}
     found: dict[str, Scores] = {}
     task = run.console.task("feature scores", len(splits))
     for name, split in splits.items():
         rows = torch.from_numpy(split.content.features)
-        own: Scores = dict.fromkeys(FEATURE_SCORES, gaussians) if isinstance(gaussians, str) else {}
-        if not isinstance(gaussians, str):
-            own |= {score: values.numpy() for score, values in gaussians.scores(rows).items()}
-        found[name] = own | {"knn": neighbors.scores(rows).numpy()}
+        values = {maker: one if isinstance(one, str) else one.scores(rows) for maker, one in fitted.items()}
+        own = {score: values[declared()[score].computed_by or score] for score in FEATURE_SCORES}
+        found[name] = {score: one if isinstance(one, str) else one[score].numpy() for score, one in own.items()}
         task.advance()
-    return found, neighbors.num_neighbors
+    return found, {score: {} if isinstance(one, str) else one.choices for score, one in makers.items()}
 
 
-def _gaussians(run: Run, train: Split) -> Mahalanobis | str:
-    """The Gaussians of the training features, or the reason why there are none."""
-    if train.content.labels is None:
-        return "the training split has no labels"
-    labels = torch.from_numpy(train.content.labels)
+def _fit(detector: Detector, train: TrainingFeatures) -> Fitted | str:
+    """The detector, or the reason why there is none."""
+    assert detector.of_features is not None
     try:
-        return Mahalanobis.fit(torch.from_numpy(train.content.features), labels, device=run.device)
+        return detector.of_features(train)
     except DataError as error:
         return error.message

@@ -1,0 +1,20 @@
+"""The entropy of the class probabilities, its sign turned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bnncli.detectors import Detector
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from bnncli.evaluation.example_statistics import Examples
+
+
+def of_predictions(examples: Examples, values: NDArray | None) -> NDArray:
+    """(N,), nats."""
+    return -examples.entropy
+
+
+DETECTOR = Detector(place=2, of_predictions=of_predictions)

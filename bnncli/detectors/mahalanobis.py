@@ -1,0 +1,18 @@
+"""The Mahalanobis distance of features to the nearest class: Lee, Lee, Lee and Shin (2018), arXiv 1807.03888."""
+
+from __future__ import annotations
+
+from bnncli.detectors import Detector, Fitted, TrainingFeatures
+
+
+def of_features(train: TrainingFeatures) -> Fitted:
+    """This and the relative one: Gaussians of the same features."""
+    from bnncli.errors import DataError
+    from bnncli.evaluation.feature_scores import Mahalanobis
+
+    if train.labels is None:
+        raise DataError("the training split has no labels")
+    return Fitted(Mahalanobis.fit(train.features, train.labels, device=train.device).scores)
+
+
+DETECTOR = Detector(place=7, of_features=of_features)
