@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Invocation
 from copied_package import run_with_files
+from sklearn.metrics import roc_auc_score
 
+from bnncli import detectors
 from bnncli.scores import declared
 from bnncli.storage.predictions import read_predictions
 
@@ -59,7 +62,27 @@ def of_draws():
 
 SCORE = Score(title="largest shift", of_draws=of_draws)
 '''
+CONCENTRATION = '''"""The sum of the squared class probabilities."""
+
+from bnncli.detectors import Detector
+
+DETECTOR = Detector(of_predictions=lambda examples, values: examples.squared_norm)
+'''
+FEATURE_LENGTH = '''"""How much shorter features are than the longest of the training split."""
+
+from bnncli.detectors import Detector, Fitted
+
+
+def of_features(train):
+    longest = train.features.norm(dim=1).max()
+    return Fitted(lambda features: {"feature_length": longest - features.norm(dim=1)}, {"of": len(train.features)})
+
+
+DETECTOR = Detector(of_features=of_features)
+'''
 FILES = {
+    "detectors/concentration.py": CONCENTRATION,
+    "detectors/feature_length.py": FEATURE_LENGTH,
     "scores/spherical.py": SPHERICAL,
     "scores/recognised.py": RECOGNISED,
     "scores/largest_shift.py": LARGEST_SHIFT,
@@ -73,15 +96,16 @@ def done(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[I
     folder = tmp_path_factory.mktemp("copy")
     run = folder / "small"
     shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
-    own = ("--posterior", "laplace", "--bootstrap", 20)
+    own = ("--posterior", "laplace", "--bootstrap", 20, "--score", "concentration", "--score", "feature_length")
     chosen = [word for name in ("spherical", "recognised", "largest_shift") for word in ("--metric", name)]
+    detected = ("--metric", "auroc:concentration")
     lines = (
         ("evaluate", "--help"),
         ("evaluate", run, *own, "--force", "--json"),
         ("evaluate", run, *own, *chosen),
         ("evaluate", run, *own, *ASSERTED),
         ("evaluate", run, *own),
-        ("compare", run, "--metric", "spherical", "--metric", "recognised", "--bootstrap", 100, "--json"),
+        ("compare", run, "--metric", "spherical", "--metric", "recognised", *detected, "--bootstrap", 100, "--json"),
         ("compare", run, "--metric", "largest_shift"),
         ("evaluate", run, "--posterior", "hmc"),
     )
@@ -97,12 +121,16 @@ def spherical(finished_run: Path) -> float:
     return float((probs[np.arange(len(probs)), file.labels] / np.linalg.norm(probs, axis=1)).mean())
 
 
+def _side(row: dict[str, Any]) -> tuple[str, str]:
+    return row.get("positive", "in"), row.get("score", "max_prob")
+
+
 def test_a_new_score_is_offered_stored_and_read_back(done: list[Invocation], spherical: float) -> None:
     offered, made, again = done[0], done[1], done[2]
     assert "false_positive_rate|largest_shift|recognised|spherical" in "".join(offered.stdout.replace("│", "").split())
     assert made.code == 0, made.stderr
     metrics = made.json["rows"][0]["metrics"]
-    found = {row["name"]: row for row in metrics if row.get("positive", "in") == "in"}
+    found = {row["name"]: row for row in metrics if _side(row) == ("in", "max_prob")}
     assert found["spherical"]["value"] == pytest.approx(spherical, rel=1e-6)
     assert found["spherical"]["interval"]["low"] < spherical < found["spherical"]["interval"]["high"]
     assert found["recognised"]["value"] == pytest.approx(1 - found["fpr95"]["value"])
@@ -117,6 +145,26 @@ def test_a_new_score_has_its_title_digits_and_note_in_the_table(done: list[Invoc
     assert f"{spherical:.5f}" in usual
     assert "spherical: higher is better" in usual
     assert "recognised" not in usual
+
+
+def test_a_new_score_of_examples_tells_splits_apart(done: list[Invocation], finished_run: Path) -> None:
+    folder = next(finished_run.with_name("small.bnn").glob("predictions/laplace.*"))
+    sides = [np.asarray(read_predictions(folder / f"{name}.h5").probs, dtype=np.float64) for name in ("test", "far")]
+    values = np.concatenate([(probs**2).sum(axis=1) for probs in sides])
+    expected = roc_auc_score(np.repeat([1, 0], [len(probs) for probs in sides]), values)
+    own, features = (
+        next(row for row in done[1].json["rows"] if row["posterior"] == name and row["split"] == "test")
+        for name in ("laplace", "features")
+    )
+    areas = {row["score"]: row["value"] for row in own["metrics"] if row["name"] == "auroc"}
+    assert areas["concentration"] == pytest.approx(expected, rel=1e-9)
+    lengths = [row for row in features["metrics"] if row["score"] == "feature_length"]
+    assert [row["of"] for row in lengths] == [240] * 6
+    assert 0.5 < lengths[0]["value"] < 1
+    assert "AUROC far concentration" in done[4].stdout
+    assert "AUROC far feature_length" in done[4].stdout
+    offered = "".join(done[0].stdout.replace("│", "").split())
+    assert all(names in offered for names in ("max_logit|concentration|mahalanobis", "knn|feature_length|all"))
 
 
 def test_metrics_made_before_there_was_the_score_are_not_up_to_date(done: list[Invocation]) -> None:
@@ -135,7 +183,8 @@ def test_a_new_score_is_compared_where_it_pairs(done: list[Invocation], spherica
     assert done[5].code == 0, done[5].stderr
     row = next(row for row in done[5].json["rows"] if row["posterior"] == "laplace")
     found = {score["form"]: score for score in row["scores"]}
-    assert list(found) == ["spherical", "recognised:far"]
+    assert list(found) == ["spherical", "recognised:far", "auroc:concentration:far"]
+    assert found["auroc:concentration:far"]["integration_error"] > 0
     assert found["spherical"]["value"] == pytest.approx(spherical, rel=1e-6)
     assert found["spherical"]["integration_error"] > 0
     assert done[6].code == 2
@@ -151,3 +200,11 @@ def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:
         told = sum(hook is not None for hook in hooks)
         assert told == (0 if name in ("density", "true_positive_rate", "false_positive_rate") else 1), name
         assert score.computed_by is None or scores[score.computed_by].of_split is not None, name
+
+
+def test_every_score_of_examples_says_how_it_is_made() -> None:
+    found = detectors.declared()
+    assert [one.place for one in found.values()] == list(range(1, len(found) + 1))
+    for name, one in found.items():
+        assert [one.of_predictions, one.of_features, one.computed_by].count(None) == 2, name
+        assert (one.needs is None) == (one.without == ""), name
