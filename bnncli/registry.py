@@ -47,6 +47,11 @@ def names(family: str) -> list[str]:
     return sorted({*_own(family), *_installed(family)})
 
 
+def own_names(family: str) -> list[str]:
+    """The names in the family's folder alone, sorted."""
+    return list(_own(family))
+
+
 def has_name(family: str, name: str) -> bool:
     """Whether the family has a part of this name; what is installed is looked at only where the folder has none."""
     return name in _own(family) or name in _installed(family)

@@ -13,8 +13,9 @@ import typer
 from typer.main import get_command
 
 from bnncli import __version__
-from bnncli.cli.commands import COMMANDS, Argument, Command
+from bnncli.cli.commands import all_commands
 from bnncli.cli.settings import default_of, option_fields
+from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -45,7 +46,7 @@ def parser(only: Command | None = None) -> Callable[..., Any]:
     )
     app.callback()(_root)
     groups: dict[str, typer.Typer] = {}
-    for command in COMMANDS if only is None else (only,):
+    for command in all_commands() if only is None else (only,):
         parent, name = app, command.name
         if command.parent:
             if command.parent not in groups:

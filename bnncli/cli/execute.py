@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import logging
 import os
@@ -12,8 +11,9 @@ import time
 from dataclasses import fields
 from typing import Any, TextIO
 
+from bnncli import registry
 from bnncli.cli.build import parser
-from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.commands import COMMANDS, find_command
 from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.settings import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
@@ -41,6 +41,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
+from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import made
 from bnncli.storage.checked import checks_remembered
@@ -122,16 +123,7 @@ class _Invocation:
         return {command.parent: {command.name.removeprefix(command.parent + "-"): values}}
 
     def _named_command(self) -> Command | None:
-        words = [word for word in self.argv if not word.startswith("-")]
-        for command in COMMANDS:
-            if command.parent and words[:2] == [
-                command.parent,
-                command.name.removeprefix(command.parent + "-"),
-            ]:
-                return command
-            if not command.parent and words[:1] == [command.name]:
-                return command
-        return None
+        return find_command([word for word in self.argv if not word.startswith("-")])
 
     def execute(self, command: Command, values: dict[str, Any]) -> None:
         """Build the options, run the stage, print the result."""
@@ -160,11 +152,11 @@ class _Invocation:
             lock=options.get(LockOptions, LockOptions()),
             inputs=options.get(InputOptions, InputOptions()),
             record=options.get(RecordOptions, RecordOptions()),
-            makers={one.name: one.groups for one in COMMANDS if RecordOptions in one.groups},
+            makers={one.name: one.groups for one in (*COMMANDS, command) if RecordOptions in one.groups},
         )
         sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
         try:
-            result = importlib.import_module(f"bnncli.stages.{command.stage}").run(run, own)
+            result = registry.load_module("stages", command.name).run(run, own)
         finally:
             sys.stdout = self.results
         self.console.stop_bar()

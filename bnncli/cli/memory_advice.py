@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bnncli.cli.commands import Command
 from bnncli.cli.settings import option_fields
+from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of
 
 # Options that decide how much is held at once, the one that helps most first.

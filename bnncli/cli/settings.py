@@ -13,9 +13,10 @@ from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
 from typing import Any
 
-from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.commands import all_commands
 from bnncli.errors import ConfigError, UsageError
 from bnncli.machine.inputs import read_error
+from bnncli.options.command import Command
 from bnncli.options.declaration import check_value, declared, flag_of
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -71,7 +72,7 @@ def read_config(path: Path | None) -> dict[str, dict[str, Any]]:
         tables = tomllib.loads(raw.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", path=path) from None
-    known = {command.name: option_fields(command) for command in COMMANDS}
+    known = {command.name: option_fields(command) for command in all_commands()}
     known["common"] = {name: entry for options in known.values() for name, entry in options.items()}
     return {table: _check_table(path, raw, table, keys, known) for table, keys in tables.items()}
 
@@ -139,7 +140,7 @@ def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
     if not given:  # as a rule; to list all that is known takes as long as to parse a command line
         return []
     known = {"BNNCLI_CONFIG"}
-    for command in COMMANDS:
+    for command in all_commands():
         for name, (spec, _) in option_fields(command).items():
             known |= {*_variables(command, name, spec)}
     unknown = [name for name in given if name not in known]
@@ -153,9 +154,9 @@ def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
 def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, Setting]]:
     """The settings of the command called `name`, or of all. Raises UsageError for an unknown one."""
     config = read_config(config_path(config_file, os.environ))
-    wanted = [command for command in COMMANDS if name in (None, command.name)]
+    wanted = [command for command in all_commands() if name in (None, command.name)]
     if not wanted:
-        raise UsageError(f"config show: expected one of {', '.join(c.name for c in COMMANDS)}; got {name!r}")
+        raise UsageError(f"config show: expected one of {', '.join(c.name for c in all_commands())}; got {name!r}")
     return {command.name: resolve(command, config) for command in wanted}
 
 

@@ -168,7 +168,7 @@ class Checked:
 
     def given(self) -> dict[str, Any]:
         """The options that have another value than their default, by name."""
-        found = {}
+        found: dict[str, Any] = {}
         for spec in fields(self):  # type: ignore[arg-type]
             value = getattr(self, spec.name)
             if _is_collected(spec):

@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import Locked, MissingInput
+from bnncli.options.command import READ, Command
 from bnncli.run.session import Result, Run
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries, write_error
 from bnncli.storage.locks import artifact_lock
 from bnncli.storage.run_folder import POSTERIOR_SUFFIXES
+
+COMMAND = Command(
+    "Remove what dead runs left behind: temporary files and resume states. Never an artifact.",
+    "Files of processes that still run are kept.",
+    (*READ,),
+    ("bnncli clean ckpt.pt",),
+    place=170,
+)
 
 
 def run(run: Run, options: Any) -> Result:

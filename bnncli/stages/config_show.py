@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.options import CommonOptions
+from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import flag_of
 from bnncli.run.session import Result, Run, Table
+
+COMMAND = Command(
+    "Print the value of every option of a command, and where it comes from.",
+    "Flags win over environment variables (BNNCLI_<COMMAND>_<OPTION>), these over the configuration file, this over "
+    "the defaults.",
+    (CommonOptions,),
+    ("bnncli config show refine", "BNNCLI_REFINE_EPOCHS=5 bnncli config show refine --json"),
+    (Argument("of", "A command; all when not given.", is_optional=True),),
+    parent="config",
+    place=190,
+)
 
 
 def run(run: Run, options: Any) -> Result:

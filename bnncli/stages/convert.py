@@ -9,10 +9,20 @@ from bnncli.checkpoints.load import convert_checkpoint
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
 from bnncli.machine.inputs import open_regular
-from bnncli.options import ConvertOptions
+from bnncli.options import CommonOptions, ConvertOptions, WriteOptions
+from bnncli.options.command import Argument, Command
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable, publish_bytes, remove_dead_temporaries
 from bnncli.storage.freshness import carries_our_mark, is_same_file
+
+COMMAND = Command(
+    "Write a checkpoint's weights as a safetensors state dict.",
+    "The only command that may unpickle code, and only with --trust-pickle.",
+    (ConvertOptions, WriteOptions, CommonOptions),
+    ("bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle",),
+    (Argument("source", "The checkpoint."), Argument("target", "The safetensors file to write.")),
+    place=160,
+)
 
 
 def run(run: Run, options: ConvertOptions) -> Result:

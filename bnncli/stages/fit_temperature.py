@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bnncli.errors import MissingInput, NumericError, UsageError
 from bnncli.inference.temperature import LARGEST, SMALLEST, TemperatureFit, fit_temperature
-from bnncli.options import FitTemperatureOptions
+from bnncli.options import FitTemperatureOptions, InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors.point import Point
 from bnncli.registry import load_class, names
 from bnncli.run import revisions as _revisions
@@ -22,6 +23,19 @@ from bnncli.run.produce_posterior import Fitted, Report, posterior_request, prod
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
 from bnncli.storage.headers import Header
+
+COMMAND = Command(
+    "Scale the network's logits by the one temperature that the val split prefers.",
+    "The plain baseline of calibration: divides the last layer by T, which minimises the NLL of the val split (labelled "
+    "data that the network was not trained on). Confidence changes, the predicted class does not. Writes "
+    "posteriors/temperature.safetensors, which predict uses as a single network.",
+    (FitTemperatureOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-temperature ckpt.pt",
+        "bnncli fit-temperature ckpt.pt --base laplace --name laplace-temperature",
+    ),
+    place=30,
+)
 
 _WHY_UNBOUNDED = {
     "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",

@@ -7,8 +7,19 @@ from typing import Any
 
 from bnncli.errors import DataError
 from bnncli.names import quoted
+from bnncli.options import CommonOptions
+from bnncli.options.command import Argument, Command
 from bnncli.run.session import Result, Run, Table
 from bnncli.storage.headers import Header, check_is_file, read_header
+
+COMMAND = Command(
+    "Show what a file is: kind, shapes, parameters, provenance, digests.",
+    "Works on checkpoints and artifacts. Never runs code from the file.",
+    (CommonOptions,),
+    ("bnncli inspect ckpt.pt", "bnncli inspect ckpt.pt.bnn/posteriors/laplace.safetensors --json"),
+    (Argument("file", "A checkpoint or an artifact."),),
+    place=140,
+)
 
 MAX_ROWS = 400
 

@@ -13,7 +13,8 @@ from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.machine.inputs import open_regular
-from bnncli.options import PruneOptions
+from bnncli.options import InputOptions, NameOptions, PruneOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run import revisions as _revisions
@@ -25,6 +26,20 @@ from bnncli.storage.atomic import check_writable, publish_bytes
 from bnncli.storage.freshness import carries_our_mark, is_same_file
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.provenance import Source
+
+COMMAND = Command(
+    "Write the network that a latent binary network's inclusion probabilities leave over.",
+    "Keeps the weights that are in with probability above 1/2 (the median probability model), or the most probable ones "
+    "down to a target density, at their mean. Says what accuracy is kept. Writes posteriors/<posterior>-sparse.safetensors, "
+    "compressed by rows, which predict takes as a single network; with --dense also an ordinary state dict.",
+    (PruneOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli prune ckpt.pt",
+        "bnncli prune mnist --rule density --density 0.01 --out sparse.safetensors",
+        "bnncli prune mnist --dense pruned.safetensors",
+    ),
+    place=70,
+)
 
 MUCH_LOST = 0.02  # of accuracy, above which there is a warning
 NEARLY = 0.9  # of the weights that are in at any time: keeping as many would not help

@@ -7,12 +7,21 @@ from typing import Any
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, CheckFailed, MissingInput
 from bnncli.options import StatusOptions
+from bnncli.options.command import READ, Command
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Result, Run, Table
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries
 from bnncli.storage.freshness import Followed, Stale, refresh_command, staleness
 from bnncli.storage.headers import read_header
+
+COMMAND = Command(
+    "List the artifacts of a run: fresh, stale, missing or invalid.",
+    "An artifact is stale when an input it was made from has changed since, by content.",
+    (StatusOptions, *READ),
+    ("bnncli status ckpt.pt", "bnncli status ckpt.pt --check || bnncli fit-laplace ckpt.pt"),
+    place=130,
+)
 
 
 def run(run: Run, options: StatusOptions) -> Result:

@@ -7,12 +7,23 @@ from typing import Any
 
 from bnncli.errors import BnnError, DataError, DeviceError, Interrupted, MissingInput
 from bnncli.evaluation.probabilities import check_probabilities
+from bnncli.options import CommonOptions
+from bnncli.options.command import Argument, Command
 from bnncli.run.inputs import open_posterior
 from bnncli.run.session import Result, Run, Table
 from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
+
+COMMAND = Command(
+    "Check artifacts in full: digest and every invariant. Exit 65 when one is bad.",
+    "Reads every byte; `inspect` and `status` read headers only.",
+    (CommonOptions,),
+    ("bnncli verify ckpt.pt.bnn", "bnncli verify ckpt.pt.bnn/features/*.h5"),
+    (Argument("file", "Artifacts, or folders of them, to check.", is_many=True),),
+    place=150,
+)
 
 SUFFIXES = (".h5", ".safetensors", ".nc", ".json")
 

@@ -19,12 +19,13 @@ import pytest
 import torch
 from kills import run_to_files, start
 
-from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.commands import COMMANDS
 from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.settings import option_fields
 from bnncli.inference import memory
 from bnncli.inference.prior_precision import NUM_DRAWS
 from bnncli.machine.memory import SHARE
+from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout

@@ -12,9 +12,10 @@ import pytest
 
 from bnncli import options as o
 from bnncli.cli.build import parser
-from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import option_fields, read_config
 from bnncli.errors import ConfigError
+from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of, made
 
 Cli = Any

@@ -21,13 +21,14 @@ import pytest
 import torch
 
 from bnncli import registry
-from bnncli.cli.commands import COMMANDS, Command
+from bnncli.cli.commands import COMMANDS
 from bnncli.cli.execute import run_command_line
 from bnncli.inference import refine
 from bnncli.latent import fit as latent_fit
 from bnncli.networks import mlp
 from bnncli.numerics import seeds
 from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, FitLbbnnOptions
+from bnncli.options.command import Command
 from bnncli.options.declaration import choices_of, declared, flag_of
 from bnncli.stages.fit_lbbnn import report
 from bnncli.storage.headers import read_header

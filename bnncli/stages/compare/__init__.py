@@ -9,8 +9,9 @@ from typing import Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.standings import standings
-from bnncli.options import CompareOptions
+from bnncli.options import CompareOptions, InputOptions, WriteOptions
 from bnncli.options.assertions import Quantity
+from bnncli.options.command import READ, Argument, Command
 from bnncli.options.evaluate import PREDICTION_SCORES
 from bnncli.run.prediction_groups import Group, open_groups
 from bnncli.run.score_rows import num_draws
@@ -20,6 +21,30 @@ from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages.compare.plot import draw_plot, plan, planned_plot
 from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
 from bnncli.storage.provenance import Source
+
+COMMAND = Command(
+    "Compare posteriors: each score with its standard error, the best ones marked, or differences from a baseline.",
+    "One checkpoint: standard errors and tests by a bootstrap over examples, the same ones for all posteriors. Several "
+    "checkpoints, seeds of one experiment: means and standard errors over checkpoints, and paired t tests, which find "
+    "little with two or three. Marked (* in text) are the best of each column and all that are not significantly worse "
+    "than another: in each column, posteriors whose true scores are equally best are all marked but for a chance of "
+    "--alpha, however many are compared. With --baseline: those that differ from it, by Holm's adjustment; the p-value "
+    "is the share of bootstrap differences that lie as far from the difference observed as that lies from zero, itself "
+    "counted. Reads predictions; --plot alone writes.",
+    (CompareOptions, InputOptions, WriteOptions, *READ),
+    (
+        "bnncli compare ckpt.pt",
+        "bnncli compare ckpt.pt --baseline map --metric nll --metric ece:equal-mass",
+        "bnncli compare seed-1.pt seed-2.pt seed-3.pt --format latex > table.tex",
+        "bnncli compare seed-*.pt --plot figures",
+    ),
+    (
+        Argument(
+            "ckpt", "Checkpoints whose predictions are compared; several are seeds of one experiment.", is_many=True
+        ),
+    ),
+    place=100,
+)
 
 _FORMATS = {"csv": as_csv, "markdown": as_markdown, "latex": as_latex}
 

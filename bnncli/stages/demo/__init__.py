@@ -9,10 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from bnncli import options as o
+from bnncli.options import CommonOptions, ComputeOptions, DemoOptions
+from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
 from bnncli.run.session import Result, Run
 from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.atomic import check_writable, publish_bytes
+
+COMMAND = Command(
+    "Run the whole pipeline on the embedded Fashion-MNIST case, into ./bnncli-demo/.",
+    "A LeNet-5 and subsets of Fashion-MNIST and MNIST travel with the package; under a minute on two cores.",
+    (DemoOptions, ComputeOptions, CommonOptions),
+    ("bnncli demo",),
+    (),
+    place=180,
+)
 
 CHECKPOINT = "lenet5-fmnist.pt"
 DATA = ("train", "val", "test")

@@ -14,7 +14,8 @@ from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.draw_blocks import compare_draws
 from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
 from bnncli.evaluation.verdict import POINTS, Commands, Judged, Verdict, doubts, give_verdict
-from bnncli.options import DiagnoseOptions
+from bnncli.options import ComputeOptions, DiagnoseOptions, InputOptions
+from bnncli.options.command import READ, Command
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
 from bnncli.run.session import Result, Run, source_json
 from bnncli.stages.diagnose.diagnosis import Diagnosis, diagnose
@@ -23,6 +24,16 @@ from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+COMMAND = Command(
+    "Judge every posterior against its target: ELBO, Pareto k, evidence, R-hat, MMD^2; say which to use.",
+    "A Gaussian or flow is good when its log importance weights spread by at most 2 nats and Pareto k is below its "
+    "threshold; draws are good with R-hat at most 1.05, 400 effective draws and no divergence. Fit to the target and "
+    "prediction (NLL on the val split) are told apart. Nothing is written.",
+    (DiagnoseOptions, InputOptions, ComputeOptions, *READ),
+    ("bnncli diagnose ckpt.pt", "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict"),
+    place=110,
+)
 
 
 def run(run: Run, options: DiagnoseOptions) -> Result:

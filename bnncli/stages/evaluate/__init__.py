@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
-from bnncli.options import EvaluateOptions
+from bnncli.options import EvaluateOptions, InputOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.prediction_groups import Group, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
@@ -28,6 +29,24 @@ from bnncli.stages.evaluate.features import evaluate_features, row_name
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source
+
+COMMAND = Command(
+    "Score predictions: accuracy, NLL, Brier, ECE, OOD detection, distance to HMC.",
+    "One row for each posterior, integrator and in-distribution split. Numbers with all the choices that define them "
+    "are in metrics/<posterior>.<integrator>.json and in --json. Undefined scores are null with a reason. Scores of the "
+    "features alone (--score knn) have a row called features, in metrics/features.none.json. An assertion "
+    "(--assert) without a posterior is about every one but that on its right; without a split about test; without "
+    "choices about the usual form of a score.",
+    (EvaluateOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli evaluate ckpt.pt",
+        "bnncli evaluate ckpt.pt --split test --json | jq '.rows[].posterior'",
+        "bnncli evaluate ckpt.pt --plot figures",
+        "bnncli evaluate ckpt.pt --score max_prob --score energy --score knn",
+        "bnncli evaluate ckpt.pt --assert 'ece<=0.02' --assert 'laplace.mc.nll<map.nll'",
+    ),
+    place=90,
+)
 
 
 def run(run: Run, options: EvaluateOptions) -> Result:

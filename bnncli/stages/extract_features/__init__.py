@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import numpy as np
 
 from bnncli import data
 from bnncli.errors import BnnError, DataError
-from bnncli.numerics.digests import json_sha256, tensor_digest
+from bnncli.numerics.digests import json_sha256
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors.point import Point
 from bnncli.run import revisions as _revisions
 from bnncli.run.classes import run_classes
@@ -25,7 +26,7 @@ from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
 from bnncli.stages.extract_features.network import NO_NETWORK, NetworkFeatures
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
-from bnncli.stages.extract_features.ready_splits import ReadySplit, open_ready_splits
+from bnncli.stages.extract_features.ready_splits import ReadyHead, ReadySplit, open_ready_splits
 from bnncli.stages.extract_features.splits import NamedSplit, model_identity, open_splits, user_sources
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.feature_set import differences
@@ -42,6 +43,20 @@ from bnncli.storage.headers import read_header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
 from bnncli.theta.head import HeadLayout
+
+COMMAND = Command(
+    "Run the network over the data once, and keep penultimate features and the last linear layer.",
+    "Writes features/<split>.h5 for every split and posteriors/map.safetensors, the network as trained. Every later "
+    "command works from these files and needs no network code. The last linear layer is found, and proved: features "
+    "times head must equal the network's output.",
+    (ExtractFeaturesOptions, *COMPUTE),
+    (
+        "bnncli extract-features ckpt.pt --model lenet5 --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000 --ood mnist=npz:mnist.npz",
+        "bnncli extract-features ckpt.pt --model net.py:make --model-arg width=4 --data train=images:train --resize 256 --crop 224",
+        "bnncli extract-features myrun --from-npz features.npz",
+    ),
+    place=10,
+)
 
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
@@ -215,25 +230,6 @@ def _make_map(
     return produce(run, request, compute)
 
 
-@dataclass(frozen=True)
-class _ReadyHead:
-    """The head of --from-npz, and the logits it gives."""
-
-    weight: np.ndarray
-    bias: np.ndarray | None
-
-    @property
-    def digest(self) -> str:
-        """Identity of the head."""
-        parts = {"weight": self.weight, "bias": self.bias}
-        return tensor_digest({name: part for name, part in parts.items() if part is not None})
-
-    def logits(self, features: np.ndarray) -> np.ndarray:
-        """(n, K) float32."""
-        logits = features.astype(np.float64) @ self.weight.T.astype(np.float64)
-        return (logits if self.bias is None else logits + self.bias).astype(np.float32)
-
-
 def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     try:
         splits, arrays = open_ready_splits(options, run.stream)
@@ -243,7 +239,7 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     if arrays.head_weight is None:
         head = _head_of_run(run, splits)
     else:
-        head = _ReadyHead(arrays.head_weight, arrays.head_bias)
+        head = ReadyHead(arrays.head_weight, arrays.head_bias)
     if head is not None:
         num_classes = max(2, len(head.weight))
     else:
@@ -285,7 +281,7 @@ def _splits_of_npz(run: Run, path: Path) -> list[str]:
         ]  # fmt: skip
 
 
-def _head_of_run(run: Run, splits: list[ReadySplit]) -> _ReadyHead | None:
+def _head_of_run(run: Run, splits: list[ReadySplit]) -> ReadyHead | None:
     """The head of the run's other splits, for an npz file that has none; None where they have none.
 
     Raises:
@@ -305,7 +301,7 @@ def _head_of_run(run: Run, splits: list[ReadySplit]) -> _ReadyHead | None:
                 hint="give features of the same layer of the same network, or another --run-dir",
             )
         run.console.info(f"the file has no head_weight: taking the head of split {name!r} of this run")
-        return _ReadyHead(content.head_weight, content.head_bias)
+        return ReadyHead(content.head_weight, content.head_bias)
     return None
 
 
@@ -313,7 +309,7 @@ def _ready(
     run: Run,
     options: ExtractFeaturesOptions,
     split: ReadySplit,
-    head: _ReadyHead | None,
+    head: ReadyHead | None,
     num_classes: int,
     names: list[str],
     heads: dict[str, FeatureSplit],

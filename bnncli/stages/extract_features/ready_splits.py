@@ -46,6 +46,25 @@ class ReadySplit:
         return tensor_digest({name: part for name, part in parts.items() if part is not None})
 
 
+@dataclass(frozen=True)
+class ReadyHead:
+    """The head of --from-npz, and the logits it gives."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+
+    @property
+    def digest(self) -> str:
+        """Identity of the head."""
+        parts = {"weight": self.weight, "bias": self.bias}
+        return tensor_digest({name: part for name, part in parts.items() if part is not None})
+
+    def logits(self, features: np.ndarray) -> np.ndarray:
+        """(n, K) float32."""
+        logits = features.astype(np.float64) @ self.weight.T.astype(np.float64)
+        return (logits if self.bias is None else logits + self.bias).astype(np.float32)
+
+
 def open_ready_splits(
     options: ExtractFeaturesOptions, stream: Callable[[str], torch.Generator]
 ) -> tuple[list[ReadySplit], data.FeatureArrays]:

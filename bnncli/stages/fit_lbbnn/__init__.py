@@ -21,7 +21,8 @@ from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling
 from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.latent.steps import Settings
-from bnncli.options import FitLbbnnOptions
+from bnncli.options import FitLbbnnOptions, InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
 from bnncli.run import revisions as _revisions
@@ -33,6 +34,20 @@ from bnncli.run.session import Result, Run
 from bnncli.stages.fit_lbbnn.doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages.fit_lbbnn.report import Data, measure, summary
 from bnncli.theta.network import NetworkLayout
+
+COMMAND = Command(
+    "Fit a latent binary network: every weight is in or out with a probability of its own.",
+    "Maximises a bound on the evidence of a spike-and-slab network on the features: the last layer alone, or with "
+    "--hidden a network of its own, on raw inputs after extract-features --model flatten. Reports the parts of the bound "
+    "and the density. Writes posteriors/lbbnn.safetensors.",
+    (FitLbbnnOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-lbbnn ckpt.pt",
+        "bnncli fit-lbbnn mnist --hidden 400,600 --estimator lrt --epochs 250",
+        "bnncli fit-lbbnn ckpt.pt --estimator mnf --name sparse --resume",
+    ),
+    place=60,
+)
 
 
 def run(run: Run, options: FitLbbnnOptions) -> Result:

@@ -21,7 +21,8 @@ from bnncli.inference.hmc import Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_draws import complete
 from bnncli.machine.memory import budget
-from bnncli.options import HmcOptions
+from bnncli.options import HmcOptions, InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.options.until import unmet
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_prior, posterior_source
@@ -37,6 +38,20 @@ from bnncli.targets.coarse_gradient import choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+COMMAND = Command(
+    "Draw from the exact posterior by Hamiltonian Monte Carlo.",
+    "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
+    "rank-normalised split R-hat and the smallest effective sample size, of parameters and of predictions on the val "
+    "split. An interrupted run is continued with --resume. Writes posteriors/hmc.nc, which ArviZ opens.",
+    (HmcOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli hmc ckpt.pt",
+        "bnncli hmc ckpt.pt --chains 32 --draws 100 --max-rhat 1.01",
+        "bnncli hmc ckpt.pt --until 'rhat<=1.01,ess>=1000' --resume",
+    ),
+    place=50,
+)
 
 Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
 

@@ -13,10 +13,27 @@ from numpy.typing import NDArray
 
 from bnncli.integrators._exact import Exact, exact_probs
 from bnncli.integrators.quadrature import binary_probs
-from bnncli.options import IntegralsOptions
+from bnncli.options import CommonOptions, ComputeOptions, IntegralsOptions
+from bnncli.options.command import Command
 from bnncli.run.session import Result, Run, Table
 from bnncli.stages.integrals.cases import Case, cases_for, predict, sigmoid_posterior, softmax_posterior
 from bnncli.storage.figures import check_figure_path, write_figure
+
+COMMAND = Command(
+    "Measure each integrator against the exact integral, with no checkpoint.",
+    "Integrates a Gaussian over one logit (two classes) or several (softmax) with every integrator as predict would, and "
+    "shows how far each is from the exact probabilities (quadrature; from four logits on, scrambled Sobol points "
+    "where a product rule would need too many nodes). Without --mean: largest and mean error over a grid of means and standard "
+    "deviations of one logit, drawn with --plot.",
+    (IntegralsOptions, ComputeOptions, CommonOptions),
+    (
+        "bnncli integrals --mean 1.7 --variance 4",
+        "bnncli integrals --mean 2,0,-1 --covariance '2,1,0;1,2,0;0,0,1' --samples 1000",
+        "bnncli integrals --plot errors.png",
+    ),
+    (),
+    place=120,
+)
 
 _MOST_COLUMNS = 6  # of probabilities in the table; --json has all
 _SINGLE_PRECISION = "predictions are float32: errors below 6e-8 are rounding"

@@ -9,7 +9,8 @@ from typing import Any
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, kept_rows
 from bnncli.integrators._intervals import LEVEL
-from bnncli.options import PredictOptions
+from bnncli.options import InputOptions, NameOptions, PredictOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.predict_plan import ALL, Choice, Plan, default_integrator, num_stored
@@ -20,6 +21,20 @@ from bnncli.stages.predict.table import check_table_path, make_table, parse_merg
 from bnncli.stages.predict.work import Predictor, TrainData, facts_of, warn
 from bnncli.storage.headers import Header, read_header
 from bnncli.storage.provenance import Source
+
+COMMAND = Command(
+    "Turn posteriors into class probabilities.",
+    "Predicts every split but train with every posterior of the run, or those named. Several integrators may be asked "
+    "for; each setting goes to those that have it and, where it is not the default, into the name: mc with --qmc is "
+    "mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5.",
+    (PredictOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli predict ckpt.pt",
+        "bnncli predict ckpt.pt --posterior refine --integrator mc --samples 100 --split test",
+        "bnncli predict ckpt.pt --posterior laplace --integrator all --split test",
+    ),
+    place=80,
+)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.machine.memory import budget, bytes_text
-from bnncli.options import RefineOptions
+from bnncli.options import InputOptions, NameOptions, RefineOptions
+from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run import revisions as _revisions
@@ -40,6 +41,19 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import reduced_layout
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+COMMAND = Command(
+    "Refine a Gaussian posterior with a normalizing flow.",
+    "Maximises the ELBO of a flow pushed from the base Gaussian and says, with standard errors, whether it helped. "
+    "Writes posteriors/refine.safetensors.",
+    (RefineOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli refine ckpt.pt",
+        "bnncli refine ckpt.pt --flow radial --length 5 --epochs 20",
+        "bnncli refine ckpt.pt --base prior --name naive",
+    ),
+    place=40,
+)
 
 
 def run(run: Run, options: RefineOptions) -> Result:
