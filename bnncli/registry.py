@@ -30,7 +30,7 @@ _NEEDS = {
     "flows": (".recipe", ".settings", ".spaces", ".maps", ".forward", ".inverse", ".to_tensors", ".from_tensors"),
     "integrators": (".needs", ".is_sampling", ".prepare", ".predict"),
     "networks": ("build",),
-    "data": ("exists", "open_source"),
+    "data": ("FORM", "exists", "open_source"),
     "stages": ("COMMAND", "run"),
 }
 

@@ -13,9 +13,9 @@ from bnncli.data._split import Split
 from bnncli.errors import DataError, UsageError
 from bnncli.machine.inputs import reading
 from bnncli.options.declaration import check_split_name
+from bnncli.options.parts import forms
 
 _FAMILY = "data"
-_FORMS = "npz:FILE[:x,y], idx:IMAGES,LABELS, images:DIR or py:module:factory, each with @N for the first N rows"
 
 
 def parse_split(text: str, *, option: str = "--data") -> tuple[str, str]:
@@ -30,6 +30,11 @@ def parse_split(text: str, *, option: str = "--data") -> tuple[str, str]:
     return check_split_name(name, option), spec
 
 
+def _forms() -> str:
+    *others, last = forms()
+    return f"{', '.join(others)} or {last}, each with @N for the first N rows"
+
+
 def load_split(spec: str, *, preprocess: Preprocess | None = None) -> Split:
     """The split that `KIND:PLACE[@N]` names, its files open or in memory.
 
@@ -42,8 +47,8 @@ def load_split(spec: str, *, preprocess: Preprocess | None = None) -> Split:
         Untrusted: reading it would unpickle.
     """
     kind, colon, place = spec.partition(":")
-    if not colon or not place or kind not in registry.names(_FAMILY):
-        raise UsageError(f"--data: expected {_FORMS}; got {spec!r}")
+    if not colon or not place or not registry.has_name(_FAMILY, kind):
+        raise UsageError(f"--data: expected {_forms()}; got {spec!r}")
     module = registry.load_module(_FAMILY, kind)
     match = re.fullmatch(r"(.+)@(\d+)", place)
     count = None

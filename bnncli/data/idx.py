@@ -20,6 +20,9 @@ from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError
 from bnncli.machine.inputs import is_failure, open_regular
 from bnncli.names import quoted
+from bnncli.options.parts import Form
+
+FORM = Form("idx:IMAGES,LABELS", place=20)
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _MOST_AXES = 8

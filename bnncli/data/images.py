@@ -23,7 +23,10 @@ from bnncli.errors import DataError, MissingInput
 from bnncli.machine.inputs import is_failure, open_regular, reading
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
+from bnncli.options.parts import Form
 from bnncli.progress import Progress
+
+FORM = Form("images:DIR", place=30)
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".gif"}
 _GREY = {"L", "1", "LA"}

@@ -8,6 +8,9 @@ from pathlib import Path
 from bnncli.data._arrays import ArraySource, array_source, npz_names, read_npz
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import UsageError
+from bnncli.options.parts import Form
+
+FORM = Form("npz:FILE[:x,y]", place=10)
 
 DEFAULT_NAMES = ("x", "y")
 

@@ -19,7 +19,10 @@ from bnncli.data._labels import check_largest, explain_matrix
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, UsageError
 from bnncli.machine import user_code
+from bnncli.options.parts import Form
 from bnncli.progress import Progress
+
+FORM = Form("py:module:factory", place=40)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,10 +50,9 @@ def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any]
     """The factory and the arguments that the checkpoint's shapes imply."""
     if ":" in spec:
         return user_code.load_factory(spec, option="--model"), {}
-    if spec not in (choices := registry.names(_FAMILY)):
-        raise UsageError(
-            f"--model: expected one of {', '.join(choices)}, package.module:factory or file.py:factory; got {spec!r}"
-        )
+    if not registry.has_name(_FAMILY, spec):
+        choices = ", ".join(registry.names(_FAMILY))
+        raise UsageError(f"--model: expected one of {choices}, package.module:factory or file.py:factory; got {spec!r}")
     module = registry.load_module(_FAMILY, spec)
     infer: Callable[[Mapping[str, Tensor]], dict[str, Any]] = getattr(module, "arguments_from", lambda state: {})
     return module.build, infer(state)

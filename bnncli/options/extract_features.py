@@ -6,7 +6,24 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, option
-from bnncli.registry import check_name
+from bnncli.options.parts import forms
+from bnncli.registry import check_name, names
+
+NO_NETWORK = "flatten"
+
+
+def _model_help() -> str:
+    built_in = ", ".join(name for name in names("networks") if name != NO_NETWORK)
+    return (
+        f"Network: a built-in name ({built_in}; {NO_NETWORK} is none: inputs are the features, CKPT is just the run's "
+        "name), package.module:factory or file.py:factory. A factory is your code and is run."
+    )
+
+
+def _data_help() -> str:
+    return (
+        f"A split whose labels are the network's classes: {', '.join(forms())}; @N takes the first N rows. Repeatable."
+    )
 
 
 @dataclass(frozen=True)
@@ -15,13 +32,13 @@ class ExtractFeaturesOptions(Checked):
 
     model: str | None = option(
         None,
-        "Network: a built-in name (lenet5, mlp, resnet20, wide-resnet; flatten is none: inputs are the features, CKPT is just the run's name), package.module:factory or file.py:factory. A factory is your code and is run.",
+        _model_help,
         metavar="MODEL",
     )
     model_arg: list[str] = option([], "Argument of the network, as key=value; repeatable.", metavar="KEY=VALUE")
     data: list[str] = option(
         [],
-        "A split whose labels are the network's classes: npz:FILE[:x,y], idx:IMAGES,LABELS, images:DIR, py:module:factory; @N takes the first N rows. Repeatable.",
+        _data_help,
         metavar="SPLIT=SPEC",
     )
     ood: list[str] = option(

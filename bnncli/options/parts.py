@@ -62,6 +62,18 @@ class Draws(NamedTuple):
         return f"{self.default} ({'; '.join(notes)})" if notes else str(self.default)
 
 
+class Form(NamedTuple):
+    """How a kind of data is named, as `npz:FILE[:x,y]`, and its place among the kinds."""
+
+    text: str
+    place: int = 1000
+
+
+def forms() -> list[str]:
+    """How each kind of data is named."""
+    return [form.text for form in sorted(declarations("data", "FORM").values(), key=lambda form: form.place)]
+
+
 @cache
 def declaration(family: str, part: str, name: str) -> Any:
     """What the part's file declares as `name`; None where it does not.

@@ -16,6 +16,7 @@ from bnncli.errors import BnnError, DataError
 from bnncli.numerics.digests import json_sha256
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.extract_features import NO_NETWORK
 from bnncli.posteriors.point import Point
 from bnncli.run import revisions as _revisions
 from bnncli.run.classes import run_classes
@@ -24,7 +25,7 @@ from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
-from bnncli.stages.extract_features.network import NO_NETWORK, NetworkFeatures
+from bnncli.stages.extract_features.network import NetworkFeatures
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
 from bnncli.stages.extract_features.ready_splits import ReadyHead, ReadySplit, open_ready_splits
 from bnncli.stages.extract_features.splits import NamedSplit, model_identity, open_splits, user_sources

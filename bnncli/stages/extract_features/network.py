@@ -14,12 +14,11 @@ from bnncli.errors import UsageError
 from bnncli.extraction.features import ExtractedBatch, Head, collect, extract, find_last_linear, head_of
 from bnncli.networks import load_network
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.splits import NamedSplit, class_names, model_identity
 from bnncli.storage.feature_set import RECIPE
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit, encoded_names
-
-NO_NETWORK = "flatten"
 
 
 class NetworkFeatures:
