@@ -1,0 +1,134 @@
+"""One small file for each family of parts, to be dropped into a copy of the package or installed as a distribution's."""
+
+from __future__ import annotations
+
+FLOW = '''
+"""A shift of theta."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bnncli.flows import PUBLISHED, SPACES, loaded, tensors_of
+from bnncli.options.parts import Setting
+
+SETTINGS = {"NAME_push": Setting("How far NAME pushes; {default} by default", float, 1.0)}
+
+
+class CLASS(nn.Module):
+    recipe, settings, spaces, maps = PUBLISHED, tuple(SETTINGS), SPACES, "z + push shift"
+
+    def __init__(self, layout, generator, *, NAME_push=SETTINGS["NAME_push"].default):
+        super().__init__()
+        self.NAME_push = NAME_push
+        self.shift = nn.Parameter(torch.zeros(layout.num_params, dtype=torch.float64, device=generator.device))
+        self.register_buffer("push", torch.tensor([NAME_push], dtype=torch.float64, device=generator.device))
+
+    def forward(self, z):
+        return z + self.push * self.shift, z.new_zeros(len(z))
+
+    def inverse(self, y):
+        return y - self.push * self.shift
+
+    def to_tensors(self):
+        return tensors_of(self)
+
+    @classmethod
+    def from_tensors(cls, tensors, layout):
+        return loaded(cls(layout, torch.Generator(), NAME_push=float(tensors["push"])), tensors)
+
+    def summary(self):
+        return {"shift_norm": float(self.shift.norm())}
+'''
+
+INTEGRATOR = '''
+"""The network at the centre, mixed with equal probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from bnncli.integrators import Integrator, Prediction, require_support
+from bnncli.options.parts import Setting
+from bnncli.progress import SILENT
+
+SETTINGS = {"blend": Setting("Share of equal probabilities; {default} by default", float, 0.25, minimum=0, maximum=1)}
+
+
+@dataclass(frozen=True)
+class CLASS(Integrator):
+    needs: ClassVar[str] = "center"
+    blend: float = SETTINGS["blend"].default
+
+    def predict(self, posterior, features, *, num_samples, generator, progress=SILENT):
+        require_support("NAME", posterior)
+        logits = posterior.layout.logits(features, posterior.center.to(features).unsqueeze(0))[0]
+        probs = torch.softmax(logits, dim=1)
+        return Prediction.from_probs((1 - self.blend) * probs + self.blend / probs.shape[1])
+'''
+
+NETWORK = '''
+"""Two layers."""
+
+from torch import nn
+
+
+def build(width=5):
+    return nn.Sequential(nn.Linear(4, int(width)), nn.ReLU(), nn.Linear(int(width), 3))
+'''
+
+DATA = '''
+"""`NAME:FILE`: numbers in a text file, a row an example, the last one its label."""
+
+from pathlib import Path
+
+import numpy as np
+
+from bnncli.data._arrays import array_source
+from bnncli.options.parts import Form
+
+FORM = Form("NAME:FILE")
+
+
+def exists(place):
+    return Path(place).is_file()
+
+
+def open_source(place, preprocess):
+    rows = np.loadtxt(place)
+    return array_source(rows[:, :-1].astype(np.float32), rows[:, -1].astype(np.int64), where=f"NAME:{place}")
+'''
+
+COMMAND = '''
+"""NAME: says its name."""
+
+from bnncli.options.command import READ, Command, own_options
+from bnncli.options.declaration import option
+
+COMMAND = Command(
+    "Say NAME.",
+    "Nothing is written.",
+    (own_options(times=option(2, "How often.", minimum=1)), *READ),
+    ("bnncli NAME ckpt.pt",),
+    place=95,
+)
+
+
+def run(run, options):
+    from bnncli.run.session import Result
+
+    return Result(lines=[f"NAME {run.checkpoint_path.name}"] * options.times)
+'''
+
+FAMILIES = {"flows": FLOW, "integrators": INTEGRATOR, "networks": NETWORK, "data": DATA, "stages": COMMAND}
+OURS = {"flows": "swirl", "integrators": "middle", "networks": "tiny", "data": "rows", "stages": "greet"}
+THEIRS = {"flows": "eddy", "integrators": "halfway", "networks": "little", "data": "lines", "stages": "salute"}
+
+
+def text_of(family: str, name: str) -> str:
+    """The file of a part of this name."""
+    return FAMILIES[family].replace("CLASS", name.capitalize()).replace("NAME", name).lstrip()

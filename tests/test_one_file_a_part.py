@@ -1,0 +1,194 @@
+"""Parts of every family, one small file each: in a copy of the package, and in a distribution that is installed beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Invocation
+from copied_package import run_with_files
+from new_parts import OURS, THEIRS, text_of
+from torch import nn
+
+from bnncli import registry
+from bnncli.errors import UsageError
+
+HELPS = ("--help", "refine --help", "predict --help", "extract-features --help", "greet --help", "salute --help")
+NEVER = "SETTINGS = {}\nraise RuntimeError('it was imported')\n"
+
+
+def lines_of(run: str, part: dict[str, str]) -> dict[str, str]:
+    """Command lines that use a part of each family, by what they are for; FOLDER is where the files are."""
+    net = f"FOLDER/{run}.pt"
+    data = " ".join(f"--data {split}={part['data']}:FOLDER/{split}.txt" for split in ("train", "test"))
+    return {
+        "extract": f"extract-features {net} --model {part['networks']} {data}",
+        "fit": f"fit-laplace {net} --prior-precision 1",
+        "refine": f"refine {net} --flow {part['flows']} --{part['flows']}-push 0.5 --epochs 1 --elbo-draws 16",
+        "predict": f"predict {net} --integrator mc --integrator {part['integrators']} --blend 0.5 --samples 40",
+        "evaluate": f"evaluate {net} --bootstrap 0 --json",
+        "inspect": f"inspect {net}.bnn/posteriors/refine.safetensors --json",
+        "verify": f"verify {net}.bnn",
+        "command": f"{part['stages']} {net} --times 3",
+    }
+
+
+LINES = {"ours": lines_of("ours", OURS), "theirs": lines_of("theirs", THEIRS)}
+PARTS = {"ours": OURS, "theirs": THEIRS}
+
+
+def install(folder: Path, parts: dict[str, str], *, name: str = "theirs") -> Path:
+    """A distribution in a folder of the search path, with one module for each part."""
+    package, metadata = folder / name, folder / f"{name}-1.0.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    (package / "__init__.py").touch()
+    metadata.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    groups = []
+    for family, part in parts.items():
+        (package / f"{family}_part.py").write_text(text_of(family, part))
+        group = "commands" if family == "stages" else family
+        groups.append(f"[bnncli.{group}]\n{part} = {name}.{family}_part\n")
+    metadata.joinpath("entry_points.txt").write_text("\n".join(groups))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Invocation]:
+    """What every line did, with our parts in a copy of the package and theirs in a distribution."""
+    folder = tmp_path_factory.mktemp("parts")
+    files = {f"{family}/{name}.py": text_of(family, name) for family, name in OURS.items()}
+    install(folder, THEIRS)
+    install(folder, {"flows": "idle"}, name="idlers").joinpath("idlers/flows_part.py").write_text(NEVER)
+    write_inputs(folder)
+    lines = [*HELPS, *(line for of in LINES.values() for line in of.values())]
+    words = [line.replace("FOLDER", str(folder)).split() for line in lines]
+    return dict(zip(lines, run_with_files({**files, "flows/never.py": NEVER}, folder, words), strict=True))
+
+
+def write_inputs(folder: Path) -> None:
+    """The weights of a network of two layers, and examples that it labels."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    inputs = torch.randn(60, 4)
+    rows = torch.cat([inputs, net(inputs).argmax(dim=1, keepdim=True)], dim=1).detach().numpy()
+    for name in PARTS:
+        torch.save(net.state_dict(), folder / f"{name}.pt")
+    np.savetxt(folder / "train.txt", rows[:40])
+    np.savetxt(folder / "test.txt", rows[40:])
+
+
+def test_help_lists_parts_and_their_options_without_importing_them(done: dict[str, Invocation]) -> None:
+    for parts in PARTS.values():
+        assert f"  {parts['stages']} " in done["--help"].stdout
+        assert parts["flows"] in done["refine --help"].stdout
+        assert f"--{parts['flows']}-push" in done["refine --help"].stdout
+        assert parts["integrators"] in done["predict --help"].stdout
+        assert parts["networks"] in done["extract-features --help"].stdout
+        assert f"{parts['data']}:FILE" in done["extract-features --help"].stdout
+        assert "--times" in done[f"{parts['stages']} --help"].stdout
+    assert "(halfway, middle)" in " ".join(done["predict --help"].stdout.split())
+    assert "idle" in done["refine --help"].stdout
+    assert "never" in done["refine --help"].stdout
+
+
+@pytest.mark.parametrize("run", PARTS)
+def test_every_part_runs_and_what_it_made_is_read_back(run: str, done: dict[str, Invocation]) -> None:
+    did = {what: done[line] for what, line in LINES[run].items()}
+    failed = {what: one for what, one in did.items() if one.code}
+    assert not failed, failed
+    params = json.loads(did["inspect"].stdout)["provenance"]["params"]
+    flow = PARTS[run]["flows"]
+    assert (params["flow"], params[f"{flow}_push"], params["scale"]) == (flow, 0.5, None)
+    rows = json.loads(did["evaluate"].stdout)["rows"]
+    made = {(row["posterior"], row["integrator"]) for row in rows}
+    assert {("laplace", f"{PARTS[run]['integrators']}-0.5"), ("refine", "mc")} <= made
+    assert did["command"].stdout.split("\n")[:3] == [f"{PARTS[run]['stages']} {run}.pt"] * 3
+
+
+def test_a_part_that_is_not_asked_for_changes_nothing_of_what_is_recorded(done: dict[str, Invocation]) -> None:
+    params = json.loads(done[LINES["ours"]["inspect"]].stdout)["provenance"]["params"]
+    assert "eddy_push" not in params
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Puts distributions on the search path of this process; what is known of them is forgotten behind the test."""
+    caches: list[Any] = [registry._entry_points, registry._installed, registry.load_module]
+
+    def put(parts: dict[str, str], *, name: str = "theirs") -> Path:
+        folder = install(tmp_path / name, parts, name=name)
+        monkeypatch.syspath_prepend(str(folder))
+        for cache in caches:
+            cache.cache_clear()
+        return folder / name
+
+    yield put
+    monkeypatch.undo()
+    for module in [module for module in sys.modules if module.split(".")[0] in ("theirs", "others")]:
+        del sys.modules[module]
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_name_that_is_ours_already_is_refused_and_says_whose_it_is(installed: Callable[..., Path]) -> None:
+    installed({"flows": "radial"})
+    with pytest.raises(
+        UsageError, match=r"'radial' of bnncli.flows that the distribution 'theirs' has .* of this name"
+    ):
+        registry.names("flows")
+    assert registry.load_class("flows", "radial").__module__ == "bnncli.flows.radial"
+
+
+def test_a_name_that_two_distributions_have_is_refused(installed: Callable[..., Path]) -> None:
+    installed({"flows": "eddy"})
+    installed({"flows": "eddy"}, name="others")
+    with pytest.raises(UsageError, match=r"the distribution '(theirs|others)' has a part of this name too"):
+        registry.names("flows")
+
+
+def test_a_part_that_fails_to_import_is_told_in_one_line(installed: Callable[..., Path]) -> None:
+    (installed({"integrators": "halfway"}) / "integrators_part.py").write_text("import no_such_module\n")
+    assert "halfway" in registry.names("integrators")
+    with pytest.raises(
+        UsageError, match="'theirs' has cannot be used: importing it failed with ModuleNotFoundError"
+    ) as told:
+        registry.load_class("integrators", "halfway")
+    assert "\n" not in told.value.message
+    assert told.value.hint == "pip uninstall theirs, or another release of it"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "lack"),
+    [
+        ("flows", "class Eddy:\n    recipe = None\n", "its class Eddy has no settings"),
+        ("integrators", "", "its class Eddy has no needs"),
+        ("networks", "", "its module has no build"),
+        ("data", "FORM = ''\n", "its module has no exists"),
+    ],
+)
+def test_a_part_without_what_its_family_needs_is_told(
+    family: str, text: str, lack: str, installed: Callable[..., Path]
+) -> None:
+    installed({family: "eddy"} if family != "data" else {"data": "eddy"}).joinpath(f"{family}_part.py").write_text(text)
+    with pytest.raises(UsageError, match=lack):
+        registry.load_module(family, "eddy")
+
+
+def test_a_command_without_a_declaration_is_told(installed: Callable[..., Path], cli: Any) -> None:
+    (installed({"stages": "salute"}) / "stages_part.py").write_text("COMMAND = Command('x')\n")
+    said = cli("salute")
+    assert (said.code, said.stdout, said.stderr.count("\n")) == (2, "", 1)
+    assert "'theirs' has cannot be used: COMMAND cannot be read: NameError" in said.stderr
+
+
+def test_a_name_of_ours_is_found_without_looking_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_installed", lambda family: pytest.fail("it was looked at"))
+    assert registry.has_name("flows", "radial")
+    assert registry.load_class("integrators", "mc").__name__ == "Mc"
