@@ -31,6 +31,7 @@ _NEEDS = {
     "integrators": (".needs", ".is_sampling", ".prepare", ".predict"),
     "networks": ("build",),
     "data": ("FORM", "exists", "open_source"),
+    "scores": ("SCORE",),
     "stages": ("COMMAND", "run"),
 }
 

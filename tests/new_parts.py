@@ -124,9 +124,31 @@ def run(run, options):
     return Result(lines=[f"NAME {run.checkpoint_path.name}"] * options.times)
 '''
 
-FAMILIES = {"flows": FLOW, "integrators": INTEGRATOR, "networks": NETWORK, "data": DATA, "stages": COMMAND}
-OURS = {"flows": "swirl", "integrators": "middle", "networks": "tiny", "data": "rows", "stages": "greet"}
-THEIRS = {"flows": "eddy", "integrators": "halfway", "networks": "little", "data": "lines", "stages": "salute"}
+SCORE = '''
+"""NAME: the mean probability of the label."""
+
+from bnncli.scores import Score
+
+
+def of_split(split):
+    from bnncli.evaluation.weighted_scores import ScoreForm, means
+
+    return [means([ScoreForm("NAME", {"classes": "all"}, True, bounds=(0.0, 1.0))], [split.examples.label_probability])]
+
+
+SCORE = Score(title="NAME", digits=3, of_split=of_split)
+'''
+
+FAMILIES = {
+    "flows": FLOW,
+    "integrators": INTEGRATOR,
+    "networks": NETWORK,
+    "data": DATA,
+    "scores": SCORE,
+    "stages": COMMAND,
+}
+OURS = dict(zip(FAMILIES, ("swirl", "middle", "tiny", "rows", "sureness", "greet"), strict=True))
+THEIRS = dict(zip(FAMILIES, ("eddy", "halfway", "little", "lines", "aplomb", "salute"), strict=True))
 
 
 def text_of(family: str, name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +14,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import Invocation
-from copied_package import run_with_files
+from copied_package import PACKAGE, run_with_files
 from new_parts import OURS, THEIRS, text_of
 from torch import nn
 
 from bnncli import registry
 from bnncli.errors import UsageError
 
-HELPS = ("--help", "refine --help", "predict --help", "extract-features --help", "greet --help", "salute --help")
+HELPS = (
+    "--help",
+    "refine --help",
+    "predict --help",
+    "extract-features --help",
+    "evaluate --help",
+    "greet --help",
+    "salute --help",
+)
 NEVER = "SETTINGS = {}\nraise RuntimeError('it was imported')\n"
 
 
@@ -92,6 +102,7 @@ def test_help_lists_parts_and_their_options_without_importing_them(done: dict[st
         assert parts["integrators"] in done["predict --help"].stdout
         assert parts["networks"] in done["extract-features --help"].stdout
         assert f"{parts['data']}:FILE" in done["extract-features --help"].stdout
+        assert parts["scores"] in done["evaluate --help"].stdout
         assert "--times" in done[f"{parts['stages']} --help"].stdout
     assert "(halfway, middle)" in " ".join(done["predict --help"].stdout.split())
     assert "idle" in done["refine --help"].stdout
@@ -108,7 +119,8 @@ def test_every_part_runs_and_what_it_made_is_read_back(run: str, done: dict[str,
     assert (params["flow"], params[f"{flow}_push"], params["scale"]) == (flow, 0.5, None)
     rows = json.loads(did["evaluate"].stdout)["rows"]
     made = {(row["posterior"], row["integrator"]) for row in rows}
-    assert {("laplace", f"{PARTS[run]['integrators']}-0.5"), ("refine", "mc")} <= made
+    assert {("laplace", PARTS[run]["integrators"]), ("refine", "mc")} <= made
+    assert all(PARTS[run]["scores"] in {metric["name"] for metric in row["metrics"]} for row in rows)
     assert did["command"].stdout.split("\n")[:3] == [f"{PARTS[run]['stages']} {run}.pt"] * 3
 
 
@@ -184,7 +196,7 @@ def test_a_part_without_what_its_family_needs_is_told(
 def test_a_command_without_a_declaration_is_told(installed: Callable[..., Path], cli: Any) -> None:
     (installed({"stages": "salute"}) / "stages_part.py").write_text("COMMAND = Command('x')\n")
     said = cli("salute")
-    assert (said.code, said.stdout, said.stderr.count("\n")) == (2, "", 1)
+    assert (said.code, said.stdout, said.stderr.count("\n")) == (2, "", 2)  # and a hint
     assert "'theirs' has cannot be used: COMMAND cannot be read: NameError" in said.stderr
 
 
@@ -192,3 +204,16 @@ def test_a_name_of_ours_is_found_without_looking_at_what_is_installed(monkeypatc
     monkeypatch.setattr(registry, "_installed", lambda family: pytest.fail("it was looked at"))
     assert registry.has_name("flows", "radial")
     assert registry.load_class("integrators", "mc").__name__ == "Mc"
+
+
+def test_an_installed_score_that_is_no_good_is_told_by_every_command(tmp_path: Path) -> None:
+    """Scores are read for the options, before there is a command line that could tell of an error."""
+    (install(tmp_path, {"scores": "aplomb"}) / "theirs/scores_part.py").write_text("")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])}
+    command = [sys.executable, "-m", "bnncli", "status", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "error: the part 'aplomb' of bnncli.scores that the distribution 'theirs' has cannot be used: its module has no SCORE",
+        "hint: pip uninstall theirs, or another release of it",
+    ]

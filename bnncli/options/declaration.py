@@ -19,7 +19,7 @@ def option(
     text: str | Callable[[], str],
     *,
     family: str | None = None,
-    choices: tuple[str, ...] = (),
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
     short: str = "",
     minimum: float | None = None,
     maximum: float | None = None,
@@ -33,7 +33,7 @@ def option(
         default: the value when nothing says otherwise; a list makes the option repeatable.
         text: one line of help; a function where it says what there is, which is looked up when help is shown.
         family: a registry folder whose file names are the choices.
-        choices: the values allowed, when they are fixed; beside a family, further ones.
+        choices: the values allowed, when they are fixed, or a function that looks them up; beside a family, further ones.
         minimum, maximum: bounds of a number, inclusive.
         numeric: True when the value changes the numbers in the artifact.
     """
@@ -126,7 +126,8 @@ def flag_of(name: str) -> str:
 
 def choices_of(meta: Any) -> list[str]:
     """The values an option allows, from its family folder and its fixed list; empty when anything goes."""
-    return [*(registry.names(meta["family"]) if meta["family"] else []), *meta["choices"]]
+    choices = meta["choices"]
+    return [*(registry.names(meta["family"]) if meta["family"] else []), *(choices() if callable(choices) else choices)]
 
 
 def check_value(spec: Field[Any], value: Any, where: str) -> None:
@@ -148,7 +149,8 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
 
 def _is_choice(meta: Any, item: Any) -> bool:
     """Whether an option takes a value; of a family's parts those that are installed are looked at last."""
-    if item in meta["choices"] or not (meta["choices"] or meta["family"]):
+    choices = meta["choices"]() if callable(meta["choices"]) else meta["choices"]
+    if item in choices or not (choices or meta["family"]):
         return True
     return meta["family"] is not None and registry.has_name(meta["family"], item)
 

@@ -8,13 +8,19 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, check_suffix, option, parse_positive
 
-STRUCTURES = registry.in_order("curvature")
-
 
 def _named(structure: str) -> str:
     """A structure, with a few words where it has some."""
     about = registry.declared("curvature", structure, "about")
     return f"{structure} ({about})" if about else structure
+
+
+def _structures() -> tuple[str, ...]:
+    return "auto", *registry.in_order("curvature")
+
+
+def _structure_help() -> str:
+    return f"Structure of the covariance: {'; '.join(map(_named, registry.in_order('curvature')))}. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron; where val chooses the prior precision, the first of these and the rougher ones whose val NLL is within a standard error, or a hundredth, of the lowest. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller."
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,8 @@ class FitLaplaceOptions(Checked):
 
     structure: str = option(
         "auto",
-        f"Structure of the covariance: {'; '.join(map(_named, STRUCTURES))}. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron; where val chooses the prior precision, the first of these and the rougher ones whose val NLL is within a standard error, or a hundredth, of the lowest. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller.",
-        choices=("auto", *STRUCTURES),
+        _structure_help,
+        choices=_structures,
     )
     center: str = option(
         "mode",
