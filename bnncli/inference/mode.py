@@ -104,7 +104,7 @@ def find_mode(
         task.advance(note=f"log joint {value:.1f}, decrement {decrement:.2g}")
         theta, value, gradient = _search_along(target, theta, value, gradient, step)
         previous = decrement
-        if num_products > _STALE_ITERATIONS[whitening.covariance.structure]:
+        if num_products > _STALE_ITERATIONS.get(whitening.covariance.structure, _STALE_ITERATIONS[_EXACT_WHITENING]):
             whitening = covariance_at(target, theta, _structure_for(target), before=before)
             before = whitening if whitening.saves_work else before
     raise NumericError(

@@ -6,6 +6,7 @@ import scipy.optimize
 import torch
 from launches import count
 
+from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference import mode as mode_module
@@ -141,6 +142,13 @@ def test_labels_that_a_stale_hessian_does_not_fit_get_a_fresh_one(monkeypatch: p
     stale = ggn(target, 10 * far_start(LAYOUTS[0]), "full")
     found = find_mode(target, far_start(LAYOUTS[0]), hessian=stale)
     assert not torch.equal(found.hessian["hessian.full"], stale["hessian.full"])
+
+
+@pytest.mark.parametrize("structure", registry.names("covariances"))
+def test_a_hessian_of_any_structure_warms_the_search(structure: str) -> None:
+    target = make_target(LAYOUTS[0])
+    found = find_mode(target, far_start(LAYOUTS[0]), hessian=ggn(target, torch.zeros(15), structure), tolerance=1e-8)
+    torch.testing.assert_close(found.theta, find_mode(target, torch.zeros(15), tolerance=1e-8).theta, atol=1e-7, rtol=0)
 
 
 def test_too_few_iterations_are_an_error() -> None:
