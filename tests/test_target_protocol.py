@@ -79,7 +79,7 @@ def banana() -> Target:
 def base(variance: float = 0.5) -> Gaussian:
     """A Gaussian of a structure that knows no layout, and without a prior."""
     mean = torch.tensor([-1.2, 0.0], dtype=torch.float64)
-    return Gaussian(mean, Diag(variance * torch.ones_like(mean)), Pair())  # type: ignore[arg-type]
+    return Gaussian(mean, Diag(variance * torch.ones_like(mean)), Pair())
 
 
 @cache

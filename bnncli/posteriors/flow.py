@@ -18,7 +18,7 @@ from bnncli.covariances._row_space import rows_of
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.posteriors import sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
 
 
@@ -45,12 +45,12 @@ class Flow:
             raise ValueError(f"space: expected one of {', '.join(SPACES)}; got {self.space!r}")
 
     @property
-    def layout(self) -> HeadLayout:
+    def layout(self) -> ParamLayout:
         """How weight and bias lie in theta."""
         return self.base.layout
 
     @property
-    def layer_layout(self) -> HeadLayout:
+    def layer_layout(self) -> ParamLayout:
         """How the theta lies that the layers act on."""
         within = rows_of(self.base.covariance)
         return self.layout if within is None else within.rows.reduced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,24 +19,27 @@ from bnncli.numerics.sobol import quasi_normal
 from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
+
+Layout = TypeVar("Layout", bound=ParamLayout)
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Generic[Layout]):
     """N(mean, Sigma), Sigma = L L^T of any structure.
 
     Args:
         mean: (P,), float64.
         covariance: Sigma.
-        layout: how weight and bias lie in theta.
+        layout: how theta lies.
         prior: of the target that it was fitted to; None where that had none of ours.
     """
 
     type: ClassVar[str] = "gaussian"
     mean: Tensor
     covariance: Covariance
-    layout: HeadLayout
+    layout: Layout
     prior: Prior | None = None
 
     def __post_init__(self) -> None:
@@ -84,19 +87,21 @@ class Gaussian:
         return 0.5 * self.layout.num_params * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
 
     @cached_property
-    def logits(self) -> LogitGaussian:
-        """The Gaussian of the logits of features (n, D), exact."""
+    def logits(self: Gaussian[HeadLayout]) -> LogitGaussian:
+        """The Gaussian of the logits of features (n, D) under a head, exact."""
         return head_logits(self.mean, self.layout, self.covariance)
 
-    def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
+    def logit_marginals(
+        self: Gaussian[HeadLayout], features: Tensor, *, is_projected: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and variance (n, K) of each logit at features (n, D); minus the logits' mean if projected."""
         return self.logits.marginals(features, is_projected=is_projected)
 
-    def logit_moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def logit_moments(self: Gaussian[HeadLayout], features: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
         return self.logits.moments(features)
 
-    def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
+    def logit_root(self: Gaussian[HeadLayout], features: Tensor) -> tuple[Tensor, LogitRoot]:
         """Mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
         return self.logits.root(features)
 
@@ -115,8 +120,8 @@ class Gaussian:
         return {**tensors, **self.covariance.to_tensors()}, meta
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian:
+    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian[HeadLayout]:
         """The inverse of to_tensors."""
         layout = HeadLayout.from_meta(meta)
         covariance = read_covariance(meta["structure"], tensors, layout)
-        return cls(tensors["mean"], covariance, layout, Prior.found_in(tensors))
+        return Gaussian(tensors["mean"], covariance, layout, Prior.found_in(tensors))

@@ -48,7 +48,7 @@ def span_metrics(gaussian: Gaussian) -> dict[str, int]:
     within = rows_of(gaussian.covariance)
     if within is None:
         return {}
-    return {"row_space_rank": within.rows.rank, "num_features": gaussian.layout.num_features}
+    return {"row_space_rank": within.rows.rank, "num_features": within.rows.layout.num_features}
 
 
 def span_line(metrics: Mapping[str, Any]) -> list[str]:

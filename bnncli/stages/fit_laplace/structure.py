@@ -49,7 +49,7 @@ def structure_by_val(
         search_at: searches for the precision of another, from structure, start and generator.
     """
     gaussian = found.fit.gaussian
-    first, layout = gaussian.covariance.structure, gaussian.layout
+    first, layout = gaussian.covariance.structure, target.layout
     rows = found.judge.rows
     whole = None if rows is None else rows.layout
     quick = memory.automatic_structures(layout, budget(run.device), num_draws=NUM_DRAWS, whole=whole)

@@ -21,9 +21,6 @@ from bnncli.options.parts import declaration
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
-
-_NO_PRIOR = Prior(1.0)  # no integrator here asks for it
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def softmax_posterior(mean: Tensor, covariance: Tensor) -> Gaussian:
     layout = HeadLayout(len(mean), 1, has_bias=False)
     variances = covariance.diagonal()
     if torch.equal(covariance, variances.diag()):
-        return Gaussian(mean, Diag(variances), layout, _NO_PRIOR)
+        return Gaussian(mean, Diag(variances), layout)
     values, vectors = torch.linalg.eigh(covariance)
     if values.min() < -1e-10 * values.abs().max():
         raise UsageError(
@@ -101,9 +98,9 @@ def softmax_posterior(mean: Tensor, covariance: Tensor) -> Gaussian:
         )
     # A root of any shape becomes a triangular one, also where the covariance is singular.
     upper = torch.linalg.qr((vectors * values.clamp_min(0).sqrt()).T).R
-    return Gaussian(mean, Full(upper.T.contiguous()), layout, _NO_PRIOR)
+    return Gaussian(mean, Full(upper.T.contiguous()), layout)
 
 
 def sigmoid_posterior(means: Tensor, variances: Tensor) -> Gaussian:
     """N examples with a single logit each, independent, of these means (N,) and variances (N,)."""
-    return Gaussian(means, Diag(variances), HeadLayout(1, len(means), has_bias=False), _NO_PRIOR)
+    return Gaussian(means, Diag(variances), HeadLayout(1, len(means), has_bias=False))
