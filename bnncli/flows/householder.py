@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.flows import ALL_DATA, Recipe, loaded, tensors_of, uniform, zeros
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 
 class Householder(nn.Module):
@@ -35,7 +35,7 @@ class Householder(nn.Module):
     )
     maps: ClassVar[str] = "z to center + H(second) H(first) (z - center), H(v) = I - 2 v v^T / |v|^2"
 
-    def __init__(self, layout: HeadLayout, generator: torch.Generator) -> None:
+    def __init__(self, layout: ParamLayout, generator: torch.Generator) -> None:
         super().__init__()
         vector = uniform((layout.num_params,), 1.0, generator)
         self.first = nn.Parameter(vector)
@@ -56,7 +56,7 @@ class Householder(nn.Module):
         return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""
         return loaded(cls(layout, torch.Generator()), tensors)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 # Halving an interval of width 2 |w . u| this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60
@@ -37,7 +37,7 @@ class Planar(nn.Module):
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = "u = raw_u + (softplus(w . raw_u) - 1 - w . raw_u) w / |w|^2"
 
-    def __init__(self, layout: HeadLayout, generator: torch.Generator) -> None:
+    def __init__(self, layout: ParamLayout, generator: torch.Generator) -> None:
         super().__init__()
         dim = layout.num_params
         bound = 1 / math.sqrt(dim)
@@ -80,7 +80,7 @@ class Planar(nn.Module):
         return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""
         return loaded(cls(layout, torch.Generator()), tensors)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bnncli.flows import PUBLISHED, SPACES, Recipe, loaded, tensors_of, uniform
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 
 class Radial(nn.Module):
@@ -34,7 +34,7 @@ class Radial(nn.Module):
     spaces: ClassVar[tuple[str, ...]] = SPACES
     maps: ClassVar[str] = "alpha = softplus(raw_alpha); beta = -alpha + softplus(raw_beta)"
 
-    def __init__(self, layout: HeadLayout, generator: torch.Generator) -> None:
+    def __init__(self, layout: ParamLayout, generator: torch.Generator) -> None:
         super().__init__()
         dim = layout.num_params
         bound = 1 / math.sqrt(dim)
@@ -76,7 +76,7 @@ class Radial(nn.Module):
         return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""
         return loaded(cls(layout, torch.Generator()), tensors)
 

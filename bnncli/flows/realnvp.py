@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors_of
 from bnncli.flows._conditioner import Conditioner, bounded_log_scale, half_sizes, join_halves, settings_in, split_halves
 from bnncli.options.refine import HIDDEN
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 SETTINGS = {"hidden": HIDDEN}
 
@@ -40,7 +40,7 @@ class Realnvp(nn.Module):
     )
 
     def __init__(
-        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = HIDDEN.default, index: int = 0
+        self, layout: ParamLayout, generator: torch.Generator, *, hidden: int = HIDDEN.default, index: int = 0
     ) -> None:
         super().__init__()
         self.hidden, self.index = hidden, index
@@ -65,7 +65,7 @@ class Realnvp(nn.Module):
         return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""
         return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 

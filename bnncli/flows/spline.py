@@ -17,7 +17,7 @@ from bnncli.flows import ALL_DATA, SPACES, Recipe, loaded, place_buffer, tensors
 from bnncli.flows._conditioner import Conditioner, half_sizes, join_halves, settings_in, split_halves
 from bnncli.numerics.running_sum import running_sum
 from bnncli.options.refine import HIDDEN
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 NUM_BINS = 8
 BOUND = 5.0  # of a standard normal, 6e-7 lies outside
@@ -51,7 +51,7 @@ class Spline(nn.Module):
     )
 
     def __init__(
-        self, layout: HeadLayout, generator: torch.Generator, *, hidden: int = HIDDEN.default, index: int = 0
+        self, layout: ParamLayout, generator: torch.Generator, *, hidden: int = HIDDEN.default, index: int = 0
     ) -> None:
         super().__init__()
         self.hidden, self.index = hidden, index
@@ -75,7 +75,7 @@ class Spline(nn.Module):
         return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""
         return loaded(cls(layout, torch.Generator(), **settings_in(tensors)), tensors)
 

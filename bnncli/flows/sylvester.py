@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bnncli.flows import ALL_DATA, SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
 from bnncli.options.refine import RANK
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 # Halving an interval this often leaves less than a float64 rounding error of it.
 _BISECTIONS = 60
@@ -47,7 +47,7 @@ class Sylvester(nn.Module):
         "A = triu(outer, 1) + diag((1 - 1e-6) (exp(diag(outer)) - 1) / exp(diag(inner)))"
     )
 
-    def __init__(self, layout: HeadLayout, generator: torch.Generator, *, rank: int | None = None) -> None:
+    def __init__(self, layout: ParamLayout, generator: torch.Generator, *, rank: int | None = None) -> None:
         super().__init__()
         self.rank = choose_rank(rank, layout)
         self.basis = reflection_vectors(layout.num_params, self.rank, generator)
@@ -83,7 +83,7 @@ class Sylvester(nn.Module):
         return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""
         layer = cls(layout, torch.Generator(), rank=tensors["bias"].shape[0])
         layer.load_state_dict(tensors)
