@@ -23,7 +23,7 @@ from bnncli.targets.target import LogJoint, Target
 from bnncli.theta.layout import ParamLayout, Part, consecutive, parts_to_json
 
 NOISE_SD = 1.5
-ROOM = Path(__file__).parents[1] / "bnncli" / "inference"
+ROOM = Path(__file__).parents[2] / "bnncli" / "inference"
 
 
 class Pair:
