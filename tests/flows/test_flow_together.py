@@ -18,7 +18,6 @@ from bnncli.flows import push
 from bnncli.inference.objective import Objective
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.likelihood import label_indicators
 from bnncli.theta.prior import Prior
 
 KINDS = [kind for kind, _ in EXAMPLES if hasattr(registry.load_class("flows", kind), "push_together")]
@@ -116,7 +115,7 @@ def test_a_step_through_five_layers_is_about_half_the_operations(kind: str, monk
     target = LastLayerTarget(draw_points(9, 20), torch.arange(20) % 3, layout, Prior(1.0))
     base = Gaussian(torch.zeros(30).double(), Diag(torch.ones(30).double()), layout, Prior(1.0))
     objective, noise = Objective.of(target, base, "whitened"), draw_points(30, 1)
-    batch = target.features, label_indicators(target.labels, layout, torch.float64)
+    batch = target.examples(torch.arange(20))
     for through in (push, one_by_one):
         monkeypatch.setattr(bnncli.inference.objective, "push", through)
         with Operations() as operations:
