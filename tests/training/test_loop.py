@@ -209,6 +209,7 @@ def test_a_training_continues_from_every_round_to_the_same_bits(steps_at_once: i
     states: list[tuple[dict[str, Tensor], bool]] = []
     whole = trained(learner(), save=lambda state, is_last: states.append((dict(state), is_last)))
     assert [is_last for _, is_last in states] == 4 * [False]
+    assert [len(state["history.objective"]) for state, _ in states] == [1, 2, 3, 4]
     for state, _ in states:
         assert_same(trained(learner(), state=state), whole)
         without = {name: part for name, part in state.items() if name != "history.ends"}
@@ -245,11 +246,16 @@ def test_a_standstill_shortens_the_schedule_without_a_jump() -> None:
 
 def test_a_training_that_stands_still_ends_early_in_whole_rounds() -> None:
     learner, course = Centre(), Course(400, 5, patience=3, round_steps=8)
-    rounds: list[int] = []
-    train(learner, course, what="centre", save=lambda state, is_last: rounds.append(learner.num_epochs))
+    states: list[Mapping[str, Tensor]] = []
+    train(learner, course, what="centre", save=lambda state, is_last: states.append(state))
     assert course.is_early
     assert learner.num_epochs == course.num_epochs < 200
-    assert rounds[:-1] == list(range(2, course.num_epochs, 2))[: len(rounds) - 1]
+    resumed, other = Centre(), Course(400, 5, patience=3, round_steps=8)
+    train(resumed, other, what="centre", state=states[-2])
+    assert other == course
+    assert_same(resumed.state(), learner.state())
+    rounds = [len(state["history.objective"]) for state in states]
+    assert rounds == [*range(2, course.num_epochs, 2), course.num_epochs]
 
 
 def test_a_learning_rate_beyond_single_precision_is_infinite() -> None:
