@@ -10,8 +10,9 @@ from typing import Any
 import h5py
 
 from bnncli.storage import metrics, posteriors
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.hdf5 import header_of, open_hdf5, read_contents, write_hdf5
-from bnncli.storage.headers import read_header, with_digest
+from bnncli.storage.headers import with_digest
 
 Change = Callable[[dict[str, Any]], None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,44 @@ def test_imports_point_down(path: Path) -> None:
     own = own_part(path)
     assert own in RANK, f"{own} has no place in the layers"
     assert not {name for name in imported(path) - {own} if RANK[name] <= RANK[own]}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path): path for path in MODULES}
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Our modules that a module imports when it is used, inside functions as well; not what is for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    skipped = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in NAMES else str(node.module) for name in inner}
+    return found & NAMES.keys()
+
+
+@pytest.mark.parametrize("room", sorted({own_part(path) for path in MODULES if path.parent != PACKAGE}))
+def test_no_room_has_a_circle_of_imports(room: str) -> None:
+    within = {name for name, path in NAMES.items() if own_part(path) == room}
+    assert list(TopologicalSorter({name: modules_imported(NAMES[name]) & within for name in within}).static_order())
+
+
+def test_imports_inside_functions_are_seen() -> None:
+    late = "bnncli.storage.hdf5"
+    assert late in modules_imported(PACKAGE / "storage/artifacts.py")
+    tree = ast.parse((PACKAGE / "storage/artifacts.py").read_text())
+    assert all(node.module != late for node in tree.body if isinstance(node, ast.ImportFrom))
 
 
 def test_what_lies_loose_is_what_everything_stands_on() -> None:

@@ -23,8 +23,9 @@ from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
 from bnncli.run.classes import run_classes
 from bnncli.run.session import Run
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import FeatureSplit, head_digest, read_features
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.provenance import Source
 from bnncli.storage.samples import SampleFile, read_samples

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 
 
 @dataclass(frozen=True)

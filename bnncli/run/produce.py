@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, OutputExists, UsageError
+from bnncli.errors import BnnError, DataError, OutputExists, UsageError
 from bnncli.run.session import Result, Run, source_json
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import check_free_space, check_writable, remove_dead_temporaries
 from bnncli.storage.freshness import Decision, decide, is_same_file
 from bnncli.storage.headers import Header, interpreting
@@ -157,9 +158,6 @@ def _decide(run: Run, request: Request) -> Decision:
 
 def _check_sources(sources: Sequence[Source]) -> None:
     """An input that was replaced while the work ran makes the work worthless."""
-    from bnncli.errors import DataError
-    from bnncli.storage.headers import read_header
-
     for source in sources:
         if source.is_artifact and read_header(source.path).content_digest != source.content_digest:
             message = f"{source.path} was replaced while this command ran; nothing was written"

@@ -23,7 +23,8 @@ from bnncli.options import EvaluateOptions
 from bnncli.run.prediction_groups import Group
 from bnncli.run.session import Run
 from bnncli.scores import detection_forms, other_split_rows, split_scores
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 
 

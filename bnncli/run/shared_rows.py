@@ -8,8 +8,8 @@ from itertools import combinations
 
 import numpy as np
 
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_sample_ids
-from bnncli.storage.headers import read_header
 from bnncli.storage.run_folder import RunFolder
 
 

@@ -23,7 +23,7 @@ from bnncli.posteriors.point import Point
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.predict_plan import default_integrator_of
 from bnncli.run.session import Run
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
 _WORDS = {

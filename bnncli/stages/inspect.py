@@ -10,7 +10,8 @@ from bnncli.names import quoted
 from bnncli.options import CommonOptions
 from bnncli.options.command import Argument, Command
 from bnncli.run.session import Result, Run, Table
-from bnncli.storage.headers import Header, check_is_file, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header, check_is_file
 
 COMMAND = Command(
     "Show what a file is: kind, shapes, parameters, provenance, digests.",

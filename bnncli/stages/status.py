@@ -11,9 +11,9 @@ from bnncli.options.command import READ, Command
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Result, Run, Table
 from bnncli.storage import resume
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import temporaries
 from bnncli.storage.freshness import Followed, Stale, refresh_command, staleness
-from bnncli.storage.headers import read_header
 
 COMMAND = Command(
     "List the artifacts of a run: fresh, stale, missing or invalid.",

@@ -11,8 +11,9 @@ from bnncli.options import CommonOptions
 from bnncli.options.command import Argument, Command
 from bnncli.run.inputs import open_posterior
 from bnncli.run.session import Result, Run, Table
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_features
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
 

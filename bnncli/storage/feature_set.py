@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import own_digest, published_meanwhile
 
 RECIPE = ("model", "model_arg", "last_layer", "mean", "std", "resize", "crop")  # parameters that all splits share

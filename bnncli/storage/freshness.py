@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, OutputExists, UsageError
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.feature_set import of_another_recipe, replaced_in_part
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import newer_request
 from bnncli.storage.provenance import Source, params_hash
 

@@ -1,4 +1,4 @@
-"""What every artifact says of itself: kind, schema, content digest, provenance; and how it is read from any file."""
+"""What every artifact says of itself: kind, schema, content digest, provenance; and the JSON that says it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput
-from bnncli.machine.inputs import read_error, reading
+from bnncli.machine.inputs import read_error
 from bnncli.numerics.digests import json_sha256
-from bnncli.storage.checked import is_settled, known_header, remember_header, state_of
 from bnncli.storage.header_types import is_text, odd_field
 
 SCHEMA = "1.0"
@@ -163,45 +162,3 @@ def check_is_file(path: Path) -> None:
         raise read_error(error, path) from error
     if not stat.S_ISREG(mode):
         raise MissingInput(f"{path} is not a regular file", path=path)
-
-
-def read_header(path: Path) -> Header:
-    """The header of any artifact, by its magic bytes; data are not read. A command reads that of an unchanged file once.
-
-    Raises:
-        MissingInput: no such file, or it cannot be read.
-        DeviceError, ReadError: the machine or the disk failed.
-        DataError: not one of ours, truncated, incomplete, of another schema.
-        Untrusted: an HDF5 file with links to other files.
-    """
-    check_is_file(path)
-    with reading(path):
-        before = state_of(path.stat())
-    known: Header | None = known_header(before)
-    if known is not None:
-        return replace(known, path=path)
-    is_settled_file, header = is_settled(before), _read_header(path)
-    with reading(path):
-        is_same = state_of(path.stat()) == before
-    if is_same and is_settled_file:
-        remember_header(before, header)
-    return header
-
-
-def _read_header(path: Path) -> Header:
-    with reading(path), open(path, "rb") as stream:
-        magic = stream.read(16)
-    if magic.startswith(b"\x89HDF\r\n\x1a\n"):
-        from bnncli.storage.hdf5 import read_hdf5_header
-
-        return read_hdf5_header(path)
-    if magic.lstrip().startswith(b"{"):
-        from bnncli.storage.metrics import read_metrics_header
-
-        return read_metrics_header(path)
-    if len(magic) > 8 and magic[8:9] == b"{":
-        from bnncli.storage.posteriors import read_posterior_header
-
-        return read_posterior_header(path)
-    what = "empty" if not magic else "truncated, or not a bnncli artifact"
-    raise DataError(f"{path} is {what}", code="not_an_artifact", path=path)

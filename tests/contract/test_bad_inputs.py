@@ -222,7 +222,7 @@ def test_features_that_were_tampered_with_are_refused(
 
 
 def test_predictions_that_are_no_probabilities_are_refused(cli: Cli, small_run: Path) -> None:
-    from bnncli.storage.headers import read_header
+    from bnncli.storage.artifacts import read_header
     from bnncli.storage.predictions import read_predictions, write_predictions
 
     path = small_run.with_name("small.bnn") / "predictions" / "map.plug-in" / "test.h5"

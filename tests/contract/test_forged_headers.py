@@ -17,7 +17,7 @@ from conftest import Cli
 from forged import forge
 
 from bnncli.errors import Exit
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 
 NUM_FORGERIES = int(os.environ.get("BNNCLI_FORGERIES", "4"))
 ODD_CODES = {Exit.BUG, Exit.NUMERIC}

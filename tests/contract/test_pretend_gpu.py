@@ -31,7 +31,7 @@ from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, FitLb
 from bnncli.options.command import Command
 from bnncli.options.declaration import choices_of, declared, flag_of
 from bnncli.stages.fit_lbbnn import report
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 from bnncli.targets.last_layer import LastLayerTarget
 
 

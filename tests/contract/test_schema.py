@@ -13,8 +13,8 @@ import torch
 
 from bnncli.run.inputs import open_posterior
 from bnncli.storage import headers
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_features
-from bnncli.storage.headers import read_header
 from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.samples import read_samples

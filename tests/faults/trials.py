@@ -23,8 +23,8 @@ from pathlib import Path
 from bnncli import figures
 from bnncli.cli.execute import run_command_line
 from bnncli.errors import BnnError
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import temporaries
-from bnncli.storage.headers import read_header
 from faults.lines import LINES, Line, copy_tree, leave_leftovers
 from faults.mutations import mutations
 from faults.shim import READS, WRITES, Shim

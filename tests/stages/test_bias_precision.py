@@ -15,7 +15,7 @@ import torch
 
 from bnncli.inference.elbo import elbo
 from bnncli.run.inputs import open_posterior, recorded_prior
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget

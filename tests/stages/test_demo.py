@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bnncli.cli.execute import run_command_line
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 
 
 @pytest.fixture(scope="module")

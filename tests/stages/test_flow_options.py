@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bnncli.run.inputs import open_posterior
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 
 Cli = Any
 QUICK = ("--epochs", 1, "--length", 2, "--elbo-draws", 8)

@@ -16,8 +16,8 @@ import pytest
 from kills import run_killed_at, start
 
 from bnncli.numerics.digests import canonical_json
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.hdf5 import write_hdf5
-from bnncli.storage.headers import read_header
 from bnncli.storage.newer_request import leave_note, note_path, request_digest
 from bnncli.storage.provenance import Source, params_hash
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import Cli, make_arrays, make_wide_arrays
 
 from bnncli.evaluation.excess import score
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 
 QUICK = ("--epochs", 30, "--elbo-draws", 16)

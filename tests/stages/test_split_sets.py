@@ -16,7 +16,7 @@ import torch
 from kills import run_killed_at, start
 
 from bnncli.stages import extract_features
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.newer_request import note_path
 
 Cli = Any

@@ -11,7 +11,7 @@ from conftest import make_arrays, make_wide_arrays
 
 from bnncli.evaluation.excess import score
 from bnncli.integrators import load_integrator, mc
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 
 Cli = Any

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bnncli.errors import DataError, OutputExists, UsageError
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.freshness import UNKNOWN_MAKER, Stale, check_fresh, decide, staleness
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source, build_provenance
 

@@ -13,7 +13,8 @@ from bnncli.errors import DataError
 from bnncli.numerics import digests
 from bnncli.numerics.digests import canonical_json, json_sha256
 from bnncli.storage import provenance as provenance_module
-from bnncli.storage.headers import check_header, parse_json, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import check_header, parse_json
 from bnncli.storage.metrics import read_metrics, write_metrics
 from bnncli.storage.provenance import Source, build_provenance
 

@@ -20,7 +20,8 @@ from bnncli.run.inputs import load_split, posterior_source, recorded_prior
 from bnncli.run.session import Result, Run, source_json
 from bnncli.stages.diagnose.diagnosis import Diagnosis, diagnose
 from bnncli.stages.diagnose.tables import diagnosis_tables
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior

@@ -22,7 +22,8 @@ from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
 from bnncli.run.session import Run
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.prior import Prior

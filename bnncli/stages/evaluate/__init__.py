@@ -26,7 +26,8 @@ from bnncli.stages.evaluate.density import (
 )
 from bnncli.stages.evaluate.distances import Reference, distance_rows, open_reference
 from bnncli.stages.evaluate.features import evaluate_features, row_name
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 from bnncli.storage.provenance import Source
 

@@ -23,7 +23,7 @@ from bnncli.run.inputs import load_split, open_posterior
 from bnncli.run.predict_plan import kind_of
 from bnncli.run.prediction_groups import Group
 from bnncli.run.session import Run
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 
 DRAWN_NETWORKS = 10  # whose shares of weights are told
 

@@ -16,7 +16,8 @@ from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_fo
 from bnncli.run.inputs import open_posterior, recorded_prior, require_draws
 from bnncli.run.session import Run
 from bnncli.scores import distances
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 
 
 @dataclass(frozen=True)

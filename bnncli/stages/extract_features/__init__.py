@@ -29,6 +29,7 @@ from bnncli.stages.extract_features.network import NetworkFeatures
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
 from bnncli.stages.extract_features.ready_splits import ReadyHead, ReadySplit, open_ready_splits
 from bnncli.stages.extract_features.splits import NamedSplit, model_identity, open_splits, user_sources
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.feature_set import differences
 from bnncli.storage.features import (
@@ -40,7 +41,6 @@ from bnncli.storage.features import (
     read_features,
     write_features,
 )
-from bnncli.storage.headers import read_header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
 from bnncli.theta.head import HeadLayout

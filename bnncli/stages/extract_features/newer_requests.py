@@ -9,7 +9,7 @@ from bnncli.errors import NOT_OF_CONTENT, BnnError, UsageError
 from bnncli.run.produce import Request
 from bnncli.run.produce_together import Work, produce_together
 from bnncli.run.session import Result, Run
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.newer_request import UNFINISHED, leave_note, request_digest, take_note_away
 
 

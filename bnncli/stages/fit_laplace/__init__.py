@@ -23,8 +23,8 @@ from bnncli.run.session import Result, Run
 from bnncli.run.val_report import has_labeled_val, measure_on_val, val_line
 from bnncli.stages.fit_laplace.doubts import warn_of_jitter, warn_of_missing_classes, warn_of_val
 from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_fit
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.figures import check_figure_path, write_figure
-from bnncli.storage.headers import read_header
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 

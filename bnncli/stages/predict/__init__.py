@@ -19,7 +19,8 @@ from bnncli.run.session import Result, Run
 from bnncli.run.val_report import note_on_default
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
 from bnncli.stages.predict.work import Predictor, TrainData, facts_of, warn
-from bnncli.storage.headers import Header, read_header
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(

@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 from bnncli.integrators._intervals import LEVEL
 from bnncli.numerics import dirichlet
 from bnncli.run.session import Result, Run
-from bnncli.storage.headers import read_header
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.storage.side_outputs import check_side_output
 from bnncli.storage.tables import (

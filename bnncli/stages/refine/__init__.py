@@ -35,6 +35,7 @@ from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val, measure_on_val, warn_if_worse, worse_than
 from bnncli.stages.refine.report import measure, summary
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.targets.last_layer import LastLayerTarget
@@ -164,8 +165,6 @@ def _prior(run: Run, options: RefineOptions, base_path: Path | None, sources: li
         if not path.is_file():
             raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
         sources.append(posterior_source(run, path, "prior_precision")[1])
-    from bnncli.storage.headers import read_header
-
     return posterior_prior(path, read_header(path))
 
 
