@@ -20,6 +20,7 @@ from bnncli.errors import BnnError
 from bnncli.machine import signals
 from bnncli.names import printable
 from bnncli.options import CommonOptions
+from bnncli.options.declaration import spelled
 from bnncli.progress import Task
 
 FIRST_LOG_SECONDS = 1.0
@@ -55,6 +56,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """A warning: shown unless -q, and kept for the result and the provenance."""
+        text = spelled(text)
         if text not in self.warnings:
             self.warnings.append(text)
             self._line("WARNING", text)
@@ -68,7 +70,7 @@ class Console:
     def traceback(self, error: BaseException) -> None:
         """Where an exception came from; its text may be a file's, and is escaped as every other line."""
         for line in "".join(traceback.format_exception(error)).splitlines():
-            self._write(printable(line))
+            self._write(printable(spelled(line)))
 
     def poll(self, where: str = "") -> None:
         """Raise Interrupted when a signal has come."""
@@ -116,7 +118,7 @@ class Console:
             self._file = None
 
     def _line(self, level: str, text: str) -> None:
-        text = printable(text)
+        text = printable(spelled(text))
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         if self._file is not None:
             print(self._format(level, text, stamp), file=self._file, flush=True)

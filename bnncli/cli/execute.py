@@ -43,7 +43,7 @@ from bnncli.options import (
 )
 from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
-from bnncli.options.declaration import made
+from bnncli.options.declaration import made, spelled
 from bnncli.storage.checked import checks_remembered
 
 
@@ -185,7 +185,7 @@ class _Invocation:
                 print_table(table, self.results)
             paths = [output["path"] for output in result.outputs] if not result.tables else []
             for line in result.lines or paths:
-                print(printable(line, keep_bytes=not self.results.isatty()), file=self.results)
+                print(printable(spelled(line), keep_bytes=not self.results.isatty()), file=self.results)
         if failure is not None:
             self.results.flush()  # the error stands last where both streams go to one place
             self.console.error(failure)
@@ -204,7 +204,7 @@ class _Invocation:
         return document | result.extra | {"warnings": self.console.warnings, "seconds": round(run.seconds, 3)}
 
     def _print_json(self, document: dict[str, Any]) -> None:
-        print(json.dumps(document, allow_nan=False), file=self.results)
+        print(json.dumps(spelled(document), allow_nan=False), file=self.results)
 
     def _fail(self, error: Exception) -> None:
         """Turn an exception into an exit code, its lines on stderr, and the JSON document of a failure."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 from bnncli.names import printable
+from bnncli.options.declaration import spelled
 
 WIDE = 100_000
 
@@ -19,7 +20,7 @@ def print_table(table: Any, stream: TextIO) -> None:
     for part in table.narrow if is_narrow else [table]:
         _draw(part, console, is_terminal=stream.isatty())
     for note in table.notes:
-        console.print(printable(note), soft_wrap=True)
+        console.print(printable(spelled(note)), soft_wrap=True)
     stream.write(console.end_capture())
 
 
@@ -29,13 +30,13 @@ def _draw(table: Any, console: Any, *, is_terminal: bool) -> None:
     from rich.text import Text
 
     if table.title:
-        console.print(printable(table.title), soft_wrap=True)
+        console.print(printable(spelled(table.title)), soft_wrap=True)
     drawn = Table(box=box.SIMPLE_HEAD if is_terminal else box.ASCII2, show_edge=is_terminal, pad_edge=False)
     for position, column in enumerate(table.columns):
         is_number = position > 0 and all(_is_number(row[position]) for row in table.rows)
         drawn.add_column(Text(printable(column)), justify="right" if is_number else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(printable(cell)) for cell in row))
+        drawn.add_row(*(Text(printable(spelled(cell))) for cell in row))
     console.print(drawn)
 
 

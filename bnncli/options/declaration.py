@@ -13,6 +13,8 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.parts import settings_of
 
+_FIELD = re.compile("‹([a-z][a-z0-9_]*)›")
+
 
 def option(
     default: Any,
@@ -122,6 +124,19 @@ def help_of(spec: Field[Any]) -> str:
 def flag_of(name: str) -> str:
     """The option that a field is: --prior-precision for prior_precision, --assert for assert_ (a keyword of Python)."""
     return "--" + name.rstrip("_").replace("_", "-")
+
+
+def spelled(value: Any) -> Any:
+    """A text of a room below the stages, with the options that it means: ‹prior_precision› there is --prior-precision here.
+
+    Args:
+        value: a text, or lists and dicts of anything in which texts are.
+    """
+    if isinstance(value, str):
+        return _FIELD.sub(lambda found: flag_of(found[1]), value)
+    if isinstance(value, list):
+        return [spelled(one) for one in value]
+    return {name: spelled(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def choices_of(meta: Any) -> list[str]:

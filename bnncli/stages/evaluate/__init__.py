@@ -8,6 +8,7 @@ from typing import Any
 from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.options import EvaluateOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.declaration import spelled
 from bnncli.run import revisions as _revisions
 from bnncli.run.prediction_groups import Group, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
@@ -189,7 +190,7 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
 
     def compute() -> Computed:
         distance = distance_rows(run, reference, posterior)
-        rows = [{**row, "metrics": row["metrics"] + distance} for row in group_rows(run, options, group)]
+        rows = [{**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group))]
         if is_thinned and posterior is not None:
             density, histograms = density_metrics(run, posterior, group.integrator)
             density += selection_metrics(posterior, options.true_input_numbers) if is_latent(posterior) else []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, UsageError
+from bnncli.options.declaration import spelled
 from bnncli.run.produce import Request
 from bnncli.run.produce_together import Work, produce_together
 from bnncli.run.session import Result, Run
@@ -70,7 +71,7 @@ def note_unreadable(run: Run, splits: Iterable[str], error: BnnError) -> None:
     for name in splits:
         target = run.folder.features(name)
         if target.is_file():
-            _try(run, lambda target=target: leave_note(target, reason=error.message, request=None))  # type: ignore[misc]
+            _try(run, lambda target=target: leave_note(target, reason=spelled(error.message), request=None))  # type: ignore[misc]
 
 
 def _is_of_other_data(request: Request) -> bool:
@@ -90,7 +91,7 @@ def _is_of_other_data(request: Request) -> bool:
 def _note(run: Run, request: Request, reason: str) -> None:
     if not run.write.dry_run:
         digest = request_digest(request.params, request.sources)
-        _try(run, lambda: leave_note(request.target, reason=reason, request=digest))
+        _try(run, lambda: leave_note(request.target, reason=spelled(reason), request=digest))
 
 
 def _try(run: Run, write: Callable[[], None]) -> None:
