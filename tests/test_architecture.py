@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from bnncli.cli.commands import COMMANDS
+from bnncli.cli.settings import option_fields
+from bnncli.options.declaration import flag_of
 
 PACKAGE = Path(__file__).parents[1] / "bnncli"
 LAYERS = (
@@ -109,6 +112,37 @@ def test_imports_inside_functions_are_seen() -> None:
     assert late in modules_imported(PACKAGE / "storage/artifacts.py")
     tree = ast.parse((PACKAGE / "storage/artifacts.py").read_text())
     assert all(node.module != late for node in tree.body if isinstance(node, ast.ImportFrom))
+
+
+def texts(path: Path) -> list[str]:
+    """Every string of a module but its docstrings."""
+    tree = ast.parse(path.read_text())
+    homes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    firsts = [node.body[0] for node in homes if node.body]
+    skipped = {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in skipped]
+    return [node.value for node in found if isinstance(node.value, str)]
+
+
+FLAGS = {flag_of(name) for command in COMMANDS for name in option_fields(command)}
+SPELLING = (
+    "__main__",
+    "cli",
+    "options",
+    "run",
+    "stages",
+)  # options declare the flags, and commands are printed from run on
+SILENT = [path for path in MODULES if own_part(path) not in SPELLING]
+
+
+@pytest.mark.parametrize("path", SILENT, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_below_the_stages_options_are_meant_by_their_fields(path: Path) -> None:
+    said = texts(path)
+    assert not {flag for text in said for flag in re.findall(r"--[a-z][a-z-]*", text)} & FLAGS
+    pieces = [node.values for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.JoinedStr)]
+    assert not any(str(getattr(one, "value", "")).endswith("--") for piece in pieces for one in piece)
+    fields = {field for text in said for field in re.findall("‹(.*?)›", text)}
+    assert {flag_of(field) for field in fields} <= FLAGS
 
 
 def test_what_lies_loose_is_what_everything_stands_on() -> None:

@@ -213,5 +213,5 @@ def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
     hint = error.hint
     if hint == TRUST_HINT:
         target = path.with_suffix(".safetensors")
-        hint = f"if you trust where it comes from: {shlex.join(['bnncli', 'convert', str(path), str(target), '--trust-pickle'])}"
+        hint = f"if you trust where it comes from: {shlex.join(['bnncli', 'convert', str(path), str(target)])} ‹trust_pickle›"
     return type(error)(message, hint=hint, code=error.code, path=path)

@@ -33,7 +33,7 @@ _HARMLESS = re.compile(
     r"collections\.OrderedDict|argparse\.Namespace|torch\._utils\._rebuild_\w+|torch\.(\w+Storage|Size|device|dtype)"
     r"|torch\.storage\.(Untyped|Typed)Storage|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|_codecs\.encode"
 )
-TRUST_HINT = "if you trust where it comes from: bnncli convert IN OUT --trust-pickle"
+TRUST_HINT = "if you trust where it comes from: bnncli convert IN OUT ‹trust_pickle›"
 _MAX_PICKLES = 5
 _MAX_OPCODES = 1_000_000
 

@@ -41,7 +41,7 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
                 return root, added
     raise NumericError(
         "the posterior precision is not positive definite",
-        hint="use a larger --prior-precision, or --structure kron",
+        hint="use a larger ‹prior_precision›, or ‹structure› kron",
     )
 
 

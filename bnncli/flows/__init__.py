@@ -95,7 +95,7 @@ def build_layers(
     for name in given:
         if name not in load.settings:
             takers = [flow for flow in registry.names("flows") if name in registry.load_class("flows", flow).settings]
-            raise UsageError(f"--{name}: {kind} layers have none; flows that take it: {', '.join(takers)}")
+            raise UsageError(f"‹{name}›: {kind} layers have none; flows that take it: {', '.join(takers)}")
     places = [{"index": index} if "index" in load.settings else {} for index in range(length)]
     return tuple(load(layout, generator, **given, **place) for place in places)
 
@@ -131,7 +131,7 @@ def choose_space(kind: str, space: str) -> str:
         return str(load.spaces[0])
     if space not in load.spaces:
         raise UsageError(
-            f"--space: {kind} layers act in {' or '.join(load.spaces)} space; got {space!r}",
+            f"‹space›: {kind} layers act in {' or '.join(load.spaces)} space; got {space!r}",
             hint=getattr(load, "spaces_reason", None),
         )
     return space
@@ -142,7 +142,7 @@ def choose_rank(rank: int | None, layout: ParamLayout) -> int:
     if rank is None:
         return min(RANK.default, layout.num_params)
     if not 1 <= rank <= layout.num_params:
-        raise UsageError(f"--rank: expected 1 to {layout.num_params}, the number of parameters; got {rank}")
+        raise UsageError(f"‹rank›: expected 1 to {layout.num_params}, the number of parameters; got {rank}")
     return rank
 
 

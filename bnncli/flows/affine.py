@@ -83,7 +83,7 @@ class Affine(nn.Module):
             self.core = zeros(self.rank, self.rank, generator=generator)
         else:
             if rank is not None:
-                raise UsageError(f"--rank: --scale {scale} has none; give --scale low-rank")
+                raise UsageError(f"‹rank›: ‹scale› {scale} has none; give ‹scale› low-rank")
             num_columns = layout.num_features + layout.has_bias
             blocks = (layout.num_outputs,) if scale == "block" else ()
             self.feature_factor = zeros(*blocks, num_columns, num_columns, generator=generator)

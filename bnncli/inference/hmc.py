@@ -317,7 +317,7 @@ class Kept:
         if tensors["diverging"].all():
             raise NumericError(
                 "every trajectory of every chain diverged after warm-up",
-                hint="use more --warmup, or a larger --prior-precision",
+                hint="use more ‹warmup›, or a larger ‹prior_precision›",
             )
         num_steps = tensors.pop("num_steps").repeat(tensors["diverging"].shape[0], 1)
         return HmcRun(draws=self.store.draws(), step_size=step_size, n_steps=num_steps, **tensors)

@@ -162,7 +162,7 @@ class Candidates:
     def best(self) -> float:
         """The log precision of the lowest value."""
         if not self.known:
-            raise NumericError("no prior precision gave a finite criterion", hint="give --prior-precision")
+            raise NumericError("no prior precision gave a finite criterion", hint="give ‹prior_precision›")
         return min(self.known, key=lambda key: self.known[key].value)
 
     def judge(self, log_precision: float) -> None:

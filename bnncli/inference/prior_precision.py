@@ -90,7 +90,7 @@ def search(
         if val_features is None or val_labels is None:
             raise UsageError(
                 "tuning the prior precision on validation data needs a labelled val split",
-                hint="extract one (--hold-out val=test:2000), give --prior-precision, or tune by marglik",
+                hint="extract one (‹hold_out› val=test:2000), give ‹prior_precision›, or tune by marglik",
             )
         validation = (val_features.to(target.device, target.dtype), val_labels.to(target.device))
     else:

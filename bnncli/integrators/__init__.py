@@ -213,7 +213,7 @@ class SamplingIntegrator(Integrator, Protocol):
 
 def load_integrator(name: str, **settings: Any) -> Integrator:
     """The integrator called `name` with settings of its own. Raises UsageError with the choices when there is none."""
-    check_name("integrators", name, option="--integrator")
+    check_name("integrators", name, option="‹integrator›")
     integrator: Integrator = load_class("integrators", name)(**settings)
     return integrator
 
@@ -265,7 +265,7 @@ def require_support(name: str, posterior: HasLayout) -> None:
         whose += f" of {num_classes} classes"
     choices = [choice for choice in names("integrators") if supports(choice, posterior)]
     raise UsageError(
-        f"--integrator {name} {problem}",
+        f"‹integrator› {name} {problem}",
         hint=f"integrators for {whose}: {', '.join(choices) or 'none'}",
         code="unsupported_integrator",
     )

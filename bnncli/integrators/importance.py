@@ -73,7 +73,7 @@ class Importance(SamplingIntegrator):
         require_support("importance", posterior)
         check_num_samples(num_samples)
         if target is None:
-            raise UsageError("--integrator importance needs the features of the training split")
+            raise UsageError("‹integrator› importance needs the features of the training split")
         size = num_samples or self.default_samples
         task, found = progress.task("importance weights", size), list[Tensor]()
 

@@ -76,7 +76,7 @@ class Probit(Integrator):
         if self.projection == "difference" and layout.num_classes > 2:
             raise UsageError(
                 f"probit, projection difference: expected two classes, the head has {layout.num_classes}",
-                hint="use --projection sum-zero",
+                hint="use ‹projection› sum-zero",
             )
         is_projected = self.projection != "none" and layout.num_outputs > 1
         probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)

@@ -33,8 +33,8 @@ def quasi_normal(num_samples: int, dim: int, generator: torch.Generator) -> Tens
 
     if dim > MOST_DIMENSIONS:
         raise UsageError(
-            f"--qmc: Sobol points have at most {MOST_DIMENSIONS} dimensions, {dim} are needed",
-            hint="for a gaussian posterior --integrator logit-mc --qmc needs one per logit; else leave --qmc out",
+            f"‹qmc›: Sobol points have at most {MOST_DIMENSIONS} dimensions, {dim} are needed",
+            hint="for a gaussian posterior ‹integrator› logit-mc ‹qmc› needs one per logit; else leave ‹qmc› out",
         )
     seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     sequence = qmc.Sobol(dim, scramble=True, bits=_BITS, rng=seed)
@@ -52,6 +52,6 @@ def balance_warning(num_samples: int, num_scrambles: int = 1) -> str | None:
         return None
     lower = num_scrambles << (size.bit_length() - 1)
     return (
-        f"--qmc spreads {num_samples} draws less evenly than {num_scrambles} times a power of two: "
-        f"take {lower} or {2 * lower} --samples"
+        f"‹qmc› spreads {num_samples} draws less evenly than {num_scrambles} times a power of two: "
+        f"take {lower} or {2 * lower} ‹samples›"
     )

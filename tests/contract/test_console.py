@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import Cli
 
 from bnncli import console as console_module
 from bnncli.console import Console
@@ -153,3 +155,13 @@ def test_a_broken_stderr_never_stops_the_work(monkeypatch: pytest.MonkeyPatch, t
 
 def test_printable_keeps_ordinary_text_of_any_language() -> None:
     assert printable("Größe 大きさ it's 5 %") == "Größe 大きさ it's 5 %"
+
+
+def test_a_field_that_is_meant_below_the_stages_is_said_as_its_option(cli: Cli, small_run: Path) -> None:
+    words = ("refine", small_run, "--flow", "radial", "--rank", 3)
+    text = "--rank: radial layers have none; flows that take it: affine, sylvester"
+    assert cli(*words).stderr.startswith(f"error: {text}")
+    error = cli(*words, "--json").json["error"]
+    assert error["message"] == text
+    log = json.loads(cli(*words, "--log-format", "json").stderr.splitlines()[0])
+    assert log["message"] == text
