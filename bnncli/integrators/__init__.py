@@ -132,8 +132,8 @@ class Ready(Protocol):
             UsageError: there are no draws, or they are weighted, so that their mean is not the prediction.
         """
         raise UsageError(
-            "--keep-samples needs draws of equal weight",
-            hint="leave it out, or use --integrator mc",
+            "‹keep_samples› needs draws of equal weight",
+            hint="leave it out, or use ‹integrator› mc",
             code="unsupported_integrator",
         )
 
@@ -142,11 +142,11 @@ class Integrator(Ready, Protocol):
     """One way of turning a posterior into class probabilities; without draws it is ready as it is."""
 
     is_sampling: ClassVar[bool] = False
-    """Whether it draws, so that --samples and --seed are for it."""
+    """Whether it draws, so that a number of draws and a seed are for it."""
     needs_target: ClassVar[bool] = False
     """Whether `prepare` takes the log posterior on the training split."""
     gives_dirichlet: ClassVar[bool] = False
-    """Whether its predictions have a log concentration, which --top-k ranks by."""
+    """Whether its predictions have a log concentration, which classes are ranked by."""
     max_classes: ClassVar[float] = math.inf
     """The most classes that it can do."""
 
