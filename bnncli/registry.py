@@ -27,6 +27,17 @@ _PACKAGE = Path(__file__).parent
 _GROUPS = {"stages": "bnncli.commands"}  # of the others: bnncli. and the folder
 # What a part must have, of its module or, with a dot, of the class that has its name.
 _NEEDS = {
+    "curvature": (".fixed", ".is_exact", ".hessian", ".num_elements", ".operations", ".most_elements"),
+    "covariances": (
+        ".structure",
+        ".from_hessian",
+        ".unwhiten",
+        ".whiten",
+        ".pull_back",
+        ".to_tensors",
+        ".from_tensors",
+    ),
+    "logits": ("of_head",),
     "flows": (".recipe", ".settings", ".spaces", ".maps", ".forward", ".inverse", ".to_tensors", ".from_tensors"),
     "integrators": (".needs", ".is_sampling", ".prepare", ".predict"),
     "networks": ("build",),

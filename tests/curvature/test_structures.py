@@ -9,6 +9,7 @@ from copied_package import run_with_files
 
 from bnncli import registry
 from bnncli.covariances import Covariance
+from bnncli.errors import UsageError
 
 CURVATURE = '''
 """A multiple of the identity with the Hessian's trace."""
@@ -90,7 +91,7 @@ class Isotropic:
 def test_the_order_of_the_structures_is_declared() -> None:
     assert registry.in_order("curvature") == ["full", "block", "kron", "diag"]
     assert registry.declaring("curvature", "is_exact") == ["full"]
-    with pytest.raises(AttributeError, match=r"full.py declares no colour: expected `colour: ClassVar"):
+    with pytest.raises(UsageError, match=r"full.py: it declares no colour: expected `colour: ClassVar"):
         registry.declared("curvature", "full", "colour")
 
 

@@ -14,7 +14,7 @@ from bnncli.inference.laplace import LaplaceFit, fit_gaussian, lift_fit
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
 from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
-from bnncli.registry import declared
+from bnncli.registry import declaring
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
@@ -269,7 +269,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
         )
     if metrics["log_marginal_likelihood"] is not None:
-        is_exact = declared("curvature", metrics["structure"], "is_exact")
+        is_exact = metrics["structure"] in declaring("curvature", "is_exact")
         of = "" if is_exact else f", of the {metrics['structure']} approximation of the Hessian"
         lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
     elif metrics.get("log_marginal_likelihood_undefined"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.registry import declared
+from bnncli.registry import declaring
 from bnncli.run.inputs import Split
 from bnncli.run.session import Run
 from bnncli.run.val_report import warn_if_worse
@@ -60,7 +60,7 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     if metrics.get("center") == "checkpoint":
         name = () if path.stem == "laplace" else ("--name", path.stem)
         also.append(f"{run.suggest('fit-laplace', '--center', 'mode', '--force', *name)} (not measured yet)")
-    elif not declared("curvature", metrics["structure"], "is_exact"):
+    elif metrics["structure"] not in declaring("curvature", "is_exact"):
         mend = run.suggest("refine", "--flow", "affine", *(() if path.stem == "laplace" else ("--base", path.stem)))
         also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
     warn_if_worse(run, path, metrics, method="laplace", also=also)
