@@ -43,6 +43,7 @@ _NEEDS = {
     "networks": ("build",),
     "data": ("FORM", "exists", "open_source"),
     "scores": ("SCORE",),
+    "detectors": ("DETECTOR",),
     "stages": ("COMMAND", "run"),
 }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +192,22 @@ def test_a_new_score_is_compared_where_it_pairs(done: list[Invocation], spherica
     assert found["spherical"]["integration_error"] > 0
     assert done[6].code == 2
     assert "unknown metric 'largest_shift'" in done[6].stderr
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_score_of_an_installed_distribution_is_offered_or_named(tmp_path: Path, is_whole: bool) -> None:
+    (tmp_path / "brevity.py").write_text(SPHERICAL if is_whole else "SCALE = 1\n")
+    (tmp_path / "more_scores-1.0.dist-info").mkdir()
+    (tmp_path / "more_scores-1.0.dist-info" / "METADATA").write_text("Name: more-scores\nVersion: 1.0\n")
+    points = tmp_path / "more_scores-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[bnncli.scores]\nround-score = brevity\n")
+    command = [sys.executable, "-m", "bnncli", "evaluate", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ("false_positive_rate|round_score" in "".join(done.stdout.split())) == is_whole
+    assert (done.returncode == 0) == is_whole
+    expected = "the distribution 'more-scores' has cannot be used: its module has no SCORE"
+    assert done.stderr == "" if is_whole else expected in done.stderr.splitlines()[0]
 
 
 def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:

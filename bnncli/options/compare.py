@@ -9,8 +9,19 @@ from bnncli.options.assertions import Quantity, parse_score
 from bnncli.options.declaration import Checked, option
 from bnncli.scores import declared
 
-COMPARED = tuple(name for name, score in declared().items() if score.is_paired)
-DEFAULT_METRICS = tuple(name for name in COMPARED if declared()[name].is_shown)
+
+def compared() -> tuple[str, ...]:
+    """The scores that two posteriors can be paired in."""
+    return tuple(name for name, score in declared().items() if score.is_paired)
+
+
+def _default_metrics() -> list[str]:
+    return [name for name in compared() if declared()[name].is_shown]
+
+
+def _metric_help() -> str:
+    names = ", ".join(_default_metrics())
+    return f"Score to compare, METRIC[:CHOICE...], as ece:equal-mass or auroc:mnist; {names} by default. Repeatable."
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,7 @@ class CompareOptions(Checked):
 
     metric: list[str] = option(
         [],
-        f"Score to compare, METRIC[:CHOICE...], as ece:equal-mass or auroc:mnist; {', '.join(DEFAULT_METRICS)} by default. Repeatable.",
+        _metric_help,
         metavar="SCORE",
         numeric=False,
     )
@@ -64,4 +75,4 @@ class CompareOptions(Checked):
     @property
     def scores(self) -> list[Quantity]:
         """What --metric asks for."""
-        return [parse_score(text, "--metric", COMPARED) for text in self.metric or DEFAULT_METRICS]
+        return [parse_score(text, "--metric", compared()) for text in self.metric or _default_metrics()]

@@ -10,11 +10,17 @@ from bnncli.options.assertions import Assertion, Quantity, parse_assertion
 from bnncli.options.declaration import Checked, option
 from bnncli.scores import declared
 
-METRICS = tuple(declared())
-PREDICTION_SCORES = tuple(detectors.of_predictions())
+
+def _metrics() -> tuple[str, ...]:
+    return tuple(declared())
+
+
+def _scores() -> tuple[str, ...]:
+    return *detectors.of_predictions(), *detectors.of_features(), "all"
+
+
 DEFAULT_SCORE = "max_prob"  # of examples, by which splits are told apart when no other is named
 FEATURES_NAME = "features"  # stands where a posterior's name does, for scores of the features alone
-FEATURE_SCORES = tuple(detectors.of_features())
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class EvaluateOptions(Checked):
     metric: list[str] = option(
         [],
         "Show only this score, in all its forms, and fail (65) where it is undefined for every posterior. Repeatable.",
-        choices=METRICS,
+        choices=_metrics,
         numeric=False,
     )
     assert_: list[str] = option(
@@ -58,7 +64,7 @@ class EvaluateOptions(Checked):
         [],
         "Detect out-of-distribution splits by this score of the predictions (max_prob otherwise), or of the features, "
         "whatever the posterior (mahalanobis, relative_mahalanobis, knn). Repeatable.",
-        choices=(*PREDICTION_SCORES, *FEATURE_SCORES, "all"),
+        choices=_scores,
     )
     neighbors: int = option(50, "k of --score knn: the distance to the k-th nearest training features.", minimum=1)
     reference: str = option("hmc", "Sample posterior that MMD^2 and other distances are measured to.", metavar="NAME")
@@ -94,18 +100,18 @@ class EvaluateOptions(Checked):
     @property
     def shown_scores(self) -> list[str]:
         """The detection scores to show."""
-        every = [*PREDICTION_SCORES, *FEATURE_SCORES]
+        every = [*detectors.of_predictions(), *detectors.of_features()]
         return every if "all" in self.score else [name for name in every if name in self.score] or [DEFAULT_SCORE]
 
     @property
     def prediction_scores(self) -> list[str]:
         """The detection scores to make of every group of predictions: max_prob, and those to show."""
-        return [name for name in PREDICTION_SCORES if name in (DEFAULT_SCORE, *self.shown_scores)]
+        return [name for name in detectors.of_predictions() if name in (DEFAULT_SCORE, *self.shown_scores)]
 
     @property
     def needs_features(self) -> bool:
         """Whether a score of the features is to be shown."""
-        return not set(FEATURE_SCORES).isdisjoint(self.shown_scores)
+        return not set(detectors.of_features()).isdisjoint(self.shown_scores)
 
     @property
     def true_input_numbers(self) -> tuple[int, ...]:
@@ -123,4 +129,4 @@ class EvaluateOptions(Checked):
     @property
     def assertions(self) -> list[Assertion]:
         """What --assert asks for."""
-        return [parse_assertion(text, "--assert", METRICS) for text in self.assert_]
+        return [parse_assertion(text, "--assert", _metrics()) for text in self.assert_]

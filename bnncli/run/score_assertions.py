@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from bnncli.detectors import of_features
 from bnncli.errors import MissingInput, UsageError
 from bnncli.names import posterior_title, quoted
 from bnncli.options.assertions import Assertion, Quantity
-from bnncli.options.evaluate import DEFAULT_SCORE, FEATURE_SCORES, FEATURES_NAME
+from bnncli.options.evaluate import DEFAULT_SCORE, FEATURES_NAME
 from bnncli.scores import declared
 
 Row = dict[str, Any]
@@ -132,7 +133,7 @@ def _absent_of_all(
     if left.posterior is not None:
         known = {row["posterior"] for row in rows if left.posterior == row["posterior"]}
         return [_absent_check(assertion, one) for one in absent if one.posterior in known and _is_meant(left, one)]
-    if not set(FEATURE_SCORES).isdisjoint(left.choices):
+    if not set(of_features()).isdisjoint(left.choices):
         return []
     others = {right.posterior} if isinstance(right, Quantity) else set()
     others |= {reference} if declared()[left.metric].of_draws is not None else set()  # there is none to itself
@@ -254,7 +255,7 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
     found = [row for row in rows if wanted.posterior in (row["posterior"], _name(row))]
     if wanted.posterior is None:
         # Scores of the features have a row of their own; other scores are no matter of that row.
-        is_of_features = not set(FEATURE_SCORES).isdisjoint(wanted.choices)
+        is_of_features = not set(of_features()).isdisjoint(wanted.choices)
         found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
         if is_of_features and not found:
             raise MissingInput(f"--assert {wanted}: scores of the features are not evaluated here; add --score")

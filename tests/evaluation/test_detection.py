@@ -11,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
-from bnncli.detectors import example_scores
+from bnncli.detectors import example_scores, of_predictions
 from bnncli.errors import DataError
 from bnncli.evaluation import detection
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.split_detection import detection_rows, mmc_row
-from bnncli.options.evaluate import PREDICTION_SCORES
 from bnncli.scores import detection_forms
 
 FORMS = detection_forms()
@@ -216,7 +215,7 @@ def test_every_score_is_higher_for_what_looks_in_distribution() -> None:
         "log_concentration": np.log([[98, 1, 1], [4, 3, 3]]).astype(np.float32),
     }
     examples = examples_of(probs)
-    found = example_scores(PREDICTION_SCORES, examples, arrays.get)
+    found = example_scores(of_predictions(), examples, arrays.get)
     assert all(
         not isinstance(score, str) and score.dtype == np.float64 and score[0] > score[1] for score in found.values()
     )

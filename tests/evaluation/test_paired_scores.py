@@ -13,7 +13,7 @@ from bnncli.evaluation.metric_rows import score_rows
 from bnncli.evaluation.scored_split import ScoredSplit
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options.assertions import parse_score
-from bnncli.options.compare import COMPARED
+from bnncli.options.compare import compared
 from bnncli.scores import detection_forms, split_scores
 from bnncli.stages.compare.paired_scores import measure_detection, measure_split, needed_scores
 
@@ -21,7 +21,7 @@ SIZE = 150
 
 
 def wanted(*texts: str) -> list:
-    return [parse_score(text, "--metric", COMPARED) for text in texts]
+    return [parse_score(text, "--metric", compared()) for text in texts]
 
 
 def predictions(seed: int, labels: NDArray) -> tuple[NDArray, Examples]:

@@ -21,8 +21,7 @@ from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.ranking import NO_RANKING
 from bnncli.evaluation.scored_split import ScoredSplit
 from bnncli.evaluation.weighted_scores import nll, nll_per_example
-from bnncli.options.evaluate import METRICS
-from bnncli.scores import split_scores
+from bnncli.scores import declared, split_scores
 
 
 def rows_of(
@@ -162,7 +161,7 @@ def test_rows_carry_the_choices_that_define_them() -> None:
 
 def test_every_score_of_a_row_can_be_asked_for_by_name_and_its_forms_differ() -> None:
     rows = rows_of(*predictions(3))
-    assert {row["name"] for row in rows} <= set(METRICS)
+    assert {row["name"] for row in rows} <= set(declared())
     told = [{key: row[key] for key in row if key not in ("value", "undefined")} for row in rows]
     assert len({json.dumps(choices, sort_keys=True) for choices in told}) == len(rows)
 

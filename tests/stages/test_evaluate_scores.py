@@ -14,7 +14,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 
-from bnncli.options.evaluate import FEATURE_SCORES, PREDICTION_SCORES, EvaluateOptions
+from bnncli.detectors import of_features, of_predictions
+from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run.inputs import open_posterior
 from bnncli.storage.predictions import read_predictions
 
@@ -82,7 +83,7 @@ def test_every_score_detects_the_other_split(everything: dict[str, Any], finishe
 def test_scores_of_features_have_one_row_for_all_posteriors(everything: dict[str, Any], arrays: Any) -> None:
     metrics = rows_of(everything, "features")
     assert {row["name"] for row in metrics} == {"auroc", "aupr", "fpr95"}
-    assert {row["score"] for row in metrics} == set(FEATURE_SCORES)
+    assert {row["score"] for row in metrics} == set(of_features())
     unit = {name: arrays[f"features_{name}"].astype(float) for name in ("train", "test", "far")}
     unit = {name: rows / np.linalg.norm(rows, axis=1, keepdims=True) for name, rows in unit.items()}
     known = NearestNeighbors(n_neighbors=50).fit(unit["train"])
@@ -117,7 +118,7 @@ def test_the_same_request_again_is_up_to_date(cli: Cli, everything: dict[str, An
 def test_the_table_shows_the_scores_that_were_asked_for(cli: Cli, everything: dict[str, Any], scored_run: Path) -> None:
     done = cli("evaluate", scored_run, "--score", "all", "--bootstrap", 50, "--metric", "auroc")
     header = done.stdout.splitlines()[0] if done.stdout else ""
-    assert all(f"AUROC far {name}" in done.stdout for name in (*PREDICTION_SCORES, *FEATURE_SCORES)), header
+    assert all(f"AUROC far {name}" in done.stdout for name in (*of_predictions(), *of_features())), header
     one = cli("evaluate", scored_run, "--score", "energy", "--bootstrap", 50, "--force", "--posterior", "laplace")
     assert "detection by energy" in one.stdout
     assert "features" not in one.stdout
@@ -212,7 +213,7 @@ def test_the_scores_to_make_always_have_that_of_the_table() -> None:
     assert EvaluateOptions().shown_scores == EvaluateOptions().prediction_scores == ["max_prob"]
     options = EvaluateOptions(score=["knn", "energy"])
     assert (options.shown_scores, options.prediction_scores) == (["energy", "knn"], ["max_prob", "energy"])
-    assert EvaluateOptions(score=["all"]).shown_scores == [*PREDICTION_SCORES, *FEATURE_SCORES]
+    assert EvaluateOptions(score=["all"]).shown_scores == [*of_predictions(), *of_features()]
     assert EvaluateOptions(score=["energy"]).needs_features is False
 
 

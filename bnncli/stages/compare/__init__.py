@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bnncli.detectors import of_predictions
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.evaluation.standings import standings
 from bnncli.options import CompareOptions, InputOptions, WriteOptions
 from bnncli.options.assertions import Quantity
 from bnncli.options.command import READ, Argument, Command
-from bnncli.options.evaluate import PREDICTION_SCORES
 from bnncli.run.prediction_groups import Group, open_groups
 from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Result, Run, source_json
@@ -188,7 +188,7 @@ def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[
     if wanted.metric not in OF_TWO_SPLITS:
         return ""
     splits = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True))
-    return f" (out-of-distribution splits: {', '.join(splits) or 'none'}; scores: {', '.join(PREDICTION_SCORES)})"
+    return f" (out-of-distribution splits: {', '.join(splits) or 'none'}; scores: {', '.join(of_predictions())})"
 
 
 def _compare(

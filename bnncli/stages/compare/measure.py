@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from bnncli.detectors import of_predictions
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.integration_error import IntegrationError
 from bnncli.evaluation.paired import Sample, integration
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
-from bnncli.options.evaluate import PREDICTION_SCORES
 from bnncli.run.prediction_groups import Group
 from bnncli.run.score_assertions import find_metric, forms
 from bnncli.run.score_rows import SplitPredictions
@@ -123,7 +123,7 @@ def _measure_checkpoint(
         run.console.poll(f"compare {ood}")
         places = [place for place, group in enumerate(groups) if ood in group.splits(is_ood=True)]
         outside = [SplitPredictions(groups[place].splits(is_ood=True)[ood]) for place in places]
-        names = needed_scores(PREDICTION_SCORES, other_wanted, ood)
+        names = needed_scores(of_predictions(), other_wanted, ood)
         vectors = [
             (inside[place].detection_scores(names), far.detection_scores(names))
             for place, far in zip(places, outside, strict=True)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from bnncli.detectors import Detector, Fitted, TrainingFeatures, declared
+from bnncli.detectors import Detector, Fitted, TrainingFeatures, declared, of_features
 from bnncli.errors import DataError
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options import EvaluateOptions
-from bnncli.options.evaluate import FEATURE_SCORES, FEATURES_NAME
+from bnncli.options.evaluate import FEATURES_NAME
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.prediction_groups import Group
@@ -47,7 +47,7 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
     train = load_split(run, "train")
     splits = {name: load_split(run, name) for name in [*inside, *outside]}
     sources = list(dict.fromkeys([train.source, *(split.source for split in splits.values())]))
-    params: dict[str, Any] = {"score": list(FEATURE_SCORES), "neighbors": options.neighbors}
+    params: dict[str, Any] = {"score": of_features(), "neighbors": options.neighbors}
     params |= {"bootstrap": options.bootstrap, "level": options.level, "seed": run.compute.seed}
     params |= {"further_scores": further} if (further := further_names()) else {}
     target = run.folder.metrics(_GROUP)
@@ -115,13 +115,13 @@ def _scores(
         options.neighbors,
     )
     fitted = {name: _fit(detector, given) for name, detector in declared().items() if detector.of_features is not None}
-    makers = {name: fitted[declared()[name].computed_by or name] for name in FEATURE_SCORES}
+    makers = {name: fitted[declared()[name].computed_by or name] for name in of_features()}
     found: dict[str, Scores] = {}
     task = run.console.task("feature scores", len(splits))
     for name, split in splits.items():
         rows = torch.from_numpy(split.content.features)
         values = {maker: one if isinstance(one, str) else one.scores(rows) for maker, one in fitted.items()}
-        own = {score: values[declared()[score].computed_by or score] for score in FEATURE_SCORES}
+        own = {score: values[declared()[score].computed_by or score] for score in of_features()}
         found[name] = {score: one if isinstance(one, str) else one[score].numpy() for score, one in own.items()}
         task.advance()
     return found, {score: {} if isinstance(one, str) else one.choices for score, one in makers.items()}
