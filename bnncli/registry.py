@@ -80,13 +80,22 @@ def declaring(family: str, attribute: str) -> list[str]:
     return [name for name in names(family) if declared(family, name, attribute)]
 
 
-@cache
 def declared(family: str, name: str, attribute: str) -> Any:
     """The literal that a part's class has for an attribute, read from its file: nothing is imported."""
-    for node in ast.walk(ast.parse(source_of(family, name).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == attribute:
-            return ast.literal_eval(node.value)
-    raise broken(family, name, f"it declares no {attribute}: expected `{attribute}: ClassVar[...] = ...` in its class")
+    found = _attributes(family, name)
+    if attribute not in found:
+        why = f"it declares no {attribute}: expected `{attribute}: ClassVar[...] = ...` in its class"
+        raise broken(family, name, why)
+    return ast.literal_eval(found[attribute])
+
+
+@cache
+def _attributes(family: str, name: str) -> dict[str, ast.expr]:
+    """What the classes of a part's file give their annotated attributes; read once, which is what takes long."""
+    tree = ast.parse(source_of(family, name).read_text(encoding="utf-8"))
+    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
+    nodes = [node for body in bodies for node in body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: node.value for node in nodes if isinstance(node.target, ast.Name) and node.value}
 
 
 def check_name(family: str, name: str, *, option: str) -> str:
