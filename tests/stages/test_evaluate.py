@@ -45,7 +45,9 @@ def test_each_input_of_the_inputs_is_read_once_until_something_is_written(
     from bnncli.storage import artifacts, freshness
 
     read, known, produce = [], [], evaluate.produce
-    monkeypatch.setattr(freshness, "read_header", lambda path: read.append(path.resolve()) or artifacts.read_header(path))
+    monkeypatch.setattr(
+        freshness, "read_header", lambda path: read.append(path.resolve()) or artifacts.read_header(path)
+    )
 
     def spied(run: Any, request: Any, *others: Any, **named: Any) -> Any:
         before, result = len(run.followed), produce(run, request, *others, **named)
