@@ -6,7 +6,6 @@ import os
 import sys
 from typing import TextIO
 
-from bnncli.errors import BnnError
 from bnncli.machine import signals
 
 
@@ -18,11 +17,7 @@ def main() -> None:
     # spin costs nothing on an idle one. Read when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    try:
-        from bnncli.cli.execute import run_command_line
-    except BnnError as error:  # scores are read for the options: one that was installed is no good
-        print(f"error: {error.message}", *([f"hint: {error.hint}"] if error.hint else []), sep="\n", file=sys.stderr)
-        sys.exit(error.exit)
+    from bnncli.cli.execute import run_command_line
 
     code = run_command_line(sys.argv[1:], results)
     try:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +207,13 @@ def test_a_name_of_ours_is_found_without_looking_at_what_is_installed(monkeypatc
     assert registry.load_class("integrators", "mc").__name__ == "Mc"
 
 
-def test_an_installed_score_that_is_no_good_is_told_by_every_command(tmp_path: Path) -> None:
-    """Scores are read for the options, before there is a command line that could tell of an error."""
+def test_an_installed_score_that_is_no_good_is_told_by_the_commands_that_score(tmp_path: Path) -> None:
     (install(tmp_path, {"scores": "aplomb"}) / "theirs/scores_part.py").write_text("")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])}
-    command = [sys.executable, "-m", "bnncli", "status", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    command = [sys.executable, "-m", "bnncli"]
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=60)
+    assert "score" not in run([*command, "status", "x"]).stderr
+    done = run([*command, "evaluate", "x"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         "error: the part 'aplomb' of bnncli.scores that the distribution 'theirs' has cannot be used: its module has no SCORE",
