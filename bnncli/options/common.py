@@ -13,29 +13,21 @@ from bnncli.options.declaration import Checked, check_artifact_name, option
 class CommonOptions(Checked):
     """Options of every command: streams, verbosity, configuration."""
 
-    json: bool = option(False, "Print one JSON document on stdout instead of text.", numeric=False, env_common=True)
-    quiet: bool = option(False, "Print errors only.", short="-q", numeric=False, env_common=True)
-    verbose: int = option(
-        0, "Print more; twice for the libraries' own messages.", short="-v", numeric=False, env_common=True
-    )
-    log_format: str = option(
-        "text", "Form of log lines: text or json.", choices=("text", "json"), numeric=False, env_common=True
-    )
-    log_file: str | None = option(
-        None, "Write log lines to this file as well.", metavar="FILE", numeric=False, env_common=True
-    )
+    json: bool = option(False, "Print one JSON document on stdout instead of text.", env_common=True)
+    quiet: bool = option(False, "Print errors only.", short="-q", env_common=True)
+    verbose: int = option(0, "Print more; twice for the libraries' own messages.", short="-v", env_common=True)
+    log_format: str = option("text", "Form of log lines: text or json.", choices=("text", "json"), env_common=True)
+    log_file: str | None = option(None, "Write log lines to this file as well.", metavar="FILE", env_common=True)
     progress: str = option(
         "auto",
         "auto (a bar on a terminal, else log lines), bar, log or none.",
         choices=("auto", "bar", "log", "none"),
-        numeric=False,
         env_common=True,
     )
     config: str | None = option(
         None,
         "TOML file with defaults [BNNCLI_CONFIG, then ./bnncli.toml].",
         metavar="FILE",
-        numeric=False,
         env_common=True,
     )
 
@@ -48,7 +40,6 @@ class RunOptions(Checked):
         None,
         "The run folder, when it is not CKPT.bnn beside the checkpoint.",
         metavar="DIR",
-        numeric=False,
         env_common=True,
     )
 
@@ -57,8 +48,8 @@ class RunOptions(Checked):
 class WriteOptions(Checked):
     """Options of commands that write artifacts."""
 
-    force: bool = option(False, "Recompute, and replace what is there.", short="-f", numeric=False)
-    dry_run: bool = option(False, "Say what would be done, and do nothing.", short="-n", numeric=False)
+    force: bool = option(False, "Recompute, and replace what is there.", short="-f")
+    dry_run: bool = option(False, "Say what would be done, and do nothing.", short="-n")
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,6 @@ class LockOptions(Checked):
         0.0,
         "Seconds to wait for another bnncli that writes the same artifact.",
         minimum=0,
-        numeric=False,
         env_common=True,
     )
 
@@ -79,7 +69,7 @@ class InputOptions(Checked):
     """Options of commands that take artifacts as inputs."""
 
     allow_stale: bool = option(
-        False, "Use an input although what it was made from has changed since; recorded as a warning.", numeric=False
+        False, "Use an input although what it was made from has changed since; recorded as a warning."
     )
 
 
@@ -87,31 +77,25 @@ class InputOptions(Checked):
 class ComputeOptions(Checked):
     """Options of commands that compute."""
 
-    seed: int = option(0, "Seed of every random stream.", minimum=0, numeric=False, env_common=True)
-    device: str = option(
-        "auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", numeric=False, env_common=True
-    )
-    threads: int | None = option(
-        None, "CPU threads; all cores by default.", minimum=1, maximum=1024, numeric=False, env_common=True
-    )
-    deterministic: bool = option(False, "Use deterministic kernels only.", numeric=False, env_common=True)
+    seed: int = option(0, "Seed of every random stream.", minimum=0, env_common=True)
+    device: str = option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", env_common=True)
+    threads: int | None = option(None, "CPU threads; all cores by default.", minimum=1, maximum=1024, env_common=True)
+    deterministic: bool = option(False, "Use deterministic kernels only.", env_common=True)
 
 
 @dataclass(frozen=True)
 class RecordOptions(Checked):
     """Options of commands whose artifacts say where they come from."""
 
-    record_host: bool = option(
-        False, "Record the name of this machine in the artifact.", numeric=False, env_common=True
-    )
+    record_host: bool = option(False, "Record the name of this machine in the artifact.", env_common=True)
 
 
 @dataclass(frozen=True)
 class NameOptions(Checked):
     """Options that say where one artifact goes."""
 
-    name: str | None = option(None, "Name of the artifact, instead of its method's.", metavar="NAME", numeric=False)
-    out: str | None = option(None, "Write to exactly this file.", short="-o", metavar="FILE", numeric=False)
+    name: str | None = option(None, "Name of the artifact, instead of its method's.", metavar="NAME")
+    out: str | None = option(None, "Write to exactly this file.", short="-o", metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()

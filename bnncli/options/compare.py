@@ -32,38 +32,30 @@ class CompareOptions(Checked):
         [],
         _metric_help,
         metavar="SCORE",
-        numeric=False,
     )
-    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
+    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME")
     integrator: list[str] = option(
         [],
         "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
         metavar="NAME",
-        numeric=False,
     )
-    split: str = option("test", "Split to compare on.", metavar="SPLIT", numeric=False)
+    split: str = option("test", "Split to compare on.", metavar="SPLIT")
     baseline: str | None = option(
         None,
         "Show differences from this posterior instead, POSTERIOR or POSTERIOR.INTEGRATOR, with intervals and p-values.",
         metavar="NAME",
-        numeric=False,
     )
     alpha: float = option(
         0.05, "Level of the tests, all of a column together; intervals have 1 - alpha.", minimum=1e-6, maximum=0.5
     )
-    bootstrap: int = option(
-        1000, "Bootstrap replicates over examples, where there is one checkpoint.", minimum=100, numeric=False
-    )
+    bootstrap: int = option(1000, "Bootstrap replicates over examples, where there is one checkpoint.", minimum=100)
     bins: int = option(15, "Bins of calibration errors.", minimum=1)
     plot: str | None = option(
         None,
         "Draw the comparison into this folder, compare-SPLIT.png: a panel for each score, a dot for each checkpoint.",
         metavar="DIR",
-        numeric=False,
     )
-    format: str = option(
-        "text", "Form of the table on stdout.", choices=("text", "csv", "markdown", "latex"), numeric=False
-    )
+    format: str = option("text", "Form of the table on stdout.", choices=("text", "csv", "markdown", "latex"))
     seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
 
     def __post_init__(self) -> None:

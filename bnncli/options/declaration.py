@@ -37,7 +37,8 @@ def option(
         family: a registry folder whose file names are the choices.
         choices: the values allowed, when they are fixed, or a function that looks them up; beside a family, further ones.
         minimum, maximum: bounds of a number, inclusive.
-        numeric: True when the value changes the numbers in the artifact.
+        numeric: False when the value changes no number of the artifact that records the options; groups that no artifact
+            records say nothing of it.
     """
     meta = {
         "help": text,

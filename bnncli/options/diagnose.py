@@ -15,11 +15,10 @@ class DiagnoseOptions(Checked):
         [],
         "Posterior to judge, by name or file; all of the run by default. Repeatable.",
         metavar="NAME|FILE",
-        numeric=False,
     )
     draws: int | None = option(
         None,
         "Draws for ELBO and Pareto k; by default 512, doubled up to 8192 until the ELBO's standard error is at most 2 nats and 1 %.",
         minimum=2,
     )
-    strict: bool = option(False, "Exit 3 unless a posterior is good for its target.", numeric=False)
+    strict: bool = option(False, "Exit 3 unless a posterior is good for its target.")

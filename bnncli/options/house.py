@@ -11,7 +11,7 @@ from bnncli.options.declaration import Checked, option
 class StatusOptions(Checked):
     """Options of status."""
 
-    check: bool = option(False, "Exit 3 unless every artifact is fresh.", numeric=False)
+    check: bool = option(False, "Exit 3 unless every artifact is fresh.")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ConvertOptions(Checked):
     """Options of convert."""
 
     trust_pickle: bool = option(
-        False, "Unpickle SOURCE although that can run any code in it. Only for files you trust.", numeric=False
+        False, "Unpickle SOURCE although that can run any code in it. Only for files you trust."
     )
 
 
@@ -27,4 +27,4 @@ class ConvertOptions(Checked):
 class DemoOptions(Checked):
     """Options of demo."""
 
-    dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR", numeric=False)
+    dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR")

@@ -46,9 +46,8 @@ class IntegralsOptions(Checked):
         None,
         "Draw the grid's errors, a panel for each integrator, as .png, .svg or .pdf.",
         metavar="FILE",
-        numeric=False,
     )
-    force: bool = option(False, "Let --plot replace a file that is no figure of bnncli.", short="-f", numeric=False)
+    force: bool = option(False, "Let --plot replace a file that is no figure of bnncli.", short="-f")
 
     def __post_init__(self) -> None:
         super().__post_init__()

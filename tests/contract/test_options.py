@@ -276,3 +276,13 @@ def test_the_resolved_options_are_recorded_in_the_artifact(cli: Cli, small_run: 
     numeric = {spec.name for spec in fields(o.RefineOptions) if spec.metadata["numeric"]}
     assert numeric <= set(params)
     assert (params["length"], params["flow"], params["learning_rate"]) == (2, "affine", 0.03)
+
+
+def test_only_options_that_an_artifact_records_say_that_they_change_no_number() -> None:
+    shared = {o.CommonOptions, o.RunOptions, o.ComputeOptions, o.WriteOptions, o.LockOptions, o.InputOptions}
+    shared |= {o.RecordOptions, o.NameOptions}
+    for command in COMMANDS:
+        recorded = set(command.groups) - shared if o.RecordOptions in command.groups else set()
+        for group in set(command.groups) - recorded:
+            silent = [spec.name for spec in fields(group) if spec.metadata["numeric"] or "collected" in spec.metadata]
+            assert silent == [spec.name for spec in fields(group)], f"{group.__name__} of {command.name}"
