@@ -29,9 +29,9 @@ _FLOW_VECTORS = 10  # of its flows' parameters
 _ACTIVATION_VECTORS = 10  # of a batch's activations
 _SCALED_VECTORS = 3  # of a batch's inputs of each layer, once they are scaled by multipliers
 _BYTES_A_LAYER_NUMBER = (
-    60  # of refine's layers: in two precisions, gradient, Adam's two, products, states to resume from
+    40  # of refine's layers: in two precisions, gradient, Adam's two, products, states to resume from
 )
-_BYTES_A_TRAINING_DRAW = 150  # of each parameter: what a step through the layers keeps for its gradient
+_BYTES_A_TRAINING_DRAW = 100  # of each parameter: what a step through the layers keeps for its gradient
 _BATCH_VECTORS = 4  # of a minibatch's logits under every draw
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
 _SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis

@@ -127,7 +127,7 @@ def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
     layout, device = HeadLayout(10, 5000), torch.device("cpu")
     training = memory.training_bytes(layout, num_layer_params=2 * Affine.num_elements(layout, "kron"), num_draws=8)
-    with pytest.raises(DeviceError, match=r"refining a diag Gaussian of 50010 .* needs about 2\.9 GiB") as caught:
+    with pytest.raises(DeviceError, match=r"refining a diag Gaussian of 50010 .* needs about 1\.9 GiB") as caught:
         memory.require_refinement("diag", layout, device, num_draws=8, training=training)
     assert caught.value.hint == "use ‹flow› radial"
     batches = memory.training_bytes(layout, num_layer_params=0, num_draws=8, batch_size=1000)

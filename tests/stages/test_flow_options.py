@@ -60,7 +60,7 @@ def test_low_rank_takes_the_place_of_kron_where_that_does_not_fit(
     done = cli("refine", run, *QUICK, "--json")
     assert done.code == 0, done.stderr
     assert done.json["metrics"]["settings"]["scale"] == scale
-    assert ("--scale low-rank: --scale kron, the default, needs about 11.2 MiB" in done.stderr) == (scale == "low-rank")
+    assert ("--scale low-rank: --scale kron, the default, needs about 7.5 MiB" in done.stderr) == (scale == "low-rank")
 
 
 def test_the_flows_own_default_said_aloud_is_the_same_request(cli: Cli, small_run: Path) -> None:
