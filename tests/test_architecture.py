@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -41,10 +42,20 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
 def imported(path: Path) -> set[str]:
     """First part below bnncli of everything a module imports, inside functions as well."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
@@ -61,7 +72,7 @@ def own_part(path: Path) -> str:
 
 def external(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -69,11 +80,11 @@ def external(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    own = own_part(path)
-    assert own in RANK, f"{own} has no place in the layers"
-    assert not {name for name in imported(path) - {own} if RANK[name] <= RANK[own]}
+def test_imports_point_down() -> None:
+    for path in MODULES:
+        own = own_part(path)
+        assert own in RANK, f"{own} has no place in the layers"
+        assert not {name for name in imported(path) - {own} if RANK[name] <= RANK[own]}, path
 
 
 def module_name(path: Path) -> str:
@@ -86,11 +97,10 @@ NAMES = {module_name(path): path for path in MODULES}
 
 def modules_imported(path: Path) -> set[str]:
     """Our modules that a module imports when it is used, inside functions as well; not what is for type checkers alone."""
-    tree = ast.parse(path.read_text())
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    blocks = [node for node in nodes_of(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     skipped = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -116,11 +126,10 @@ def test_imports_inside_functions_are_seen() -> None:
 
 def texts(path: Path) -> list[str]:
     """Every string of a module but its docstrings."""
-    tree = ast.parse(path.read_text())
-    homes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    homes = [node for node in nodes_of(path) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     firsts = [node.body[0] for node in homes if node.body]
     skipped = {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in skipped]
+    found = [node for node in nodes_of(path) if isinstance(node, ast.Constant) and id(node) not in skipped]
     return [node.value for node in found if isinstance(node.value, str)]
 
 
@@ -135,14 +144,14 @@ SPELLING = (
 SILENT = [path for path in MODULES if own_part(path) not in SPELLING]
 
 
-@pytest.mark.parametrize("path", SILENT, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_below_the_stages_options_are_meant_by_their_fields(path: Path) -> None:
-    said = texts(path)
-    assert not {flag for text in said for flag in re.findall(r"--[a-z][a-z-]*", text)} & FLAGS
-    pieces = [node.values for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.JoinedStr)]
-    assert not any(str(getattr(one, "value", "")).endswith("--") for piece in pieces for one in piece)
-    fields = {field for text in said for field in re.findall("‹(.*?)›", text)}
-    assert {flag_of(field) for field in fields} <= FLAGS
+def test_below_the_stages_options_are_meant_by_their_fields() -> None:
+    for path in SILENT:
+        said = texts(path)
+        assert not {flag for text in said for flag in re.findall(r"--[a-z][a-z-]*", text)} & FLAGS, path
+        pieces = [node.values for node in nodes_of(path) if isinstance(node, ast.JoinedStr)]
+        assert not any(str(getattr(one, "value", "")).endswith("--") for piece in pieces for one in piece), path
+        fields = {field for text in said for field in re.findall("‹(.*?)›", text)}
+        assert {flag_of(field) for field in fields} <= FLAGS, path
 
 
 def test_what_lies_loose_is_what_everything_stands_on() -> None:
@@ -155,25 +164,25 @@ def test_stages_has_one_entry_a_command() -> None:
     assert entries == {command.stage for command in COMMANDS}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_the_command_line_knows_a_terminal(path: Path) -> None:
-    if own_part(path) not in ("cli", "console"):
-        assert not external(path) & {"typer", "rich", "click"}
+def test_only_the_command_line_knows_a_terminal() -> None:
+    for path in MODULES:
+        if own_part(path) not in ("cli", "console"):
+            assert not external(path) & {"typer", "rich", "click"}, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_modules_stay_small_and_say_what_they_are(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= 350
-    assert not text.strip() or ast.get_docstring(ast.parse(text))
+def test_modules_stay_small_and_say_what_they_are() -> None:
+    for path in MODULES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 350, path
+        assert not text.strip() or ast.get_docstring(tree_of(path)), path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_asks_which_layout_it_has(path: Path) -> None:
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    asked = [node for node in calls if ast.unparse(node.func) in ("isinstance", "issubclass", "type")]
-    places = [ast.unparse(argument).split(".")[-1] for node in asked for argument in node.args]
-    assert not [place for place in places if place == "layout" or "Layout" in place]
+def test_nothing_asks_which_layout_it_has() -> None:
+    for path in MODULES:
+        calls = [node for node in nodes_of(path) if isinstance(node, ast.Call)]
+        asked = [node for node in calls if ast.unparse(node.func) in ("isinstance", "issubclass", "type")]
+        places = [ast.unparse(argument).split(".")[-1] for node in asked for argument in node.args]
+        assert not [place for place in places if place == "layout" or "Layout" in place], path
 
 
 def test_nothing_imports_click() -> None:

@@ -62,15 +62,15 @@ def test_commands_agree_on_the_cpu_and_on_the_gpu(run: Run) -> None:
 
 
 def test_a_number_that_differs_on_the_gpu_is_missed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnncli.inference import laplace
+    from bnncli.inference import local_covariance
 
-    ggn = laplace.ggn
+    ggn = local_covariance.ggn
 
-    def rounded(target: Any, theta: Any, structure: str) -> Any:
-        parts = ggn(target, theta, structure)
+    def rounded(*words: Any, **options: Any) -> Any:
+        parts = ggn(*words, **options)
         return {name: 1.001 * part if part.is_cuda else part for name, part in parts.items()}
 
-    monkeypatch.setattr(laplace, "ggn", rounded)
+    monkeypatch.setattr(local_covariance, "ggn", rounded)
     code, parts = run("correctness", "--only", "extract|fit-laplace")
     assert (code, parts["correctness"]["missed"]) == (1, ["small: fit-laplace --prior-precision 100: scale_tril"])
 
