@@ -185,7 +185,7 @@ class _Invocation:
                 print_table(table, self.results)
             paths = [output["path"] for output in result.outputs] if not result.tables else []
             for line in result.lines or paths:
-                print(printable(spelled(line), keep_bytes=not self.results.isatty()), file=self.results)
+                print(printable(line, keep_bytes=not self.results.isatty()), file=self.results)
         if failure is not None:
             self.results.flush()  # the error stands last where both streams go to one place
             self.console.error(failure)

@@ -127,6 +127,9 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
+_FILES = ("path", "removed")  # in what a command prints: names of files, which are nobody's to change
+
+
 def spelled(value: Any) -> Any:
     """A text of a room below the stages, with the options that it means: ‹prior_precision› there is --prior-precision here.
 
@@ -134,10 +137,17 @@ def spelled(value: Any) -> Any:
         value: a text, or lists and dicts of anything in which texts are.
     """
     if isinstance(value, str):
-        return _FIELD.sub(lambda found: flag_of(found[1]), value)
+        return _FIELD.sub(lambda found: flag_of(found[1]) if _is_option(found[1]) else found[0], value)
     if isinstance(value, list):
         return [spelled(one) for one in value]
-    return {name: spelled(one) for name, one in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {name: one if name in _FILES else spelled(one) for name, one in value.items()}
+    return value
+
+
+def _is_option(name: str) -> bool:
+    """Whether some command has it: others are words of the user's, in a name that is quoted."""
+    return any(name in declared(group) for group in Checked.__subclasses__())
 
 
 def choices_of(meta: Any) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, OutputExists, UsageError
+from bnncli.options.declaration import spelled
 from bnncli.run.session import Result, Run, source_json
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import check_free_space, check_writable, remove_dead_temporaries
@@ -165,7 +166,7 @@ def _check_sources(sources: Sequence[Source]) -> None:
 
 
 def _planned(run: Run, request: Request, decision: Decision) -> Result:
-    action = {"skip": "skip (up to date)", "compute": "compute", "replace": f"replace ({decision.why})"}[
+    action = {"skip": "skip (up to date)", "compute": "compute", "replace": f"replace ({spelled(decision.why)})"}[
         decision.action
     ]
     lines = [f"{action}: {request.target} (about {max(1, request.estimated_bytes >> 20)} MiB, on {run.device})"]

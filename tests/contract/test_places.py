@@ -35,6 +35,21 @@ def test_any_file_name_works(cli: Cli, finished_run: Path, tmp_path: Path, name:
     assert not (tmp_path / "x").exists() or name == "x"
 
 
+@pytest.mark.parametrize("name", ["mon ‹modele›", "‹seed›"])
+def test_a_name_like_that_of_an_option_within_the_code_is_printed_as_it_is(
+    cli: Cli, small_run: Path, name: str
+) -> None:
+    run = small_run.parent / name / "small"
+    run.parent.mkdir()
+    shutil.move(small_run.with_name("small.bnn"), run.with_name("small.bnn"))
+    words = ("fit-laplace", run, "--prior-precision", 10, "--name", "again")
+    (planned,) = cli(*words, "--dry-run", "--json").json["outputs"]
+    (path,) = cli(*words).stdout.splitlines()
+    (output,) = cli(*words, "--json").json["outputs"]
+    assert path == output["path"] == planned["path"]
+    assert Path(path).is_file()
+
+
 def test_a_name_with_a_leading_dash_works_after_two_dashes(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
