@@ -130,18 +130,19 @@ def flag_of(name: str) -> str:
 _FILES = ("path", "removed")  # in what a command prints: names of files, which are nobody's to change
 
 
-def spelled(value: Any) -> Any:
+def spelled(value: Any, spell: Callable[[str], str] = flag_of) -> Any:
     """A text of a room below the stages, with the options that it means: ‹prior_precision› there is --prior-precision here.
 
     Args:
         value: a text, or lists and dicts of anything in which texts are.
+        spell: a field as whoever reads it writes it; as an option of a command by default.
     """
     if isinstance(value, str):
-        return _FIELD.sub(lambda found: flag_of(found[1]) if _is_option(found[1]) else found[0], value)
+        return _FIELD.sub(lambda found: spell(found[1]) if _is_option(found[1]) else found[0], value)
     if isinstance(value, list):
-        return [spelled(one) for one in value]
+        return [spelled(one, spell) for one in value]
     if isinstance(value, dict):
-        return {name: one if name in _FILES else spelled(one) for name, one in value.items()}
+        return {name: one if name in _FILES else spelled(one, spell) for name, one in value.items()}
     return value
 
 
