@@ -14,11 +14,11 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.predict_plan import ALL, Choice, Plan, default_integrator, num_stored
+from bnncli.run.predictor import Predictor, TrainData, facts_of, warn
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import note_on_default
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
-from bnncli.stages.predict.work import Predictor, TrainData, facts_of, warn
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
