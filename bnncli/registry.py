@@ -41,7 +41,7 @@ _NEEDS = {
     "flows": (".recipe", ".settings", ".spaces", ".maps", ".forward", ".inverse", ".to_tensors", ".from_tensors"),
     "integrators": (".needs", ".is_sampling", ".prepare", ".predict"),
     "networks": ("build",),
-    "data": ("FORM", "exists", "open_source"),
+    "data": ("FORM", "exists", "open_dataset"),
     "scores": ("SCORE",),
     "detectors": ("DETECTOR",),
     "stages": ("COMMAND", "run"),

@@ -88,7 +88,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bnncli.data._arrays import array_source
+from bnncli.data._arrays import array_dataset
 from bnncli.options.parts import Form
 
 FORM = Form("NAME:FILE")
@@ -98,9 +98,9 @@ def exists(place):
     return Path(place).is_file()
 
 
-def open_source(place, preprocess):
+def open_dataset(place, preprocess):
     rows = np.loadtxt(place)
-    return array_source(rows[:, :-1].astype(np.float32), rows[:, -1].astype(np.int64), where=f"NAME:{place}")
+    return array_dataset(rows[:, :-1].astype(np.float32), rows[:, -1].astype(np.int64), where=f"NAME:{place}")
 '''
 
 COMMAND = '''

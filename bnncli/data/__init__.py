@@ -6,13 +6,13 @@ from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feat
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._spec import load_split, parse_split
-from bnncli.data._split import Batch, Split
+from bnncli.data._split import Batch, InputSplit
 
 __all__ = [
     "Batch",
     "FeatureArrays",
+    "InputSplit",
     "Preprocess",
-    "Split",
     "feature_splits",
     "hold_out",
     "hold_out_rows",

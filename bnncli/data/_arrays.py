@@ -1,4 +1,4 @@
-"""Arrays in memory as a source, and arrays out of npz files without pickle."""
+"""Arrays in memory as a data set, and arrays out of npz files without pickle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True, eq=False)
-class ArraySource:
+class ArrayDataset:
     """Inputs (rows, ...) and labels (rows,) in memory, in the type they were stored in."""
 
     inputs: Tensor
@@ -59,8 +59,8 @@ class ArraySource:
         return {"x": self.inputs} if self.labels is None else {"x": self.inputs, "y": self.labels}
 
 
-def array_source(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -> ArraySource:
-    """A source of NumPy arrays, checked.
+def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -> ArrayDataset:
+    """A data set of NumPy arrays, checked.
 
     Raises:
         DataError: inputs without rows or of an odd type, labels that break a rule.
@@ -83,7 +83,7 @@ def array_source(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -
     if native.dtype.itemsize > 8:
         native = native.astype(np.float64)
     checked = None if labels is None else check_labels(labels, num_rows=len(inputs), where=where)
-    return ArraySource(torch.from_numpy(native), checked)
+    return ArrayDataset(torch.from_numpy(native), checked)
 
 
 def npz_names(path: Path) -> list[str]:

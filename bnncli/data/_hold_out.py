@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bnncli.data._split import Split
+from bnncli.data._split import InputSplit
 from bnncli.errors import UsageError
 from bnncli.options.declaration import check_split_name
 
@@ -40,7 +40,7 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
     return new, old, count
 
 
-def hold_out(splits: Mapping[str, Split], text: str, *, generator: torch.Generator) -> dict[str, Split]:
+def hold_out(splits: Mapping[str, InputSplit], text: str, *, generator: torch.Generator) -> dict[str, InputSplit]:
     """The splits after `NEW=OLD:N` moved N random rows of OLD into NEW.
 
     Raises:

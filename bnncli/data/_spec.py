@@ -9,7 +9,7 @@ import torch
 
 from bnncli import registry
 from bnncli.data._preprocess import Preprocess
-from bnncli.data._split import Split
+from bnncli.data._split import InputSplit
 from bnncli.errors import DataError, UsageError
 from bnncli.machine.inputs import reading
 from bnncli.options.declaration import check_split_name
@@ -35,7 +35,7 @@ def _forms() -> str:
     return f"{', '.join(others)} or {last}, each with @N for the first N rows"
 
 
-def load_split(spec: str, *, preprocess: Preprocess | None = None) -> Split:
+def load_split(spec: str, *, preprocess: Preprocess | None = None) -> InputSplit:
     """The split that `KIND:PLACE[@N]` names, its files open or in memory.
 
     A trailing `@N` belongs to the file name where such a file exists.
@@ -56,8 +56,8 @@ def load_split(spec: str, *, preprocess: Preprocess | None = None) -> Split:
     with reading(Path(place)):  # a name too long, a folder that may not be entered
         if match and not module.exists(place):
             place, count = match[1], int(match[2])
-        source = module.open_source(place, preprocess)
-    if count is not None and not 1 <= count <= len(source):
-        raise DataError(f"{spec}: {count} rows asked for, there are {len(source)}", code="too_few_rows")
-    rows = torch.arange(len(source) if count is None else count)
-    return Split(spec, source, rows, preprocess, source.is_labeled, count)
+        dataset = module.open_dataset(place, preprocess)
+    if count is not None and not 1 <= count <= len(dataset):
+        raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")
+    rows = torch.arange(len(dataset) if count is None else count)
+    return InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count)

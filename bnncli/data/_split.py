@@ -1,4 +1,4 @@
-"""A named set of examples: rows of a source, what is done to them, and batches of them on a device."""
+"""A named set of examples to read: rows of a data set, what is done to them, and batches of them on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils import data as torch_data
 
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import BnnError, DataError
@@ -18,13 +18,13 @@ from bnncli.numerics.digests import tensor_digest
 from bnncli.progress import SILENT, Progress
 
 
-class Source(Protocol):
-    """Where examples are stored.
+class Dataset(Protocol):
+    """Stored examples, read by their rows.
 
     Attributes:
         labels: (rows,) int64, or None without labels and where labels are only known when an example is read.
         is_labeled: whether `read` returns labels.
-        classes: names in the order of the labels, or None where the source has no names.
+        classes: names in the order of the labels, or None where it has none.
         is_sized: whether images were resized and cropped by `read`.
         names: of the examples, such as their files; None where they have none.
     """
@@ -53,18 +53,18 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
-    """Rows of a source in a fixed order.
+class InputSplit:
+    """Rows of a data set in a fixed order: what the network sees of a split.
 
     Attributes:
         spec: the text that named the data.
-        rows: (N,) int64, ascending: the row of each example in its source, which is its sample id.
+        rows: (N,) int64, ascending: the row of each example in the data set, which is its sample id.
         is_labeled: whether batches have labels.
         first_rows: N where the spec asks for the first N rows (@N).
     """
 
     spec: str
-    source: Source
+    dataset: Dataset
     rows: Tensor
     preprocess: Preprocess
     is_labeled: bool
@@ -80,31 +80,31 @@ class Split:
     @property
     def labels(self) -> Tensor | None:
         """Labels (N,) int64; None without labels, or where they are known only when read (py:)."""
-        known = self.source.labels
+        known = self.dataset.labels
         return known[self.rows] if self.is_labeled and known is not None else None
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes, index = label; None where the data has no names."""
-        return self.source.classes
+        return self.dataset.classes
 
     @property
     def names(self) -> list[str] | None:
         """Names (N,) of the examples; None where the data have none."""
-        every = self.source.names
+        every = self.dataset.names
         return None if every is None else [every[row] for row in self.rows.tolist()]
 
-    def take(self, positions: Tensor) -> Split:
+    def take(self, positions: Tensor) -> InputSplit:
         """The split of the examples at these positions (n,), in this order."""
         return replace(self, rows=self.rows[positions])
 
-    def without_labels(self) -> Split:
+    def without_labels(self) -> InputSplit:
         """The same examples, as unlabelled."""
         return replace(self, is_labeled=False)
 
     def content_digest(self, progress: Progress = SILENT) -> str | None:
-        """Digest of the stored content and of the choice of rows; None for a source that cannot tell (py:)."""
-        identity = self.source.identity(progress)
+        """Digest of the stored content and of the choice of rows; None for a data set that cannot tell (py:)."""
+        identity = self.dataset.identity(progress)
         return None if identity is None else tensor_digest({**identity, "rows": self.rows})
 
     def batches(self, batch_size: int, *, device: torch.device | str = "cpu", num_workers: int = 0) -> Iterator[Batch]:
@@ -113,24 +113,24 @@ class Split:
         Raises:
             DataError: an example cannot be read, or has another shape than the others.
         """
-        chunks = _Chunks(self.source, self.rows.split(batch_size))
-        loader = DataLoader(chunks, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker)
+        chunks = _Chunks(self.dataset, self.rows.split(batch_size))
+        loader = torch_data.DataLoader(chunks, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker)
         for outcome in loader:
             if isinstance(outcome, BnnError):
                 raise outcome
             raw, labels = outcome
             try:
-                inputs = self.preprocess.apply(raw.to(device), is_sized=self.source.is_sized)
+                inputs = self.preprocess.apply(raw.to(device), is_sized=self.dataset.is_sized)
             except DataError as error:
                 raise DataError(f"{self.spec}: {error.message}", hint=error.hint) from error
             yield Batch(inputs, labels if self.is_labeled else None)
 
 
-class _Chunks(Dataset[Any]):
+class _Chunks(torch_data.Dataset[Any]):
     """Whole batches as the items of a data set; an expected error is an item too, so that workers can hand it over."""
 
-    def __init__(self, source: Source, chunks: tuple[Tensor, ...]) -> None:
-        self.source = source
+    def __init__(self, dataset: Dataset, chunks: tuple[Tensor, ...]) -> None:
+        self.dataset = dataset
         self.chunks = chunks
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class _Chunks(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor | None] | BnnError:
         try:
-            return self.source.read(self.chunks[index])
+            return self.dataset.read(self.chunks[index])
         except BnnError as error:
             return error
 

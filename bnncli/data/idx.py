@@ -15,7 +15,7 @@ from typing import IO, cast
 
 import numpy as np
 
-from bnncli.data._arrays import ArraySource, array_source, can_hold, check_memory
+from bnncli.data._arrays import ArrayDataset, array_dataset, can_hold, check_memory
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError
 from bnncli.machine.inputs import is_failure, open_regular
@@ -34,7 +34,7 @@ def exists(place: str) -> bool:
     return all(path.is_file() for path in _divide(place))
 
 
-def open_source(place: str, preprocess: Preprocess) -> ArraySource:
+def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset:
     """Images, and labels where a second file is named.
 
     Raises:
@@ -42,7 +42,7 @@ def open_source(place: str, preprocess: Preprocess) -> ArraySource:
         DataError: a file is not idx, or labels break a rule.
     """
     arrays = [read_idx(path) for path in _divide(place)]
-    return array_source(arrays[0], arrays[1] if len(arrays) == 2 else None, where=f"idx:{place}")
+    return array_dataset(arrays[0], arrays[1] if len(arrays) == 2 else None, where=f"idx:{place}")
 
 
 def read_idx(path: Path) -> np.ndarray:

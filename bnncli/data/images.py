@@ -37,7 +37,7 @@ _DAMAGE = (
 
 
 @dataclass(frozen=True, eq=False)
-class ImageSource:
+class ImageDataset:
     """Image files, decoded when they are read."""
 
     folder: Path
@@ -110,7 +110,7 @@ def exists(place: str) -> bool:
     return Path(place).expanduser().is_dir()
 
 
-def open_source(place: str, preprocess: Preprocess) -> ImageSource:
+def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
     """The images of a folder, in the order of their sorted names within sorted classes.
 
     Raises:
@@ -133,7 +133,7 @@ def open_source(place: str, preprocess: Preprocess) -> ImageSource:
     sizes = torch.tensor([len(group) for group in groups])
     labels = torch.arange(len(groups)).repeat_interleave(sizes) if classes else None
     mode = _mode(folder, [group[0] for group in groups if group])
-    return ImageSource(folder, files, labels, tuple(classes) or None, mode, preprocess)
+    return ImageDataset(folder, files, labels, tuple(classes) or None, mode, preprocess)
 
 
 def check_mode(image: Image.Image, mode: str, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bnncli.data._arrays import ArraySource, array_source, npz_names, read_npz
+from bnncli.data._arrays import ArrayDataset, array_dataset, npz_names, read_npz
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import UsageError
 from bnncli.options.parts import Form
@@ -20,7 +20,7 @@ def exists(place: str) -> bool:
     return Path(place).expanduser().is_file()
 
 
-def open_source(place: str, preprocess: Preprocess) -> ArraySource:
+def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset:
     """Inputs and labels of the archive; without labels where only one array is named, or there is no y.
 
     Raises:
@@ -34,7 +34,7 @@ def open_source(place: str, preprocess: Preprocess) -> ArraySource:
         raise UsageError(f"npz: expected FILE, FILE:INPUTS or FILE:INPUTS,LABELS; got {place!r}")
     arrays = read_npz(path, names)
     labels = arrays[names[1]] if len(names) == 2 else None
-    return array_source(arrays[names[0]], labels, where=f"npz:{path}")
+    return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
 
 
 def _divide(place: str) -> tuple[Path, list[str] | None]:

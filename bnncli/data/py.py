@@ -26,7 +26,7 @@ FORM = Form("py:module:factory", place=40)
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetSource:
+class TorchDataset:
     """A map-style data set; labels are known when an example is read."""
 
     dataset: Any
@@ -69,7 +69,7 @@ def exists(place: str) -> bool:
     return False
 
 
-def open_source(place: str, preprocess: Preprocess) -> DatasetSource:
+def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
     """The data set that the factory returns.
 
     Raises:
@@ -97,7 +97,7 @@ def open_source(place: str, preprocess: Preprocess) -> DatasetSource:
         raise DataError(f"py:{place}: its attributes `classes` and `names` may not have the character NUL in them")
     if names is not None and len(names) != size:
         raise DataError(f"py:{place}: its attribute `names` has {len(names)} names for {size} examples")
-    return DatasetSource(dataset, f"py:{place}", label is not None, classes, names)
+    return TorchDataset(dataset, f"py:{place}", label is not None, classes, names)
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Batch, Split
+from bnncli.data import Batch, InputSplit
 from bnncli.errors import DataError, NumericError
 from bnncli.extraction.head import (
     Head,
@@ -40,7 +40,7 @@ class ExtractedBatch(NamedTuple):
 def extract(
     model: nn.Module,
     head: Head | None,
-    split: Split,
+    split: InputSplit,
     *,
     name: str = "",
     batch_size: int = 512,

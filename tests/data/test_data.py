@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 
 from bnncli.data import (
+    InputSplit,
     Preprocess,
-    Split,
     hold_out,
     hold_out_rows,
     load_split,
@@ -38,11 +38,11 @@ def write_npz(path: Path, **arrays: Any) -> str:
     return f"npz:{path}"
 
 
-def inputs_of(split: Split, batch_size: int = 5, **options: Any) -> torch.Tensor:
+def inputs_of(split: InputSplit, batch_size: int = 5, **options: Any) -> torch.Tensor:
     return torch.cat([batch.inputs for batch in split.batches(batch_size, **options)])
 
 
-def labels_of(split: Split) -> list[int]:
+def labels_of(split: InputSplit) -> list[int]:
     batches = [batch.labels for batch in split.batches(5)]
     return [int(label) for labels in batches if labels is not None for label in labels]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.checkpoints.load import load_checkpoint
-from bnncli.data import Split, load_split
+from bnncli.data import InputSplit, load_split
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.extraction.features import Head, collect, extract, find_last_linear, head_of, prove_head
 from bnncli.networks import load_network
@@ -40,12 +40,12 @@ class Classifier(nn.Module):
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> Split:
+def split(tmp_path: Path) -> InputSplit:
     np.savez(tmp_path / "a.npz", x=INPUTS.numpy(), y=np.arange(10) % 3)
     return load_split(f"npz:{tmp_path / 'a.npz'}")
 
 
-def run(model: nn.Module, split: Split, **options: Any) -> Any:
+def run(model: nn.Module, split: InputSplit, **options: Any) -> Any:
     head = head_of(model, "head")
     return collect(extract(model, head, split, **options), len(split))
 
@@ -74,7 +74,7 @@ def test_an_unknown_last_layer_lists_the_linear_layers() -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("batch_size", [3, 10])
 def test_features_logits_and_labels_are_those_of_a_plain_forward_pass(
-    split: Split, has_bias: bool, batch_size: int
+    split: InputSplit, has_bias: bool, batch_size: int
 ) -> None:
     model = Classifier(has_bias=has_bias)
     found = run(model, split, batch_size=batch_size)
@@ -94,17 +94,17 @@ def test_the_head_is_a_copy_with_its_layout() -> None:
     assert (head.layout.num_outputs, head.layout.num_features, head.layout.has_bias) == (3, 4, True)
 
 
-def test_a_network_without_a_head_gives_its_output_as_features(split: Split) -> None:
+def test_a_network_without_a_head_gives_its_output_as_features(split: InputSplit) -> None:
     found = collect(extract(load_network("flatten", {}, None), None, split, batch_size=4), 10)
     assert torch.equal(found.features, INPUTS)
     assert found.logits is None
 
 
-def test_an_unlabelled_split_gives_no_labels(split: Split) -> None:
+def test_an_unlabelled_split_gives_no_labels(split: InputSplit) -> None:
     assert run(Classifier(), split.without_labels()).labels is None
 
 
-def test_a_single_logit_may_come_without_its_axis(split: Split) -> None:
+def test_a_single_logit_may_come_without_its_axis(split: InputSplit) -> None:
     binary = replace(split, rows=torch.tensor([0, 1, 3, 4]))
     found = run(Classifier(lambda logits: logits.squeeze(1), num_outputs=1), binary)
     assert found.logits.shape == (4, 1)
@@ -118,7 +118,7 @@ WRAPPED_OUTPUTS = {
 
 
 @pytest.mark.parametrize("kind", WRAPPED_OUTPUTS)
-def test_logits_are_found_in_the_usual_wrappings(split: Split, kind: str) -> None:
+def test_logits_are_found_in_the_usual_wrappings(split: InputSplit, kind: str) -> None:
     plain, wrapped = run(Classifier(), split), run(Classifier(WRAPPED_OUTPUTS[kind]), split)
     assert torch.equal(wrapped.logits, plain.logits)
 
@@ -136,7 +136,7 @@ AFTER_THE_HEAD = {
 
 
 @pytest.mark.parametrize("message", AFTER_THE_HEAD)
-def test_what_comes_after_the_head_is_told(split: Split, message: str) -> None:
+def test_what_comes_after_the_head_is_told(split: InputSplit, message: str) -> None:
     with pytest.raises(DataError, match=message):
         run(Classifier(AFTER_THE_HEAD[message]), split)
 
@@ -149,7 +149,7 @@ def test_the_tolerance_of_the_proof_is_a_thousandth_of_the_logits() -> None:
         prove_head(head, features, torch.tensor([[11.013]]))
 
 
-def test_naming_a_layer_that_is_not_the_last_is_refused(split: Split) -> None:
+def test_naming_a_layer_that_is_not_the_last_is_refused(split: InputSplit) -> None:
     model = Classifier()
     with pytest.raises(DataError, match="that layer is not the last step"):
         collect(extract(model, head_of(model, "body.0"), split), 10)
@@ -157,44 +157,44 @@ def test_naming_a_layer_that_is_not_the_last_is_refused(split: Split) -> None:
         collect(extract(model, head_of(model, "unused"), split), 10)
 
 
-def test_a_head_that_is_called_twice_is_refused(split: Split) -> None:
+def test_a_head_that_is_called_twice_is_refused(split: InputSplit) -> None:
     model = Classifier()
     model.after = lambda logits: model.head(torch.ones(10, 4))
     with pytest.raises(DataError, match="is called 2 times"):
         run(model, split)
 
 
-def test_one_vector_for_each_position_is_refused(split: Split) -> None:
+def test_one_vector_for_each_position_is_refused(split: InputSplit) -> None:
     model = nn.ModuleDict({"head": nn.Linear(2, 3)})
     model.forward = lambda inputs: model["head"](inputs.view(-1, 3, 2))
     with pytest.raises(DataError, match=r"inputs of shape \(10, 3, 2\), expected \(N, D\)"):
         run(model, split)
 
 
-def test_a_feature_that_is_not_finite_is_counted_and_its_row_named(split: Split) -> None:
+def test_a_feature_that_is_not_finite_is_counted_and_its_row_named(split: InputSplit) -> None:
     model = Classifier()
     model.body = nn.Sequential(nn.Linear(6, 4))
-    split.source.inputs[7, 2] = float("nan")  # type: ignore[attr-defined]
+    split.dataset.inputs[7, 2] = float("nan")  # type: ignore[attr-defined]
     with pytest.raises(DataError, match=r"split test: 4 feature values .* the first in row 7"):
         run(model, split, batch_size=3, name="test")
 
 
-def test_large_finite_features_are_not_mistaken_for_infinite_ones(split: Split) -> None:
-    split.source.inputs[:] = 3e38  # type: ignore[attr-defined]
+def test_large_finite_features_are_not_mistaken_for_infinite_ones(split: InputSplit) -> None:
+    split.dataset.inputs[:] = 3e38  # type: ignore[attr-defined]
     found = collect(extract(nn.Flatten(), None, split), 10)
     assert torch.isfinite(found.features).all()
 
 
-def test_a_label_beyond_the_head_is_named_with_its_row(split: Split) -> None:
+def test_a_label_beyond_the_head_is_named_with_its_row(split: InputSplit) -> None:
     with pytest.raises(DataError, match=r"the label of row 5 is 2, the head has classes 0 to 1"):
         run(Classifier(num_outputs=2), replace(split, rows=torch.tensor([0, 1, 3, 4, 0, 5])), batch_size=4)
 
 
-def test_half_precision_features_are_rounded_and_their_range_is_checked(split: Split) -> None:
+def test_half_precision_features_are_rounded_and_their_range_is_checked(split: InputSplit) -> None:
     model = Classifier()
     found = run(model, split, dtype=torch.float16)
     assert torch.equal(found.features, model.body(INPUTS).detach().half())
-    split.source.inputs[9, 0] = 1e5  # type: ignore[attr-defined]
+    split.dataset.inputs[9, 0] = 1e5  # type: ignore[attr-defined]
     with pytest.raises(NumericError, match=r"1e\+05 is beyond 6.55e\+04, the range of float16"):
         collect(extract(nn.Flatten(), None, split, dtype=torch.float16), 10)
 
@@ -211,17 +211,17 @@ class Narrow(nn.Module):
         return logits
 
 
-def test_inputs_that_the_network_cannot_take_are_reported_with_their_shape(split: Split) -> None:
+def test_inputs_that_the_network_cannot_take_are_reported_with_their_shape(split: InputSplit) -> None:
     with pytest.raises(DataError, match=r"cannot take inputs of shape \(10, 6\): "):
         run(Narrow(), split)
 
 
-def test_a_network_that_returns_no_tensor_is_refused(split: Split) -> None:
+def test_a_network_that_returns_no_tensor_is_refused(split: InputSplit) -> None:
     with pytest.raises(DataError, match="returned str, expected a tensor of logits"):
         run(Classifier(lambda logits: "class 3"), split)
 
 
-def test_progress_counts_every_example(split: Split) -> None:
+def test_progress_counts_every_example(split: InputSplit) -> None:
     seen: list[int] = []
 
     class Counter:

@@ -27,7 +27,7 @@ class NamedSplit:
     """
 
     name: str
-    content: data.Split
+    content: data.InputSplit
     source: str
     content_digest: str | None
     is_ood: bool
@@ -55,7 +55,7 @@ def open_splits(
         MissingInput, DataError: as the data's readers say.
     """
     preprocess = data.Preprocess.parse(mean=options.mean, std=options.std, resize=options.resize, crop=options.crop)
-    splits: dict[str, data.Split] = {}
+    splits: dict[str, data.InputSplit] = {}
     outside = []
     for flag, texts in (("--data", options.data), ("--ood", options.ood)):
         for text in texts:
