@@ -29,6 +29,8 @@ from bnncli.options.common import (
     WriteOptions as WriteOptions,
 )
 from bnncli.options.compare import CompareOptions as CompareOptions
+from bnncli.options.convert import ConvertOptions as ConvertOptions
+from bnncli.options.demo import DemoOptions as DemoOptions
 from bnncli.options.diagnose import DiagnoseOptions as DiagnoseOptions
 from bnncli.options.evaluate import EvaluateOptions as EvaluateOptions
 from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFeaturesOptions
@@ -36,16 +38,8 @@ from bnncli.options.fit_laplace import FitLaplaceOptions as FitLaplaceOptions
 from bnncli.options.fit_lbbnn import FitLbbnnOptions as FitLbbnnOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions as FitTemperatureOptions
 from bnncli.options.hmc import HmcOptions as HmcOptions
-from bnncli.options.house import (
-    ConvertOptions as ConvertOptions,
-)
-from bnncli.options.house import (
-    DemoOptions as DemoOptions,
-)
-from bnncli.options.house import (
-    StatusOptions as StatusOptions,
-)
 from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
 from bnncli.options.predict import PredictOptions as PredictOptions
 from bnncli.options.prune import PruneOptions as PruneOptions
 from bnncli.options.refine import RefineOptions as RefineOptions
+from bnncli.options.status import StatusOptions as StatusOptions

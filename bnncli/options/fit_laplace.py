@@ -1,4 +1,4 @@
-"""Options of fit-laplace; options.py passes them on."""
+"""Options of fit-laplace."""
 
 from __future__ import annotations
 

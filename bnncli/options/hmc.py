@@ -1,4 +1,4 @@
-"""Options of hmc, which has the most of them; options.py has those of the other commands, and passes these on."""
+"""Options of hmc."""
 
 from __future__ import annotations
 

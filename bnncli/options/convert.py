@@ -1,0 +1,16 @@
+"""Options of convert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.options.declaration import Checked, option
+
+
+@dataclass(frozen=True)
+class ConvertOptions(Checked):
+    """Options of convert."""
+
+    trust_pickle: bool = option(
+        False, "Unpickle SOURCE although that can run any code in it. Only for files you trust."
+    )

@@ -1,0 +1,14 @@
+"""Options of demo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.options.declaration import Checked, option
+
+
+@dataclass(frozen=True)
+class DemoOptions(Checked):
+    """Options of demo."""
+
+    dir: str = option("bnncli-demo", "Folder the demo is made in.", metavar="DIR")
