@@ -94,9 +94,9 @@ def _fit(run: Run, options: PruneOptions, path: Path, split: Split | None) -> Fi
     sparse = Sparse(posterior.with_weights(is_in), posterior.model.layout)
     tensors, meta = sparse.to_tensors()
     metrics = _metrics(run, sparse, posterior, split, is_in)
-    doubt = _doubt(run, metrics, path)
-    if doubt is not None:
-        run.console.warn(doubt)
+    warning = _lost_accuracy(run, metrics, path)
+    if warning is not None:
+        run.console.warn(warning)
     metrics["bytes"] = {
         "sparse": sum(tensor.nbytes for tensor in tensors.values()),
         "dense": 4 * posterior.model.layout.num_params,
@@ -181,7 +181,7 @@ def _bytes(count: int) -> str:
     return f"{count} bytes"
 
 
-def _doubt(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
+def _lost_accuracy(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
     """What to say of a network that lost accuracy, and which density would keep more; None of one that did not."""
     if metrics["split"] is None:
         return None

@@ -16,9 +16,9 @@ from bnncli.options.command import READ, Argument, Command
 from bnncli.run.prediction_groups import Group, open_groups
 from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Result, Run, source_json
-from bnncli.stages.compare.doubts import doubts
 from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages.compare.plot import draw_plot, plan, planned_plot
+from bnncli.stages.compare.power import power_warnings
 from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
 from bnncli.storage.provenance import Source
 
@@ -64,7 +64,7 @@ def run(run: Run, options: CompareOptions) -> Result:
     columns = measure(run, options, groups)
     _check_wanted(options, columns, [own[0] for own in groups.values()])
     comparison = _compare(options, groups, columns, baseline)
-    for text in doubts(runs[0], options, comparison, [own[0] for own in groups.values()]):
+    for text in power_warnings(runs[0], options, comparison, [own[0] for own in groups.values()]):
         run.console.warn(text)
     result = Result(
         extra=as_json(comparison) | {"inputs": _inputs(groups)},

@@ -21,8 +21,8 @@ from bnncli.run.produce_posterior import Fitted, Report, posterior_request, prod
 from bnncli.run.row_space import row_space, span_line, span_metrics, span_to_fit
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import has_labeled_val, measure_on_val, val_line
-from bnncli.stages.fit_laplace.doubts import warn_of_jitter, warn_of_missing_classes, warn_of_val
 from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_fit
+from bnncli.stages.fit_laplace.warnings import warn_of_jitter, warn_of_missing_classes, warn_of_val
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.theta.head import HeadLayout

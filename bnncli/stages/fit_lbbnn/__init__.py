@@ -31,8 +31,8 @@ from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Result, Run
-from bnncli.stages.fit_lbbnn.doubts import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.stages.fit_lbbnn.report import Data, measure, summary
+from bnncli.stages.fit_lbbnn.underfitting import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.theta.network import NetworkLayout
 
 COMMAND = Command(
@@ -220,9 +220,9 @@ def _fit(
     return Fitted(tensors, meta, metrics, train, told=told, publishing=resumable.publishing)
 
 
-def _warn(run: Run, doubt: str | None) -> None:
-    if doubt is not None:
-        run.console.warn(doubt)
+def _warn(run: Run, warning: str | None) -> None:
+    if warning is not None:
+        run.console.warn(warning)
 
 
 def _slab_sd(

@@ -1,4 +1,4 @@
-"""Signs that a latent binary fit is not one to use: too few steps, a bound that still rises, labels explained by nothing."""
+"""Signs that a latent binary fit is underfitted: too few steps, a bound that still rises, labels explained by nothing."""
 
 from __future__ import annotations
 

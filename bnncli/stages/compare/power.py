@@ -1,4 +1,4 @@
-"""What limits the tests of a comparison, and what to run for sharper ones."""
+"""The power of the tests of a comparison: what limits it, and what to run for sharper ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bnncli.stages.compare.tables import Comparison
 _MOST_DRAWS = 10_000  # suggested: where more would be needed the posteriors hardly differ but for the draws
 
 
-def doubts(run: Run, options: CompareOptions, comparison: Comparison, groups: Sequence[Group]) -> list[str]:
+def power_warnings(run: Run, options: CompareOptions, comparison: Comparison, groups: Sequence[Group]) -> list[str]:
     """Warnings, a line each.
 
     Args:

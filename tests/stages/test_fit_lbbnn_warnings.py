@@ -19,7 +19,7 @@ from bnncli.latent.fit import Plan
 from bnncli.latent.history import History
 from bnncli.options import FitLbbnnOptions
 from bnncli.run.inputs import open_posterior
-from bnncli.stages.fit_lbbnn.doubts import guessing, reach, rise, short_plan, still_rising
+from bnncli.stages.fit_lbbnn.underfitting import guessing, reach, rise, short_plan, still_rising
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
