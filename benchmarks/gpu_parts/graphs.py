@@ -174,7 +174,7 @@ def _check_resumed(ledger: Ledger, fit: Fit) -> None:
 
 
 class _Draws:
-    """A store and a checkpoint in memory; interrupts the run after so many transitions."""
+    """A store of draws and of resume states in memory; interrupts the run after so many transitions."""
 
     def __init__(self, interrupt_after: int) -> None:
         self.kept: list[Tensor] = []
@@ -238,7 +238,7 @@ def _check_hmc(gpu: Gpu, ledger: Ledger, is_quick: bool) -> None:
     def run(memory: _Draws) -> Tensor:
         return sample_hmc(
             target, mode=base.mean, covariance=base.covariance, generator=torch.Generator().manual_seed(0),
-            num_chains=4, num_warmup=warmup, num_draws=draws, store=memory, checkpoint=memory,
+            num_chains=4, num_warmup=warmup, num_draws=draws, store=memory, resume=memory,
         ).draws  # fmt: skip
 
     interrupted = _Draws(warmup + draws // 2)

@@ -82,8 +82,8 @@ class MemoryDraws:
         return torch.stack(self._kept, dim=1).cpu()
 
 
-class Checkpoint(Protocol):
-    """Where an unfinished run is kept; the draws are the store's."""
+class ResumeStore(Protocol):
+    """Where the resume states of an unfinished run are kept; the draws are the store's."""
 
     def restore(self) -> dict[str, Tensor] | None:
         """The state to continue from, the store cut to its draws; None to start afresh."""
@@ -92,7 +92,7 @@ class Checkpoint(Protocol):
         """Called after every transition: store the state if it is time, or the last chance to."""
 
 
-class NoCheckpoint:
+class NoResume:
     """Keeps nothing."""
 
     def restore(self) -> None:
@@ -118,7 +118,7 @@ def sample_hmc(
     max_draws: int | None = None,
     complete: Completion | None = None,
     store: DrawStore | None = None,
-    checkpoint: Checkpoint | None = None,
+    resume: ResumeStore | None = None,
     progress: Progress = SILENT,
 ) -> HmcRun:
     """Draws from target, num_chains * num_draws of them after warm-up, or as many as it takes.
@@ -139,7 +139,7 @@ def sample_hmc(
         complete: what makes all of theta of draws, where the target's is a part of it. Draws and their log joint are of
             the whole, energies of what moves.
         store: where draws are kept; in memory by default.
-        checkpoint: where the run is kept while it is unfinished; nowhere by default.
+        resume: where the run is kept while it is unfinished; nowhere by default.
         progress: advanced once a transition; an Interrupted that it raises stores the state first.
 
     Raises:
@@ -149,13 +149,13 @@ def sample_hmc(
         raise ValueError(f"dynamics: expected one of {', '.join(DYNAMICS)}; got {dynamics!r}")
     mode = mode.to(target.device).double()
     potential = WhitenedPotential(target, mode, covariance.to(device=target.device), coarse)
-    plan = Plan(num_warmup, target_accept, dynamics)
+    settings = SamplerSettings(num_warmup, target_accept, dynamics)
     mover = GraphMover.where_possible(potential, dynamics, warn=progress.warn)
-    store, checkpoint = store or MemoryDraws(), checkpoint or NoCheckpoint()
-    kept = Kept(store)
-    stored = checkpoint.restore()
+    store, resume = store or MemoryDraws(), resume or NoResume()
+    kept = KeptDraws(store)
+    stored = resume.restore()
     if stored is None:
-        walk = Walk.start(potential, plan, num_chains=num_chains, generator=generator)
+        walk = Walk.start(potential, settings, num_chains=num_chains, generator=generator)
     else:
         walk = Walk.from_tensors(stored, target.device)
         kept.restore(stored, target.device)
@@ -170,15 +170,15 @@ def sample_hmc(
                 continue  # judged before the run was stored
             task = progress.task(f"hmc, {num_chains} chains", num_warmup + goal - walk.num_done)
             while walk.num_done < num_warmup + goal:
-                walk, result = advance(potential, walk, plan, generator=generator, mover=mover)
+                walk, result = advance(potential, walk, settings, generator=generator, mover=mover)
                 if walk.num_done > num_warmup:
                     kept.add(*_whole(potential, walk.state, complete, generator), result)
-                checkpoint.offer(tensors)
+                resume.offer(tensors)
                 task.advance(note=f"step size {walk.adaptation.current:.2f}")
             if is_enough is None or is_enough(store.draws()):
                 break
     except Interrupted:
-        checkpoint.offer(tensors, is_last=True)
+        resume.offer(tensors, is_last=True)
         raise
     return kept.run(walk.adaptation.final)
 
@@ -201,7 +201,7 @@ def goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
     yield largest
 
 
-class Plan(NamedTuple):
+class SamplerSettings(NamedTuple):
     """How a run warms up and moves."""
 
     num_warmup: int
@@ -234,12 +234,14 @@ class Walk(NamedTuple):
     num_done: int
 
     @classmethod
-    def start(cls, potential: WhitenedPotential, plan: Plan, *, num_chains: int, generator: torch.Generator) -> Walk:
+    def start(
+        cls, potential: WhitenedPotential, settings: SamplerSettings, *, num_chains: int, generator: torch.Generator
+    ) -> Walk:
         """Chains at over-dispersed starts."""
         device = potential.target.device
         z = _OVERDISPERSION * standard_normal(num_chains, potential.mode.shape[0], generator, device)
-        smoothed = torch.full((num_chains,), plan.target_accept, dtype=torch.float64, device=device)
-        return cls(potential.state(z), plan.new_adaptation(), smoothed, 0)
+        smoothed = torch.full((num_chains,), settings.target_accept, dtype=torch.float64, device=device)
+        return cls(potential.state(z), settings.new_adaptation(), smoothed, 0)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """All of it, to be stored."""
@@ -262,25 +264,30 @@ class Walk(NamedTuple):
 
 
 def advance(
-    potential: WhitenedPotential, walk: Walk, plan: Plan, *, generator: torch.Generator, mover: Mover | None = None
+    potential: WhitenedPotential,
+    walk: Walk,
+    settings: SamplerSettings,
+    *,
+    generator: torch.Generator,
+    mover: Mover | None = None,
 ) -> tuple[Walk, Transition]:
     """One transition of all chains, of the warm-up as long as that lasts; mover as for `transition`."""
-    if walk.num_done >= plan.num_warmup:
+    if walk.num_done >= settings.num_warmup:
         step_size = walk.adaptation.final
-        result = transition(potential, walk.state, generator, step_size, plan.dynamics, mover=mover)
+        result = transition(potential, walk.state, generator, step_size, settings.dynamics, mover=mover)
         return walk._replace(state=result.state, num_done=walk.num_done + 1), result
     # The steps that freed stuck chains say nothing about the steps to sample with.
-    adaptation = plan.new_adaptation() if walk.num_done == plan.num_settling else walk.adaptation
-    max_steps = SETTLING_STEPS if walk.num_done < plan.num_settling else MAX_STEPS
+    adaptation = settings.new_adaptation() if walk.num_done == settings.num_settling else walk.adaptation
+    max_steps = SETTLING_STEPS if walk.num_done < settings.num_settling else MAX_STEPS
     result = transition(
-        potential, walk.state, generator, adaptation.current, plan.dynamics, max_steps=max_steps, mover=mover
+        potential, walk.state, generator, adaptation.current, settings.dynamics, max_steps=max_steps, mover=mover
     )
     smoothed = 0.7 * walk.smoothed + 0.3 * result.acceptance
-    adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, plan.target_accept))
+    adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, settings.target_accept))
     return Walk(result.state, adaptation, smoothed, walk.num_done + 1), result
 
 
-class Kept:
+class KeptDraws:
     """The draws as they come, in their store, and a few numbers of each; not the states, which are many times larger."""
 
     def __init__(self, store: DrawStore) -> None:

@@ -48,7 +48,7 @@ def make_target(num_examples: int = 100) -> LastLayerTarget:
 
 def sample(target: LastLayerTarget, store: DrawStore, stop: StopAt | None = None) -> HmcRun:
     base = fit_gaussian(target, start=torch.zeros(21, dtype=torch.float64, device=CUDA)).gaussian
-    words = {"num_chains": 4, "num_warmup": 10, "num_draws": 12, "store": store, "checkpoint": stop or StopAt()}
+    words = {"num_chains": 4, "num_warmup": 10, "num_draws": 12, "store": store, "resume": stop or StopAt()}
     return sample_hmc(target, mode=base.mean, covariance=base.covariance, generator=seeded(1), **words)
 
 

@@ -408,7 +408,7 @@ def test_a_run_goes_on_until_its_draws_are_enough() -> None:
     assert torch.equal(long.draws, sample_hmc(target, generator=seeded(), num_draws=20, **options).draws)
 
 
-def sample_until_fifth_look(dynamics: str, seen: list[int], store: MemoryDraws, checkpoint: StopAt) -> HmcRun:
+def sample_until_fifth_look(dynamics: str, seen: list[int], store: MemoryDraws, resume: StopAt) -> HmcRun:
     """A run that is enough at its fifth look; the draws that each look saw are added to `seen`."""
     target = make_target(LAYOUTS[0])
     base = make_base(target)
@@ -420,7 +420,7 @@ def sample_until_fifth_look(dynamics: str, seen: list[int], store: MemoryDraws, 
     return sample_hmc(
         target, mode=base.mean, covariance=Full(4 * base.covariance.scale_tril), generator=seeded(),  # type: ignore[attr-defined]
         num_chains=3, num_warmup=15, num_draws=8, is_enough=is_enough,
-        dynamics=dynamics, store=store, checkpoint=checkpoint,
+        dynamics=dynamics, store=store, resume=resume,
     )  # fmt: skip
 
 

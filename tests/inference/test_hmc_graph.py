@@ -169,8 +169,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(dynamics: str, stop_at: int
     words = {"dynamics": dynamics, "num_draws": 6, "gradients": gradients}
     with pretend_cuda.pretend() as gpu:
         with pytest.raises(Interrupted):
-            sample(case, gpu.device, **words, checkpoint=cut, store=store)
-        resumed = sample(case, gpu.device, **words, checkpoint=StopAt(stored=cut.stored), store=store)
+            sample(case, gpu.device, **words, resume=cut, store=store)
+        resumed = sample(case, gpu.device, **words, resume=StopAt(stored=cut.stored), store=store)
     assert (gpu.problems(), gpu.num_captures) == ([], 2)
     assert_same(resumed, sample(case, **words))
 

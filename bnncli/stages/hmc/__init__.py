@@ -154,7 +154,7 @@ class Sampling:
         # A state holds whitened coordinates: under another whitening they would be other theta.
         also = {"whitening": common["covariance"].structure}
         resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
-        checkpoint = ResumableDraws(resumable, store)
+        resume = ResumableDraws(resumable, store)
         judgements: dict[int, Convergence] = {}
 
         def is_enough(draws: torch.Tensor) -> bool:
@@ -173,13 +173,13 @@ class Sampling:
                     is_enough=is_enough if options.conditions else None,
                     max_draws=options.max_draws,
                     store=store,
-                    checkpoint=checkpoint,
+                    resume=resume,
                     **common,
                 )
         finally:
-            checkpoint.close()
+            resume.close()
         judged = judgements.get(drawn.draws.shape[1])
-        return drawn, judged or self._judge(drawn.draws), checkpoint.publishing
+        return drawn, judged or self._judge(drawn.draws), resume.publishing
 
     def _sample_nuts(
         self, target: LastLayerTarget, complete: Completion | None, **common: Any
