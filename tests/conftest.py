@@ -24,7 +24,7 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file that makes something once for all of them go to one worker, and first; the others one by one."""
+    """Tests of a file that makes something once for all of them go to one worker, and first; the others by function."""
     from xdist.scheduler import LoadScopeScheduling
 
     sharing = {
@@ -34,9 +34,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     }
 
     class Scheduler(LoadScopeScheduling):
+        """Few units of work: each is a message to a worker, at which the other end waits."""
+
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return file if file in sharing else nodeid
+            return file if file in sharing else nodeid.split("[")[0]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            """What is done is forgotten: each unit is counted at every test's end."""
+            assigned = self.assigned_work[node]
+            for scope in [scope for scope, tests in assigned.items() if all(tests.values())]:
+                del assigned[scope]
+            super()._assign_work_unit(node)
 
     return Scheduler(config, log)
 
