@@ -34,7 +34,7 @@ LAYERS = (
     ("evaluation",),
     ("targets", "training"),
     ("machine", "numerics", "registry", "theta"),
-    ("names", "progress", "shapes"),
+    ("lazy", "names", "progress", "shapes"),
     ("errors",),
     ("__init__", ""),
 )
@@ -156,7 +156,7 @@ def test_below_the_stages_options_are_meant_by_their_fields() -> None:
 
 def test_what_lies_loose_is_what_everything_stands_on() -> None:
     loose = {path.stem for path in PACKAGE.glob("*.py")}
-    assert loose == {"__init__", "__main__", "console", "errors", "names", "progress", "registry", "shapes"}
+    assert loose == {"__init__", "__main__", "console", "errors", "lazy", "names", "progress", "registry", "shapes"}
 
 
 def test_stages_has_one_entry_a_command() -> None:

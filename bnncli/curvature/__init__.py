@@ -7,13 +7,15 @@ generalised Gauss-Newton matrix (GGN) is the Hessian itself.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from bnncli import registry
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.last_layer import LastLayerTarget
 
 MAX_AUTO_FULL = 6000  # parameters; beyond, the Cholesky factors of a prior search take minutes on two cores
 

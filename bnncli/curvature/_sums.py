@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.machine import signals
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.stream import BLOCK_ELEMENTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.last_layer import LastLayerTarget
 
 _BLOCK_EXAMPLES = {"cpu": 2**13, "cuda": 2**16}
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.curvature import MAX_AUTO_FULL, Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.targets.grams import weighted_grams
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.last_layer import LastLayerTarget
 
 
 class Block:

@@ -7,16 +7,18 @@ matrix is the Hessian.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.curvature import MAX_AUTO_FULL, Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
+from bnncli.lazy import torch
 from bnncli.targets.grams import is_packed, packed_grams, packed_places, unpack_symmetric, weighted_grams
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.last_layer import LastLayerTarget
 
 
 class Full:

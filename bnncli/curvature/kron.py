@@ -7,14 +7,16 @@ arXiv:1503.05671.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.last_layer import LastLayerTarget
 
 
 class Kron:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from scipy.special import ndtr, stdtrit  # scipy.stats takes a second to import
-
 ERROR_RATE = 0.01
 LOOKS = 5
 # A Gaussian moved by one standard deviation along one of its P directions is half a nat away from where it was: a handful
@@ -29,6 +27,8 @@ def reach(num_draws: int) -> float:
     Args:
         num_draws: that the standard error comes from, at least 2.
     """
+    from scipy.special import ndtr, stdtrit  # slow to import
+
     return float(-stdtrit(num_draws - 1, ndtr(-NUM_STANDARD_ERRORS)))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from bnncli import registry
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
 from bnncli.options.refine import RANK
 from bnncli.theta.layout import ParamLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 SPACES = ("whitened", "weight")
 
@@ -154,7 +155,7 @@ def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) ->
 
 def zeros(*shape: int, generator: torch.Generator) -> nn.Parameter:
     """A parameter of float64 zeros, on the generator's device."""
-    return nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=generator.device))
+    return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=generator.device))
 
 
 def place_buffer(index: int, generator: torch.Generator) -> Tensor:

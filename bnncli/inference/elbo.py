@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.evaluation.gain import LOOKS, judge_gain
+from bnncli.lazy import torch
 from bnncli.posteriors import HasNoise, noise_blocks
 from bnncli.progress import SILENT, Progress, Task
-from bnncli.targets.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.target import Target
 
 _BLOCK_DRAWS = 64
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.inference.elbo import ElboEstimate, elbo
+from bnncli.lazy import torch
 from bnncli.posteriors import HasNoise
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.target import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.target import Target
 
 FIRST_DRAWS = 512
 MOST_DRAWS = 8192

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli import registry
-from bnncli.covariances import Covariance
 from bnncli.curvature import ggn
-from bnncli.targets.last_layer import LastLayerTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.covariances import Covariance
+    from bnncli.targets.last_layer import LastLayerTarget
 
 ROUGH_WHITENING = "kron"  # where the exact Hessian is large: it takes one pass over the data and little memory
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
-import torch
-
 from bnncli import registry
 from bnncli.inference.local_covariance import ROUGH_WHITENING
+from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once
 from bnncli.theta.head import HeadLayout

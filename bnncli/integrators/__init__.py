@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bnncli.errors import NumericError, UsageError
 from bnncli.integrators._groups import Groups
 from bnncli.integrators._intervals import LEVEL
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
 from bnncli.registry import check_name, load_class, names
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ClassifierLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Logits held at once. On a CPU a chunk that stays in the cache decides the speed (2 MB of float32 measured
 # best); on a GPU a chunk must be large enough to fill the device.

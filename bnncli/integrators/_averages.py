@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest, with_reference_class
 from bnncli.integrators._groups import Groups
 from bnncli.integrators._intervals import central_interval, tail_shares
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNK_EXAMPLES = 512  # at least: fewer make the products too thin; measured on two CPU cores
 # Probabilities of one class, of all draws, held at once for the interval.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from bnncli.errors import UsageError
 from bnncli.integrators import HasLayout, chunk_budget, slices
 from bnncli.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_EXAMPLES = 4096  # posteriors need further memory per example for the variances
 _ARRAYS = 8  # of a chunk's size measured best for what is only added and multiplied

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_GROUPS = 10  # nine degrees of freedom: the error's own standard error is a quarter of it
 NUM_SCRAMBLES = 8  # a power of two, so that as many draws leave each scramble a power of two as well

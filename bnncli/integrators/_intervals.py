@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from bnncli.lazy import torch
 from bnncli.numerics.running_sum import running_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEVEL = 0.95  # where there are draws enough
 

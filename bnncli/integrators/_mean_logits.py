@@ -6,13 +6,14 @@ Energy: Liu, Wang, Owens and Li (2020), arXiv 2010.03759, eq. (4) at temperature
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.integrators import check_features, chunk_budget, slices
+from bnncli.lazy import torch
 from bnncli.theta.layout import ClassifierLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MEAN_DRAWS = 256  # for the mean of a posterior without a center: it is then a sixteenth of a standard deviation off
 _DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.integrators import Integrator, Prediction, check_features, entropy, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
+from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
 from bnncli.options.parts import Setting
 from bnncli.options.predict import PROJECTION
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SETTINGS = {
     "projection": PROJECTION.of(

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bnncli.errors import UsageError
 from bnncli.inference.elbo import log_weights
@@ -20,9 +17,13 @@ from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto
 from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator, require_support
 from bnncli.integrators._groups import Groups, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
+from bnncli.lazy import torch
 from bnncli.options.parts import Draws
 from bnncli.posteriors import sample_from_noise
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HasDensity(HasLayout, Protocol):
@@ -75,7 +76,8 @@ class Importance(SamplingIntegrator):
         if target is None:
             raise UsageError("‹integrator› importance needs the features of the training split")
         size = num_samples or self.default_samples
-        task, found = progress.task("importance weights", size), list[Tensor]()
+        task = progress.task("importance weights", size)
+        found: list[Tensor] = []
 
         def weigh(noise: Tensor) -> None:
             found.append(log_weights(target, posterior, noise, task))

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bnncli.integrators import (
     HasLayout,
@@ -31,6 +28,7 @@ from bnncli.integrators._averages import BlockDraws, average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators.mc import check_num_samples
+from bnncli.lazy import torch
 from bnncli.logits import LogitRoot
 from bnncli.numerics.sobol import balance_warning, quasi_normal
 from bnncli.options.parts import Draws
@@ -38,6 +36,9 @@ from bnncli.options.predict import QMC
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HasLogitRoot(HasLayout, Protocol):

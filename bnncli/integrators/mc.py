@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bnncli.errors import UsageError
 from bnncli.integrators import (
@@ -27,11 +24,15 @@ from bnncli.integrators._averages import average
 from bnncli.integrators._groups import Groups, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators._theta_draws import ThetaDraws
+from bnncli.lazy import torch
 from bnncli.numerics.sobol import balance_warning
 from bnncli.options.parts import Draws
 from bnncli.options.predict import QMC
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FEWEST_DRAWS = 32  # of a default, however large the head
 _MOST_ELEMENTS = 2**26  # of all draws by default: 256 MiB, and 15 seconds for 10,000 examples on two cores

@@ -6,14 +6,15 @@ Skaaret-Lund (2022), section 5.3, 'posterior mean'; with multipliers at their me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from bnncli.integrators import HasLayout, Integrator, Prediction, require_support
 from bnncli.integrators.plug_in import predict_at
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HasMean(HasLayout, Protocol):

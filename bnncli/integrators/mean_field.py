@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
 from bnncli.integrators.probit import difference_of_projected, probit_probs
+from bnncli.lazy import torch
 from bnncli.options.parts import Setting
 from bnncli.options.predict import PROJECTION
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LAMBDA = math.pi / 8
 _PASSES = 8  # over arrays of all pairs, which had better stay in the cache

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from bnncli.integrators import (
     HasLayout,
@@ -19,8 +16,12 @@ from bnncli.integrators import (
     widest,
     with_reference_class,
 )
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HasCenter(HasLayout, Protocol):

@@ -17,17 +17,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, check_features, chunk_budget, entropy, require_support, slices
 from bnncli.integrators._blocks import HasLogitMoments, check_choice
+from bnncli.lazy import torch
 from bnncli.options.parts import Setting
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_POINTS = 1000
 _CHUNK_EXAMPLES = 4096  # at most: covariances need further memory per example

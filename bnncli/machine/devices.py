@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from bnncli.errors import DeviceError, UsageError
+from bnncli.lazy import torch
 from bnncli.names import printable
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from bnncli.errors import DeviceError
+from bnncli.lazy import torch
 from bnncli.machine.devices import available_memory
 
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest

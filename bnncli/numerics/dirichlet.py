@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from scipy import special
-from torch import Tensor
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Variances outside give concentrations that nothing can tell from a point, or from none; a variance of zero is the first.
 _SMALLEST_VARIANCE, _LARGEST_VARIANCE = 1e-30, 1e30
@@ -85,6 +87,8 @@ def beta_quantile(log_a: Tensor, log_b: Tensor, level: float) -> Tensor:
     from 1e8 on, the logit is normal with mean log a - log b - 1/(2a) + 1/(2b) and variance 1/a + 1/b: 1e-3 standard
     deviations away at the most.
     """
+    from scipy import special  # slow to import
+
     log_a, log_b = log_a.double(), log_b.double()
     arguments = [log.clamp(-_LARGEST_EXPONENT, _LARGEST_BETA).exp().cpu().numpy() for log in (log_a, log_b)]
     exact = torch.as_tensor(special.betaincinv(*arguments, level), device=log_a.device)

@@ -6,9 +6,12 @@ again. PyTorch refuses cumsum there where deterministic kernels are asked for.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from typing import TYPE_CHECKING
+
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BLOCK = 64  # elements that one row of a product adds
 
@@ -23,6 +26,7 @@ def by_products(values: Tensor) -> Tensor:
     size = values.shape[-1]
     if size <= _BLOCK:
         return values @ _ones_above(size, values)
+    pad = torch.nn.functional.pad
     within = pad(values, (0, -size % _BLOCK)).unflatten(-1, (-1, _BLOCK)) @ _ones_above(_BLOCK, values)
     before = pad(by_products(within[..., :-1, -1]), (1, 0))
     return (within + before.unsqueeze(-1)).flatten(-2)[..., :size]

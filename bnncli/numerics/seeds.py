@@ -8,7 +8,8 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
-import torch
+
+from bnncli.lazy import torch
 
 # Numbers of one draw up to which it is made on the CPU, in float64, whatever the device, so that draws agree between
 # devices. Longer ones took six times as long to make and to move as the gradient they were for (P of 2 million).

@@ -9,10 +9,13 @@ own SobolEngine was tried and loses the stratification of single coordinates in 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_DIMENSIONS = 21_201  # of the direction numbers
 _BITS = 32

@@ -8,11 +8,14 @@ the algorithm leaves T / 2: an overlap of 0.05 there is a threshold of 0.1 here.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
+from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RULES = ("neighbor", "best")
 

@@ -9,13 +9,14 @@ integrators ask for it by name: `center` (P,), `logit_marginals(features)`, `log
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.numerics import seeds
 from bnncli.theta.layout import ParamLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_ONCE = 2**24  # numbers of noise held at once: 128 MiB
 _UNIT, _FEWEST = 64, 16  # draws that a part holds whole numbers of, and the fewest however large they are

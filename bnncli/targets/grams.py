@@ -9,14 +9,16 @@ see `is_packed`. Sums over the examples are float64, products within a slice of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.machine import signals
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 
-Weights = Callable[[slice], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights: TypeAlias = "Callable[[slice], Tensor]"
 
 _BLOCK_EXAMPLES = {"cpu": 1024, "cuda": 2**13}  # of one sum in the features' precision
 _FEWEST_EXAMPLES = 64

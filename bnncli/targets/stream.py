@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.errors import DeviceError
+from bnncli.lazy import torch
 from bnncli.targets.pinned_rows import PinnedRows
 
-Work = Callable[[slice, Tensor], tuple[Tensor, ...]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Work: TypeAlias = "Callable[[slice, Tensor], tuple[Tensor, ...]]"
 
 # Elements of the largest intermediate, rows times columns. Measured on two cores: blocks of about 2 MB stay in cache; a
 # GPU wants few, large kernels.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bnncli.theta.head import HeadLayout
 
 
@@ -52,7 +52,7 @@ class ParamLayout(Protocol):
 
 
 # Given features (n, D): logits (K, n) near the middle of the draws, and a function that gives those of a slice of them, (s, K, n).
-LogitMaker = Callable[[Tensor], tuple[Tensor, Callable[[slice], Tensor]]]
+LogitMaker: TypeAlias = "Callable[[Tensor], tuple[Tensor, Callable[[slice], Tensor]]]"
 
 
 class ClassifierLayout(ParamLayout, Protocol):

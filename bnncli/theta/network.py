@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, Part, consecutive, parts_to_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BLOCK = 2**18  # weights of a block
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.theta.layout import ParamLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Prior:
         return replace(self, weight_precision=value)
 
     def diagonal(
-        self, layout: ParamLayout, *, device: torch.device | None = None, dtype: torch.dtype = torch.float64
+        self, layout: ParamLayout, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The precision of each parameter, (P,)."""
-        precisions = torch.empty(layout.num_params, device=device, dtype=dtype)
+        """The precision of each parameter, (P,); float64 unless told."""
+        precisions = torch.empty(layout.num_params, device=device, dtype=dtype or torch.float64)
         for rows, precision in self._places(layout):
             precisions[rows] = precision
         return precisions
