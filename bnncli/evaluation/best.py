@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from bnncli.evaluation.paired import SLACK, Sample
+from bnncli.lazy import special
 
 _SHARE_OF_BOUNDS = 0.1  # of alpha, for the bounds; Romano, Shaikh and Wolf's choice
 _MOST_STATISTIC = 1e4  # that a bound is made of

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, ndtri
 
 from bnncli.evaluation.weighted_scores import Floats
+from bnncli.lazy import special
 
 NUM_DRAWS = 1000  # of the labels of a calibrated model
 _FEWEST_DRAWS = 200
@@ -117,10 +117,10 @@ def largest_gap(size: NDArray, stated: NDArray, squares: NDArray, observed: NDAr
     share of 1 - level (Bonferroni, of twice as many intervals as bins). Arguments as of drawn_gaps.
     """
     tail = (1 - level) / 2 / (2 * len(size))
-    lowest = np.where(observed > 0, betaincinv(np.maximum(observed, 1), size - observed + 1, tail), 0.0)
-    highest = np.where(observed < size, betaincinv(observed + 1, np.maximum(size - observed, 1), 1 - tail), 1.0)
+    lowest = np.where(observed > 0, special.betaincinv(np.maximum(observed, 1), size - observed + 1, tail), 0.0)
+    highest = np.where(observed < size, special.betaincinv(observed + 1, np.maximum(size - observed, 1), 1 - tail), 1.0)
     mean = stated / size
-    margin = ndtri(1 - tail) * np.sqrt(np.maximum(squares / size - mean**2, 0.0) / size)
+    margin = special.ndtri(1 - tail) * np.sqrt(np.maximum(squares / size - mean**2, 0.0) / size)
     low = np.maximum(np.maximum(lowest - (mean + margin), (mean - margin) - highest), 0.0).max()
     high = np.maximum(mean + margin - lowest, highest - (mean - margin)).max()
     return {
@@ -190,7 +190,7 @@ def _high(gaps: Gaps, form: Form, estimate: float, tail: float) -> float:
     far = form.estimate(
         sign * np.abs(gaps.noise).max() + gaps.noise
     )  # where noise adds to an error as it takes from it
-    return max(*found, min(max(found) + float(from_rare), estimate + float(ndtri(1 - tail) * far.std())))
+    return max(*found, min(max(found) + float(from_rare), estimate + float(special.ndtri(1 - tail) * far.std())))
 
 
 def _last_not(is_true: Callable[[float], bool]) -> float:

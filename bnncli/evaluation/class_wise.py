@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from bnncli.evaluation.calibration import NUM_BINS, Bins, judged, total_form
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
+from bnncli.lazy import sparse
 
 
 def class_wise_scores(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> ScoreGroup:

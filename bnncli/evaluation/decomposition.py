@@ -10,11 +10,10 @@ from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import xlogy
-from sklearn.isotonic import isotonic_regression
 
 from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, brier_losses, log_losses
+from bnncli.lazy import special
 
 _COST = 4.0  # measured against a mean
 
@@ -56,15 +55,19 @@ def decomposition_scores(examples: Examples) -> ScoreGroup:
 
 def _recalibrated_losses(count: Floats, ones: Floats) -> Floats:
     """Brier score (summed over both classes) and NLL (2,) of the isotonic regression of labels grouped by forecast."""
+    from sklearn.isotonic import isotonic_regression  # slow to import
+
     is_there = count > 0
     count, ones = count[is_there], ones[is_there]
     fitted = cast(Floats, isotonic_regression(ones / count, sample_weight=count, y_min=0.0, y_max=1.0))
     zeros = count - ones
     brier = 2 * np.sum(ones * (1 - fitted) ** 2 + zeros * fitted**2)
-    log_loss = -np.sum(xlogy(ones, fitted) + xlogy(zeros, 1 - fitted))
+    log_loss = -np.sum(special.xlogy(ones, fitted) + special.xlogy(zeros, 1 - fitted))
     return np.array([brier, log_loss]) / count.sum()
 
 
 def _uncertainty(share: Floats) -> Floats:
     """Brier score and NLL (b, 2) of forecasting the share (b,) of class 1 for every example."""
-    return np.stack([2 * share * (1 - share), -xlogy(share, share) - xlogy(1 - share, 1 - share)], axis=1)
+    return np.stack(
+        [2 * share * (1 - share), -special.xlogy(share, share) - special.xlogy(1 - share, 1 - share)], axis=1
+    )

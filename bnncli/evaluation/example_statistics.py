@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import entr
 
 from bnncli.errors import DataError
 from bnncli.evaluation.probabilities import checked_blocks
+from bnncli.lazy import special
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _of_block(probs: NDArray, labels: NDArray[np.int64] | None) -> dict[str, NDA
     out: dict[str, NDArray] = {
         "confidence": np.take_along_axis(wide, predicted[:, None], axis=1)[:, 0],
         "predicted": predicted.astype(np.int64),
-        "entropy": entr(np.maximum(wide, 0)).sum(axis=1),  # rounding may leave -1e-8
+        "entropy": special.entr(np.maximum(wide, 0)).sum(axis=1),  # rounding may leave -1e-8
         "squared_norm": np.einsum("nc,nc->n", wide, wide),
     }
     if labels is not None:

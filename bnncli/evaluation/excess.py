@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr  # scipy.stats takes a second to import
 
 from bnncli.evaluation.calibration import reliability
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.weighted_scores import nll_per_example
+from bnncli.lazy import special
 
 FALSE_ALARM = 0.05  # chance of any warning where no reference is better in truth
 WORSE_SHARE = 0.01  # of the reference's NLL: a loss below it is not worth a warning, however sure it is
@@ -123,4 +123,4 @@ def p_value(differences: NDArray) -> float | None:
     ratio = scaled.mean() / scaled.std(ddof=1)
     skewness = float((centred**3).mean() / (centred**2).mean() ** 1.5)
     corrected = ratio + skewness * ratio**2 / 3 + skewness**2 * ratio**3 / 27 + skewness / (6 * size)
-    return float(stdtr(size - 1, -math.sqrt(size) * corrected))
+    return float(special.stdtr(size - 1, -math.sqrt(size) * corrected))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from bnncli.lazy import special
+
 ERROR_RATE = 0.01
 LOOKS = 5
 # A Gaussian moved by one standard deviation along one of its P directions is half a nat away from where it was: a handful
@@ -27,9 +29,7 @@ def reach(num_draws: int) -> float:
     Args:
         num_draws: that the standard error comes from, at least 2.
     """
-    from scipy.special import ndtr, stdtrit  # slow to import
-
-    return float(-stdtrit(num_draws - 1, ndtr(-NUM_STANDARD_ERRORS)))
+    return float(-special.stdtrit(num_draws - 1, special.ndtr(-NUM_STANDARD_ERRORS)))
 
 
 def judge_gain(gain: float, standard_error: float, num_draws: int, *, is_last: bool) -> str | None:

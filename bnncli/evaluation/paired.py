@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
+
+from bnncli.lazy import special
 
 # Sums in another order differ by the rounding of float32 weights, which must not tell a tie from a difference.
 SLACK = 1e-6

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
+from bnncli.lazy import sparse
 
 MOST_PROBABILITIES = 1 << 25  # that are ranked: 128 MB
 FEW = 10  # examples of a class, below which its own scores say little

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import digamma
 
 from bnncli.evaluation.example_statistics import Examples
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
+from bnncli.lazy import special
 
 
 def selective_scores(examples: Examples) -> ScoreGroup:
@@ -49,7 +49,7 @@ def selective_scores(examples: Examples) -> ScoreGroup:
 
 def _harmonic(largest: int) -> Floats:
     """H_0 to H_largest."""
-    found = digamma(np.arange(1, largest + 2)) + np.euler_gamma
+    found = special.digamma(np.arange(1, largest + 2)) + np.euler_gamma
     found[0] = 0.0
     return found
 

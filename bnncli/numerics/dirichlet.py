@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bnncli.lazy import torch
+from bnncli.lazy import special, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,8 +87,6 @@ def beta_quantile(log_a: Tensor, log_b: Tensor, level: float) -> Tensor:
     from 1e8 on, the logit is normal with mean log a - log b - 1/(2a) + 1/(2b) and variance 1/a + 1/b: 1e-3 standard
     deviations away at the most.
     """
-    from scipy import special  # slow to import
-
     log_a, log_b = log_a.double(), log_b.double()
     arguments = [log.clamp(-_LARGEST_EXPONENT, _LARGEST_BETA).exp().cpu().numpy() for log in (log_a, log_b)]
     exact = torch.as_tensor(special.betaincinv(*arguments, level), device=log_a.device)

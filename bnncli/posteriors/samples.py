@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ParamLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_ONCE = 2**24  # numbers in double precision: 128 MiB
 

@@ -7,19 +7,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli import registry
 from bnncli.errors import DataError, MissingInput
 from bnncli.inference import memory
 from bnncli.integrators import with_reference_class
+from bnncli.lazy import torch
 from bnncli.machine.devices import available_memory
 from bnncli.numerics.digests import json_sha256
-from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
 from bnncli.run.classes import run_classes
 from bnncli.run.session import Run
@@ -29,10 +27,15 @@ from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.provenance import Source
 from bnncli.storage.samples import SampleFile, read_samples
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.posteriors.point import Point
+    from bnncli.targets.last_layer import LastLayerTarget
 
 RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; machine.memory.SHARE is for the rest
 PREDICTION_BYTES = 1 << 30  # of features that predict holds on the device at once; the same everywhere, as its sums are
@@ -109,6 +112,8 @@ class Split:
 
     def target(self, prior: Prior, device: torch.device) -> LastLayerTarget:
         """The log posterior of the head given this split."""
+        from bnncli.targets.last_layer import LastLayerTarget
+
         return LastLayerTarget(self.resident(device), self.labels(device), self.layout, prior)
 
     def head(self) -> Tensor | None:

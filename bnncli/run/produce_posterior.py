@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import BnnError
 from bnncli.run.inputs import Split, head_tensors
@@ -17,6 +15,9 @@ from bnncli.run.session import Result, Run
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SUFFIXES = {"posterior": ".safetensors", "samples": ".nc"}
 

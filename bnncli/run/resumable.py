@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.errors import Interrupted, WriteError
+from bnncli.lazy import torch
 from bnncli.run.produce import Request
 from bnncli.run.session import Run
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.resume import SaveClock, identity_of, read_state, remove_state, state_path, write_state
 
-State = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State: TypeAlias = "Mapping[str, Tensor]"
 
 
 _DIGEST = "draws_digest"  # of the draws in the file beside the state

@@ -7,19 +7,20 @@ one is the same as well, and costs little anyway; a diagonal one would be anothe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
-from bnncli.covariances._row_space import rows_of
 from bnncli.inference import memory
 from bnncli.machine.memory import budget
-from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import Split
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.row_space import RowSpace, reduced_layout
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.head import HeadLayout, reduced_layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from bnncli.posteriors.gaussian import Gaussian
+    from bnncli.targets.last_layer import LastLayerTarget
+    from bnncli.targets.row_space import RowSpace
 
 
 def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
@@ -40,11 +41,15 @@ def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", 
 
 def row_space(target: LastLayerTarget) -> RowSpace:
     """The span of a target's features, on the device that it is computed on."""
+    from bnncli.targets.row_space import RowSpace
+
     return RowSpace.of(target.features.to(target.device), target.layout)
 
 
 def span_metrics(gaussian: Gaussian) -> dict[str, int]:
     """How many of how many directions the features span, where the Gaussian was fitted there; else nothing."""
+    from bnncli.covariances._row_space import rows_of
+
     within = rows_of(gaussian.covariance)
     if within is None:
         return {}

@@ -10,20 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bnncli.evaluation.excess import FALSE_ALARM, Scored, excesses, score
-from bnncli.inference.temperature import fit_temperature, held_out_losses
 from bnncli.integrators import load_integrator, supports
-from bnncli.posteriors.point import Point
+from bnncli.lazy import torch
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.predict_plan import default_integrator_of
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.posteriors.point import Point
 
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
 _WORDS = {
@@ -61,6 +63,8 @@ def measure_on_val(
         method: laplace, refine, ...: tells the default integrator.
         others: further posteriors to compare with, by name, by their default integrator (the base of a flow).
     """
+    from bnncli.posteriors.point import Point
+
     assert val.content.labels is not None
     labels, head = val.content.labels, val.head()
     name = default_integrator_of(method)
@@ -200,6 +204,8 @@ def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[
 
     None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
     """
+    from bnncli.inference.temperature import fit_temperature, held_out_losses
+
     assert val.content.labels is not None
     logits, labels = val.class_logits(point, run.device), val.labels(run.device)
     fit = fit_temperature(logits, labels)

@@ -15,14 +15,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from bnncli.lazy import torch
 from bnncli.storage.atomic import sync, write_error
 from bnncli.storage.resume import draws_path, remove_state, state_path, unusable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BUFFER_BYTES = 64 << 20  # draws stay on their device until there are so many, or until a state is saved
 QUEUED = 2  # batches that wait for the writer, beside the one that it writes

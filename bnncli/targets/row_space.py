@@ -19,7 +19,7 @@ from torch import Tensor
 from bnncli.machine.interruptible import interruptible
 from bnncli.shapes import check_shapes
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.head import HeadLayout, reduced_layout
 
 _OUTSIDE = 1e-4  # of a row's length; rounding to float32 leaves 1e-7, another data set half of it or more
 
@@ -110,8 +110,3 @@ class RowSpace:
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> RowSpace:
         """A copy elsewhere or in another precision."""
         return replace(self, basis=self.basis.to(device=device, dtype=dtype))
-
-
-def reduced_layout(layout: HeadLayout, rank: int) -> HeadLayout:
-    """The layout of theta inside a span of so many dimensions."""
-    return replace(layout, num_features=rank)

@@ -7,7 +7,7 @@ output (K = 1) the network has two classes and a Bernoulli likelihood; otherwise
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
@@ -124,3 +124,8 @@ class HeadLayout:
     def from_meta(cls, meta: Mapping[str, Any]) -> HeadLayout:
         """The inverse of to_meta."""
         return cls(int(meta["num_outputs"]), int(meta["num_features"]), bool(meta["has_bias"]))
+
+
+def reduced_layout(layout: HeadLayout, rank: int) -> HeadLayout:
+    """The layout of theta inside a span of so many dimensions of the features."""
+    return replace(layout, num_features=rank)

@@ -39,8 +39,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.row_space import reduced_layout
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.head import HeadLayout, reduced_layout
 from bnncli.theta.prior import Prior
 
 COMMAND = Command(
