@@ -74,9 +74,7 @@ class Split:
 
     def feature_blocks(self, device: torch.device) -> Iterator[Tensor]:
         """The features (n, D) float32 on the device, block by block; most splits are one block."""
-        rows = max(1, PREDICTION_BYTES // (4 * self.content.features.shape[1]))
-        for block in torch.from_numpy(self.content.features).split(rows):
-            yield block.to(device=device, dtype=torch.float32)
+        return feature_blocks(torch.from_numpy(self.content.features), device)
 
     def class_logits(self, point: Point, device: torch.device) -> Tensor:
         """Logits of all classes (N, C) under a point, on the device; float32, as predict has them."""
@@ -124,6 +122,12 @@ class Split:
         """Where the search for the mode starts: the network's head, or zero without one."""
         head = self.head()
         return torch.zeros(self.layout.num_params, dtype=torch.float64) if head is None else head
+
+
+def feature_blocks(features: Tensor, device: torch.device) -> Iterator[Tensor]:
+    """Features (N, D), wherever they lie, float32 on the device, block by block; most are one block."""
+    rows = max(1, PREDICTION_BYTES // (4 * features.shape[1]))
+    return (block.to(device=device, dtype=torch.float32) for block in features.split(rows))
 
 
 def head_theta(weight: np.ndarray | None, bias: np.ndarray | None) -> Tensor | None:

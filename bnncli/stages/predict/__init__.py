@@ -13,11 +13,11 @@ from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.predict_plan import ALL, Choice, Plan, default_integrator, num_stored
-from bnncli.run.predictor import Predictor, TrainData, facts_of, warn
+from bnncli.run.predict_plan import ALL, Choice, Plan, num_stored
+from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
-from bnncli.run.val_report import note_on_default
+from bnncli.stages.predict.stored import facts_of, predict_split
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -65,8 +65,9 @@ def run(run: Run, options: PredictOptions) -> Result:
             if options.posterior:
                 raise refusal
             run.console.warn(f"skipping {candidate.path.stem}: {refusal.message}")
-        _warn_of_few_draws(run, options, candidate)
-        _warn_of_default(run, options, candidate)
+        warn_of_few_draws(run, candidate.path, candidate.header, options.samples)
+        if not options.integrator:
+            warn_of_default(run, candidate.path, candidate.header)
         predictor = Predictor(run, candidate.path, candidate.header, train)
         for choice in choices:
             try:
@@ -102,23 +103,6 @@ def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
         if level is not None and level < LEVEL:
             lines.append(f"{maker}: too few draws for 95 %; its intervals hold {100 * level:.1f} %")
     return lines
-
-
-def _warn_of_few_draws(run: Run, options: PredictOptions, candidate: Candidate) -> None:
-    """Say so when --samples asks for more draws than a posterior that is draws has."""
-    there = num_stored(candidate.header) if candidate.header.kind == "samples" else 0
-    if options.samples is not None and 0 < there < options.samples:
-        run.console.warn(
-            f"{candidate.path.stem} has {there} draws, fewer than --samples {options.samples}: all are used"
-        )
-
-
-def _warn_of_default(run: Run, options: PredictOptions, candidate: Candidate) -> None:
-    """Say so when nobody named an integrator and the default is not the one that predicted best on val."""
-    metrics = candidate.header.meta.get("metrics", {})
-    note = None if options.integrator else note_on_default(metrics, default_integrator(candidate.header))
-    if note is not None:
-        run.console.warn(f"{candidate.path.stem}: {note}")
 
 
 def _counted(count: int, noun: str) -> str:
@@ -196,7 +180,8 @@ def _predict(
         request = _request(run, options, choice, split, sources)
 
         def compute(split: Split = split, request: Request = request) -> Computed:
-            return predictor.predict(choice, split, request.target, keep_samples=bool(request.params["keep_samples"]))
+            keep_samples = bool(request.params["keep_samples"])
+            return predict_split(predictor, choice, split, request.target, keep_samples=keep_samples)
 
         def when_fresh(header: Header) -> Computed:
             warn(run, source.path.stem, header.meta)

@@ -1,0 +1,87 @@
+"""What predict stores of the predictions of a split, and says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.numerics.top_k import ranked_lengths
+from bnncli.run.inputs import Split
+from bnncli.run.predict_plan import Choice
+from bnncli.run.predictor import Predicted, Predictor
+from bnncli.run.produce import Computed
+from bnncli.storage.predictions import PredictionFile, write_predictions
+
+RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
+
+
+def predict_split(predictor: Predictor, choice: Choice, split: Split, target: Path, *, keep_samples: bool) -> Computed:
+    """The predictions of one split, ready to be published at `target`."""
+    split.check_fits(predictor.posterior.layout)
+    predicted = predictor.predict(choice, torch.from_numpy(split.content.features), keep_samples=keep_samples)
+    content = _content(predicted, split, choice)
+    meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **predicted.integrator.notes()}
+    meta["draws"] = predicted.integrator.num_draws
+    meta["interval_level"] = None if content.interval is None else predicted.integrator.interval_level
+
+    def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+        return write_predictions(target, content, meta=meta, provenance=provenance, may_replace=may_replace)
+
+    return Computed(publish, facts=facts_of(meta))
+
+
+def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """What the result says of a prediction: number of draws and level of the intervals; null where it has none."""
+    return {name: meta.get(name) for name in ("draws", "interval_level")}
+
+
+def _content(predicted: Predicted, split: Split, choice: Choice) -> PredictionFile:
+    """The arrays of a prediction file."""
+    prediction, groups = predicted.prediction, predicted.integrator.groups
+    return PredictionFile(
+        probs=prediction.probs.numpy(),
+        entropy=prediction.entropy.numpy(),
+        mutual_info=_numpy(prediction.mutual_info),
+        labels=split.content.labels,
+        sample_id=split.content.sample_id,
+        classes=split.content.classes,
+        probs_samples=_numpy(predicted.probs_samples),
+        interval=_numpy(prediction.interval),
+        log_concentration=_numpy(prediction.log_concentration),
+        energy=predicted.energy.numpy(),
+        max_logit=predicted.max_logit.numpy(),
+        top_k=_ranked(prediction.log_concentration, choice.top_k),
+        group_probs=_numpy(prediction.group_probs),
+        group_rows=_numpy(predicted.group_rows),
+        group_weights=None if predicted.group_rows is None or groups is None else groups.weights.numpy(),
+    )
+
+
+def _meta(predictor: Predictor, choice: Choice, split: Split) -> dict[str, Any]:
+    return {
+        "posterior": predictor.path.stem,
+        "integrator": choice.name,
+        "variant": choice.variant,
+        "settings": choice.settings,
+        "samples": choice.samples,
+        "top_k": choice.top_k,
+        "split": split.content.name,
+        "is_ood": split.content.is_ood,
+        "is_labeled": split.content.labels is not None,
+        "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
+    }
+
+
+def _ranked(log_concentration: Tensor | None, top_k: dict[str, Any] | None) -> Any:
+    """How many classes each example keeps, (N,), by blocks of rows; None where classes are not ranked."""
+    if log_concentration is None or top_k is None:
+        return None
+    blocks = log_concentration.split(max(1, RANKED_CONCENTRATIONS // log_concentration.shape[1]))
+    return torch.cat([ranked_lengths(block, **top_k) for block in blocks]).numpy()
+
+
+def _numpy(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.numpy()
