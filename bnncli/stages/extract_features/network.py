@@ -1,4 +1,4 @@
-"""The network of extract-features: loaded when the first split needs it, its head found once, its features collected."""
+"""The splits of extract-features through the network: what is stored of each."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from bnncli.checkpoints.load import Checkpoint, load_checkpoint
-from bnncli.errors import UsageError
-from bnncli.extraction.features import ExtractedBatch, Head, collect, extract, find_last_linear, head_of
-from bnncli.networks import load_network
+from bnncli.extraction.features import ExtractedBatch, Head
 from bnncli.options import ExtractFeaturesOptions
-from bnncli.options.extract_features import NO_NETWORK
+from bnncli.run.network import Network
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.splits import NamedSplit, class_names, model_identity
 from bnncli.storage.feature_set import RECIPE
@@ -22,26 +18,27 @@ from bnncli.storage.features import CHECK_ROWS, FeatureSplit, encoded_names
 
 
 class NetworkFeatures:
-    """The checkpoint and its network, loaded when the first split needs them."""
+    """The network that was asked for, and the splits that go through it."""
 
     def __init__(self, run: Run, options: ExtractFeaturesOptions, splits: list[NamedSplit]) -> None:
-        self.run, self.options, self.splits = run, options, splits
-        self.checkpoint: Checkpoint | None = None
-        self.record: dict[str, Any] | None = None
-        if options.model == NO_NETWORK:
-            return
-        path = run.checkpoint_path
-        self.checkpoint = load_checkpoint(path, progress=run.console)
-        for note in self.checkpoint.notes:
-            run.console.warn(note)
-        self.record = {
-            "path": path.name,
-            "file_sha256": self.checkpoint.file_sha256,
-            "weights_digest": self.checkpoint.weights_digest,
-            "format": self.checkpoint.format,
-            "selected_key": self.checkpoint.selected_key,
-            "stripped_prefixes": list(self.checkpoint.stripped_prefixes),
-            "size": self.checkpoint.size,
+        assert options.model is not None
+        self.options, self.splits = options, splits
+        self.network = Network.of(run, options.model, options.model_arg, options.last_layer)
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The checkpoint as provenance records it; None without one."""
+        checkpoint = self.network.checkpoint
+        if checkpoint is None:
+            return None
+        return {
+            "path": self.network.run.checkpoint_path.name,
+            "file_sha256": checkpoint.file_sha256,
+            "weights_digest": checkpoint.weights_digest,
+            "format": checkpoint.format,
+            "selected_key": checkpoint.selected_key,
+            "stripped_prefixes": list(checkpoint.stripped_prefixes),
+            "size": checkpoint.size,
         }
 
     @property
@@ -51,28 +48,9 @@ class NetworkFeatures:
         return {name: own[name] if name in own else getattr(self.options, name) for name in RECIPE}
 
     @cached_property
-    def model(self) -> torch.nn.Module:
-        """The network with the checkpoint's weights, on the device."""
-        arguments = {}
-        for text in self.options.model_arg:
-            key, equals, value = text.partition("=")
-            if not equals or not key:
-                raise UsageError(f"--model-arg: expected KEY=VALUE, got {text!r}")
-            arguments[key] = value
-        state = self.checkpoint.state if self.checkpoint is not None else None
-        assert self.options.model is not None
-        model = load_network(self.options.model, arguments, state)
-        return model.to(self.run.device)
-
-    @cached_property
     def head(self) -> Head | None:
-        """The last linear layer: as named, or the one called last on the first example; None for flatten."""
-        if self.options.model == NO_NETWORK:
-            return None
-        if self.options.last_layer is not None:
-            return head_of(self.model, self.options.last_layer)
-        first = next(self.splits[0].content.batches(1, device=self.run.device))
-        return head_of(self.model, find_last_linear(self.model, first.inputs))
+        """The last linear layer; None for flatten."""
+        return self.network.head(self.splits[0].content)
 
     @cached_property
     def classes(self) -> list[str]:
@@ -87,19 +65,15 @@ class NetworkFeatures:
 
     def features(self, split: NamedSplit) -> tuple[FeatureSplit, dict[str, Any], str | None]:
         """One split's features, what was done to its inputs, and the name of the last layer."""
-        run, options, head = self.run, self.options, self.head
-        batches = extract(
-            self.model,
-            head,
+        options, head = self.options, self.head
+        whole = self.network.features(
             split.content,
+            head,
             name=split.name,
             batch_size=options.batch_size,
             num_workers=options.num_workers,
-            device=run.device,
-            dtype=getattr(torch, options.dtype),
-            progress=run.console,
+            dtype=options.dtype,
         )
-        whole = collect(batches, len(split.content))
         weight, bias = (None, None) if head is None else (head.weight, head.bias)
         content = FeatureSplit(
             name=split.name,
