@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.best import candidates
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.confidence_set import confidence_set
 from bnncli.evaluation.detection import Ranking, auroc
 from bnncli.evaluation.paired import Sample, difference, holm
 
@@ -29,7 +29,7 @@ def marked_worse(samples: Sequence[Sample], *, higher: bool) -> NDArray[np.bool_
     sign = -1 if higher else 1
     best = min(range(len(samples)), key=lambda place: sign * samples[place].mean)
     p_values = [None if one is samples[best] else difference(one, samples[best]).p_value for one in samples]
-    found = candidates(samples, higher_is_better=higher, alpha=ALPHA).p_values
+    found = confidence_set(samples, higher_is_better=higher, alpha=ALPHA).p_values
     return np.array([[p is not None and p <= ALPHA for p in own] for own in (holm(p_values), found)])
 
 

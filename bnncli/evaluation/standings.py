@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bnncli.evaluation.best import candidates
+from bnncli.evaluation.confidence_set import confidence_set
 from bnncli.evaluation.paired import Difference, Sample, difference, holm
 
 
@@ -49,7 +49,7 @@ def standings(
         return _against_baseline(samples, baseline, best, alpha)
     if best is None or higher_is_better is None:
         return [Standing() for _ in samples]
-    found = candidates(samples, higher_is_better=higher_is_better, alpha=alpha)
+    found = confidence_set(samples, higher_is_better=higher_is_better, alpha=alpha)
     standing = []
     for place in range(len(samples)):
         if place not in known:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bnncli.evaluation.best import candidates
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.confidence_set import confidence_set
 from bnncli.evaluation.integration_error import DrawGroups, integration_errors
 from bnncli.evaluation.paired import Sample, integration
 
@@ -57,7 +57,9 @@ def samples_of(generator: np.random.Generator, seeds: int, num_draws: int, weigh
 
 
 def is_any_unmarked(samples: list[Sample], *, higher: bool) -> bool:
-    return any(p is not None and p <= 0.05 for p in candidates(samples, higher_is_better=higher, alpha=0.05).p_values)
+    return any(
+        p is not None and p <= 0.05 for p in confidence_set(samples, higher_is_better=higher, alpha=0.05).p_values
+    )
 
 
 @pytest.mark.parametrize("seeds", [2, 4])

@@ -31,7 +31,7 @@ _MOST_STATISTIC = 1e4  # that a bound is made of
 Floats = NDArray[np.float64]
 
 
-class Candidates(NamedTuple):
+class ConfidenceSet(NamedTuple):
     """How posteriors stand in the search for the best.
 
     p_values: (k,), of each being among the best, adjusted for being tested together; None where it cannot be told.
@@ -49,7 +49,7 @@ class _Chance(NamedTuple):
     behind: (k, k), how many standard errors row i is worse than column j; antisymmetric.
     exceeds: for some rows and a statistic, the chance that any row's largest shortfall reaches it if none of them is
         worse than any other posterior, together with what the bounds cost.
-    reach: as in Candidates.
+    reach: as in ConfidenceSet.
     """
 
     behind: Floats
@@ -57,7 +57,7 @@ class _Chance(NamedTuple):
     reach: Floats
 
 
-def candidates(samples: Sequence[Sample | None], *, higher_is_better: bool, alpha: float) -> Candidates:
+def confidence_set(samples: Sequence[Sample | None], *, higher_is_better: bool, alpha: float) -> ConfidenceSet:
     """P-values of being among the best, and how far all differences together may stray.
 
     A posterior is left out where its p-value is at most alpha; the best of the sample never is.
@@ -67,7 +67,7 @@ def candidates(samples: Sequence[Sample | None], *, higher_is_better: bool, alph
         alpha: the level, which also sets what the bounds may cost.
     """
     size = len(samples)
-    found = Candidates([None] * size, np.full((size, size), np.nan))
+    found = ConfidenceSet([None] * size, np.full((size, size), np.nan))
     places = _usable(samples)
     if len(places) < 2:
         return found

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy import stats
 from score_samples import means, noisy_scores
 
-from bnncli.evaluation.best import candidates
 from bnncli.evaluation.bootstrap import Bootstrap
+from bnncli.evaluation.confidence_set import confidence_set
 from bnncli.evaluation.detection import Ranking, auroc
 from bnncli.evaluation.paired import Sample, holm
 from bnncli.evaluation.standings import standings
@@ -27,7 +27,7 @@ def limit(trials: int) -> float:
 
 def unmarked(samples: list[Sample], *, higher: bool = False) -> list[bool]:
     """Which posteriors are told to be significantly worse than another."""
-    found = candidates(samples, higher_is_better=higher, alpha=0.05).p_values
+    found = confidence_set(samples, higher_is_better=higher, alpha=0.05).p_values
     return [p is not None and p <= 0.05 for p in found]
 
 
@@ -160,7 +160,7 @@ def test_a_clear_difference_beside_far_ones_is_found_nearly_as_by_a_single_t_tes
 
 def test_two_posteriors_have_the_p_value_of_the_paired_t_test() -> None:
     one, other = np.random.default_rng(8).normal(size=(2, 6))
-    p_values = candidates([Sample(one), Sample(other)], higher_is_better=True, alpha=0.05).p_values
+    p_values = confidence_set([Sample(one), Sample(other)], higher_is_better=True, alpha=0.05).p_values
     worse = int(one.mean() > other.mean())
     assert p_values[worse] == pytest.approx(stats.ttest_rel(one, other).pvalue, rel=1e-9)
     assert p_values[1 - worse] == 1
@@ -168,7 +168,7 @@ def test_two_posteriors_have_the_p_value_of_the_paired_t_test() -> None:
 
 def test_the_first_step_over_seeds_is_bonferroni_over_all_pairs_and_the_bounds() -> None:
     values = np.random.default_rng(9).normal(size=(5, 6)) + np.array([[0.0], [1], [0.2], [0.1], [3]])
-    found = candidates([Sample(row) for row in values], higher_is_better=False, alpha=0.05).p_values
+    found = confidence_set([Sample(row) for row in values], higher_is_better=False, alpha=0.05).p_values
     pairs = [stats.ttest_rel(values[i], values[j]).pvalue for i in range(5) for j in range(i)]
     assert min(p for p in found if p is not None) == pytest.approx(10 * min(pairs) + 0.005, rel=1e-3)
 
@@ -177,7 +177,7 @@ def test_intervals_of_all_differences_hold_together() -> None:
     generator, trials, missed = np.random.default_rng(10), 400, 0
     for _ in range(trials):
         values = generator.normal(size=(5, 5)) * np.geomspace(1, 4, 5)[:, None]
-        reach = candidates([Sample(row) for row in values], higher_is_better=False, alpha=0.05).reach
+        reach = confidence_set([Sample(row) for row in values], higher_is_better=False, alpha=0.05).reach
         means_of = values.mean(axis=1)
         missed += bool((np.abs(means_of[:, None] - means_of) > np.nan_to_num(reach, nan=np.inf)).any())
     assert missed / trials <= limit(trials)
@@ -219,7 +219,7 @@ def test_replicates_where_a_score_is_undefined_are_left_out() -> None:
     patchy = other.replicates.copy()
     patchy[::3] = np.nan
     samples = [one, Sample(other.values, patchy), Sample(np.zeros(1), np.full(1000, np.nan))]
-    found = candidates(samples, higher_is_better=False, alpha=0.05).p_values
+    found = confidence_set(samples, higher_is_better=False, alpha=0.05).p_values
     assert found == [1.0, pytest.approx(1 / 667), None]
 
 
