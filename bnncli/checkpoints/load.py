@@ -7,7 +7,6 @@ say, whatever the file is called.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from bnncli.checkpoints.pickles import TRUST_HINT, list_globals, load_tensors, load_trusted
+from bnncli.checkpoints.pickles import list_globals, load_tensors, load_trusted, trust_hint
 from bnncli.checkpoints.shards import sharded_file
 from bnncli.checkpoints.sniff import HINTS, describe_wrong_kind, sniff, sniff_zip
 from bnncli.checkpoints.state_dicts import clean_names, select_state
@@ -163,7 +162,7 @@ def _checkpoint_kind(stream: IO[bytes], path: Path) -> str:
             hint="save the network's state_dict() where you trust the program, and give that file",
         )  # fmt: skip
     if kind == "pickle":
-        raise Untrusted(_raw_pickle(stream), code="needs_code", hint=TRUST_HINT)
+        raise Untrusted(_raw_pickle(stream), code="needs_code", hint=trust_hint())
     raise DataError(describe_wrong_kind(kind), code=f"is_{kind}", hint=HINTS.get(kind))
 
 
@@ -210,8 +209,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
     """The same error, naming the file."""
     message = f"{quoted(path, limit=300)}: {error.message}"
-    hint = error.hint
-    if hint == TRUST_HINT:
-        target = path.with_suffix(".safetensors")
-        hint = f"if you trust where it comes from: {shlex.join(['bnncli', 'convert', str(path), str(target)])} ‹trust_pickle›"
+    is_pickle = error.code == "needs_code"
+    hint = trust_hint(str(path), str(path.with_suffix(".safetensors"))) if is_pickle else error.hint
     return type(error)(message, hint=hint, code=error.code, path=path)

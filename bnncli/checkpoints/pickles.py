@@ -23,6 +23,7 @@ from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import DataError, Untrusted, is_short_of_memory
 from bnncli.machine.inputs import is_failure
 from bnncli.names import listed
+from bnncli.options.command_line import pasted
 
 # Everything that a damaged pickle or archive has been seen to raise; a bug of ours is still a bug.
 _DAMAGE = (
@@ -33,9 +34,13 @@ _HARMLESS = re.compile(
     r"collections\.OrderedDict|argparse\.Namespace|torch\._utils\._rebuild_\w+|torch\.(\w+Storage|Size|device|dtype)"
     r"|torch\.storage\.(Untyped|Typed)Storage|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|_codecs\.encode"
 )
-TRUST_HINT = "if you trust where it comes from: bnncli convert IN OUT ‹trust_pickle›"
 _MAX_PICKLES = 5
 _MAX_OPCODES = 1_000_000
+
+
+def trust_hint(source: str = "IN", target: str = "OUT") -> str:
+    """What to do with a file that would run code."""
+    return f"if you trust where it comes from: {pasted('convert', source, target, trust_pickle=True)}"
 
 
 def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
@@ -88,7 +93,7 @@ def needs_trust(names: list[str]) -> Untrusted:
     """The error that says which functions and classes a pickle asks for, and what to do."""
     return Untrusted(
         f"loading this file would call code that it names: {listed(names, limit=10)}; nothing was run",
-        code="needs_code", hint=TRUST_HINT,
+        code="needs_code", hint=trust_hint(),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ argument is known only once it has been read as the command line itself reads it
 from __future__ import annotations
 
 import functools
+import shlex
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
@@ -14,6 +15,7 @@ from dataclasses import Field, dataclass, fields, replace
 from bnncli.errors import UsageError
 from bnncli.options.common import CommonOptions, RunOptions
 from bnncli.options.declaration import Checked, declared, flag_of, made
+from bnncli.options.parts import declaration
 
 Groups = Sequence[type[Checked]]
 Part = tuple[str | None, str]  # an option's name and its value as it is typed; None and the argument
@@ -65,6 +67,10 @@ class CommandLine:
         values = value if isinstance(value, list) else [] if value is False or value is None else [value]
         return replace(self, parts=(*others, *((name, str(one)) for one in values)))
 
+    def pasted(self) -> str:
+        """The command that says it, quoted for a shell."""
+        return shlex.join(self.words())
+
     def words(self) -> list[str]:
         """The words that say it, to be quoted for a shell, from `bnncli` on."""
         said = ["bnncli", self.command]
@@ -92,8 +98,17 @@ class CommandLine:
         return found
 
 
-def own_command(words: Sequence[object], commands: Mapping[str, Groups], argument: str) -> list[str] | None:
-    """The words of a recorded command `bnncli COMMAND ...`, to be quoted and pasted; None where it is none of ours.
+def pasted(command: str, /, *arguments: str, **options: object) -> str:
+    """One of our own commands, with its options by field, to be pasted: pasted("predict", "c.pt", integrator="mc", qmc=True)."""
+    groups = declaration("stages", command, "COMMAND").groups
+    line = CommandLine(command, groups, tuple((None, argument) for argument in arguments))
+    for name, value in options.items():
+        line = line.having(name, value)
+    return line.pasted()
+
+
+def own_command(words: Sequence[object], commands: Mapping[str, Groups], argument: str) -> CommandLine | None:
+    """A recorded command `bnncli COMMAND ...`, to be pasted; None where it is none of ours.
 
     A file may be forged, and hints are pasted: what is shown is one of our own commands, with options that it has and values
     that they accept; of anything else nothing is shown.
@@ -114,7 +129,7 @@ def own_command(words: Sequence[object], commands: Mapping[str, Groups], argumen
     except (UsageError, ValueError, LookupError, TypeError):
         return None
     parts = [(None, argument) if name is None else (name, text) for name, text in line.parts if name not in _NOT_SHOWN]
-    return replace(line, parts=tuple(parts)).words()
+    return replace(line, parts=tuple(parts))
 
 
 def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[Part]:

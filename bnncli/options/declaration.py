@@ -117,9 +117,9 @@ def _of_parts(family: str) -> dict[str, tuple[Field[Any], Any]]:
 
 
 def help_of(spec: Field[Any]) -> str:
-    """The help of an option."""
+    """The help of an option, for the command line."""
     text = spec.metadata["help"]
-    return str(text() if callable(text) else text)
+    return str(spelled(text() if callable(text) else text))
 
 
 def flag_of(name: str) -> str:
@@ -189,11 +189,11 @@ class Checked:
         for spec in fields(self):  # type: ignore[arg-type]
             given = getattr(self, spec.name)
             if not _is_collected(spec):
-                check_value(spec, given, flag_of(spec.name))
+                check_value(spec, given, f"‹{spec.name}›")
                 continue
             known = _of_parts(spec.metadata["collected"]) if given else {}
             for name, value in given.items():
-                check_value(known[name][0], value, flag_of(name))
+                check_value(known[name][0], value, f"‹{name}›")
 
     def given(self) -> dict[str, Any]:
         """The options that have another value than their default, by name."""

@@ -53,10 +53,10 @@ class EvaluateOptions(Checked):
         metavar="DIR",
         numeric=False,
     )
-    curves: bool = option(False, "Add these curves to the rows of --json, at most 200 points each.", numeric=False)
+    curves: bool = option(False, "Add these curves to the rows of ‹json›, at most 200 points each.", numeric=False)
     per_class: bool = option(
         False,
-        "Add the values of every class to the rows of --json: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest.",
+        "Add the values of every class to the rows of ‹json›: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest.",
         numeric=False,
     )
     intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
@@ -66,7 +66,7 @@ class EvaluateOptions(Checked):
         "whatever the posterior (mahalanobis, relative_mahalanobis, knn). Repeatable.",
         choices=_scores,
     )
-    neighbors: int = option(50, "k of --score knn: the distance to the k-th nearest training features.", minimum=1)
+    neighbors: int = option(50, "k of ‹score› knn: the distance to the k-th nearest training features.", minimum=1)
     reference: str = option("hmc", "Sample posterior that MMD^2 and other distances are measured to.", metavar="NAME")
     true_inputs: str | None = option(
         None,
@@ -85,16 +85,16 @@ class EvaluateOptions(Checked):
         super().__post_init__()
         _ = self.assertions, self.true_input_numbers  # wrong ones are told before any work
         if self.level in (0, 1):
-            raise UsageError(f"--level: expected a number between 0 and 1; got {self.level}")
+            raise UsageError(f"‹level›: expected a number between 0 and 1; got {self.level}")
         sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
         if self.bootstrap == 0 and any(side.part in ("low", "high") for side in sides):
-            raise UsageError("--assert: there are no intervals with --bootstrap 0")
+            raise UsageError("‹assert_›: there are no intervals with ‹bootstrap› 0")
         if self.intervals and self.bootstrap == 0:
-            raise UsageError("--intervals: there are none with --bootstrap 0")
+            raise UsageError("‹intervals›: there are none with ‹bootstrap› 0")
         families = registry.names("integrators")
         for name in self.integrator:
             if not any(name == family or name.startswith(f"{family}-") for family in families):
-                message = f"--integrator: expected one of {', '.join(families)}, or one with its settings; got {name!r}"
+                message = f"‹integrator›: expected one of {', '.join(families)}, or one with its settings; got {name!r}"
                 raise UsageError(message)
 
     @property
@@ -122,11 +122,11 @@ class EvaluateOptions(Checked):
         numbers = tuple(int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 10)
         if len(numbers) < len(parts) or min(numbers) < 1 or len(set(numbers)) < len(numbers):
             raise UsageError(
-                f"--true-inputs: expected different numbers from 1, joined by commas, as 1,3,7; got {self.true_inputs!r}"
+                f"‹true_inputs›: expected different numbers from 1, joined by commas, as 1,3,7; got {self.true_inputs!r}"
             )
         return numbers
 
     @property
     def assertions(self) -> list[Assertion]:
         """What --assert asks for."""
-        return [parse_assertion(text, "--assert", _metrics()) for text in self.assert_]
+        return [parse_assertion(text, "‹assert_›", _metrics()) for text in self.assert_]

@@ -15,7 +15,7 @@ from bnncli.storage.features import FeatureSplit, SplitClasses, head_digest, rea
 from bnncli.storage.headers import Header
 from bnncli.storage.run_folder import RunFolder
 
-_HINT = "give all splits in one command with --force, or use another --run-dir"
+_HINT = "give all splits in one command with ‹force›, or use another ‹run_dir›"
 
 
 class RunClasses(NamedTuple):

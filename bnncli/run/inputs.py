@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 RESIDENT_SHARE = 0.25  # of a GPU's free memory that a split's features may take; machine.memory.SHARE is for the rest
 PREDICTION_BYTES = 1 << 30  # of features that predict holds on the device at once; the same everywhere, as its sums are
-EXTRACT = ("extract-features", "--model", "MODEL", "--data", "train=SPEC", "--data", "test=SPEC")
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def load_split(run: Run, name: str) -> Split:
         has += f"; did you mean {near[0]!r}?" if near else ""
         raise MissingInput(
             f"no features of split {name!r} for {run.checkpoint_path} (looked for {path}; {has})",
-            hint=run.suggest(*EXTRACT),
+            hint=run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"]),
             path=path,
         )
     content = read_features(path)
@@ -177,7 +176,7 @@ def load_split(run: Run, name: str) -> Split:
         raise DataError(
             f"splits {first[0]!r} and {name!r} have different heads: they come from different networks",
             code="wrong_head",
-            hint="extract all splits again in one command, with --force",
+            hint="extract all splits again in one command, with ‹force›",
             path=path,
         )
     classes = run_classes(run.folder, content, weights_digest=content.header.weights_digest)
@@ -263,7 +262,7 @@ def posterior_prior(path: Path, header: Header) -> Prior:
     if prior is None:
         raise DataError(
             f"{path}: has no prior precision",
-            hint="give --prior-precision NUMBER, or --base with a fitted posterior",
+            hint="give ‹prior_precision› NUMBER, or ‹base› with a fitted posterior",
             path=path,
         )
     return prior

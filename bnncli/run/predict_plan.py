@@ -102,7 +102,7 @@ class Plan:
         try:
             return load_integrator(name, **chosen)
         except ValueError as error:
-            raise UsageError(f"--integrator {name}: {error}") from None
+            raise UsageError(f"‹integrator› {name}: {error}") from None
 
     def _samples(self, integrator: Integrator, header: Header) -> int | None:
         if not integrator.is_sampling:
@@ -117,18 +117,17 @@ class Plan:
         for setting in self.given:
             if not any(setting in settings_of(integrator) for integrator in built.values()):
                 having = [name for name in names("integrators") if setting in settings_of(load_integrator(name))]
-                flag = "--" + setting.replace("_", "-")
                 raise UsageError(
-                    f"{flag}: {_listed(built)} no such setting; integrators that have it: {', '.join(having)}",
-                    hint=f"add --integrator {having[0]}",
+                    f"‹{setting}›: {_listed(built)} no such setting; integrators that have it: {', '.join(having)}",
+                    hint=f"add ‹integrator› {having[0]}",
                 )
         if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).is_sampling]
-            raise UsageError(f"--samples: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
+            raise UsageError(f"‹samples›: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
         if self.top_k is not None and not any(integrator.gives_dirichlet for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).gives_dirichlet]
-            message = f"--top-k: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
-            raise UsageError(message, hint=f"add --integrator {having[0]}")
+            message = f"‹top_k›: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
+            raise UsageError(message, hint=f"add ‹integrator› {having[0]}")
 
 
 def default_integrator(header: Header) -> str:
@@ -172,9 +171,9 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     """Why the integrator cannot predict with this posterior; None where it can."""
     kind = kind_of(header)
     if not hasattr(load_class("posteriors", kind), integrator.needs):
-        return f"--integrator {variant(name, settings_of(integrator))} does not work for a {kind} posterior ({header.path.stem})"
+        return f"‹integrator› {variant(name, settings_of(integrator))} does not work for a {kind} posterior ({header.path.stem})"
     if num_classes > integrator.max_classes:
-        return f"--integrator {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
+        return f"‹integrator› {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
     return None
 
 

@@ -99,7 +99,7 @@ def open_groups(
             family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
             raise MissingInput(
                 f"no predictions by integrator {name!r} (there: {there})",
-                hint=run.suggest("predict", "--integrator", family),
+                hint=run.suggest("predict", integrator=family),
             )
     wanted = [group for group in groups if group.is_named(posteriors, integrators)]
     if not wanted:
@@ -131,7 +131,7 @@ def _maker(run: Run, name: str, groups: Sequence[Group]) -> str:
     )
     if name not in known and near:
         return f"did you mean {near[0]!r}?"
-    return run.suggest("predict", "--posterior", name)
+    return run.suggest("predict", posterior=name)
 
 
 def _why_unusable(run: Run, group: Group, *, is_named: bool) -> str | None:
@@ -142,7 +142,7 @@ def _why_unusable(run: Run, group: Group, *, is_named: bool) -> str | None:
         raise DataError(
             f"predictions {group.name!r} mix {made}: one name holds one posterior and one integrator",
             code="mixed_predictions",
-            hint=run.suggest("predict", "--posterior", group.posterior, "--name", "OTHER"),
+            hint=run.suggest("predict", posterior=group.posterior, name="OTHER"),
             path=group.headers[0].path.parent,
         )
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
@@ -62,7 +61,7 @@ class Resumable:
         console = self._run.console
         if not self._resume:
             if self.is_stored:
-                console.info(f"{self._path}: an interrupted run can be continued with --resume; this one starts afresh")
+                console.info(f"{self._path}: an interrupted run can be continued with ‹resume›; this one starts afresh")
             return None
         state = read_state(self._path, self._identity)
         if state is None:
@@ -100,8 +99,7 @@ class Resumable:
         except (Interrupted, WriteError) as error:
             if self._is_ours and self.is_stored:
                 first = f"{error.hint}, then " if error.hint else ""
-                again = self._run.line.having("resume", True).words()
-                error.hint = f"{first}continue with: {shlex.join(again)}"
+                error.hint = f"{first}continue with: {self._run.line.having('resume', True).pasted()}"
             raise
 
 

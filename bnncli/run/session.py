@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from bnncli.options import (
     RunOptions,
     WriteOptions,
 )
-from bnncli.options.command_line import CommandLine, Groups, own_command
+from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
 from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
@@ -114,26 +113,19 @@ class Run:
         """The checkpoint as it was named on the command line."""
         return self.folder.checkpoint
 
-    def suggest(self, command: str, *words: str) -> str:
-        """A command on this run, to be pasted: quoted, and with the --run-dir that was given."""
-        return shlex.join(["bnncli", command, self._pasted_checkpoint, *words, *self._pasted_run_dir])
+    def suggest(self, command: str, /, **options: object) -> str:
+        """A command on this run with these options, by field, to be pasted: quoted, and with the run folder that was given."""
+        return pasted(command, str(self.arguments["ckpt"]), **options, run_dir=self.run_options.run_dir)
 
-    def remake(self, header: Header) -> str | None:
+    def remake(self, header: Header, *, force: bool = False) -> str | None:
         """The command that made an artifact, to be pasted: on the checkpoint where it is now, if it was moved.
 
         None where the record is no command of ours: it is never repeated as it stands.
         """
-        words = own_command(header.provenance["command"], self.makers, self._pasted_checkpoint)
-        return None if words is None else shlex.join([*words, *self._pasted_run_dir])
-
-    @property
-    def _pasted_checkpoint(self) -> str:
-        path = str(self.arguments["ckpt"])
-        return f"./{path}" if path.startswith("-") else path
-
-    @property
-    def _pasted_run_dir(self) -> list[str]:
-        return ["--run-dir", self.run_options.run_dir] if self.run_options.run_dir is not None else []
+        line = own_command(header.provenance["command"], self.makers, str(self.arguments["ckpt"]))
+        if line is None:
+            return None
+        return line.having("run_dir", self.run_options.run_dir).having("force", force).pasted()
 
     @cached_property
     def device(self) -> torch.device:
@@ -201,7 +193,7 @@ class Run:
         except DataError as error:
             if not self.inputs.allow_stale:
                 raise
-            self.console.warn(f"{error.message}; used all the same (--allow-stale)")
+            self.console.warn(f"{error.message}; used all the same (‹allow_stale›)")
 
     def _current_weights(self, recorded: dict[str, Any]) -> str:
         """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""

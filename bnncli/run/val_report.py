@@ -157,7 +157,7 @@ def note_on_default(metrics: Mapping[str, Any], integrator: str) -> str | None:
     own = next((entry["nll"] for entry in entries.values() if entry.get("integrator") == integrator), math.nan)
     return (
         f"on val {better} predicted better than {integrator} (NLL {entries[better]['nll']:.4f} against {own:.4f}): "
-        f"add --integrator {better}"
+        f"add ‹integrator› {better}"
     )
 
 
@@ -175,15 +175,15 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
     found = []
     integrator = metrics["recommended_integrator"]
     if integrator in worse:
-        command = run.suggest("predict", "--posterior", name, "--integrator", integrator)
+        command = run.suggest("predict", posterior=name, integrator=integrator)
         found.append(f"{command} ({entries[integrator]['nll']:.4f})")
     scaled = {key: entries[key]["nll"] for key in ("temperature", "plug-in-temperature") if key in entries}
     best = min(scaled, key=lambda key: scaled[key], default=None)
     if best is not None and scaled[best] < own:
-        base = ("--base", name) if best == "plug-in-temperature" else ()
-        found.append(f"{run.suggest('fit-temperature', *base)} ({scaled[best]:.4f})")
+        command = run.suggest("fit-temperature", base=name if best == "plug-in-temperature" else None)
+        found.append(f"{command} ({scaled[best]:.4f})")
     if "network" in worse:
-        found.append(f"{run.suggest('predict', '--posterior', 'map')} ({entries['network']['nll']:.4f})")
+        found.append(f"{run.suggest('predict', posterior='map')} ({entries['network']['nll']:.4f})")
     return found
 
 

@@ -192,10 +192,10 @@ def _lost_accuracy(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
     density, expected = metrics["density"], metrics["expected_density"]
     if density >= NEARLY * expected:
         return f"{said}: keep more weights, with --rule density and a --density above {density:.2g}"
-    words = [] if path.stem == "lbbnn" else ["--posterior", path.stem]
-    words += ["--rule", "density", "--density", f"{expected:.2g}", "--name", f"{path.stem}-dense"]
+    posterior, name = None if path.stem == "lbbnn" else path.stem, f"{path.stem}-dense"
+    command = run.suggest("prune", posterior=posterior, rule="density", density=f"{expected:.2g}", name=name)
     shares = f"{100 * expected:.2g} % of the weights are in at any time and {100 * density:.2g} % were kept"
-    return f"{said}: {shares}; to keep as many: {run.suggest('prune', *words)}"
+    return f"{said}: {shares}; to keep as many: {command}"
 
 
 def _check_dense(run: Run, path: Path, target: Path, sources: Sequence[Source]) -> Path:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, OutputExists, UsageError
 from bnncli.storage.artifacts import read_header
@@ -212,12 +212,16 @@ def _staleness_of_features(header: Header) -> Stale | None:
     return Stale(f"the splits of the run do not belong together: {why}", newest)
 
 
-def refresh_command(header: Header, stale: Stale, remake: Callable[[Header], str | None]) -> str | None:
+class Remake(Protocol):
+    """The command that made an artifact, to be pasted; None where it is not known."""
+
+    def __call__(self, header: Header, /, *, force: bool = False) -> str | None:
+        """The command; `force` replaces what is there."""
+
+
+def refresh_command(header: Header, stale: Stale, remake: Remake) -> str | None:
     """The command that makes a stale artifact true again, or the splits that it is made from; None where none is known."""
-    if stale.maker is None:
-        return remake(header)
-    command = remake(stale.maker)
-    return None if command is None else f"{command} ‹force›"
+    return remake(header) if stale.maker is None else remake(stale.maker, force=True)
 
 
 UNKNOWN_MAKER = "make it again with the command that made it: its header records none of bnncli's"
@@ -227,14 +231,14 @@ def check_fresh(
     header: Header,
     *,
     weights_digest: str | None,
-    remake: Callable[[Header], str | None],
+    remake: Remake,
     followed: Followed | None = None,
 ) -> None:
     """Raise DataError when the artifact is stale, with the command that makes it again.
 
     Args:
         weights_digest, followed: as of staleness.
-        remake: that command, to be pasted; None where it is not known.
+        remake: gives that command.
     """
     stale = staleness(header, weights_digest=weights_digest, followed=followed)
     if stale is not None:

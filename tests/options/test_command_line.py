@@ -34,7 +34,8 @@ SAMPLES = (
 
 
 def recorded(*words: object) -> list[str] | None:
-    return own_command(["bnncli", *words], MAKERS, "HERE")
+    line = own_command(["bnncli", *words], MAKERS, "HERE")
+    return None if line is None else line.words()
 
 
 COMPANIONS = {

@@ -161,10 +161,10 @@ def test_another_checkpoint_makes_it_stale(tmp_path: Path) -> None:
 def test_a_stale_input_is_refused_with_the_command_that_makes_it_again(tmp_path: Path) -> None:
     make(tmp_path / "up")
     header = make(tmp_path / "it's", inputs=(tmp_path / "up",))
-    check_fresh(header, weights_digest="w", remake=lambda header: "bnncli x")
+    check_fresh(header, weights_digest="w", remake=lambda header, *, force=False: "bnncli x")
     make(tmp_path / "up", value=1)
     for command, hint in (("bnncli x", "bnncli x"), (None, UNKNOWN_MAKER)):
         with pytest.raises(DataError, match="is stale: input0") as caught:
-            check_fresh(header, weights_digest="w", remake=lambda header, command=command: command)
+            check_fresh(header, weights_digest="w", remake=lambda header, *, force=False, command=command: command)
         assert (caught.value.exit, caught.value.code) == (65, "stale_input")
         assert caught.value.hint == hint

@@ -119,7 +119,7 @@ def _shared(runs: Sequence[Run], found: Sequence[Sequence[Group]], split: str) -
             f"--split: no posterior has predictions of an in-distribution split {split!r}"
             + (" for every checkpoint" if len(runs) > 1 else "")
             + f" (there: {', '.join(inside) or 'none'})",
-            hint=None if split in outside else runs[0].suggest("predict", "--split", split),
+            hint=None if split in outside else runs[0].suggest("predict", split=split),
         )
     return shared
 
@@ -134,7 +134,7 @@ def _baseline(run: Run, options: CompareOptions, groups: list[Group]) -> int | N
     if not found:
         raise MissingInput(
             f"--baseline: no posterior {name!r} is compared here (there: {', '.join(labels)})",
-            hint=run.suggest("predict", "--posterior", name.partition(".")[0]),
+            hint=run.suggest("predict", posterior=name.partition(".")[0]),
         )
     if len(found) > 1:
         raise UsageError(f"--baseline: {name} may mean {', '.join(labels[place] for place in found)}; name one")
@@ -159,7 +159,7 @@ def _check_same_examples(runs: Sequence[Run], options: CompareOptions, groups: d
                         f"{header.path}: split {name!r} holds other examples for {label} than for {other}: scores of "
                         "different examples cannot be paired",
                         code="different_examples",
-                        hint=runs[0].suggest("predict", "--force") if len(runs) == 1 else None,
+                        hint=runs[0].suggest("predict", force=True) if len(runs) == 1 else None,
                         path=header.path,
                     )
     for name, found in identities.items():

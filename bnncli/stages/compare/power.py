@@ -81,10 +81,16 @@ def _too_few_draws(run: Run, group: Group, draws: int | None, ratios: dict[str, 
         return f"{text}; only more draws of the posterior itself would tell more"
     needed = draws * min(4 * max(ratios.values()), _MOST_DRAWS)
     wanted = max(2 * draws, min(_MOST_DRAWS, _rounded_up(needed)))
-    words = ["--posterior", group.posterior, "--integrator", group.integrator, "--samples", str(wanted)]
-    words += ["--qmc"] if header.meta.get("settings", {}).get("qmc") else []
-    words += ["--name", group.name] if group.name != f"{group.posterior}.{group.variant}" else []
-    return f"{text}; for a sharper test run: {run.suggest('predict', *words, '--force')}"
+    command = run.suggest(
+        "predict",
+        posterior=group.posterior,
+        integrator=group.integrator,
+        samples=wanted,
+        qmc=bool(header.meta.get("settings", {}).get("qmc")),
+        name=group.name if group.name != f"{group.posterior}.{group.variant}" else None,
+        force=True,
+    )
+    return f"{text}; for a sharper test run: {command}"
 
 
 def _rounded_up(number: float) -> int:

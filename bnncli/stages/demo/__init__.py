@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ def run(run: Run, options: o.DemoOptions) -> Result:
     total, seconds = Result(), {}
     for command, chosen in steps:
         given = CommandLine.of(command, str(checkpoint), chosen, run.compute)
-        run.console.info("$ " + shlex.join(given.words()))
+        run.console.info("$ " + given.pasted())
         start = time.monotonic()
         step = replace(run, command=command, line=given, arguments={"ckpt": checkpoint}, started=start)
         result = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}").run(step, chosen)

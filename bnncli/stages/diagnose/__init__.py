@@ -222,37 +222,35 @@ def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], he
         )
 
     return Commands(
-        predict=lambda name: run.suggest("predict", "--posterior", name, "--integrator", "mc"),
+        predict=lambda name: run.suggest("predict", posterior=name, integrator="mc"),
         sample=sample,
         fit=run.suggest("fit-laplace"),
-        tune=run.suggest("fit-laplace", "--prior-precision", "val", "--name", "laplace-val"),
+        tune=run.suggest("fit-laplace", prior_precision="val", name="laplace-val"),
     )
 
 
 def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judged], headers: dict[str, Header]) -> str:
     """The command that gives draws of a target: for longer than those judged; or to judge those that lie there."""
     bases = [judged.name for judged in same_target if judged.type != "samples"]
-    words = ["--base", bases[0]] if bases and "laplace" not in bases else []
+    given: dict[str, Any] = {"base": bases[0]} if bases and "laplace" not in bases else {}
     drawn = next((judged for judged in same_target if judged.type == "samples"), None)
     if drawn is not None:
         params = headers[drawn.name].provenance.get("params", {})
-        name, ending = drawn.name, ["--force"]
+        name, is_again = drawn.name, True
         if not bases and drawn.target is not None and drawn.target.is_isotropic:
-            words = ["--prior-precision", repr(drawn.target.weight_precision)]
+            given = {"prior_precision": drawn.target.weight_precision}
         elif not bases:  # no option of hmc says two precisions, and no artifact is made from itself
-            name, words, ending = f"{drawn.name}-longer", ["--base", drawn.name], []
-        for key in ("warmup", "draws"):
-            words += [f"--{key}", str(2 * int(params[key]))] if params.get(key) else []
-        return run.suggest("hmc", *words, *(["--name", name] if name != "hmc" else []), *ending)
+            name, given, is_again = f"{drawn.name}-longer", {"base": drawn.name}, False
+        given |= {key: 2 * int(params[key]) for key in ("warmup", "draws") if params.get(key)}
+        return run.suggest("hmc", **given, name=name if name != "hmc" else None, force=is_again)
     path = run.folder.posterior("hmc", suffix=".nc")
     if not path.is_file():
-        return run.suggest("hmc", *words)
+        return run.suggest("hmc", **given)
     if recorded_prior(read_header(path)) != same_target[0].target:
-        return run.suggest("hmc", *words, "--name", f"hmc-{bases[0]}")
+        return run.suggest("hmc", **given, name=f"hmc-{bases[0]}")
     if options.posterior:  # there, and not among those named
-        named = [word for name in (*options.posterior, "hmc") for word in ("--posterior", name)]
-        return run.suggest("diagnose", *named)
-    return run.suggest("hmc", *words, "--force")  # there, and skipped as stale
+        return run.suggest("diagnose", posterior=[*options.posterior, "hmc"])
+    return run.suggest("hmc", **given, force=True)  # there, and skipped as stale
 
 
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def open_reference(run: Run, name: str) -> Reference:
             return Reference(name, None)
         return Reference(name, path)
     if name != "hmc":
-        raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", "--name", name), path=path)
+        raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", name=name), path=path)
     return Reference(name, None)
 
 

@@ -56,11 +56,11 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     """Say so where what predict gives by default is worse on val than what is simpler."""
     if metrics.get("val") is None:
         return
-    also = []
+    also, other = [], None if path.stem == "laplace" else path.stem
     if metrics.get("center") == "checkpoint":
-        name = () if path.stem == "laplace" else ("--name", path.stem)
-        also.append(f"{run.suggest('fit-laplace', '--center', 'mode', '--force', *name)} (not measured yet)")
+        command = run.suggest("fit-laplace", center="mode", force=True, name=other)
+        also.append(f"{command} (not measured yet)")
     elif metrics["structure"] not in declaring("curvature", "is_exact"):
-        mend = run.suggest("refine", "--flow", "affine", *(() if path.stem == "laplace" else ("--base", path.stem)))
+        mend = run.suggest("refine", flow="affine", base=other)
         also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
     warn_if_worse(run, path, metrics, method="laplace", also=also)

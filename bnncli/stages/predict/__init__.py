@@ -125,7 +125,7 @@ def _split_names(run: Run, options: PredictOptions) -> list[str]:
             f"{checkpoint} has no splits to predict but train"
             if run.folder.splits()
             else f"{checkpoint} has no features",
-            hint=run.suggest("extract-features", "--model", "MODEL", "--data", "test=SPEC"),
+            hint=run.suggest("extract-features", model="MODEL", data="test=SPEC"),
             path=run.folder.root / "features",
         )
     is_one_maker = len(options.posterior) == 1 and len(options.integrator) <= 1 and ALL not in options.integrator

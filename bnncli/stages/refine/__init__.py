@@ -277,7 +277,7 @@ def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) ->
     """Say so where the refined posterior is worse on val than the network, its best temperature or the base."""
     also = []
     if "base" in worse_than(metrics):
-        also.append(f"{run.suggest('predict', '--posterior', base)} ({metrics['val']['base']['nll']:.4f})")
+        also.append(f"{run.suggest('predict', posterior=base)} ({metrics['val']['base']['nll']:.4f})")
     warn_if_worse(run, path, metrics, method="refine", also=also)
 
 
