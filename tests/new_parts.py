@@ -139,6 +139,122 @@ def of_split(split):
 SCORE = Score(title="NAME", digits=3, of_split=of_split)
 '''
 
+CURVATURE = '''
+"""A multiple of the identity with the Hessian's trace."""
+
+from bnncli.curvature import Operations
+from bnncli.curvature.diag import Diag
+
+
+class CLASS:
+    order: "ClassVar[int]" = 35
+    about: "ClassVar[str]" = "one variance for all"
+    is_exact: "ClassVar[bool]" = False
+    is_same_in_span: "ClassVar[bool]" = False
+    is_fitted_in_span: "ClassVar[bool]" = False
+    fixed: "ClassVar[tuple[str, ...]]" = ()
+
+    @staticmethod
+    def hessian(target, theta):
+        diagonal = Diag.hessian(target, theta)["hessian.diag"]
+        return {"hessian.NAME": diagonal.mean().reshape(1)}
+
+    @staticmethod
+    def num_elements(layout):
+        return 1
+
+    @staticmethod
+    def operations(layout, num_examples):
+        return Operations(elementwise=2 * num_examples * layout.num_params)
+
+    @staticmethod
+    def most_elements(layout, *, in_span):
+        return 0  # never unasked
+'''
+
+COVARIANCE = '''
+"""One variance for all parameters."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CLASS:
+    structure: ClassVar[str] = "NAME"
+    variance: Tensor
+    num_params: int
+
+    @classmethod
+    def from_hessian(cls, hessian, prior, layout):
+        return cls(1 / (hessian["hessian.NAME"].double() + prior.weight_precision), layout.num_params)
+
+    def unwhiten(self, z):
+        return z.to(self.variance) * self.variance.sqrt()
+
+    def whiten(self, x):
+        return x.to(self.variance) / self.variance.sqrt()
+
+    def pull_back(self, gradient):
+        return self.unwhiten(gradient)
+
+    def log_det_scale(self):
+        return 0.5 * self.num_params * math.log(float(self.variance))
+
+    def to_tensors(self):
+        return {"cov.NAME": self.variance.double().cpu().contiguous()}
+
+    @classmethod
+    def from_tensors(cls, tensors, layout):
+        return cls(tensors["cov.NAME"], layout.num_params)
+
+    def to(self, *, device=None, dtype=None):
+        return replace(self, variance=self.variance.to(device=device, dtype=dtype))
+'''
+
+LOGITS = '''
+"""Logits under one variance for all parameters: the variance times the squared length of the input."""
+
+import torch
+
+from bnncli.logits import LogitRoot
+
+
+def of_head(covariance, layout):
+    return Spread(covariance.variance, layout)
+
+
+class Spread:
+    is_dense = False
+
+    def __init__(self, variance, layout):
+        self.of_theta, self.layout = variance, layout
+
+    def variance(self, inputs):
+        squared = self.layout.augment_features(inputs).square().sum(dim=1, keepdim=True)
+        return (squared * self.of_theta).to(inputs.dtype).expand(-1, self.layout.num_outputs)
+
+    def projected_variance(self, inputs):
+        return self.variance(inputs) * (1 - 1 / self.layout.num_outputs)
+
+    def covariance(self, inputs):
+        return torch.diag_embed(self.variance(inputs))
+
+    def root(self, inputs):
+        return LogitRoot(self.variance(inputs).sqrt())
+'''
+
+DETECTOR = '''
+"""NAME: the sum of the squared class probabilities."""
+
+from bnncli.detectors import Detector
+
+DETECTOR = Detector(of_predictions=lambda examples, values: examples.squared_norm)
+'''
+
 FAMILIES = {
     "flows": FLOW,
     "integrators": INTEGRATOR,
@@ -146,9 +262,18 @@ FAMILIES = {
     "data": DATA,
     "scores": SCORE,
     "stages": COMMAND,
+    "detectors": DETECTOR,
+    "curvature": CURVATURE,
+    "covariances": COVARIANCE,
+    "logits": LOGITS,
 }
-OURS = dict(zip(FAMILIES, ("swirl", "middle", "tiny", "rows", "sureness", "greet"), strict=True))
-THEIRS = dict(zip(FAMILIES, ("eddy", "halfway", "little", "lines", "aplomb", "salute"), strict=True))
+OURS = dict(
+    zip(FAMILIES, ("swirl", "middle", "tiny", "rows", "sureness", "greet", "peak", *["round"] * 3), strict=True)
+)
+THEIRS = dict(
+    zip(FAMILIES, ("eddy", "halfway", "little", "lines", "aplomb", "salute", "crest", *["ball"] * 3), strict=True)
+)
+del OURS["logits"]  # a structure without a short way to the logits has them pulled back through theta
 
 
 def text_of(family: str, name: str) -> str:

@@ -16,14 +16,16 @@ import pytest
 import torch
 from conftest import Invocation
 from copied_package import PACKAGE, run_with_files
-from new_parts import OURS, THEIRS, text_of
+from new_parts import FAMILIES, OURS, THEIRS, text_of
 from torch import nn
 
 from bnncli import registry
 from bnncli.errors import UsageError
 
+SPLITS = {"train": "data", "test": "data", "far": "ood"}
 HELPS = (
     "--help",
+    "fit-laplace --help",
     "refine --help",
     "predict --help",
     "extract-features --help",
@@ -37,14 +39,15 @@ NEVER = "SETTINGS = {}\nraise RuntimeError('it was imported')\n"
 def lines_of(run: str, part: dict[str, str]) -> dict[str, str]:
     """Command lines that use a part of each family, by what they are for; FOLDER is where the files are."""
     net = f"FOLDER/{run}.pt"
-    data = " ".join(f"--data {split}={part['data']}:FOLDER/{split}.txt" for split in ("train", "test"))
+    data = " ".join(f"--{way} {split}={part['data']}:FOLDER/{split}.txt" for split, way in SPLITS.items())
     return {
         "extract": f"extract-features {net} --model {part['networks']} {data}",
-        "fit": f"fit-laplace {net} --prior-precision 1",
+        "fit": f"fit-laplace {net} --structure {part['curvature']} --prior-precision 1",
         "refine": f"refine {net} --flow {part['flows']} --{part['flows']}-push 0.5 --epochs 1 --elbo-draws 16",
-        "predict": f"predict {net} --integrator mc --integrator {part['integrators']} --blend 0.5 --samples 40",
-        "evaluate": f"evaluate {net} --bootstrap 0 --json",
+        "predict": f"predict {net} --integrator mc --integrator probit --integrator {part['integrators']} --blend 0.5 --samples 40",
+        "evaluate": f"evaluate {net} --score {part['detectors']} --bootstrap 0 --json",
         "inspect": f"inspect {net}.bnn/posteriors/refine.safetensors --json",
+        "base": f"inspect {net}.bnn/posteriors/laplace.safetensors --json",
         "verify": f"verify {net}.bnn",
         "command": f"{part['stages']} {net} --times 3",
     }
@@ -93,6 +96,7 @@ def write_inputs(folder: Path) -> None:
         torch.save(net.state_dict(), folder / f"{name}.pt")
     np.savetxt(folder / "train.txt", rows[:40])
     np.savetxt(folder / "test.txt", rows[40:])
+    np.savetxt(folder / "far.txt", rows[40:] + 4)
 
 
 def test_help_lists_parts_and_their_options_without_importing_them(done: dict[str, Invocation]) -> None:
@@ -104,6 +108,8 @@ def test_help_lists_parts_and_their_options_without_importing_them(done: dict[st
         assert parts["networks"] in done["extract-features --help"].stdout
         assert f"{parts['data']}:FILE" in done["extract-features --help"].stdout
         assert parts["scores"] in done["evaluate --help"].stdout
+        assert parts["detectors"] in done["evaluate --help"].stdout
+        assert f"{parts['curvature']} (one variance for all)" in " ".join(done["fit-laplace --help"].stdout.split())
         assert "--times" in done[f"{parts['stages']} --help"].stdout
     assert "(halfway, middle)" in " ".join(done["predict --help"].stdout.split())
     assert "idle" in done["refine --help"].stdout
@@ -120,9 +126,26 @@ def test_every_part_runs_and_what_it_made_is_read_back(run: str, done: dict[str,
     assert (params["flow"], params[f"{flow}_push"], params["scale"]) == (flow, 0.5, None)
     rows = json.loads(did["evaluate"].stdout)["rows"]
     made = {(row["posterior"], row["integrator"]) for row in rows}
-    assert {("laplace", PARTS[run]["integrators"]), ("refine", "mc")} <= made
+    assert {("laplace", PARTS[run]["integrators"]), ("laplace", "probit"), ("refine", "mc")} <= made
     assert all(PARTS[run]["scores"] in {metric["name"] for metric in row["metrics"]} for row in rows)
+    told = [metric for row in rows for metric in row["metrics"] if metric["name"] == "auroc"]
+    assert PARTS[run]["detectors"] in {metric["score"] for metric in told}
+    structure = PARTS[run]["curvature"]
+    assert json.loads(did["base"].stdout)["meta"]["structure"] == structure
     assert did["command"].stdout.split("\n")[:3] == [f"{PARTS[run]['stages']} {run}.pt"] * 3
+
+
+def test_a_structures_short_way_to_the_logits_says_what_pulling_back_says(done: dict[str, Invocation]) -> None:
+    found = []
+    for lines in LINES.values():
+        rows = json.loads(done[lines["evaluate"]].stdout)["rows"]
+        row = next(row for row in rows if (row["posterior"], row["integrator"]) == ("laplace", "probit"))
+        found.append({metric["name"]: metric["value"] for metric in row["metrics"]})
+    assert found[0]["nll"] == pytest.approx(found[1]["nll"], rel=1e-5)
+
+
+def test_every_family_has_a_part_here() -> None:
+    assert set(FAMILIES) == set(registry._NEEDS)
 
 
 def test_a_part_that_is_not_asked_for_changes_nothing_of_what_is_recorded(done: dict[str, Invocation]) -> None:

@@ -6,86 +6,11 @@ import numpy as np
 import pytest
 from conftest import make_arrays
 from copied_package import run_with_files
+from new_parts import text_of
 
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.errors import UsageError
-
-CURVATURE = '''
-"""A multiple of the identity with the Hessian's trace."""
-
-from bnncli.curvature import Operations
-from bnncli.curvature.diag import Diag
-
-
-class Isotropic:
-    order: "ClassVar[int]" = 35
-    about: "ClassVar[str]" = "one variance for all"
-    is_exact: "ClassVar[bool]" = False
-    is_same_in_span: "ClassVar[bool]" = False
-    is_fitted_in_span: "ClassVar[bool]" = False
-    fixed: "ClassVar[tuple[str, ...]]" = ()
-
-    @staticmethod
-    def hessian(target, theta):
-        diagonal = Diag.hessian(target, theta)["hessian.diag"]
-        return {"hessian.isotropic": diagonal.mean().reshape(1)}
-
-    @staticmethod
-    def num_elements(layout):
-        return 1
-
-    @staticmethod
-    def operations(layout, num_examples):
-        return Operations(elementwise=2 * num_examples * layout.num_params)
-
-    @staticmethod
-    def most_elements(layout, *, in_span):
-        return 0  # never unasked
-'''
-
-COVARIANCE = '''
-"""One variance for all parameters."""
-
-import math
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Isotropic:
-    structure: ClassVar[str] = "isotropic"
-    variance: Tensor
-    num_params: int
-
-    @classmethod
-    def from_hessian(cls, hessian, prior, layout):
-        return cls(1 / (hessian["hessian.isotropic"].double() + prior.weight_precision), layout.num_params)
-
-    def unwhiten(self, z):
-        return z.to(self.variance) * self.variance.sqrt()
-
-    def whiten(self, x):
-        return x.to(self.variance) / self.variance.sqrt()
-
-    def pull_back(self, gradient):
-        return self.unwhiten(gradient)
-
-    def log_det_scale(self):
-        return 0.5 * self.num_params * math.log(float(self.variance))
-
-    def to_tensors(self):
-        return {"cov.isotropic": self.variance.double().cpu().contiguous()}
-
-    @classmethod
-    def from_tensors(cls, tensors, layout):
-        return cls(tensors["cov.isotropic"], layout.num_params)
-
-    def to(self, *, device=None, dtype=None):
-        return replace(self, variance=self.variance.to(device=device, dtype=dtype))
-'''
 
 
 def test_the_order_of_the_structures_is_declared() -> None:
@@ -107,7 +32,7 @@ def test_a_covariance_has_eight_methods_of_theta_alone(structure: str) -> None:
 def test_two_files_make_a_structure(tmp_path: Path) -> None:
     np.savez(tmp_path / "small.npz", **make_arrays())
     run = tmp_path / "run"
-    files = {"curvature/isotropic.py": CURVATURE, "covariances/isotropic.py": COVARIANCE}
+    files = {f"{family}/isotropic.py": text_of(family, "isotropic") for family in ("curvature", "covariances")}
     lines = (
         ("fit-laplace", "--help"),
         ("extract-features", run, "--from-npz", tmp_path / "small.npz"),
