@@ -129,7 +129,7 @@ def _check_shapes(
             f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features}): it is transposed",
             hint="save head_weight.T", path=path,
         )  # fmt: skip
-    if weight is not None and (weight.ndim != 2 or weight.shape[1] != num_features):
+    if weight is not None and (weight.ndim != 2 or weight.shape[1] != num_features or not len(weight)):
         raise DataError(f"{path}: head_weight has shape {weight.shape}, expected (K, {num_features})", path=path)
     if weight is not None and bias is not None and bias.shape != (len(weight),):
         raise DataError(f"{path}: head_bias has shape {bias.shape}, expected ({len(weight)},)", path=path)

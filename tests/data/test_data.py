@@ -479,6 +479,7 @@ BAD_FEATURES: dict[str, dict[str, Any]] = {
     r"expected \(N, D\) with N > 0": {"features_a": FEATURES[0]},
     "splits differ in the number of features": {"features_a": FEATURES, "features_b": FEATURES[:, :2]},
     r"head_weight has shape \(2, 2\), expected \(K, 3\)": {"features_a": FEATURES, "head_weight": np.ones((2, 2))},
+    r"head_weight has shape \(0, 3\), expected \(K, 3\)": {"features_a": FEATURES, "head_weight": np.ones((0, 3))},
     "head_bias but no head_weight": {"features_a": FEATURES, "head_bias": np.ones(2)},
     "has type int64": {"features_a": np.ones((2, 3), dtype=np.int64)},
     "1 values that are not finite in float32, the first in row 4": {
