@@ -34,6 +34,7 @@ LAYERS = (
     ("evaluation",),
     ("targets", "training"),
     ("machine", "numerics", "registry", "theta"),
+    ("likelihoods",),
     ("lazy", "names", "progress", "shapes"),
     ("errors",),
     ("__init__", ""),
@@ -186,6 +187,50 @@ def test_nothing_asks_which_layout_it_has() -> None:
         asked = [node for node in calls if ast.unparse(node.func) in ("isinstance", "issubclass", "type")]
         places = [ast.unparse(argument).split(".")[-1] for node in asked for argument in node.args]
         assert not [place for place in places if place == "layout" or "Layout" in place], path
+
+
+# Where a shape or a size is looked at as such, and nothing is made of logits.
+LOOKS_AT_SIZES = {
+    "data/_labels.py": "labels in a column",
+    "extraction/features.py": "a network that returns its one output without an axis",
+    "stages/evaluate/density.py": "inputs can be told apart in networks of one output alone",
+    "theta/head.py": "the plural of output",
+}
+_OUTPUTS = r"(\w+\.)*(num_)?outputs|len\([\w.]*(weight|logits|mean)\)"
+_SIZE = re.compile(
+    rf"{_OUTPUTS}|sizes\[-?1\]|(\w+\.)*(logits?|labels|mean|center|prob\w*|weight|variance|scaled)\.shape\[.*\]"
+)
+
+
+def decides_by_size(path: Path) -> list[str]:
+    """Comparisons of a number of outputs, or of an axis, with one or two; and the larger of one and two."""
+    found = []
+    for node in nodes_of(path):
+        if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Lt):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("max", "min"):
+            sides = node.args
+        else:
+            continue
+        has_number = any(isinstance(side, ast.Constant) and side.value in (1, 2) for side in sides)
+        if has_number and any(_SIZE.fullmatch(ast.unparse(side)) for side in sides):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_only_likelihoods_decide_what_a_single_logit_means() -> None:
+    found = {str(path.relative_to(PACKAGE)): decides_by_size(path) for path in MODULES}
+    found = {name: cases for name, cases in found.items() if cases and not name.startswith("likelihoods/")}
+    assert found.keys() == LOOKS_AT_SIZES.keys(), found
+    assert decides_by_size(PACKAGE / "likelihoods/__init__.py")
+
+
+def test_only_likelihoods_write_the_log_probability_of_labels() -> None:
+    for path in MODULES:
+        if own_part(path) != "likelihoods":
+            names = {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)}
+            names |= {alias.name for node in nodes_of(path) if isinstance(node, ast.ImportFrom) for alias in node.names}
+            assert not {name for name in names if "cross_entropy" in name or name == "nll_loss"}, path
 
 
 def test_nothing_imports_click() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.curvature import MAX_AUTO_FULL, Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
+from bnncli.likelihoods import Likelihood
 from bnncli.targets.grams import weighted_grams
 from bnncli.theta.head import HeadLayout
 
@@ -28,7 +30,7 @@ class Block:
     @staticmethod
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
         """`hessian.block`, (K, F, F) float64."""
-        (total,) = sum_over_examples(target, theta, _sums)
+        (total,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
         return {"hessian.block": scaled(total, target)}
 
     @staticmethod
@@ -54,7 +56,7 @@ class Block:
         return MAX_AUTO_FULL**2 // 4
 
 
-def _sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
     """sum_n p_k (1 - p_k) x x^T, (K, F, F), of features (n, F) and probabilities (K, n)."""
-    weights = probabilities * (1 - probabilities)
+    weights = likelihood.hessian_diagonal(probabilities)
     return (weighted_grams(lambda rows: weights[:, rows], features, count=weights.shape[0]),)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
+from bnncli.likelihoods import Likelihood
 from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class Diag:
     @staticmethod
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
         """`hessian.diag`, (P,) float64."""
-        (total,) = sum_over_examples(target, theta, _sums)
+        (total,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
         return {"hessian.diag": scaled(target.layout.flatten(total), target)}
 
     @staticmethod
@@ -47,6 +49,6 @@ class Diag:
         return math.inf
 
 
-def _sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
     """sum_n p_k (1 - p_k) x_d^2, (K, F), of features (n, F) and probabilities (K, n)."""
-    return (((probabilities * (1 - probabilities)) @ features.square()).double(),)
+    return ((likelihood.hessian_diagonal(probabilities) @ features.square()).double(),)

@@ -7,11 +7,13 @@ matrix is the Hessian.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.curvature import MAX_AUTO_FULL, Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.lazy import torch
+from bnncli.likelihoods import Likelihood
 from bnncli.targets.grams import is_packed, packed_grams, packed_places, unpack_symmetric, weighted_grams
 from bnncli.theta.head import HeadLayout
 
@@ -34,7 +36,7 @@ class Full:
     @staticmethod
     def hessian(target: LastLayerTarget, theta: Tensor) -> dict[str, Tensor]:
         """`hessian.full`, (P, P) float64."""
-        (pairs,) = sum_over_examples(target, theta, _sums)
+        (pairs,) = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
         return {"hessian.full": scaled(whole_of_pairs(pairs, target.layout), target)}
 
     @staticmethod
@@ -45,10 +47,9 @@ class Full:
     @staticmethod
     def operations(layout: HeadLayout, num_examples: int) -> Operations:
         """2 N F^2 of products for each pair of outputs, and a Cholesky factor and its inverse."""
-        num_outputs, size = layout.num_outputs, layout.num_features + layout.has_bias
-        num_pairs = max(1, num_outputs * (num_outputs - 1) // 2)
+        size = layout.num_features + layout.has_bias
         factors = 4 / 3 * float(layout.num_params) ** 3
-        return Operations(products=2 * num_examples * num_pairs * size**2, factors=factors)
+        return Operations(products=2 * num_examples * layout.likelihood.num_pairs * size**2, factors=factors)
 
     @staticmethod
     def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
@@ -56,13 +57,12 @@ class Full:
         return MAX_AUTO_FULL**2
 
 
-def _sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-    """sum_n p_k p_l x x^T for each pair k < l (p (1 - p) for a single output): (pairs, F, F), or packed (pairs, T)."""
-    outputs = probabilities.shape[0]
-    count = max(1, outputs * (outputs - 1) // 2)
+def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+    """sum_n w_n x x^T for the weights w of each pair of outputs: (pairs, F, F), or packed (pairs, T)."""
+    count = likelihood.num_pairs
 
     def weights(rows: slice) -> Tensor:
-        return _pair_weights(probabilities[:, rows])
+        return likelihood.hessian_pairs(probabilities[:, rows])
 
     if is_packed(count, features):
         return (packed_grams(weights, features),)
@@ -75,8 +75,10 @@ def whole_of_pairs(pairs: Tensor, layout: HeadLayout) -> Tensor:
     places = layout.places(pairs.device)
     packed = packed_places(places.shape[1], pairs.device)[0] if pairs.ndim == 2 else None
     matrix = pairs.new_empty(layout.num_params, layout.num_params)
-    if outputs == 1:
-        matrix[places[0]] = layout.flatten(_symmetric(pairs, packed).transpose(0, 1))
+    if not layout.likelihood.is_shift_invariant:
+        matrix.zero_()
+        for k in range(outputs):
+            matrix[places[k, :, None], places[k]] = _symmetric(pairs[k], packed)
         return matrix
     number = _pair_numbers(outputs, pairs.device)
     for k in range(outputs):
@@ -85,15 +87,6 @@ def whole_of_pairs(pairs: Tensor, layout: HeadLayout) -> Tensor:
         blocks[k] = -blocks.sum(dim=0)
         matrix[places[k]] = layout.flatten(blocks.transpose(0, 1))  # all columns of theta in their order
     return matrix
-
-
-def _pair_weights(probabilities: Tensor) -> Tensor:
-    """p_k p_l for each pair k < l, (pairs, n), of probabilities (K, n); p (1 - p) for a single output."""
-    outputs = probabilities.shape[0]
-    if outputs == 1:
-        return probabilities * (1 - probabilities)
-    first, second = torch.triu_indices(outputs, outputs, 1, device=probabilities.device)
-    return probabilities[first] * probabilities[second]
 
 
 def _pair_numbers(outputs: int, device: torch.device) -> Tensor:

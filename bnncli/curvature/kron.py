@@ -7,10 +7,12 @@ arXiv:1503.05671.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
+from bnncli.likelihoods import Likelihood
 from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Kron:
         """`hessian.kron.A` (F, F) and `hessian.kron.B` (K, K), float64; of the pair B alone carries the likelihood's scale."""
         if before is not None:
             return {"hessian.kron.A": before["hessian.kron.A"], "hessian.kron.B": _output_factor(target, theta)}
-        features, outputs = sum_over_examples(target, theta, _sums)
+        features, outputs = sum_over_examples(target, theta, partial(_sums, target.layout.likelihood))
         return {"hessian.kron.A": features / target.num_examples, "hessian.kron.B": scaled(outputs, target)}
 
     @staticmethod
@@ -56,23 +58,16 @@ class Kron:
         return math.inf
 
 
-def _sums(features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
-    """sum_n x x^T (F, F) and sum_n (diag(p) - p p^T) (K, K), of features (n, F) and probabilities (K, n)."""
-    return (features.T @ features).double(), _output_sums(probabilities)
-
-
-def _output_sums(probabilities: Tensor) -> Tensor:
-    """sum_n (diag(p) - p p^T) (K, K), float64, of probabilities (K, n): all that changes with theta."""
-    if probabilities.shape[0] == 1:
-        return (probabilities * (1 - probabilities)).sum(dim=1, keepdim=True).double()
-    return (probabilities.sum(dim=1).diag() - probabilities @ probabilities.T).double()
+def _sums(likelihood: Likelihood, features: Tensor, probabilities: Tensor) -> tuple[Tensor, ...]:
+    """sum_n x x^T (F, F) and the outputs' part (K, K), of features (n, F) and probabilities (K, n)."""
+    return (features.T @ features).double(), likelihood.hessian_sum(probabilities)
 
 
 def _output_factor(target: LastLayerTarget, theta: Tensor) -> Tensor:
     """B (K, K) alone at theta (P,): no product with the features but the logits'."""
 
     def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-        return (_output_sums(target.probabilities(theta, block)),)
+        return (target.layout.likelihood.hessian_sum(target.probabilities(theta, block)),)
 
     (total,) = target.blocks.sum(work, columns=target.layout.num_outputs, dtype=target.dtype)
     return scaled(total, target)

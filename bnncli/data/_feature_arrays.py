@@ -11,6 +11,7 @@ import numpy as np
 from bnncli.data._arrays import npz_names, read_npz
 from bnncli.data._labels import check_labels
 from bnncli.errors import DataError
+from bnncli.likelihoods import likelihood_of
 
 _FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"
 _EXPECTED = "features_<split> (N, D), labels_<split> (N,), names_<split> (N,), head_weight (K, D), head_bias (K,)"
@@ -74,7 +75,7 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
     }  # fmt: skip
     labels = {split: array for split, array in labels.items() if split not in unlabeled}
     if head_weight is not None:
-        _check_range(labels, max(len(head_weight), 2), path)
+        _check_range(labels, likelihood_of(len(head_weight)).num_classes, path)
     texts = {
         split: _texts(arrays[key], key, len(features[split]), path)
         for split in splits if (key := f"{_NAMES}{split}") in arrays

@@ -52,16 +52,6 @@ def log_probabilities(draws: Tensor, features: Tensor, labels: Tensor, *, layout
     for start in range(0, num_draws, size):
         theta = draws[:, start : start + size].to(features)
         logits = block_logits(features, theta.flatten(0, 1), layout).double()
-        values = _log_probability_of_labels(logits, labels)
+        values = layout.likelihood.sharp_log_likelihoods(logits, labels)
         out[:, start : start + size] = values.view(num_chains, -1, len(labels))
     return out
-
-
-def _log_probability_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    """(S, n) from logits (K, S, n): -softplus(what speaks against the label), exact where the probability is near 1."""
-    if logits.shape[0] == 1:
-        return -torch.nn.functional.softplus(torch.where(labels == 1, -logits[0], logits[0]))
-    index = labels.view(1, 1, -1).expand(1, *logits.shape[1:])
-    own = logits.gather(0, index)[0]
-    others = logits.scatter(0, index, -torch.inf).logsumexp(dim=0)
-    return -torch.nn.functional.softplus(others - own)

@@ -25,13 +25,7 @@ from bnncli.inference.local_covariance import ROUGH_WHITENING, LocalCovariance, 
 from bnncli.inference.mode import find_mode
 from bnncli.progress import Task
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.likelihood import (
-    block_logits,
-    draw_blocks,
-    label_indicators,
-    log_normalizers_,
-    row_blocks,
-)
+from bnncli.targets.likelihood import block_logits, draw_blocks, row_blocks
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
 
@@ -57,12 +51,12 @@ def predictive_losses(features: Tensor, labels: Tensor, theta: Tensor, layout: H
     theta = theta.to(features)
     losses = torch.empty(features.shape[0], dtype=torch.float64, device=features.device)
     for rows in row_blocks(features.shape[0], layout.num_outputs * theta.shape[0], features.device):
-        indicators = label_indicators(labels[rows], layout, features.dtype).unsqueeze(1)
+        indicators = layout.likelihood.indicators(labels[rows], features.dtype).unsqueeze(1)
         parts = []
         for block in draw_blocks(theta, layout):
             logits = block_logits(features[rows], block, layout)
             label_logits = (logits * indicators).sum(dim=0)
-            parts.append(label_logits - log_normalizers_(logits))
+            parts.append(label_logits - layout.likelihood.log_normalizers_(logits))
         losses[rows] = math.log(theta.shape[0]) - torch.cat(parts).double().logsumexp(dim=0)
     return losses
 

@@ -6,11 +6,13 @@ NLL is convex in beta = 1 / T, so that Newton's method with a bracket finds its 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bnncli.likelihoods import Likelihood
 from bnncli.progress import SILENT, Progress
 from bnncli.shapes import check_shapes
 from bnncli.targets.stream import slices
@@ -38,29 +40,46 @@ class TemperatureFit:
     nll_after: Tensor
 
 
-def fit_temperature(logits: Tensor, labels: Tensor, *, progress: Progress = SILENT) -> TemperatureFit:
-    """The temperature of lowest mean NLL of softmax(logits / T).
+@dataclass(frozen=True)
+class LabelledLogits:
+    """Logits that are to be divided by a temperature, and what judges them.
 
     Args:
-        logits: (N, C), N at least 1.
+        logits: (N, K), N at least 1.
         labels: (N,) int64 in 0..C-1.
+        likelihood: of the labels, given the K logits.
     """
-    check_shapes(logits=(logits, "N C"), labels=(labels, "N"))
+
+    logits: Tensor
+    labels: Tensor
+    likelihood: Likelihood
+
+    def __post_init__(self) -> None:
+        check_shapes(logits=(self.logits, f"N {self.likelihood.num_outputs}"), labels=(self.labels, "N"))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows, their logits and their labels, as many as are made float64 at once."""
+        for rows in slices(0, len(self.labels), max(1, _BLOCK_LOGITS // self.likelihood.num_classes)):
+            yield rows, self.logits[rows], self.labels[rows]
+
+
+def fit_temperature(data: LabelledLogits, *, progress: Progress = SILENT) -> TemperatureFit:
+    """The temperature of lowest mean NLL of the logits / T."""
     beta, unbounded = 1.0, None
     low, high = 1 / LARGEST, 1 / SMALLEST
-    if _is_separable(logits, labels):
+    if _is_separable(data):
         beta, unbounded = high, "separable"
-    elif _derivatives(logits, labels, low)[0] > 0:
+    elif _derivatives(data, low)[0] > 0:
         beta, unbounded = low, "hopeless"
-    elif _derivatives(logits, labels, high)[0] < 0:
+    elif _derivatives(data, high)[0] < 0:
         beta = high
     else:
-        beta = _newton(logits, labels, low=low, high=high, progress=progress)
-    before, after = (_losses(logits, labels, at) for at in (1.0, beta))
+        beta = _newton(data, low=low, high=high, progress=progress)
+    before, after = (_losses(data, at) for at in (1.0, beta))
     return TemperatureFit(1 / beta, unbounded, before, after)
 
 
-def held_out_losses(logits: Tensor, labels: Tensor, fit: TemperatureFit) -> Tensor:
+def held_out_losses(data: LabelledLogits, fit: TemperatureFit) -> Tensor:
     """Negative log probability (N,) float64 of each label at the temperature that the other examples would have given.
 
     In nats. The NLL at a temperature fitted to the same labels is too low by as much as it is too high on others, about one
@@ -69,25 +88,25 @@ def held_out_losses(logits: Tensor, labels: Tensor, fit: TemperatureFit) -> Tens
     the range, where the slope is not zero, the temperature stays.
 
     Args:
-        logits, labels: those that were fitted, (N, C) and (N,).
-        fit: what fit_temperature gave for them.
+        data: what was fitted.
+        fit: what fit_temperature gave for it.
     """
     if fit.temperature in (SMALLEST, LARGEST):
         return fit.nll_after
     beta = 1 / fit.temperature
-    parts = [torch.stack(_slopes(logits, labels, rows, beta)) for rows in _rows(logits)]
+    parts = [torch.stack(data.likelihood.loss_derivatives(logits, labels, beta)) for _, logits, labels in data.blocks()]
     slope, curvature = torch.cat(parts, dim=1)
     others = curvature.sum() - curvature
     shifted = beta + torch.where(others > 0, slope / others, 0.0)
     betas = shifted.clamp(1 / LARGEST, 1 / SMALLEST).unsqueeze(1)
-    return torch.cat([torch.logsumexp(betas[rows] * _centred(logits, labels, rows), dim=1) for rows in _rows(logits)])
+    return torch.cat([data.likelihood.losses(logits, labels, betas[rows]) for rows, logits, labels in data.blocks()])
 
 
-def _newton(logits: Tensor, labels: Tensor, *, low: float, high: float, progress: Progress) -> float:
+def _newton(data: LabelledLogits, *, low: float, high: float, progress: Progress) -> float:
     """The zero of the slope between low and high: Newton's step where it stays inside, else the geometric middle."""
     beta, task = 1.0, progress.task("fit-temperature", MAX_STEPS)
     for _ in range(MAX_STEPS):
-        slope, curvature = _derivatives(logits, labels, beta)
+        slope, curvature = _derivatives(data, beta)
         task.advance()
         if slope == 0:
             return beta
@@ -101,43 +120,25 @@ def _newton(logits: Tensor, labels: Tensor, *, low: float, high: float, progress
     return beta
 
 
-def _is_separable(logits: Tensor, labels: Tensor) -> bool:
+def _is_separable(data: LabelledLogits) -> bool:
     """Whether no class has a larger logit than the label of any example: the NLL then falls all the way as T does.
 
     False where all logits of every example are equal, and all temperatures with them.
     """
-    parts = [torch.stack(torch.aminmax(_centred(logits, labels, rows))) for rows in _rows(logits)]
+    parts = [torch.stack(torch.aminmax(data.likelihood.margins(logits, labels))) for _, logits, labels in data.blocks()]
     ends = torch.stack(parts)
     return bool((ends[:, 1].max() <= 0) & (ends[:, 0].min() < 0))
 
 
-def _derivatives(logits: Tensor, labels: Tensor, beta: float) -> tuple[float, float]:
-    """Slope and curvature in beta of the mean NLL at beta: mean and variance of the logits under the softmax."""
-    total = logits.new_zeros(2, dtype=torch.float64)
-    for rows in _rows(logits):
-        total += torch.stack([part.sum() for part in _slopes(logits, labels, rows, beta)])
-    slope, curvature = (total / len(logits)).tolist()
+def _derivatives(data: LabelledLogits, beta: float) -> tuple[float, float]:
+    """Slope and curvature in beta of the mean NLL at beta."""
+    total = data.logits.new_zeros(2, dtype=torch.float64)
+    for _, logits, labels in data.blocks():
+        total += torch.stack([part.sum() for part in data.likelihood.loss_derivatives(logits, labels, beta)])
+    slope, curvature = (total / len(data.logits)).tolist()
     return slope, curvature
 
 
-def _slopes(logits: Tensor, labels: Tensor, rows: slice, beta: float) -> tuple[Tensor, Tensor]:
-    """Slope and curvature (n,) in beta of the NLL of each example of the rows."""
-    centred = _centred(logits, labels, rows)
-    probs = torch.softmax(beta * centred, dim=1)
-    mean = (probs * centred).sum(dim=1)
-    return mean, (probs * (centred - mean.unsqueeze(1)).square()).sum(dim=1)
-
-
-def _losses(logits: Tensor, labels: Tensor, beta: float) -> Tensor:
+def _losses(data: LabelledLogits, beta: float) -> Tensor:
     """Negative log probability (N,) float64 of each label."""
-    return torch.cat([torch.logsumexp(beta * _centred(logits, labels, rows), dim=1) for rows in _rows(logits)])
-
-
-def _centred(logits: Tensor, labels: Tensor, rows: slice) -> Tensor:
-    """Logits less the label's own, (n, C) float64: what the NLL is the log sum exp of."""
-    block = logits[rows].double()
-    return block - block.gather(1, labels[rows].unsqueeze(1))
-
-
-def _rows(logits: Tensor) -> list[slice]:
-    return list(slices(0, logits.shape[0], max(1, _BLOCK_LOGITS // logits.shape[1])))
+    return torch.cat([data.likelihood.losses(logits, labels, beta) for _, logits, labels in data.blocks()])

@@ -280,13 +280,6 @@ def entropy(probs: Tensor) -> Tensor:
     return result
 
 
-def with_reference_class(logits: Tensor, *, dim: int) -> Tensor:
-    """Logits of all classes along `dim`: a single logit f becomes [0, f], whose softmax is [1 - p, p]."""
-    if logits.shape[dim] > 1:
-        return logits
-    return torch.cat([torch.zeros_like(logits), logits], dim=dim)
-
-
 def chunk_budget(tensor: Tensor) -> int:
     """How many logits to hold at once on the device of the tensor."""
     return _CHUNK_LOGITS.get(tensor.device.type, _CHUNK_LOGITS["cuda"])

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest, with_reference_class
+from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest
 from bnncli.integrators._groups import Groups
 from bnncli.integrators._intervals import central_interval, tail_shares
 from bnncli.lazy import torch
+from bnncli.likelihoods import Likelihood
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
 
@@ -92,7 +93,7 @@ def average(
     tails = tail_shares(draws.num_draws, weights)
     for rows in example_slices:
         block = draws.at(features[rows])
-        sums = _Sums(block.center, num_classes, draws.num_draws, groups)
+        sums = _Sums(block.center, draws.layout.likelihood, draws.num_draws, groups)
         for some in draw_slices:
             sums.add(block.logits(some), some, weights, is_all=len(draw_slices) == 1)
             task.advance()
@@ -122,7 +123,7 @@ def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
     for rows in example_slices:
         block = draws.at(features[rows])
         for some in draw_slices:
-            probs = torch.softmax(with_reference_class(block.logits(some), dim=1), dim=1)
+            probs = draws.layout.likelihood.class_probabilities(block.logits(some), dim=1)
             kept[some, rows] = probs.transpose(1, 2).to("cpu", torch.float16)
     return kept
 
@@ -146,11 +147,11 @@ class _Sums:
         kept: (S, n), of every draw so far.
     """
 
-    def __init__(self, center: Tensor, num_classes: int, num_draws: int, groups: Groups) -> None:
-        self.groups = groups
-        self.by_group = center.new_zeros(len(groups), num_classes, center.shape[1], dtype=torch.float64)
+    def __init__(self, center: Tensor, likelihood: Likelihood, num_draws: int, groups: Groups) -> None:
+        self.groups, self.likelihood = groups, likelihood
+        self.by_group = center.new_zeros(len(groups), likelihood.num_classes, center.shape[1], dtype=torch.float64)
         self.entropy = center.new_zeros(center.shape[1], dtype=torch.float64)
-        self.guess = with_reference_class(center, dim=0).argmax(dim=0)
+        self.guess = likelihood.class_logits(center, dim=0).argmax(dim=0)
         self.kept = center.new_empty(num_draws, center.shape[1])
 
     @property
@@ -160,7 +161,7 @@ class _Sums:
 
     def add(self, logits: Tensor, some: slice, weights: Tensor | None, *, is_all: bool) -> None:
         """Count the logits (s, K, n) of some draws in; when they are all there are, the guess is no guess."""
-        log_probs = torch.log_softmax(with_reference_class(logits, dim=1), dim=1)
+        log_probs = self.likelihood.log_class_probabilities(logits, dim=1)
         probs = log_probs.exp()
         num_draws = len(self.kept)
         own = None if weights is None else weights[some].to(probs)
@@ -205,6 +206,6 @@ def _probs_of_class(draws: LogitDraws, features: Tensor, classes: Tensor, draw_s
     block = draws.at(features)
     kept = features.new_empty(draws.num_draws, features.shape[0], dtype=torch.float32)
     for some in draw_slices:
-        probs = torch.softmax(with_reference_class(block.logits(some), dim=1), dim=1)
+        probs = draws.layout.likelihood.class_probabilities(block.logits(some), dim=1)
         kept[some] = probs.gather(1, classes.expand(len(probs), 1, -1)).squeeze(1)
     return kept

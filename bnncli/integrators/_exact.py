@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bnncli.integrators.quadrature import binary_moments, binary_probs
+from bnncli.likelihoods import likelihood_of
 
 _MAX_NODES = 2**22
 _CHUNK_LOGITS = 2**20
@@ -41,8 +42,9 @@ def exact_probs(mean: Tensor, covariance: Tensor, *, seed: int = 0, sobol_logits
         sobol_logits: K times the number of Sobol points, at most.
     """
     mean, covariance = mean.double().cpu(), covariance.double().cpu()
-    if len(mean) <= 2:
-        probs = binary_probs(*binary_moments(mean[None], covariance[None]))[0][0]
+    likelihood = likelihood_of(len(mean))
+    if likelihood.num_classes == 2:
+        probs = binary_probs(*binary_moments(mean[None], covariance[None], likelihood))[0][0]
         return Exact(probs, _ROUNDING, "quadrature in one dimension")
     mean = mean - mean.mean()
     root = _sum_zero_root(covariance)

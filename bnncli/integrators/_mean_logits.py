@@ -35,8 +35,7 @@ def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
 def energy_and_max_logit(features: Tensor, theta: Tensor, layout: ClassifierLayout) -> tuple[Tensor, Tensor]:
     """-log sum exp of the logits (N,) and the largest logit (N,), float32.
 
-    A single logit f stands for the two logits (-f/2, f/2): of all pairs with that difference the one without a common
-    offset, so that both scores grow with |f| and treat the classes alike.
+    Of balanced logits of the classes: with a single logit f both scores then grow with |f|.
 
     Args:
         features: (N, D).
@@ -47,9 +46,7 @@ def energy_and_max_logit(features: Tensor, theta: Tensor, layout: ClassifierLayo
     largest = torch.empty_like(energy)
     stacked = theta.to(features).unsqueeze(0)
     for rows in slices(features.shape[0], max(1, chunk_budget(features) // layout.num_classes)):
-        logits = layout.logits(features[rows], stacked)[0]
-        if layout.num_outputs == 1:
-            logits = torch.cat([-logits / 2, logits / 2], dim=1)
+        logits = layout.likelihood.balanced_class_logits(layout.logits(features[rows], stacked)[0], dim=1)
         energy[rows] = -torch.logsumexp(logits, dim=1)
         largest[rows] = logits.amax(dim=1)
     return energy, largest

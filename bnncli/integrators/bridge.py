@@ -104,9 +104,10 @@ class Bridge(Integrator):
 
     def _logits(self, posterior: HasLogitMoments, features: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance (n, C) float64 of the logits that the bridge starts from."""
-        if posterior.layout.num_outputs == 1:
-            half, variance = posterior.logit_marginals(features)
-            mean, variance = torch.cat([-half / 2, half / 2], dim=1), (variance / 4).expand(-1, 2)
+        likelihood = posterior.layout.likelihood
+        if not likelihood.is_shift_invariant:
+            mean, variance = posterior.logit_marginals(features)
+            mean, variance = likelihood.balanced_class_logits(mean, dim=1), (variance / 4).expand(-1, 2)
         elif self.projection == "conditional":
             # What all logits share cancels, and would take the digits of float32 covariances with it.
             mean, variance = condition_on_zero_sum(*posterior.logit_moments(features.double()))

@@ -27,7 +27,7 @@ class HasMean(HasLayout, Protocol):
 
 @dataclass(frozen=True)
 class Mean(Integrator):
-    """Softmax of the logits at E[theta]; with a single logit, the sigmoid."""
+    """Class probabilities of the logits at E[theta]."""
 
     needs: ClassVar[str] = "mean_theta"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
-from bnncli.integrators.probit import difference_of_projected, probit_probs
+from bnncli.integrators.probit import binary_probit_probs, difference_of_projected
 from bnncli.lazy import torch
 from bnncli.options.parts import Setting
 from bnncli.options.predict import PROJECTION
@@ -101,11 +101,12 @@ class MeanField(Integrator):
 
     def _probs(self, posterior: HasLogitMoments, features: Tensor) -> Tensor:
         """Class probabilities (n, C) of a block of features (n, D)."""
-        num_outputs, is_projected = posterior.layout.num_outputs, self.projection == "sum-zero"
-        if num_outputs == 1:
-            return probit_probs(*posterior.logit_marginals(features))
-        if num_outputs == 2 and is_projected:
-            return probit_probs(*difference_of_projected(*posterior.logit_marginals(features, is_projected=True)))
+        likelihood, is_projected = posterior.layout.likelihood, self.projection == "sum-zero"
+        if not likelihood.is_shift_invariant:
+            return binary_probit_probs(*posterior.logit_marginals(features))
+        if likelihood.num_classes == 2 and is_projected:
+            difference = difference_of_projected(*posterior.logit_marginals(features, is_projected=True))
+            return binary_probit_probs(*difference)
         if self.order == 2:  # a projection would change no difference; float32 would lose those of large variances
             mean, covariance = posterior.logit_moments(features.double())
             return mean_field_probs(mean, pair_variance(covariance))

@@ -1,4 +1,4 @@
-"""Plug-in prediction: the softmax at one theta, as a network without uncertainty predicts."""
+"""Plug-in prediction: the class probabilities at one theta, as a network without uncertainty predicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from bnncli.integrators import (
     require_support,
     slices,
     widest,
-    with_reference_class,
 )
 from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
@@ -34,7 +33,7 @@ class HasCenter(HasLayout, Protocol):
 
 @dataclass(frozen=True)
 class PlugIn(Integrator):
-    """Softmax of the logits at the posterior's center; with a single logit, the sigmoid."""
+    """Class probabilities of the logits at the posterior's center."""
 
     needs: ClassVar[str] = "center"
 
@@ -73,6 +72,6 @@ def predict_at(layout: ClassifierLayout, theta: Tensor, features: Tensor, progre
     task = progress.task("predict", features.shape[0])
     for rows in slices(features.shape[0], max(1, chunk_budget(features) // widest(layout))):
         logits = layout.logits(features[rows], stacked)[0]
-        probs[rows] = torch.softmax(with_reference_class(logits, dim=1), dim=1)
+        probs[rows] = layout.likelihood.class_probabilities(logits, dim=1)
         task.advance(rows.stop - rows.start)
     return Prediction.from_probs(probs)

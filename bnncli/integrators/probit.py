@@ -32,7 +32,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Probit(Integrator):
-    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`.
+    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`. Of a single logit, `binary_probit_probs`.
 
     Args:
         projection: what the logits are reduced to first, where there are two or more; a single logit needs none.
@@ -79,28 +79,36 @@ class Probit(Integrator):
                 f"probit, projection difference: expected two classes, the head has {layout.num_classes}",
                 hint="use ‹projection› sum-zero",
             )
-        is_projected = self.projection != "none" and layout.num_outputs > 1
+        is_projected = self.projection != "none" and layout.likelihood.is_shift_invariant
+        is_binary = self.projection == "difference" or not layout.likelihood.is_shift_invariant
+        to_probs = binary_probit_probs if is_binary else probit_probs
         probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
         for rows in example_blocks(features, progress, elements=layout.num_outputs):
             mean, variance = posterior.logit_marginals(features[rows], is_projected=is_projected)
             if self.projection == "difference" and is_projected:
                 mean, variance = difference_of_projected(mean, variance)
-            probs[rows] = probit_probs(mean, variance).float()
+            probs[rows] = to_probs(mean, variance).float()
         return Prediction.from_probs(probs)
 
 
 def probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
-    """Class probabilities (n, C) for logits of the given mean (n, K) and variance (n, K).
+    """Class probabilities (n, K) for logits of the given mean (n, K) and variance (n, K): softmax(f_k / sqrt(1 + pi/8 S_kk)).
 
-    K = 1: sigma(m / sqrt(1 + pi s^2 / 8)), as [1 - p, p]. K >= 2: softmax(f_k / sqrt(1 + pi/8 S_kk)). The
-    second is the raw multi-class formula: for K = 2 it is not the binary one on the logit difference (it
+    This is the raw multi-class formula: for K = 2 it is not the binary one on the logit difference (it
     equals it only for f = (m, 0), S = diag(s^2, 0)), it ignores covariances between logits, and unless all
     variances are equal it changes when a constant is added to all logits.
     """
-    scaled = mean / torch.sqrt(1 + math.pi / 8 * variance)
-    if mean.shape[1] == 1:
-        return torch.cat([torch.sigmoid(-scaled), torch.sigmoid(scaled)], dim=1)
-    return torch.softmax(scaled, dim=1)
+    return torch.softmax(_scaled(mean, variance), dim=1)
+
+
+def binary_probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
+    """Probabilities [1 - p, p] (n, 2) for a logit of mean (n, 1) and variance (n, 1): p = sigma(m / sqrt(1 + pi s^2 / 8))."""
+    scaled = _scaled(mean, variance)
+    return torch.cat([torch.sigmoid(-scaled), torch.sigmoid(scaled)], dim=1)
+
+
+def _scaled(mean: Tensor, variance: Tensor) -> Tensor:
+    return mean / torch.sqrt(1 + math.pi / 8 * variance)
 
 
 def difference_of_projected(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

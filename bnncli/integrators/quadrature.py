@@ -25,6 +25,7 @@ from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, Prediction, check_features, chunk_budget, entropy, require_support, slices
 from bnncli.integrators._blocks import HasLogitMoments, check_choice
 from bnncli.lazy import torch
+from bnncli.likelihoods import Likelihood
 from bnncli.options.parts import Setting
 from bnncli.progress import SILENT, Progress
 
@@ -101,7 +102,8 @@ class Quadrature(Integrator):
         variance = torch.empty_like(mean)
         for rows in slices(num_examples, _CHUNK_EXAMPLES):
             # Under a weak prior the logits share most of their variance: float32 would lose the difference's.
-            mean[rows], variance[rows] = binary_moments(*posterior.logit_moments(features[rows].double()))
+            moments = posterior.logit_moments(features[rows].double())
+            mean[rows], variance[rows] = binary_moments(*moments, posterior.layout.likelihood)
             task.advance(rows.stop - rows.start)
         return binary_prediction(mean, variance, rule=self.rule, points=self.points)
 
@@ -113,15 +115,16 @@ class BinaryIntegral(NamedTuple):
     expected_entropy: Tensor
 
 
-def binary_moments(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+def binary_moments(mean: Tensor, covariance: Tensor, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     """Mean (n,) and variance (n,), float64, of the logit of class 1 against class 0.
 
     Args:
         mean: (n, K) of one logit, or of two, whose difference counts.
         covariance: (n, K, K).
+        likelihood: of two classes, which says what the logits are.
     """
     mean, covariance = mean.double(), covariance.double()
-    if mean.shape[1] == 1:
+    if not likelihood.is_shift_invariant:
         return mean[:, 0], covariance[:, 0, 0].clamp_min(0)
     variance = covariance[:, 0, 0] + covariance[:, 1, 1] - covariance[:, 0, 1] - covariance[:, 1, 0]
     return mean[:, 1] - mean[:, 0], variance.clamp_min(0)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bnncli.latent.model import LatentModel
 from bnncli.latent.scaling import Inputs, Scaling
-from bnncli.latent.steps import log_likelihoods
 from bnncli.targets.stream import FeatureBlocks
 
 # Geometric: neighbours differ by 1.9, which a posterior hardly notices.
@@ -47,7 +46,7 @@ def nll_of_repeats(
         total = torch.zeros((), dtype=torch.float64, device=model.device)
         for rows, block in inputs.blocks():
             logits = layout.logits(block, theta)
-            single = log_likelihoods(logits, labels[rows]).double()
+            single = layout.likelihood.log_likelihoods(logits, labels[rows]).double()
             total += (math.log(NUM_NETWORKS) - torch.logsumexp(single, dim=0)).sum()
         found.append(total / len(features))
     return torch.stack(found)

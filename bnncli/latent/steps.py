@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import softplus
 
 from bnncli.latent.activations import draw_activations
 from bnncli.latent.divergence import Multiplier, bias_gradients, factor_gradients, multiplier_pull
@@ -60,22 +60,6 @@ class Settings(NamedTuple):
     variance: str = "exact"
     temperature: float = 0.5
     multiplier_draws: int = 10
-
-
-def log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log likelihood (R,) of labels (n,) given logits (R, n, K); K = 1 is the logit of label 1."""
-    return log_likelihoods(logits, labels).sum(dim=1)
-
-
-def log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same of each example, (R, n)."""
-    num_repeats, _, num_outputs = logits.shape
-    if num_outputs == 1:
-        signs = (2 * labels - 1).to(logits.dtype)
-        return -softplus(-logits[..., 0] * signs)
-    target = labels.expand(num_repeats, -1)
-    losses = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-    return -losses.view(num_repeats, -1)
 
 
 def differentiate(
@@ -184,7 +168,7 @@ def _differentiate_moments(
     for part in bias:
         part.requires_grad_()
     forward = _forward(model, batch.features, weight, generator, settings.multiplier_draws, own, bias)
-    fit = log_likelihood(forward.logits, batch.labels)
+    fit = model.layout.likelihood.log_likelihoods(forward.logits, batch.labels).sum(dim=1)
     loss, multipliers = -fit.sum(), None
     if model.multipliers:
         divergence = torch.stack(forward.flows).mean(dim=2).sum()
@@ -232,7 +216,7 @@ def _differentiate_weights(
     parts = (layout.weights(draw.weight), layout.weights(d_weight), layout.biases(bias))
     for index, (weight, to_weight, own) in enumerate(zip(*parts, strict=True)):
         hidden = product(hidden.relu() if index else hidden, weight, own.unsqueeze(1), to_weight)
-    fit = log_likelihood(hidden, batch.labels)
+    fit = layout.likelihood.log_likelihoods(hidden, batch.labels).sum(dim=1)
     (to_bias,) = torch.autograd.grad(-fit.sum(), bias)
     factors.bias_mean.grad, factors.bias_rho.grad = bias_gradients(
         factors, to_bias, to_bias * noise, model.prior, scale=batch.share

@@ -14,7 +14,6 @@ import numpy as np
 from bnncli import registry
 from bnncli.errors import DataError, MissingInput
 from bnncli.inference import memory
-from bnncli.integrators import with_reference_class
 from bnncli.lazy import torch
 from bnncli.machine.devices import available_memory
 from bnncli.numerics.digests import json_sha256
@@ -75,11 +74,11 @@ class Split:
         """The features (n, D) float32 on the device, block by block; most splits are one block."""
         return feature_blocks(torch.from_numpy(self.content.features), device)
 
-    def class_logits(self, point: Point, device: torch.device) -> Tensor:
-        """Logits of all classes (N, C) under a point, on the device; float32, as predict has them."""
+    def logits(self, point: Point, device: torch.device) -> Tensor:
+        """Logits (N, K) under a point, on the device; float32, as predict has them."""
         stacked = point.theta.to(device, torch.float32).unsqueeze(0)
         blocks = [point.layout.logits(features, stacked)[0] for features in self.feature_blocks(device)]
-        return with_reference_class(torch.cat(blocks), dim=1)
+        return torch.cat(blocks)
 
     def labels(self, device: torch.device) -> Tensor:
         """(N,) int64 on the device. Raises DataError for a split without labels."""

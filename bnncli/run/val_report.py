@@ -8,7 +8,7 @@ the posterior, by about a part in N each, and a warning is the rarer for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from bnncli.posteriors.point import Point
 
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
@@ -204,22 +202,15 @@ def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[
 
     None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
     """
-    from bnncli.inference.temperature import fit_temperature, held_out_losses
+    from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
 
     assert val.content.labels is not None
-    logits, labels = val.class_logits(point, run.device), val.labels(run.device)
-    fit = fit_temperature(logits, labels)
+    likelihood, logits = point.layout.likelihood, val.logits(point, run.device)
+    data = LabelledLogits(logits, val.labels(run.device), likelihood)
+    fit = fit_temperature(data)
     if fit.unbounded == "separable":
         return None
-    losses = held_out_losses(logits, labels, fit).cpu().numpy()
-    probs = torch.cat([_softmax(block, fit.temperature) for block in _blocks(logits)]).numpy()
+    losses = held_out_losses(data, fit).cpu().numpy()
+    scaled = (block.double() / fit.temperature for _, block, _ in data.blocks())
+    probs = torch.cat([likelihood.class_probabilities(block, dim=1).float().cpu() for block in scaled]).numpy()
     return score(key, probs, val.content.labels, losses=losses), {"temperature": fit.temperature}
-
-
-def _blocks(logits: Tensor) -> Iterable[Tensor]:
-    return logits.split(max(1, (1 << 22) // logits.shape[1]))
-
-
-def _softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Of logits (n, C) divided by the temperature, in float64 on the way; on the CPU."""
-    return torch.softmax(logits.double() / temperature, dim=1).float().cpu()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import MissingInput, NumericError, UsageError
-from bnncli.inference.temperature import LARGEST, SMALLEST, TemperatureFit, fit_temperature
+from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
 from bnncli.options import FitTemperatureOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors.point import Point
@@ -97,7 +97,8 @@ def _fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
         theta, layout = base.center.double(), base.layout
         val.check_fits(layout)
     labels = val.labels(run.device)
-    fit = fit_temperature(val.class_logits(Point(theta, layout), run.device), labels, progress=run.console)
+    logits = val.logits(Point(theta, layout), run.device)
+    fit = fit_temperature(LabelledLogits(logits, labels, layout.likelihood), progress=run.console)
     if not bool(torch.isfinite(fit.nll_after).all()):
         raise NumericError(
             "the NLL of val is not finite", hint="the logits are not finite; bnncli verify says which file is bad"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bnncli.targets.last_layer import LastLayerTarget, is_kept
-from bnncli.targets.likelihood import block_logits, draw_blocks, normalize_, weighted_feature_sums
+from bnncli.targets.likelihood import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.products import multiply_in
 
 GRADIENTS = ("float32", "tf32", "bfloat16")
@@ -61,8 +61,8 @@ class CoarseGradient:
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             anchor = _logits(block, self.anchor, self.target) if self.logits is None else self.logits[:, rows].clone()
             logits = block_logits(block, displacement, layout, multiply=multiply).add_(anchor.unsqueeze(1))
-            _, probabilities = normalize_(logits)
-            _, expected = normalize_(anchor)
+            _, probabilities = layout.likelihood.normalize_(logits)
+            _, expected = layout.likelihood.normalize_(anchor)
             differences = probabilities.sub_(expected.unsqueeze(1))
             return (weighted_feature_sums(differences, block, layout, multiply=multiply),)
 

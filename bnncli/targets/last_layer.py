@@ -18,15 +18,9 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import DataError
+from bnncli.likelihoods import Likelihood
 from bnncli.shapes import check_shapes
-from bnncli.targets.likelihood import (
-    block_logits,
-    draw_blocks,
-    label_indicators,
-    log_normalizers_,
-    normalize_,
-    weighted_feature_sums,
-)
+from bnncli.targets.likelihood import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.stream import FeatureBlocks, Work
 from bnncli.targets.target import ValueWithGradient
 from bnncli.theta.head import HeadLayout
@@ -44,7 +38,7 @@ class LastLayerTarget:
     Args:
         features: (N, D), float32 or float16 (float64 for tests), on the compute device, or on the CPU where they do not
             fit it: a mapped file will do.
-        labels: (N,) int64 on the compute device, in 0..K-1, or 0..1 for a single output.
+        labels: (N,) int64 on the compute device, in 0..C-1, C the classes that the layout's likelihood tells apart.
         layout: how weight and bias lie in theta.
         prior: of weights and biases.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
@@ -78,6 +72,11 @@ class LastLayerTarget:
         return self.features.shape[0]
 
     @property
+    def likelihood(self) -> Likelihood:
+        """What the logits say of a label."""
+        return self.layout.likelihood
+
+    @property
     def device(self) -> torch.device:
         """Where every product is computed, and the labels are."""
         return self.labels.device
@@ -106,7 +105,7 @@ class LastLayerTarget:
         """t = sum_n onehot(y_n) x x_n in theta order, (P,) float64: the label term is theta . t."""
 
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            indicators = label_indicators(self.labels[rows], self.layout, block.dtype)
+            indicators = self.likelihood.indicators(self.labels[rows], block.dtype)
             return (weighted_feature_sums(indicators.unsqueeze(1), block, self.layout)[0],)
 
         return self._sum(work, columns=16 * self.layout.num_outputs, dtype=torch.float64)[0]
@@ -150,7 +149,7 @@ class LastLayerTarget:
         theta = theta.to(self.device, self.dtype).unsqueeze(0)
 
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            return (normalize_(block_logits(block, theta, self.layout))[1][:, 0],)
+            return (self.likelihood.normalize_(block_logits(block, theta, self.layout))[1][:, 0],)
 
         if features is not None:
             return work(slice(None), features)[0]
@@ -160,7 +159,7 @@ class LastLayerTarget:
     def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,).
 
-        (diag(p) - p p^T) x x x^T summed over the examples, plus the prior's precisions; exact for a linear layer. The
+        The likelihood's Hessian x x x^T summed over the examples, plus the prior's precisions; exact for a linear layer. The
         probabilities (K, N) are kept where they are not too large, so that each product streams over the features once.
         """
         kept = self._kept_probabilities(theta)
@@ -179,7 +178,7 @@ class LastLayerTarget:
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
         """Of the rows in index (B,): features (B, D) and label indicators (B, K), in the products' precision."""
-        return self.rows(index), label_indicators(self.labels[index], self.layout, self.dtype).T
+        return self.rows(index), self.likelihood.indicators(self.labels[index], self.dtype).T
 
     def minibatch(self, *examples: Tensor) -> Minibatch:
         """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""
@@ -209,7 +208,7 @@ class LastLayerTarget:
 
     def _block_log_likelihood(self, theta: Tensor) -> Tensor:
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            normalizers = log_normalizers_(block_logits(block, theta, self.layout))
+            normalizers = self.likelihood.log_normalizers_(block_logits(block, theta, self.layout))
             return (normalizers.sum(dim=1, dtype=torch.float64),)
 
         (normalizers,) = self._sum(work, columns=self.layout.num_outputs * theta.shape[0], dtype=theta.dtype)
@@ -217,9 +216,9 @@ class LastLayerTarget:
 
     def _block_log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
-            normalizers, probabilities = normalize_(block_logits(block, theta, self.layout))
+            normalizers, probabilities = self.likelihood.normalize_(block_logits(block, theta, self.layout))
             # Residuals, not probabilities: their float32 sums are smaller, and so are the rounding errors.
-            indicators = label_indicators(self.labels[rows], self.layout, block.dtype)
+            indicators = self.likelihood.indicators(self.labels[rows], block.dtype)
             residuals = probabilities.sub_(indicators.unsqueeze(1))
             return normalizers.sum(dim=1, dtype=torch.float64), weighted_feature_sums(residuals, block, self.layout)
 
@@ -232,8 +231,7 @@ class LastLayerTarget:
         def work(rows: slice, block: Tensor) -> tuple[Tensor, ...]:
             p = probabilities(rows, block).unsqueeze(1)
             u = block_logits(block, vectors, self.layout)
-            mean = p * u if self.layout.num_outputs == 1 else (p * u).sum(dim=0)
-            return (weighted_feature_sums(u.sub_(mean).mul_(p), block, self.layout),)
+            return (weighted_feature_sums(self.likelihood.hessian_product_(p, u), block, self.layout),)
 
         (total,) = self._sum(work, columns=self.layout.num_outputs * vectors.shape[0])
         return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
@@ -251,7 +249,7 @@ class Minibatch:
     Args:
         target: of all examples.
         features: (B, D), in theta's precision.
-        indicators: (K, B), label_indicators of their labels.
+        indicators: (K, B), the likelihood's of their labels.
     """
 
     target: LastLayerTarget
@@ -271,7 +269,7 @@ class Minibatch:
         layout, indicators = self.target.layout, self.indicators.unsqueeze(1)
         logits = block_logits(self.features, theta, layout)
         label_term = (logits * indicators).sum(dim=(0, 2))
-        normalizers, probabilities = normalize_(logits)
+        normalizers, probabilities = layout.likelihood.normalize_(logits)
         residuals = torch.sub(indicators, probabilities, out=probabilities)  # which lie as a product wants them
         weight = (residuals.flatten(0, 1) @ self.features).view(layout.num_outputs, theta.shape[0], -1).transpose(0, 1)
         bias = residuals.sum(dim=2).T if layout.has_bias else None

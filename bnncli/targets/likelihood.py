@@ -1,8 +1,6 @@
-"""The classification likelihood over blocks of logits laid out (K, S, n): outputs, draws, examples.
+"""Blocks of logits laid out (K, S, n), outputs, draws, examples, and what is summed over them: products with the features.
 
-With the examples innermost, exponentials and sums over the few outputs run on long contiguous rows: four times the
-speed of a softmax over the last axis on a CPU. K >= 2 outputs are categorical logits; K = 1 is Bernoulli, the logit of
-label 1.
+What the logits say of the labels is bnncli.likelihoods.
 """
 
 from __future__ import annotations
@@ -32,33 +30,6 @@ def block_logits(features: Tensor, theta: Tensor, layout: HeadLayout, *, multipl
     else:
         flat = torch.addmm(bias.T.reshape(-1, 1), rows, features.T)
     return flat.view(layout.num_outputs, theta.shape[0], features.shape[0])
-
-
-def log_normalizers_(logits: Tensor) -> Tensor:
-    """The logarithm of each example's normaliser, (S, n), from logits (K, S, n), which are overwritten."""
-    if logits.shape[0] == 1:
-        return torch.nn.functional.softplus(logits[0])
-    largest = logits.amax(dim=0)
-    return logits.sub_(largest).exp_().sum(dim=0).log_().add_(largest)
-
-
-def normalize_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log normalisers (S, n) and probabilities (K, S, n) of logits (K, S, n), which are overwritten."""
-    if logits.shape[0] == 1:
-        return torch.nn.functional.softplus(logits[0]), torch.sigmoid(logits)
-    largest = logits.amax(dim=0)
-    probabilities = logits.sub_(largest).exp_()
-    total = probabilities.sum(dim=0)
-    probabilities.div_(total)
-    return total.log_().add_(largest), probabilities
-
-
-def label_indicators(labels: Tensor, layout: HeadLayout, dtype: torch.dtype) -> Tensor:
-    """(K, n): one where an example's label is that output; for a single output, the label itself."""
-    if layout.num_outputs == 1:
-        return labels.to(dtype).unsqueeze(0)
-    zeros = torch.zeros(layout.num_outputs, labels.shape[0], dtype=dtype, device=labels.device)
-    return zeros.scatter_(0, labels.unsqueeze(0), 1.0)
 
 
 def weighted_feature_sums(

@@ -1,7 +1,6 @@
 """How the head's weight and bias lie in theta, written once.
 
-theta is the weight (K, D) row-major, then the bias (K,), the order of torch.nn.utils.parameters_to_vector. With one
-output (K = 1) the network has two classes and a Bernoulli likelihood; otherwise K outputs are K classes.
+theta is the weight (K, D) row-major, then the bias (K,), the order of torch.nn.utils.parameters_to_vector.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
+from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.theta.layout import LogitMaker, Part, consecutive, parts_to_json
 
 if TYPE_CHECKING:
@@ -39,9 +39,14 @@ class HeadLayout:
         return self.num_outputs * (self.num_features + self.has_bias)
 
     @property
+    def likelihood(self) -> Likelihood:
+        """What the K logits say of a label."""
+        return likelihood_of(self.num_outputs)
+
+    @property
     def num_classes(self) -> int:
-        """Classes: K, or 2 for a single logit."""
-        return max(self.num_outputs, 2)
+        """Classes that the likelihood tells apart."""
+        return self.likelihood.num_classes
 
     def split(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight (..., K, D) and bias (..., K), or None, as views of theta (..., P)."""

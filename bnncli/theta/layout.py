@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from bnncli.likelihoods import Likelihood
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -67,8 +69,12 @@ class ClassifierLayout(ParamLayout, Protocol):
         """K."""
 
     @property
+    def likelihood(self) -> Likelihood:
+        """What the K logits say of a label."""
+
+    @property
     def num_classes(self) -> int:
-        """Classes: K, or 2 for a single logit."""
+        """Classes that the likelihood tells apart."""
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
         """Logits (S, N, K) of features (N, D) under theta (S, P)."""

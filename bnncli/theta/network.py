@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
+from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, Part, consecutive, parts_to_json
 
@@ -56,9 +57,14 @@ class NetworkLayout:
         return self.sizes[-1]
 
     @property
+    def likelihood(self) -> Likelihood:
+        """What the K logits say of a label."""
+        return likelihood_of(self.num_outputs)
+
+    @property
     def num_classes(self) -> int:
-        """Classes: K, or 2 for a single logit."""
-        return max(self.num_outputs, 2)
+        """Classes that the likelihood tells apart."""
+        return self.likelihood.num_classes
 
     @property
     def num_weights(self) -> int:

@@ -14,7 +14,8 @@ from scipy import optimize, special
 from torch import Tensor
 
 from bnncli.inference import temperature as module
-from bnncli.inference.temperature import LARGEST, SMALLEST, fit_temperature, held_out_losses
+from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, fit_temperature, held_out_losses
+from bnncli.likelihoods import likelihood_of
 from bnncli.storage.features import read_features
 
 Cli = Any
@@ -26,6 +27,10 @@ def make_logits(num_classes: int, *, scale: float, seed: int = 0) -> tuple[Tenso
     logits = scale * torch.randn(300, num_classes, generator=generator)
     labels = torch.multinomial(torch.softmax(logits / 4, dim=1), 1, generator=generator)[:, 0]
     return logits, labels
+
+
+def labelled(logits: Tensor, labels: Tensor) -> LabelledLogits:
+    return LabelledLogits(logits, labels, likelihood_of(logits.shape[1]))
 
 
 def mean_nll(logits: np.ndarray, labels: np.ndarray, temperature: float) -> float:
@@ -44,7 +49,7 @@ def test_the_temperature_is_the_minimum_that_scipy_finds(num_classes: int, scale
 
     bounds = (math.log(SMALLEST), math.log(LARGEST))
     oracle = optimize.minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 1e-10})
-    fit = fit_temperature(logits, labels)
+    fit = fit_temperature(labelled(logits, labels))
     assert math.log(fit.temperature) == pytest.approx(oracle.x, abs=1e-5)
     assert float(fit.nll_after.mean()) <= oracle.fun + 1e-13
     assert float(fit.nll_before.mean()) == pytest.approx(at(0.0), rel=1e-12)
@@ -52,25 +57,25 @@ def test_the_temperature_is_the_minimum_that_scipy_finds(num_classes: int, scale
 
 def test_the_slope_is_zero_at_the_temperature_and_blocks_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = make_logits(5, scale=3.0)
-    fit = fit_temperature(logits, labels)
+    fit = fit_temperature(labelled(logits, labels))
     beta = torch.tensor(1 / fit.temperature, dtype=torch.float64, requires_grad=True)
     torch.nn.functional.cross_entropy(beta * logits.double(), labels).backward()
     assert beta.grad is not None
     assert abs(float(beta.grad)) < 1e-12
     monkeypatch.setattr(module, "_BLOCK_LOGITS", 7 * 5)
-    assert fit_temperature(logits, labels).temperature == pytest.approx(fit.temperature, rel=1e-12)
+    assert fit_temperature(labelled(logits, labels)).temperature == pytest.approx(fit.temperature, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])
 def test_held_out_losses_are_those_of_refitting_without_each_example(num_classes: int) -> None:
     logits, labels = make_logits(num_classes, scale=3.0)
     logits, labels = logits[:80], labels[:80]
-    fit = fit_temperature(logits, labels)
-    found = held_out_losses(logits, labels, fit)
+    fit = fit_temperature(labelled(logits, labels))
+    found = held_out_losses(labelled(logits, labels), fit)
     exact = []
     for left_out in range(80):
         rest = [row for row in range(80) if row != left_out]
-        other = fit_temperature(logits[rest], labels[rest]).temperature
+        other = fit_temperature(labelled(logits[rest], labels[rest])).temperature
         exact.append(mean_nll(logits[[left_out]].numpy(), labels[[left_out]].numpy(), other))
     optimism = np.array(exact) - fit.nll_after.numpy()
     np.testing.assert_allclose(found.numpy() - fit.nll_after.numpy(), optimism, rtol=0.15, atol=2e-4)
@@ -79,14 +84,24 @@ def test_held_out_losses_are_those_of_refitting_without_each_example(num_classes
 
 def test_held_out_losses_at_a_bound_are_the_losses_there() -> None:
     logits, labels = torch.tensor([[3.0, 1.0], [0.0, 2.0]]), torch.tensor([0, 1])
-    fit = fit_temperature(logits, labels)
-    assert torch.equal(held_out_losses(logits, labels, fit), fit.nll_after)
+    fit = fit_temperature(labelled(logits, labels))
+    assert torch.equal(held_out_losses(labelled(logits, labels), fit), fit.nll_after)
+
+
+def test_a_single_logit_has_the_temperature_of_the_two_that_it_stands_for() -> None:
+    logits, labels = make_logits(2, scale=3.0)
+    two = labelled(logits - logits[:, :1], labels)
+    one = labelled(two.logits[:, 1:], labels)
+    fits = fit_temperature(one), fit_temperature(two)
+    assert fits[0].temperature == fits[1].temperature
+    assert torch.equal(fits[0].nll_after, fits[1].nll_after)
+    assert torch.equal(held_out_losses(one, fits[0]), held_out_losses(two, fits[1]))
 
 
 @pytest.mark.parametrize("factor", [0.1, 8.0])
 def test_scaled_logits_have_the_scaled_temperature(factor: float) -> None:
     logits, labels = make_logits(4, scale=3.0)
-    one, other = fit_temperature(logits.double(), labels), fit_temperature(factor * logits.double(), labels)
+    one, other = (fit_temperature(labelled(by * logits.double(), labels)) for by in (1.0, factor))
     assert other.temperature == pytest.approx(factor * one.temperature, rel=1e-9)
     torch.testing.assert_close(other.nll_after, one.nll_after)
 
@@ -105,7 +120,7 @@ def test_scaled_logits_have_the_scaled_temperature(factor: float) -> None:
 def test_a_minimum_at_infinity_is_bounded_and_said(
     logits: list[list[float]], labels: list[int], expected: float, why: str | None
 ) -> None:
-    fit = fit_temperature(torch.tensor(logits), torch.tensor(labels))
+    fit = fit_temperature(labelled(torch.tensor(logits), torch.tensor(labels)))
     assert fit.temperature == pytest.approx(expected)
     assert fit.unbounded == why
     assert torch.isfinite(fit.nll_after).all()

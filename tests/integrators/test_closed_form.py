@@ -15,7 +15,7 @@ from bnncli import integrators
 from bnncli.errors import UsageError
 from bnncli.integrators import Prediction, load_integrator
 from bnncli.integrators.bridge import condition_on_zero_sum, shrink
-from bnncli.integrators.probit import probit_probs
+from bnncli.integrators.probit import binary_probit_probs
 from bnncli.numerics import dirichlet
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
@@ -127,7 +127,7 @@ def test_without_a_projection_it_does(name: str, settings: dict[str, object]) ->
 @pytest.mark.parametrize(("name", "settings"), [("probit", {"projection": p}) for p in ("none", "sum-zero", "difference")] + [("mean-field", {"order": o}) for o in (0, 1, 2)])  # fmt: skip
 def test_a_single_logit_is_the_binary_probit_whatever_the_setting(name: str, settings: dict[str, object]) -> None:
     posterior, features = gaussian(ONE), inputs(ONE)
-    expected = probit_probs(*posterior.logit_marginals(features)).float()
+    expected = binary_probit_probs(*posterior.logit_marginals(features)).float()
     torch.testing.assert_close(predict_with(name, posterior, features, **settings).probs, expected)
 
 

@@ -22,7 +22,7 @@ from bnncli.integrators import (
     require_support,
     supports,
 )
-from bnncli.integrators.probit import probit_probs
+from bnncli.integrators.probit import binary_probit_probs, probit_probs
 from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
@@ -219,7 +219,7 @@ def test_binary_probit_stays_close_to_the_integral(extent: int) -> None:
     mean, deviation = (axis.ravel() for axis in np.meshgrid(*[np.linspace(0, extent, 21)] * 2))
     exact = special.expit(mean[:, None] + deviation[:, None] * nodes) @ (weights / weights.sum())
     variance = torch.tensor(deviation**2)[:, None]
-    approximate = probit_probs(torch.tensor(mean)[:, None], variance)[:, 1].numpy()
+    approximate = binary_probit_probs(torch.tensor(mean)[:, None], variance)[:, 1].numpy()
     # The supremum is .0177; quadrature of a steep sigmoid with 200 nodes adds up to .001.
     assert 0.008 < np.abs(approximate - exact).max() < 0.0187
 
@@ -227,14 +227,14 @@ def test_binary_probit_stays_close_to_the_integral(extent: int) -> None:
 def test_probit_of_two_logits_is_the_binary_one_when_the_second_is_certainly_zero() -> None:
     mean, variance = torch.tensor([[1.7], [-0.3]]), torch.tensor([[4.0], [9.0]])
     padded = [torch.cat([part, torch.zeros_like(part)], dim=1) for part in (mean, variance)]
-    torch.testing.assert_close(probit_probs(*padded), probit_probs(mean, variance).flip(1))
+    torch.testing.assert_close(probit_probs(*padded), binary_probit_probs(mean, variance).flip(1))
 
 
 def test_probit_of_two_logits_is_not_the_binary_one_in_general() -> None:
     mean, variance = 1.7, 4.0
     halves = torch.tensor([[mean / 2, -mean / 2]])
     raw = probit_probs(halves, torch.full((1, 2), variance / 4))[0, 0].item()
-    binary = probit_probs(torch.tensor([[mean]]), torch.tensor([[variance]]))[0, 1].item()
+    binary = binary_probit_probs(torch.tensor([[mean]]), torch.tensor([[variance]]))[0, 1].item()
     assert (round(raw, 3), round(binary, 3)) == (0.809, 0.743)
 
 

@@ -12,7 +12,7 @@ from scipy import integrate, special, stats
 
 from bnncli.errors import UsageError
 from bnncli.integrators import load_integrator, supports
-from bnncli.integrators.probit import probit_probs
+from bnncli.integrators.probit import binary_probit_probs
 from bnncli.integrators.quadrature import binary_prediction, binary_probs
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
@@ -174,6 +174,6 @@ def test_settings_out_of_range_are_refused(settings: dict[str, object], why: str
 def test_the_probit_formula_errs_as_much_as_is_known(extent: int, largest: float) -> None:
     mean, scale = np.meshgrid(np.linspace(0, extent, 101), np.linspace(0, extent, 101))
     mean, variance = torch.tensor(mean.ravel()), torch.tensor(scale.ravel() ** 2)
-    approximate = probit_probs(mean[:, None], variance[:, None])
+    approximate = binary_probit_probs(mean[:, None], variance[:, None])
     error = (approximate - binary_probs(mean, variance)[0]).abs().max().item()
     assert error == pytest.approx(largest, abs=6e-5)

@@ -33,9 +33,9 @@ from bnncli.latent.steps import (
     differentiate,
     draw_logits,
     leaves,
-    log_likelihood,
     workspace_of,
 )
+from bnncli.likelihoods import likelihood_of
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.progress import SilentProgress
 from bnncli.stages.fit_lbbnn import report
@@ -439,7 +439,7 @@ def test_a_step_has_the_gradient_of_the_whole_bound(has_multipliers: bool, varia
         hidden = draw_activations(hidden.relu() if index else hidden, own, *bias, normal(7, outputs), z)
     divergence = weight_divergence(factors, other.prior, SMALL, found or None).sum()
     divergence = divergence + bias_divergence(factors.bias_mean, factors.bias_rho, other.prior, SMALL).sum()
-    (loss + 0.2 * divergence - log_likelihood(hidden, batch.labels).sum()).backward()
+    (loss + 0.2 * divergence - SMALL.likelihood.log_likelihoods(hidden, batch.labels).sum()).backward()
     for (name, one), (_, two) in zip(model.tensors(), other.tensors(), strict=True):
         if not name.endswith("mask"):
             torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-6, msg=name)
@@ -510,7 +510,7 @@ def test_a_step_with_relaxed_inclusions_has_the_gradient_of_its_bound() -> None:
     logits = SMALL.logits(batch.features, SMALL.join(weight, bias))
     divergence = weight_divergence(factors, other.prior, SMALL).sum()
     divergence = divergence + bias_divergence(factors.bias_mean, factors.bias_rho, other.prior, SMALL).sum()
-    (0.2 * divergence - log_likelihood(logits, batch.labels).sum()).backward()
+    (0.2 * divergence - SMALL.likelihood.log_likelihoods(logits, batch.labels).sum()).backward()
     for name, one in model.factors.tensors().items():
         torch.testing.assert_close(one.grad, getattr(factors, name).grad, rtol=1e-6, atol=1e-7, msg=name)
 
@@ -521,7 +521,8 @@ def test_log_likelihood_sums_over_examples(num_outputs: int) -> None:
     labels = torch.tensor([0, 1, 1, 0, 1])
     both = torch.cat([torch.zeros_like(logits), logits], dim=2) if num_outputs == 1 else logits
     expected = both.log_softmax(dim=2).gather(2, labels.expand(2, -1).unsqueeze(2)).sum(dim=(1, 2))
-    torch.testing.assert_close(log_likelihood(logits, labels), expected)
+    found = likelihood_of(num_outputs).log_likelihoods(logits, labels).sum(dim=1)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("weight", [0.0, 2.5])
@@ -576,7 +577,7 @@ def test_the_bound_lies_below_the_log_evidence_and_close_to_it_where_the_factors
     fitted, _ = fit_latent(model, *data, plan, generator=generator(1))
     weights, biases = fitted.draw_weights(torch.zeros(20_000, dtype=torch.int64), generator(2))
     logits = layout.logits(data[0], layout.join(weights, biases))
-    drawn = log_likelihood(logits, data[1]).double()
+    drawn = layout.likelihood.log_likelihoods(logits, data[1]).sum(dim=1).double()
     divergence = (
         weight_divergence(fitted.factors, prior, layout).sum()
         + bias_divergence(fitted.factors.bias_mean, fitted.factors.bias_rho, prior, layout).sum()

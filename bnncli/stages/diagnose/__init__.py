@@ -14,6 +14,7 @@ from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.draw_blocks import compare_draws
 from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
 from bnncli.evaluation.verdict import POINTS, Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.likelihoods import likelihood_of
 from bnncli.options import ComputeOptions, DiagnoseOptions, InputOptions
 from bnncli.options.command import READ, Command
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
@@ -106,7 +107,7 @@ def _check_is_of_head(path: Path, header: Header, layout: HeadLayout) -> None:
     sizes = header.meta.get("sizes", ())
     if len(sizes) > 2:
         raise DataError(f"{path} has hidden layers of its own; only posteriors over the last layer are diagnosed")
-    if sizes and sizes[1] == 1 and layout.num_outputs == 2:
+    if sizes and sizes[1] != layout.num_outputs and likelihood_of(sizes[1]).num_classes == layout.num_classes:
         raise DataError(f"{path} has a single logit, other posteriors of this run have two; only those are diagnosed")
 
 

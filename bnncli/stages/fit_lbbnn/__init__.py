@@ -21,6 +21,7 @@ from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling
 from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
 from bnncli.latent.steps import Settings
+from bnncli.likelihoods import outputs_for
 from bnncli.options import FitLbbnnOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
@@ -85,9 +86,9 @@ def _val(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> Split | N
 
 
 def _layout(options: FitLbbnnOptions, train: Split) -> NetworkLayout:
-    """Outputs as the network's head has them; without a head a class each, and a single logit for two."""
+    """Outputs as the network's head has them; without a head as many as the classes need."""
     head, num_classes = train.layout, len(train.content.classes)
-    outputs = head.num_outputs if train.content.head_weight is not None else 1 if num_classes == 2 else num_classes
+    outputs = head.num_outputs if train.content.head_weight is not None else outputs_for(num_classes)
     return NetworkLayout((head.num_features, *options.hidden_sizes, outputs))
 
 

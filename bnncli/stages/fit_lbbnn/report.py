@@ -15,7 +15,7 @@ from bnncli.evaluation.selection import MAX_INPUTS, THRESHOLD, input_inclusions
 from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.fit import averaged_divergence
 from bnncli.latent.scaling import Inputs, Scaling
-from bnncli.latent.steps import draw_logits, leaves, log_likelihood
+from bnncli.latent.steps import draw_logits, leaves
 from bnncli.numerics.seeds import on_device
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.run.session import Run
@@ -99,7 +99,8 @@ def _by_weights(run: Run, posterior: LatentBinary, data: Data, generator: torch.
     theta = model.layout.join(*model.draw_weights(repeats, generator))
     total = torch.zeros(NUM_PASSES, dtype=torch.float64, device=model.device)
     for features, labels in data.blocks():
-        total += log_likelihood(model.layout.logits(features, theta), labels)
+        logits = model.layout.logits(features, theta)
+        total += model.layout.likelihood.log_likelihoods(logits, labels).sum(dim=1)
         run.console.poll()
     return total
 
@@ -113,7 +114,8 @@ def _by_activations(run: Run, posterior: LatentBinary, data: Data, variance: str
         one = torch.zeros((), dtype=torch.float64, device=model.device)
         for features, labels in data.blocks():
             logits = draw_logits(model, features, weight, generator)
-            one += log_likelihood(logits[posterior.best : posterior.best + 1], labels)[0]
+            own = logits[posterior.best : posterior.best + 1]
+            one += model.layout.likelihood.log_likelihoods(own, labels).sum(dim=1)[0]
             run.console.poll()
         total.append(one)
     return torch.stack(total)

@@ -222,7 +222,7 @@ class Sampling:
         return write_samples(
             self.request.target,
             _content(drawn, self.train, self.prior),
-            outputs=self.train.content.classes if self.train.layout.num_outputs > 1 else ["logit"],
+            outputs=self.train.layout.likelihood.output_names(self.train.content.classes),
             created_at=provenance["created_at"],
             name=self.run.checkpoint_path.stem,
             sampler_library=("pyro", version("pyro-ppl")) if is_nuts else ("bnncli", __version__),
