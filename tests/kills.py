@@ -18,8 +18,8 @@ SERVER = multiprocessing.get_context("forkserver")
 STAGES = [
     f"bnncli.stages.{name}" for name in ("refine", "fit_lbbnn", "fit_laplace", "hmc", "predict", "extract_features")
 ]
-# Optimizers import _dynamo; scores and levels sklearn and scipy.
-LATE = ["torch._dynamo", "sklearn.metrics", "scipy.stats", "scipy.optimize"]
+# Scores and levels import sklearn and scipy.
+LATE = ["sklearn.metrics", "scipy.stats", "scipy.optimize"]
 SERVER.set_forkserver_preload(["pytest", "bnncli.cli.execute", *LATE, *STAGES])
 
 

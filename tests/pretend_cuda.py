@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bnncli
+from bnncli.training.adam import Adam
 from bnncli.training.step_graph import _side_stream
 
 _PACKAGE = str(Path(bnncli.__file__).parent) + "/"
@@ -800,23 +801,20 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
     }
     for name, value in cuda.items():
         replace(torch.cuda, name, value)
-    # From torch 2.15 optimizers ask here whether their step is captured.
-    replace(torch.accelerator, "current_accelerator", lambda check_available=False: pretend_.device)
-    replace(torch.accelerator, "current_stream", pretend_.current_stream)
     replace(torch, "Generator", Generator)
-    fork_rng, step = torch.random.fork_rng, torch.optim.Adam.step
+    fork_rng, step = torch.random.fork_rng, Adam.step
     replace(torch.random, "fork_rng", lambda devices=None, **options: fork_rng(devices=[], **options))
 
-    def adam_step(optimizer: torch.optim.Adam, closure: Any = None) -> Any:
-        """Adam's own checks would see that its tensors are the CPU's."""
+    def adam_step(optimizer: Adam) -> None:
+        """torch groups tensors by device where nothing pretends, and would fetch the rates to the CPU."""
         parameter = optimizer.param_groups[0]["params"][0]
         with ExitStack() as inner:
             if pretend_.holds(parameter):
                 inner.enter_context(pretend_.placing())
             with torch._C.DisableTorchFunction():
-                return step(optimizer, closure)
+                step(optimizer)
 
-    replace(torch.optim.Adam, "step", adam_step)
+    replace(Adam, "step", adam_step)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.inference.objective import Objective
-from bnncli.training.adam import new_adam
+from bnncli.training.adam import Adam
 from bnncli.training.learner import num_batches
 from bnncli.training.steps import steps_at_once
 
@@ -51,7 +51,7 @@ class FlowLearner:
         self.target = target = objective.target
         self.elbo: list[float] = []
         self.batch_size = sizes.batch_size if sizes.batch_size < target.num_examples else None
-        self.optimizer = new_adam([[part for layer in layers for part in layer.parameters()]], target.device)
+        self.optimizer = Adam([[part for layer in layers for part in layer.parameters()]], target.device)
         step_bytes = target.dtype.itemsize * sizes.num_draws * target.layout.num_params
         if self.batch_size is not None:
             none = target.examples(torch.empty(0, dtype=torch.int64, device=target.device))

@@ -24,7 +24,7 @@ from bnncli.latent.steps import Batch, Settings, differentiate, workspace_of
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.stream import FeatureBlocks
-from bnncli.training.adam import new_adam
+from bnncli.training.adam import Adam
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
@@ -130,7 +130,7 @@ class LatentLearner:
             groups.append([join_memory(flows)])  # Adam would spend more on a hundred small ones
         for tensor in flows:
             tensor.requires_grad_()
-        self.optimizer = new_adam(groups, model.device)
+        self.optimizer = Adam(groups, model.device)
         self.seen_shape: tuple[int, ...] = (model.num_repeats, 1 + model.layout.num_layers)
         self.history = History()
         self.workspace = workspace_of(model)

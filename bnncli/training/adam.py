@@ -3,18 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+
+_BETAS = (0.9, 0.999)  # Algorithm 1's own settings, which torch has too
+_EPSILON = 1e-8
 
 
-def new_adam(groups: Sequence[Sequence[Tensor]], device: torch.device) -> torch.optim.Optimizer:
-    """An optimizer of groups of parameters, with a learning rate on the device for each, which every step is to set."""
-    settings = [{"params": list(group), "lr": torch.zeros((), device=device)} for group in groups]
-    return torch.optim.Adam(settings, fused=True, capturable=device.type == "cuda")
+class Adam:
+    """Adam's update in torch's fused kernel, to the bits of torch.optim.Adam(fused=True), which imports torch._dynamo, for seconds.
+
+    Args:
+        groups: of parameters, each with a learning rate of its own, which every step is to set.
+        device: of the parameters; there the rates and counts of steps lie, so that a step can be captured.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": list(group), "lr": torch.zeros((), device=device)} for group in groups
+        ]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, and their memory."""
+        for parameter in _parameters(self):
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            found, gradients, states = [], [], []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    found.append(parameter)
+                    gradients.append(parameter.grad)
+                    states.append(self._state_of(parameter))
+            adam(
+                found,
+                gradients,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],  # maxima, of AMSGrad alone
+                [state["step"] for state in states],
+                lr=group["lr"],
+                beta1=_BETAS[0],
+                beta2=_BETAS[1],
+                eps=_EPSILON,
+                weight_decay=0.0,
+                amsgrad=False,
+                maximize=False,
+                fused=True,
+            )
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The count of its steps and the running means of its gradient and the square of that; zeros at first."""
+        state = self.state.setdefault(parameter, {})
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        return state
 
 
-def adam_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def adam_tensors(optimizer: Adam) -> dict[str, Tensor]:
     """Copies of the parameters and of Adam's state for each, named by their place."""
     tensors = {}
     for index, parameter in enumerate(_parameters(optimizer)):
@@ -24,7 +78,7 @@ def adam_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def load_adam(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+def load_adam(optimizer: Adam, state: Mapping[str, Tensor]) -> None:
     """Take up what adam_tensors gave; everything goes where the parameters are."""
     for index, parameter in enumerate(_parameters(optimizer)):
         parameter.data.copy_(state[f"parameter.{index}"])
@@ -38,5 +92,5 @@ def load_adam(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> 
             optimizer.state[parameter] = {name: own[name].clone().to(places[name]) for name in own}
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _parameters(optimizer: Adam) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

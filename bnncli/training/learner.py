@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bnncli.training.adam import Adam
+
 
 class Learner(Protocol):
     """Parameters, and one update of them on a batch.
@@ -23,7 +25,7 @@ class Learner(Protocol):
         is_capturable: whether an update may be captured as a graph, where the device has graphs.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Adam
     generator: torch.Generator
     batch_size: int | None
     shuffles: bool

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bnncli.errors import Interrupted
 from bnncli.progress import SilentProgress
-from bnncli.training.adam import new_adam
+from bnncli.training.adam import Adam
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import train
@@ -40,7 +40,7 @@ class Centre:
         self.draws_in_steps, self.is_capturable, self.seen_shape = draws_in_steps, True, (2,)
         self.num_examples = len(POINTS)
         self.at = [torch.zeros(1, device=device, requires_grad=True) for _ in range(2)]
-        self.optimizer = new_adam([[part] for part in self.at], self.device)
+        self.optimizer = Adam([[part] for part in self.at], self.device)
         self.constants: object = None
         self.objective: list[float] = []
         self.order: Tensor | None = None

@@ -19,6 +19,7 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+from bnncli.training.adam import Adam
 from bnncli.training.step_graph import StepGraph, num_updates
 
 NUM_STEPS = 8
@@ -30,9 +31,8 @@ class Descent:
     def __init__(self, device: str) -> None:
         self.generator = torch.Generator(device).manual_seed(0)
         self.parameter = torch.zeros(3, device=device, requires_grad=True)
-        self.optimizer = torch.optim.Adam(
-            [self.parameter], lr=torch.tensor(0.1, device=device), fused=True, capturable=device != "cpu"
-        )
+        self.optimizer = Adam([[self.parameter]], torch.device(device))
+        self.optimizer.param_groups[0]["lr"].fill_(0.1)
 
     def step(self) -> Tensor:
         noise = torch.randn(3, generator=self.generator, device=self.generator.device)
