@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
 
 
@@ -49,7 +49,7 @@ class Structure(Covariance, Protocol):
     """What a file of this folder has besides: how its covariance is made of a Hessian, and read from a file."""
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Self:
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Self:
         """Sigma, of the parts of H in this structure.
 
         Where the structure's curvature has `fixed` parts, it may be given `before`, another covariance: of that is kept what
@@ -60,5 +60,5 @@ class Structure(Covariance, Protocol):
         """
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Self:
         """The inverse of to_tensors."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
 
 
@@ -29,7 +29,7 @@ class Block:
 
     structure: ClassVar[str] = "block"
     scale_tril: Tensor
-    layout: HeadLayout
+    layout: MatrixLayout
     jitter: float = 0.0
 
     @property
@@ -38,7 +38,7 @@ class Block:
         return self.scale_tril.shape[0] * self.scale_tril.shape[1]
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Block:
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: MatrixLayout) -> Block:
         """(H_k + Lambda_k)^{-1} for each output, Lambda_k the prior's precisions, factored in float64.
 
         Raises:
@@ -75,7 +75,7 @@ class Block:
         return {"cov.block.scale_tril": self.scale_tril.double().cpu().contiguous(), "cov.jitter": jitter}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Block:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Block:
         """The inverse of to_tensors."""
         scale, size = tensors["cov.block.scale_tril"], layout.num_features + layout.has_bias
         if scale.shape != (layout.num_outputs, size, size):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import NumericError
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
 
 
@@ -30,7 +30,7 @@ class Diag:
         return self.variances.shape[0]
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Diag:
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Diag:
         """1 / (diag(H) + the prior's precisions). Raises NumericError when that is not finite."""
         curvature = hessian["hessian.diag"].double()
         variances = 1 / (curvature + prior.diagonal(layout, device=curvature.device))
@@ -59,7 +59,7 @@ class Diag:
         return {"cov.diag": self.variances.double().cpu().contiguous()}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Diag:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Diag:
         """The inverse of to_tensors."""
         return cls(tensors["cov.diag"])
 

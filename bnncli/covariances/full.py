@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances._roots import inverse_root
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
 
 
@@ -32,7 +32,7 @@ class Full:
         return self.scale_tril.shape[0]
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout) -> Full:
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Full:
         """(H + Lambda)^{-1}, Lambda the prior's precisions, factored in float64.
 
         Raises:
@@ -65,7 +65,7 @@ class Full:
         return {"cov.scale_tril": self.scale_tril.double().cpu().contiguous(), "cov.jitter": jitter}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Full:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: ParamLayout) -> Full:
         """The inverse of to_tensors."""
         return cls(tensors["cov.scale_tril"], jitter=float(tensors["cov.jitter"]))
 

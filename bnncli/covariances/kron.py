@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.machine.interruptible import interruptible
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
 
 
@@ -45,7 +45,7 @@ class Kron:
     output_basis: Tensor
     scales: Tensor
     prior: Prior
-    layout: HeadLayout
+    layout: MatrixLayout
 
     @property
     def num_params(self) -> int:
@@ -59,7 +59,7 @@ class Kron:
 
     @classmethod
     def from_hessian(
-        cls, hessian: dict[str, Tensor], prior: Prior, layout: HeadLayout, *, before: Kron | None = None
+        cls, hessian: dict[str, Tensor], prior: Prior, layout: MatrixLayout, *, before: Kron | None = None
     ) -> Kron:
         """(B kron A + Lambda)^{-1}, Lambda the prior's precisions.
 
@@ -111,7 +111,7 @@ class Kron:
         }
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Kron:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Kron:
         """The inverse of to_tensors."""
         return cls.from_hessian(tensors, Prior.from_tensors(tensors), layout)
 
@@ -149,7 +149,7 @@ def _eigenvectors(factor: Tensor) -> tuple[Tensor, Tensor]:
     return values, vectors
 
 
-def _bias_unit(prior: Prior, layout: HeadLayout) -> float:
+def _bias_unit(prior: Prior, layout: MatrixLayout) -> float:
     """sqrt(weight precision / bias precision); 1 without a bias, or where it has the weights'."""
     if prior.is_isotropic or prior.bias_precision is None or not layout.has_bias:
         return 1.0

@@ -9,7 +9,7 @@ from bnncli.curvature import MAX_AUTO_FULL, Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.likelihoods import Likelihood
 from bnncli.targets.grams import weighted_grams
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,19 +34,19 @@ class Block:
         return {"hessian.block": scaled(total, target)}
 
     @staticmethod
-    def num_elements(layout: HeadLayout) -> int:
+    def num_elements(layout: MatrixLayout) -> int:
         """K F^2."""
         return layout.num_params * (layout.num_features + layout.has_bias)
 
     @staticmethod
-    def operations(layout: HeadLayout, num_examples: int) -> Operations:
+    def operations(layout: MatrixLayout, num_examples: int) -> Operations:
         """2 N K F^2 of products, and a Cholesky factor and its inverse for each output."""
         num_outputs, size = layout.num_outputs, layout.num_features + layout.has_bias
         factors = 4 / 3 * num_outputs * float(size) ** 3
         return Operations(products=2 * num_examples * num_outputs * size**2, factors=factors)
 
     @staticmethod
-    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
+    def most_elements(layout: MatrixLayout, *, in_span: bool) -> float:
         """What makes its sums as many operations as those of the largest full one, which needs a quarter of its products.
 
         In the span, whose examples are few, its factors.

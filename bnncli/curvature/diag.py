@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.likelihoods import Likelihood
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ParamLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,17 +34,17 @@ class Diag:
         return {"hessian.diag": scaled(target.layout.flatten(total), target)}
 
     @staticmethod
-    def num_elements(layout: HeadLayout) -> int:
+    def num_elements(layout: ParamLayout) -> int:
         """P."""
         return layout.num_params
 
     @staticmethod
-    def operations(layout: HeadLayout, num_examples: int) -> Operations:
+    def operations(layout: ParamLayout, num_examples: int) -> Operations:
         """2 N P, one number at a time."""
         return Operations(elementwise=2 * num_examples * layout.num_params, factors=float(layout.num_params))
 
     @staticmethod
-    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
+    def most_elements(layout: ParamLayout, *, in_span: bool) -> float:
         """Any number."""
         return math.inf
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.curvature import Operations
 from bnncli.curvature._sums import scaled, sum_over_examples
 from bnncli.likelihoods import Likelihood
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,18 +42,18 @@ class Kron:
         return {"hessian.kron.A": features / target.num_examples, "hessian.kron.B": scaled(outputs, target)}
 
     @staticmethod
-    def num_elements(layout: HeadLayout) -> int:
+    def num_elements(layout: MatrixLayout) -> int:
         """F^2 + K^2, and K F scales."""
         return (layout.num_features + layout.has_bias) ** 2 + layout.num_outputs**2 + layout.num_params
 
     @staticmethod
-    def operations(layout: HeadLayout, num_examples: int) -> Operations:
+    def operations(layout: MatrixLayout, num_examples: int) -> Operations:
         """2 N F^2 of products, and the eigenvectors of A."""
         size = layout.num_features + layout.has_bias
         return Operations(products=2 * num_examples * size**2, factors=10 * float(size) ** 3)
 
     @staticmethod
-    def most_elements(layout: HeadLayout, *, in_span: bool) -> float:
+    def most_elements(layout: MatrixLayout, *, in_span: bool) -> float:
         """Any number."""
         return math.inf
 

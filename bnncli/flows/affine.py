@@ -18,7 +18,7 @@ from bnncli.flows import SPACES, Recipe, choose_rank, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
 from bnncli.options.parts import Setting
 from bnncli.options.refine import RANK
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 
 SETTINGS = {
     "scale": Setting(
@@ -66,7 +66,7 @@ class Affine(nn.Module):
 
     def __init__(
         self,
-        layout: HeadLayout,
+        layout: MatrixLayout,
         generator: torch.Generator,
         *,
         scale: str = SETTINGS["scale"].default,
@@ -90,7 +90,7 @@ class Affine(nn.Module):
             self.output_factor = zeros(layout.num_outputs, layout.num_outputs, generator=generator)
 
     @staticmethod
-    def num_elements(layout: HeadLayout, scale: str) -> int:
+    def num_elements(layout: MatrixLayout, scale: str) -> int:
         """Numbers in one layer, of the default rank where there is one."""
         columns, outputs, size = layout.num_features + layout.has_bias, layout.num_outputs, layout.num_params
         if scale == "low-rank":
@@ -141,7 +141,7 @@ class Affine(nn.Module):
         return tensors_of(self)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: HeadLayout) -> Self:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Self:
         """The inverse of to_tensors."""
         if "core" in tensors:
             layer = cls(layout, torch.Generator(), scale="low-rank", rank=tensors["core"].shape[0])

@@ -7,7 +7,7 @@ tell seconds from hours.
 from __future__ import annotations
 
 from bnncli import registry
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 
 SEARCH_FITS, SEARCH_MODES = 10, 16  # of a search for the prior precision: Hessians that are made, modes that are found
 _PRODUCTS = 3e10  # operations a second of products over the examples, float32
@@ -17,7 +17,7 @@ _ELEMENTWISE = 3e9
 
 
 def fit_seconds(
-    structure: str, layout: HeadLayout, *, num_examples: int, num_fits: int = 1, num_modes: int = 1, threads: int = 1
+    structure: str, layout: MatrixLayout, *, num_examples: int, num_fits: int = 1, num_modes: int = 1, threads: int = 1
 ) -> float:
     """Seconds on a CPU of so many covariances of a structure, and of so many modes.
 

@@ -53,6 +53,28 @@ class ParamLayout(Protocol):
         """Its sizes as JSON, from which a posterior that is read makes it again."""
 
 
+class MatrixLayout(ParamLayout, Protocol):
+    """How parameters lie that are one matrix (K, F): a row an output, a column a feature, the bias last where there is one."""
+
+    @property
+    def num_outputs(self) -> int:
+        """K."""
+
+    @property
+    def num_features(self) -> int:
+        """D: F, less the bias."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a column for the bias: F = D + 1."""
+
+    def augment(self, theta: Tensor) -> Tensor:
+        """The matrix (..., K, F) of theta (..., P)."""
+
+    def flatten(self, augmented: Tensor) -> Tensor:
+        """theta (..., P) of the matrix: the inverse of augment."""
+
+
 # Given features (n, D): logits (K, n) near the middle of the draws, and a function that gives those of a slice of them, (s, K, n).
 LogitMaker: TypeAlias = "Callable[[Tensor], tuple[Tensor, Callable[[slice], Tensor]]]"
 
