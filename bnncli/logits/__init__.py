@@ -1,7 +1,7 @@
 """The Gaussian of the logits of an input, under a Gaussian over theta: the one place that is asked for it.
 
 With J the logits' derivatives by theta at an input, their mean is that of the network at the mean of theta and their
-covariance J Sigma J^T. A last layer is linear in theta, so that this is exact (`_head`); a network is linearised.
+covariance J Sigma J^T. A last layer is linear in theta, so that this is exact (`_head`); a network is linearised. `_asked` is where both are asked.
 Each file here is the short way of one structure of Sigma; a structure without a file is pulled back through J (`_pulled`).
 """
 

@@ -14,15 +14,15 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import read_covariance, rows_of
 from bnncli.errors import DataError
 from bnncli.logits import LogitGaussian, LogitRoot
-from bnncli.logits._head import head_logits
+from bnncli.logits._asked import logit_gaussian
 from bnncli.numerics.sobol import quasi_normal
 from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import ParamLayout
+from bnncli.theta.layout import LogitLayout, ParamLayout
 from bnncli.theta.prior import Prior
 
-Layout = TypeVar("Layout", bound=ParamLayout)
+Layout = TypeVar("Layout", bound=ParamLayout, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,21 @@ class Gaussian(Generic[Layout]):
         return 0.5 * self.layout.num_params * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
 
     @cached_property
-    def logits(self: Gaussian[HeadLayout]) -> LogitGaussian:
-        """The Gaussian of the logits of features (n, D) under a head, exact."""
-        return head_logits(self.mean, self.layout, self.covariance)
+    def logits(self: Gaussian[LogitLayout]) -> LogitGaussian:
+        """The Gaussian of the logits of inputs (n, ...): exact under a head, else of the network linearised at the mean."""
+        return logit_gaussian(self.mean, self.layout, self.covariance)
 
     def logit_marginals(
-        self: Gaussian[HeadLayout], features: Tensor, *, is_projected: bool = False
+        self: Gaussian[LogitLayout], features: Tensor, *, is_projected: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and variance (n, K) of each logit at features (n, D); minus the logits' mean if projected."""
         return self.logits.marginals(features, is_projected=is_projected)
 
-    def logit_moments(self: Gaussian[HeadLayout], features: Tensor) -> tuple[Tensor, Tensor]:
+    def logit_moments(self: Gaussian[LogitLayout], features: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and covariance (n, K, K) of the logits at features (n, D)."""
         return self.logits.moments(features)
 
-    def logit_root(self: Gaussian[HeadLayout], features: Tensor) -> tuple[Tensor, LogitRoot]:
+    def logit_root(self: Gaussian[LogitLayout], features: Tensor) -> tuple[Tensor, LogitRoot]:
         """Mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
         return self.logits.root(features)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bnncli.logits import LogitGaussian, LogitRoot
-from bnncli.logits._head import head_logits
+from bnncli.logits._asked import logit_gaussian
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
 
@@ -38,7 +38,7 @@ class Point:
     @cached_property
     def logits(self) -> LogitGaussian:
         """The logits of features (n, D), certain."""
-        return head_logits(self.theta, self.layout)
+        return logit_gaussian(self.theta, self.layout)
 
     def logit_marginals(self, features: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
         """Logits (n, K) at features (n, D), minus their mean if projected, and their variance, zero, (n, K)."""

@@ -88,6 +88,20 @@ class HeadLayout:
         out = flat.unflatten(1, (theta.shape[0], self.num_outputs)).transpose(0, 1)
         return out if bias is None else out + bias.unsqueeze(1)
 
+    @property
+    def head(self) -> HeadLayout:
+        """Itself."""
+        return self
+
+    def jacobian(self, features: Tensor, theta: Tensor | None = None) -> Tensor:
+        """The logits' derivatives by theta, (N, K, P), at features (N, D) and any theta.
+
+        An output's parameters move that output alone.
+        """
+        outputs = torch.eye(self.num_outputs, dtype=features.dtype, device=features.device)
+        rows = outputs.unsqueeze(2) * self.augment_features(features)[:, None, None]
+        return self.flatten(rows)
+
     def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
         """The logits under each of theta (S, P), one product for all; the center is at their mean, weighted by weights (S,)."""
         augmented = self.augment(theta)

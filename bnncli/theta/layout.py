@@ -108,6 +108,24 @@ class ClassifierLayout(ParamLayout, Protocol):
         """Whether a theta of this layout can stand where a network has such a head."""
 
 
+class LogitLayout(ParamLayout, Protocol):
+    """How parameters lie that turn inputs into logits, which are linear in them or can be linearised."""
+
+    @property
+    def num_outputs(self) -> int:
+        """K."""
+
+    @property
+    def head(self) -> HeadLayout | None:
+        """The same as a last layer, where it is one: its logits' Gaussian has short ways."""
+
+    def logits(self, features: Tensor, theta: Tensor) -> Tensor:
+        """Logits (S, N, K) of inputs (N, ...) under theta (S, P)."""
+
+    def jacobian(self, features: Tensor, theta: Tensor) -> Tensor:
+        """The logits' derivatives by theta, (N, K, P), at inputs (N, ...) and one theta (P,)."""
+
+
 def consecutive(parts: Sequence[tuple[str, tuple[int, ...], bool]]) -> tuple[Part, ...]:
     """Parts that lie one behind the other, of their names, shapes, and whether they are biases."""
     offsets = [0]

@@ -9,7 +9,8 @@ from bnncli.covariances._row_space import WithinRows
 from bnncli.covariances.full import Full
 from bnncli.curvature import ggn
 from bnncli.logits import LogitCovariance, LogitGaussian
-from bnncli.logits._head import head_jacobian, head_logits, head_spread
+from bnncli.logits._asked import logit_gaussian
+from bnncli.logits._head import head_spread
 from bnncli.logits._pulled import Pulled
 from bnncli.targets import stream
 from bnncli.targets.last_layer import LastLayerTarget
@@ -42,7 +43,7 @@ def answers(spread: LogitCovariance, features: Tensor) -> list[Tensor]:
 def test_the_jacobian_of_a_head_is_autograds() -> None:
     layout, theta = LAYOUTS[0], torch.ones(15, dtype=torch.float64)
     expected = torch.autograd.functional.jacobian(lambda one: layout.logits(inputs(), one[None])[0], theta)
-    assert torch.equal(head_jacobian(inputs(), layout), expected)
+    assert torch.equal(layout.jacobian(inputs()), expected)
 
 
 @every_structure
@@ -54,7 +55,7 @@ def test_the_short_way_of_a_structure_is_that_of_any(
     covariance = make_covariance(structure, layout)
     short = head_spread(covariance, layout)
     assert not isinstance(short, Pulled)
-    pulled = Pulled(covariance, lambda features: head_jacobian(features, layout))
+    pulled = Pulled(covariance, layout.jacobian)
     torch.testing.assert_close(answers(short, inputs()), answers(pulled, inputs()), rtol=1e-9, atol=1e-12)
 
 
@@ -89,7 +90,7 @@ def test_a_networks_logits_are_asked_in_the_same_place() -> None:
 
 
 def test_one_theta_has_certain_logits_in_the_precision_of_its_inputs() -> None:
-    asked = head_logits(torch.ones(15, dtype=torch.float64), LAYOUTS[0])
+    asked = logit_gaussian(torch.ones(15, dtype=torch.float64), LAYOUTS[0])
     mean, covariance = asked.moments(inputs().float())
     assert (mean.dtype, covariance.dtype, covariance.shape) == (torch.float32, torch.float32, (11, 3, 3))
     assert not any(part.any() for part in answers(asked.spread, inputs()))

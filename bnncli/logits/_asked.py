@@ -1,0 +1,62 @@
+"""The one place that is asked for the Gaussian of the logits: it asks the layout of theta which way there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from bnncli.covariances import Covariance
+from bnncli.logits import LogitCovariance, LogitGaussian, LogitRoot
+from bnncli.logits._head import head_spread
+from bnncli.logits._pulled import Pulled
+from bnncli.theta.layout import LogitLayout
+
+
+def logit_gaussian(theta: Tensor, layout: LogitLayout, covariance: Covariance | None = None) -> LogitGaussian:
+    """The Gaussian of the logits of inputs (n, ...), for theta (P,) of this covariance; of no spread without one.
+
+    It is exact for a last layer, and elsewhere that of the network linearised at theta.
+    """
+
+    def mean(inputs: Tensor) -> Tensor:
+        return layout.logits(inputs, theta.to(inputs.dtype).unsqueeze(0))[0]
+
+    return LogitGaussian(mean, _spread(theta, layout, covariance))
+
+
+def _spread(theta: Tensor, layout: LogitLayout, covariance: Covariance | None) -> LogitCovariance:
+    if covariance is None:
+        return NoSpread(layout.num_outputs)
+    if layout.head is not None:
+        return head_spread(covariance, layout.head)
+    return Pulled(covariance, lambda inputs: layout.jacobian(inputs, theta.to(inputs.dtype)))
+
+
+@dataclass(frozen=True)
+class NoSpread:
+    """Of one theta: logits are certain.
+
+    Args:
+        num_outputs: K.
+    """
+
+    num_outputs: int
+    is_dense: ClassVar[bool] = False
+
+    def variance(self, inputs: Tensor) -> Tensor:
+        """Zeros, (n, K)."""
+        return inputs.new_zeros(inputs.shape[0], self.num_outputs)
+
+    def projected_variance(self, inputs: Tensor) -> Tensor:
+        """Zeros, (n, K)."""
+        return self.variance(inputs)
+
+    def covariance(self, inputs: Tensor) -> Tensor:
+        """Zeros, (n, K, K)."""
+        return inputs.new_zeros(inputs.shape[0], self.num_outputs, self.num_outputs)
+
+    def root(self, inputs: Tensor) -> LogitRoot:
+        """Standard deviations, zero."""
+        return LogitRoot(self.variance(inputs))
