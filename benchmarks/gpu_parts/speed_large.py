@@ -69,7 +69,7 @@ def measure_resnet(clock: Clock, num_examples: int, num_features: int, num_outpu
             f"search of the prior, kron, {name}", each.plus(factors).times(CANDIDATES),
             lambda: search(
                 target, start=start, generator=stream(0, "bench/search"), structure="kron", bounds=(1.0, 1e4),
-                val_features=val.features, val_labels=val.labels,
+                held_out=target.held_out(val.features, val.labels),
             ), most=15.0, repeats=1,
         )  # fmt: skip
 

@@ -67,11 +67,12 @@ class Lenet:
         work = work.plus(
             curvature_work("full", self.count, layout).plus(covariance_work("full", layout)).times(EXACT_FITS)
         )
+        held_out = self.problem.target().held_out(*self.val)
         self.clock.job(
             f"fit-laplace with search, N {self.count}", work,
             lambda: search(
                 self.problem.target(), start=self.problem.head, generator=stream(0, "bench/search"),
-                val_features=self.val[0], val_labels=self.val[1],
+                held_out=held_out,
             ), most=0.2,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Laplace approximation of the last layer: a Gaussian with the curvature of the log posterior.
+"""The Laplace approximation: a Gaussian with the curvature of the log posterior.
 
 MacKay (1992), Neural Computation 4(3); for networks Daxberger et al. (2021), arXiv:2106.14806. Centred on the exact mode
 of the target; on the network's own weights as those papers have it, when asked.
@@ -7,20 +7,17 @@ of the target; on the network's own weights as those papers have it, when asked.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bnncli import registry
 from bnncli.covariances import Covariance
-from bnncli.covariances._row_space import WithinRows
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.row_space import RowSpace
+from bnncli.targets.target import CurvedTarget
 
 CENTERS = ("mode", "checkpoint")
 MOST_MODEL_ERROR = 0.5  # nats, of a quadratic model at its own maximum; the evidence is wrong by about as much
@@ -48,7 +45,7 @@ class LaplaceFit:
 
 
 def fit_gaussian(
-    target: LastLayerTarget,
+    target: CurvedTarget,
     *,
     start: Tensor,
     structure: str = "full",
@@ -79,7 +76,7 @@ def fit_gaussian(
     if center == "mode":
         mode = find_mode(target, theta, hessian=mode_hessian, before=before, progress=progress)
         theta, before = mode.theta, mode.before
-    covariance, hessian = covariance_at(target, theta, structure, before=before)
+    covariance, hessian, _ = covariance_at(target, theta, structure, before=before)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     if mode is not None:
         return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(mode.log_joint, covariance), hessian)
@@ -88,7 +85,7 @@ def fit_gaussian(
 
 
 def _evidence_beside_the_mode(
-    target: LastLayerTarget, theta: Tensor, covariance: Covariance
+    target: CurvedTarget, theta: Tensor, covariance: Covariance
 ) -> tuple[float, float | None, str | None]:
     """The log joint at theta (P,), the log evidence of its second-order expansion there, and why there is none.
 
@@ -98,7 +95,7 @@ def _evidence_beside_the_mode(
     """
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     log_joint = float(value)
-    if not registry.load_class("curvature", covariance.structure).is_exact:
+    if not target.curvature(covariance.structure).is_exact:
         return log_joint, None, f"beside the mode it needs the exact Hessian, and a {covariance.structure} one is not"
     white = covariance.pull_back(gradient)
     rise = 0.5 * float(white.square().sum())
@@ -112,26 +109,6 @@ def _evidence_beside_the_mode(
         reason = f"the quadratic model about the checkpoint's weights is wrong by {wrong:.3g} nats at its own maximum"
         return log_joint, None, reason
     return log_joint, laplace_evidence(log_joint + rise, covariance), None
-
-
-def lift_gaussian(gaussian: Gaussian, rows: RowSpace) -> Gaussian:
-    """The Gaussian over all of theta, of one over theta inside the span of the features: outside it is the prior."""
-    covariance = WithinRows(gaussian.covariance, rows, gaussian.require_prior().weight_precision)
-    return Gaussian(rows.lift(gaussian.mean), covariance, rows.layout, gaussian.prior)
-
-
-def lift_fit(fit: LaplaceFit, rows: RowSpace) -> LaplaceFit:
-    """The fit over all of theta, of one of `rows.target`: exact at the mode.
-
-    The evidence is the same: what lies outside the span has its prior for its posterior, and adds nothing. So is the
-    Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at zero.
-    """
-    gaussian = lift_gaussian(fit.gaussian, rows)
-    constant = 0.5 * rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
-    mode = None
-    if fit.mode is not None:
-        mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)
-    return replace(fit, gaussian=gaussian, mode=mode, log_joint=fit.log_joint + constant)
 
 
 def laplace_evidence(log_joint: float, covariance: Covariance) -> float:

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.covariances import Covariance
-    from bnncli.targets.last_layer import LastLayerTarget
-
-ROUGH_WHITENING = "kron"  # where the exact Hessian is large: it takes one pass over the data and little memory
+    from bnncli.targets.target import CurvedTarget
 
 
 class LocalCovariance(NamedTuple):
@@ -22,19 +20,16 @@ class LocalCovariance(NamedTuple):
     Args:
         covariance: (H + Lambda)^{-1}.
         hessian: H, without the prior, in the parts of the covariance's structure.
+        saves_work: whether another one of the same structure and examples can keep parts of it.
     """
 
     covariance: Covariance
     hessian: dict[str, Tensor]
-
-    @property
-    def saves_work(self) -> bool:
-        """Whether another one of the same structure and examples can keep parts of it."""
-        return bool(registry.load_class("curvature", self.covariance.structure).fixed)
+    saves_work: bool
 
 
 def covariance_at(
-    target: LastLayerTarget,
+    target: CurvedTarget,
     theta: Tensor,
     structure: str,
     *,
@@ -57,4 +52,4 @@ def covariance_at(
     if hessian is None:
         hessian = ggn(target, theta, structure, before=before.hessian if before is not None and kept else None)
     covariance: Covariance = kind.from_hessian(hessian, target.prior, target.layout, **kept)
-    return LocalCovariance(covariance, hessian)
+    return LocalCovariance(covariance, hessian, bool(target.curvature(structure).fixed))

@@ -10,14 +10,14 @@ import bisect
 from typing import Any
 
 from bnncli import registry
-from bnncli.inference.local_covariance import ROUGH_WHITENING
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.network import NetworkLayout
 
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
+_WHITENING = "kron"  # the rough structure of LastLayerTarget, which modes are whitened with
 _COPIES = 6  # of a structure's matrices that a fit holds at its peak
 _MODE_VECTORS = 10  # of P numbers that the search for the mode holds
 _BYTES_A_DRAW = 32  # of each parameter: noise, theta in two precisions, and one product on the way
@@ -37,35 +37,35 @@ _SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64
 _COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
 
 
-def fit_bytes(structure: str, layout: HeadLayout, *, num_draws: int = 0, whole: HeadLayout | None = None) -> int:
+def fit_bytes(structure: str, layout: MatrixLayout, *, num_draws: int = 0, whole: MatrixLayout | None = None) -> int:
     """Bytes that a Gaussian of this structure takes to fit, with `num_draws` draws of it at once to judge it.
 
     Args:
         whole: of all of theta, where the layout is of the span of the features; draws are of all of it.
     """
     size = layout.num_params
-    matrices = _COPIES * max(_elements(structure, layout), _elements(ROUGH_WHITENING, layout))
+    matrices = _COPIES * max(_elements(structure, layout), _elements(_WHITENING, layout))
     if size <= MAX_FULL_PRECONDITIONER:
         matrices += 2 * size**2
     drawn = _BYTES_A_DRAW * num_draws * (whole or layout).num_params
     return 8 * (matrices + _MODE_VECTORS * size + _SPAN_COPIES * _basis_elements(layout, whole)) + drawn
 
 
-def sampling_bytes(structure: str, layout: HeadLayout, *, num_chains: int, whole: HeadLayout | None = None) -> int:
+def sampling_bytes(structure: str, layout: MatrixLayout, *, num_chains: int, whole: MatrixLayout | None = None) -> int:
     """Bytes that chains whitened by a Gaussian of this structure take: its fit, then their states."""
     chain = _CHAIN_VECTORS * layout.num_params + (_COMPLETED_VECTORS * whole.num_params if whole else 0)
     return fit_bytes(structure, layout, whole=whole) + 8 * num_chains * chain
 
 
 def refinement_bytes(
-    structure: str, layout: HeadLayout, *, num_draws: int, training: int = 0, whole: HeadLayout | None = None
+    structure: str, layout: MatrixLayout, *, num_draws: int, training: int = 0, whole: MatrixLayout | None = None
 ) -> int:
     """Bytes that a stored Gaussian takes to refine: as read, in two precisions; the training, then draws to judge it."""
     matrices = _elements(structure, layout) + _basis_elements(layout, whole)
     return 20 * matrices + max(training, _BYTES_A_DRAW * num_draws * (whole or layout).num_params)
 
 
-def training_bytes(layout: HeadLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
+def training_bytes(layout: MatrixLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
     """Bytes that the training of a flow takes.
 
     Args:
@@ -87,12 +87,12 @@ def latent_bytes(layout: NetworkLayout, *, num_repeats: int, batch_size: int, nu
     return 4 * num_repeats * (vectors + batch_size * activations) + 8 * batch_size * layout.num_features
 
 
-def stored_bytes(structure: str, layout: HeadLayout, *, whole: HeadLayout | None = None) -> int:
+def stored_bytes(structure: str, layout: MatrixLayout, *, whole: MatrixLayout | None = None) -> int:
     """Bytes of a Gaussian's file: the matrices in float64, the Hessian in float32, the mean and the head."""
     return 12 * _elements(structure, layout) + 8 * _basis_elements(layout, whole) + 12 * (whole or layout).num_params
 
 
-def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
+def automatic_structure(layout: MatrixLayout, budget: int, **sizes: Any) -> str:
     """The structure to fit when none was asked for.
 
     Full where it fits in the budget (bytes) and has at most 6,000 parameters; else block where it fits and its sums over
@@ -102,7 +102,7 @@ def automatic_structure(layout: HeadLayout, budget: int, **sizes: Any) -> str:
     return next(iter(automatic_structures(layout, budget, **sizes)), structures()[-1])
 
 
-def automatic_structures(layout: HeadLayout, budget: int, **sizes: Any) -> list[str]:
+def automatic_structures(layout: MatrixLayout, budget: int, **sizes: Any) -> list[str]:
     """All structures that are quick and fit in the budget (bytes), by the rule of automatic_structure, which takes the first."""
     in_span = sizes.get("whole") is not None
 
@@ -119,7 +119,7 @@ def structures() -> list[str]:
     return registry.in_order("curvature")
 
 
-def require_fit(structure: str, layout: HeadLayout, device: torch.device, **sizes: Any) -> None:
+def require_fit(structure: str, layout: MatrixLayout, device: torch.device, **sizes: Any) -> None:
     """Pass when the structure can be fitted. Raises DeviceError, naming the largest that can, otherwise."""
     there = budget(device)
     fitting = [name for name in structures() if fit_bytes(name, layout, **sizes) <= there]
@@ -131,7 +131,7 @@ def require_fit(structure: str, layout: HeadLayout, device: torch.device, **size
 
 
 def require_sampling(
-    layout: HeadLayout, device: torch.device, *, num_chains: int, whole: HeadLayout | None = None
+    layout: MatrixLayout, device: torch.device, *, num_chains: int, whole: MatrixLayout | None = None
 ) -> None:
     """Pass when the chains have room. Raises DeviceError, naming how many do, otherwise."""
     there = budget(device)
@@ -144,7 +144,7 @@ def require_sampling(
 
 
 def require_refinement(
-    structure: str, layout: HeadLayout, device: torch.device, *, training: int = 0, **sizes: Any
+    structure: str, layout: MatrixLayout, device: torch.device, *, training: int = 0, **sizes: Any
 ) -> None:
     """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise.
 
@@ -213,11 +213,11 @@ def require_latent(layout: NetworkLayout, device: torch.device, *, num_repeats: 
     require(latent_bytes(layout, num_repeats=num_repeats, **sizes), device, what=what, hint=hint)
 
 
-def _elements(structure: str, layout: HeadLayout) -> int:
+def _elements(structure: str, layout: MatrixLayout) -> int:
     """Numbers in one copy of the structure's matrices."""
     return int(registry.load_class("curvature", structure).num_elements(layout))
 
 
-def _basis_elements(layout: HeadLayout, whole: HeadLayout | None) -> int:
+def _basis_elements(layout: MatrixLayout, whole: MatrixLayout | None) -> int:
     """Numbers of the basis of the span that the layout is of; none where it is of all of theta."""
     return 0 if whole is None else whole.num_features * layout.num_features

@@ -1,8 +1,9 @@
 """The exact mode of the log posterior, by Newton steps whose systems conjugate gradients solve.
 
-The log posterior is strictly concave, so that the mode is unique. Systems are solved in coordinates whitened by an
-earlier Hessian, full where it is small and made again when it has become too old to help, else Kronecker-factored, whose
-outputs' factor is made again at every step, for half the price of one product.
+A last layer's log posterior is strictly concave, so that its mode is unique; others may have many, of which this is the one
+that steps uphill from the start lead to. Systems are solved in coordinates whitened by an earlier Hessian, full where it is
+small and made again when it has become too old to help, else of the target's rough structure: Kronecker-factored for a last
+layer, whose outputs' factor is made again at every step, for half the price of one product.
 Products with the Hessian are float32, values and gradients float64, so that the result is exact. Nocedal and Wright
 (2006), Numerical Optimization, algorithms 3.1 and 7.1.
 """
@@ -20,11 +21,11 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.curvature import structure_of
 from bnncli.errors import NumericError
-from bnncli.inference.local_covariance import ROUGH_WHITENING, LocalCovariance, covariance_at
+from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import CurvedTarget
 
 _EXACT_WHITENING = "full"
 _MAX_CG_ITERATIONS = 200
@@ -57,7 +58,7 @@ class Mode:
 
 
 def find_mode(
-    target: LastLayerTarget,
+    target: CurvedTarget,
     start: Tensor,
     *,
     hessian: dict[str, Tensor] | None = None,
@@ -122,12 +123,12 @@ def _after_step(decrement: float, previous: float) -> float:
     return factor * decrement**2 + _accuracy(decrement, polish=True) * decrement
 
 
-def _structure_for(target: LastLayerTarget) -> str:
+def _structure_for(target: CurvedTarget) -> str:
     """What to whiten with: an exact Hessian where that is small."""
-    return _EXACT_WHITENING if target.layout.num_params <= MAX_FULL_PRECONDITIONER else ROUGH_WHITENING
+    return _EXACT_WHITENING if target.layout.num_params <= MAX_FULL_PRECONDITIONER else target.rough_structure
 
 
-def _evaluate(target: LastLayerTarget, theta: Tensor) -> tuple[float, Tensor]:
+def _evaluate(target: CurvedTarget, theta: Tensor) -> tuple[float, Tensor]:
     """Log joint and its gradient (P,), in float64 throughout."""
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     if not math.isfinite(value):
@@ -136,7 +137,7 @@ def _evaluate(target: LastLayerTarget, theta: Tensor) -> tuple[float, Tensor]:
 
 
 def _newton_step(
-    target: LastLayerTarget,
+    target: CurvedTarget,
     theta: Tensor,
     gradient: Tensor,
     *,
@@ -194,7 +195,7 @@ def _conjugate_gradients(multiply: Callable[[Tensor], Tensor], right: Tensor, ac
 
 
 def _search_along(
-    target: LastLayerTarget, theta: Tensor, value: float, gradient: Tensor, step: Tensor
+    target: CurvedTarget, theta: Tensor, value: float, gradient: Tensor, step: Tensor
 ) -> tuple[Tensor, float, Tensor]:
     """The first of theta + step, + step / 2, ... whose log joint increases sufficiently; with value and gradient."""
     slope = float(gradient @ step)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from bnncli.flows import FlowLayer, push
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.target import Target, ValueWithGradient
+from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.target import Target
 
 
 @dataclass(frozen=True)

@@ -12,53 +12,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bnncli import registry
 from bnncli.covariances import Covariance
-from bnncli.covariances._row_space import WithinRows
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, laplace_evidence
-from bnncli.inference.local_covariance import ROUGH_WHITENING, LocalCovariance, covariance_at
+from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.progress import Task
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.likelihood import block_logits, draw_blocks, row_blocks
-from bnncli.targets.row_space import RowSpace
-from bnncli.theta.head import HeadLayout
+from bnncli.targets.target import CurvedTarget, HeldOut
+from bnncli.theta.layout import ParamLayout
+from bnncli.theta.prior import Prior
 
 _MODE_TOLERANCE = 5e-3  # posterior standard deviations: about 1e-5 nats of val nll, 0.05 nats of log determinant
 _EXACT_MODE_TOLERANCE = 1e-5  # where nothing is interpolated either
 _SAME = 1e-9  # log precisions closer than this are one candidate
 
 
-def predictive_nll(features: Tensor, labels: Tensor, theta: Tensor, layout: HeadLayout) -> float:
-    """Mean negative log of the draws' average probability of the label, nats per example; as for predictive_losses."""
-    return float(predictive_losses(features, labels, theta, layout).sum()) / features.shape[0]
+class Lift(Protocol):
+    """How a posterior over a part of theta says what it is over all of it."""
 
+    @property
+    def layout(self) -> ParamLayout:
+        """Of all of theta."""
 
-def predictive_losses(features: Tensor, labels: Tensor, theta: Tensor, layout: HeadLayout) -> Tensor:
-    """Negative log (M,) float64 of the draws' average probability of each label, nats.
+    def theta(self, theta: Tensor) -> Tensor:
+        """All of theta (..., P), of a centre."""
 
-    Args:
-        features: (M, D).
-        labels: (M,).
-        theta: (S, P), draws.
-        layout: how weight and bias lie in theta.
-    """
-    theta = theta.to(features)
-    losses = torch.empty(features.shape[0], dtype=torch.float64, device=features.device)
-    for rows in row_blocks(features.shape[0], layout.num_outputs * theta.shape[0], features.device):
-        indicators = layout.likelihood.indicators(labels[rows], features.dtype).unsqueeze(1)
-        parts = []
-        for block in draw_blocks(theta, layout):
-            logits = block_logits(features[rows], block, layout)
-            label_logits = (logits * indicators).sum(dim=0)
-            parts.append(label_logits - layout.likelihood.log_normalizers_(logits))
-        losses[rows] = math.log(theta.shape[0]) - torch.cat(parts).double().logsumexp(dim=0)
-    return losses
+    def covariance(self, covariance: Covariance, prior: Prior) -> Covariance:
+        """The covariance of all of theta, under the target's prior."""
 
 
 @dataclass(frozen=True)
@@ -67,42 +52,37 @@ class Criterion:
 
     Args:
         noise: (S, P), standard normal, common to all candidates: its noise cancels in comparisons.
-        validation: features (M, D) and labels (M,) for the validation nll; None for minus the log marginal likelihood.
-        rows: the span of the training features that candidates lie in; noise and validation are of all of theta.
+        held_out: the examples of the validation nll; None for minus the log marginal likelihood.
+        lift: from the candidates' theta to all of it, where they lie in a part; noise and held_out are of all of theta.
     """
 
     noise: Tensor
-    validation: tuple[Tensor, Tensor] | None
-    rows: RowSpace | None = None
+    held_out: HeldOut | None
+    lift: Lift | None = None
 
-    def at_center(self, target: LastLayerTarget, theta: Tensor, log_joint: float) -> float:
+    def at_center(self, target: CurvedTarget, theta: Tensor, log_joint: float) -> float:
         """The part of theta (P,) and the log joint there."""
-        if self.validation is None:
+        if self.held_out is None:
             return -log_joint - 0.5 * target.layout.num_params * math.log(2 * math.pi)
-        return self._nll(target, self._whole(theta).unsqueeze(0))
+        losses = self.held_out.losses(self._whole(theta).unsqueeze(0))
+        return float(losses.sum()) / len(losses)
 
-    def of(self, target: LastLayerTarget, theta: Tensor, log_joint: float, covariance: Covariance) -> float:
+    def of(self, target: CurvedTarget, theta: Tensor, log_joint: float, covariance: Covariance) -> float:
         """The whole criterion of N(theta, covariance)."""
-        if self.validation is None:
+        if self.held_out is None:
             return -laplace_evidence(log_joint, covariance)
         return float(self.losses(target, theta, covariance).mean())
 
-    def losses(self, target: LastLayerTarget, theta: Tensor, covariance: Covariance) -> Tensor:
+    def losses(self, target: CurvedTarget, theta: Tensor, covariance: Covariance) -> Tensor:
         """The validation nll of each example under N(theta, covariance), (M,) float64, where there is validation data."""
-        assert self.validation is not None
-        layout = target.layout
-        if self.rows is not None:
-            covariance, layout = WithinRows(covariance, self.rows, target.prior.weight_precision), self.rows.layout
-        return predictive_losses(*self.validation, self._whole(theta) + covariance.unwhiten(self.noise), layout)
+        assert self.held_out is not None
+        if self.lift is not None:
+            covariance = self.lift.covariance(covariance, target.prior)
+        return self.held_out.losses(self._whole(theta) + covariance.unwhiten(self.noise))
 
     def _whole(self, theta: Tensor) -> Tensor:
         """All of theta (P,), of a centre."""
-        return theta if self.rows is None else self.rows.lift(theta)
-
-    def _nll(self, target: LastLayerTarget, theta: Tensor) -> float:
-        """The validation nll of draws theta (S, P)."""
-        assert self.validation is not None
-        return predictive_nll(*self.validation, theta, target.layout if self.rows is None else self.rows.layout)
+        return theta if self.lift is None else self.lift.theta(theta)
 
 
 @dataclass(frozen=True)
@@ -131,11 +111,11 @@ class Candidates:
     """The precisions tried so far, by their logarithm; those that could not be fitted are in `failed`.
 
     Args:
-        start: (P,), the checkpoint's head.
+        start: (P,), the checkpoint's.
         tolerance: estimated error up to which an interpolated criterion is accepted; 0 fits all exactly.
     """
 
-    target: LastLayerTarget
+    target: CurvedTarget
     structure: str
     center: str
     criterion: Criterion
@@ -218,7 +198,7 @@ class Candidates:
     @property
     def _is_exact(self) -> bool:
         """Whether the structure is all of the Hessian: nothing whitens the next mode better."""
-        return bool(registry.load_class("curvature", self.structure).is_exact)
+        return self.target.curvature(self.structure).is_exact
 
     def _keep(self, found: LocalCovariance | None) -> None:
         """Keeps a covariance for the next where that saves work."""
@@ -229,13 +209,11 @@ class Candidates:
         self.known.pop(log_precision, None)
         self.failed.add(log_precision)
 
-    def _target_at(self, log_precision: float) -> LastLayerTarget:
+    def _target_at(self, log_precision: float) -> CurvedTarget:
         """The target under one precision of the weights; a precision that the biases have of their own stays."""
         return self.target.with_prior(self.target.prior.with_weight_precision(math.exp(log_precision)))
 
-    def _centered(
-        self, target: LastLayerTarget, log_precision: float
-    ) -> tuple[Tensor, float, dict[str, Tensor] | None]:
+    def _centered(self, target: CurvedTarget, log_precision: float) -> tuple[Tensor, float, dict[str, Tensor] | None]:
         """The centre (P,), the log joint there, and the Hessian that led to it."""
         if self.center == "checkpoint":
             theta = self.start.to(target.device).double()
@@ -243,7 +221,7 @@ class Candidates:
         hessian = self._nearest_hessian(log_precision)
         theta = self._predicted_mode(target, log_precision)
         if hessian is None:
-            found = covariance_at(target, theta, ROUGH_WHITENING, before=self.before)
+            found = covariance_at(target, theta, target.rough_structure, before=self.before)
             self._keep(found)
             hessian = found.hessian
         tolerance = _MODE_TOLERANCE if self.tolerance > 0 else _EXACT_MODE_TOLERANCE
@@ -251,10 +229,16 @@ class Candidates:
         self._keep(mode.before)
         return mode.theta, mode.log_joint, mode.hessian
 
-    def _predicted_mode(self, target: LastLayerTarget, log_precision: float) -> Tensor:
-        """Where to look for the mode: extrapolated from the nearest two, interpolated from up to four known ones."""
+    def _predicted_mode(self, target: CurvedTarget, log_precision: float) -> Tensor:
+        """Where to look for the mode: extrapolated from the nearest two, interpolated from up to four known ones.
+
+        Where there may be many modes, at the start: what neighbours lead to, under a strong prior say, may be another one, or
+        a saddle.
+        """
+        start = self.start.to(target.device).double()
+        if not target.is_concave:
+            return start
         if not self.known:
-            start = self.start.to(target.device).double()
             both = torch.stack([start, torch.zeros_like(start)])
             return both[target.log_joint(both).argmax()]
         is_inside = min(self.known) < log_precision < max(self.known)
@@ -275,7 +259,8 @@ class Candidates:
         return by_four, abs(by_four - by_three)
 
     def _nearest_hessian(self, log_precision: float) -> dict[str, Tensor] | None:
-        if not self._hessians:
+        """A neighbour's to whiten with; None where its mode may be another, at which a weaker prior leaves H + Lambda indefinite."""
+        if not self._hessians or not self.target.is_concave:
             return None
         return self._hessians[min(self._hessians, key=lambda key: abs(key - log_precision))]
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.prior_candidates import Candidates, Criterion
+from bnncli.inference.prior_candidates import Candidates, Criterion, Lift
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.targets.row_space import RowSpace
+from bnncli.targets.target import CurvedTarget, HeldOut
 
 CRITERIA = ("val", "marglik")
 NUM_DRAWS = 128  # common to all candidates: their noise cancels in comparisons
@@ -51,33 +50,32 @@ class PriorSearch:
 
 
 def search(
-    target: LastLayerTarget,
+    target: CurvedTarget,
     *,
     start: Tensor,
     generator: torch.Generator,
     structure: str = "full",
     center: str = "mode",
     criterion: str = "val",
-    val_features: Tensor | None = None,
-    val_labels: Tensor | None = None,
+    held_out: HeldOut | None = None,
     bounds: tuple[float, float] = (1e-2, 1e5),
     tolerance: float | None = None,
-    rows: RowSpace | None = None,
+    lift: Lift | None = None,
     progress: Progress = SILENT,
 ) -> PriorSearch:
     """The prior precision within bounds that minimises the criterion, to about 5 %.
 
     Args:
         target: the log posterior; its own precision of the weights is ignored, and the biases' where that follows.
-        start: (P,), the checkpoint's head.
+        start: (P,), the checkpoint's.
         generator: of the draws of the predictive.
         structure, center: of the Gaussians compared. The marginal likelihood is the target's own, wherever a Gaussian is
             centred: with marglik it is estimated at the modes, and the fit at the best precision has the centre.
         criterion: val or marglik.
-        val_features, val_labels: (M, D) and (M,), for val.
+        held_out: the validation data, for val.
         bounds: lowest and highest precision of the grid.
         tolerance: of the criterion, in its unit, where it is interpolated; TOLERANCES by default, 0 for none of that.
-        rows: the span of the training features where the target is `rows.target`: validation features may leave it.
+        lift: to all of theta, where the target knows a part of it: validation data may ask for more.
         progress: advanced once a candidate.
 
     Raises:
@@ -86,23 +84,19 @@ def search(
     """
     if criterion not in CRITERIA:
         raise ValueError(f"criterion: expected one of {', '.join(CRITERIA)}; got {criterion!r}")
-    if criterion == "val":
-        if val_features is None or val_labels is None:
-            raise UsageError(
-                "tuning the prior precision on validation data needs a labelled val split",
-                hint="extract one (‹hold_out› val=test:2000), give ‹prior_precision›, or tune by marglik",
-            )
-        validation = (val_features.to(target.device, target.dtype), val_labels.to(target.device))
-    else:
-        validation = None
+    if criterion == "val" and held_out is None:
+        raise UsageError(
+            "tuning the prior precision on validation data needs a labelled val split",
+            hint="extract one (‹hold_out› val=test:2000), give ‹prior_precision›, or tune by marglik",
+        )
     grid = _grid(*bounds)
-    layout = target.layout if rows is None else rows.layout
+    layout = target.layout if lift is None else lift.layout
     noise = standard_normal(NUM_DRAWS, layout.num_params, generator, target.device)
     candidates = Candidates(
         target,
         structure,
         center if criterion == "val" else "mode",
-        Criterion(noise, validation, rows),
+        Criterion(noise, held_out if criterion == "val" else None, lift),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
         progress.task("prior precision", len(grid) + 2 * _HALVINGS + 2),

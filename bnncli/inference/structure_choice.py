@@ -19,7 +19,7 @@ from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.inference.laplace import LaplaceFit
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_candidates import Criterion
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import CurvedTarget
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StructureChoice:
 
 
 def choose_structure(
-    target: LastLayerTarget, fit: LaplaceFit, structures: Sequence[str], *, judge: Criterion
+    target: CurvedTarget, fit: LaplaceFit, structures: Sequence[str], *, judge: Criterion
 ) -> StructureChoice:
     """The structure of lowest validation nll at the fit's centre, or the first that is near it: see first_near_the_best.
 

@@ -13,16 +13,20 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
 from bnncli.shapes import check_shapes
+from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.likelihood import block_logits, draw_blocks, weighted_feature_sums
+from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.stream import FeatureBlocks, Work
-from bnncli.targets.target import ValueWithGradient
+from bnncli.targets.target import Curvature
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -49,6 +53,8 @@ class LastLayerTarget:
     layout: HeadLayout
     prior: Prior
     likelihood_scale: float = 1.0
+    is_concave: ClassVar[bool] = True
+    rough_structure: ClassVar[str] = "kron"
 
     def __post_init__(self) -> None:
         sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, "N"))
@@ -172,6 +178,11 @@ class LastLayerTarget:
 
         return multiply
 
+    def curvature(self, structure: str) -> Curvature:
+        """The file of `curvature` that has this name. Raises UsageError when there is none."""
+        kind: Curvature = registry.load_class("curvature", structure)
+        return kind
+
     def hessian_vector_product(self, theta: Tensor, vectors: Tensor) -> Tensor:
         """The Hessian of -log_joint at theta (P,) times each of vectors (M, P), (M, P) float64."""
         return self.hessian_operator(theta)(vectors)
@@ -190,6 +201,10 @@ class LastLayerTarget:
         other = copy.copy(self)  # what is known of the data is kept: checking them again would be a pass over a file
         object.__setattr__(other, "prior", prior)
         return other
+
+    def held_out(self, features: Tensor, labels: Tensor) -> HeldOutFeatures:
+        """Other features (M, D) with labels (M,), to judge posteriors by."""
+        return HeldOutFeatures(features.to(self.device, self.dtype), labels.to(self.device), self.layout)
 
     def _kept_probabilities(self, theta: Tensor) -> Tensor | None:
         """Probabilities (K, N) under theta (P,); None where they are large, or the device has no memory for them."""

@@ -1,16 +1,19 @@
-"""What a log posterior over theta says of itself: all that samplers, flows, the ELBO and importance weights know of it."""
+"""What a log posterior over theta says of itself: all that samplers, flows, the ELBO and importance weights know of it.
+
+The search for its mode, the Laplace approximation and the search for the prior precision know a little more: CurvedTarget.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from bnncli.theta.layout import ParamLayout
+from bnncli.theta.prior import Prior
 
-ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class LogJoint(Protocol):
@@ -56,18 +59,51 @@ class Target(LogJoint, Protocol):
         """The target as some of its examples tell it, without bias: one of `examples`' tensors, or rows of them."""
 
 
-class ValueWithGradient(torch.autograd.Function):
-    """Lets autograd through a function that computes its own gradient: apply(theta (S, P), value_and_grad) -> (S,)."""
+class Curvature(Protocol):
+    """One structure of a target's H, the Hessian of its summed negative log likelihood, without the prior."""
 
-    @staticmethod
-    def forward(ctx: Any, theta: Tensor, value_and_grad: ValueAndGradient) -> Tensor:
-        """The values; their gradient is kept for backward."""
-        value, gradient = value_and_grad(theta.detach())
-        ctx.save_for_backward(gradient.to(theta.dtype))
-        return value
+    is_exact: bool
+    """Whether this is all of the Hessian, not a part of it or an approximation."""
+    fixed: tuple[str, ...]
+    """Names of the parts that are the same at every theta; with any, `hessian` takes `before`, parts of the same examples."""
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        """The kept gradient times the upstream one."""
-        (gradient,) = ctx.saved_tensors
-        return upstream.to(gradient.dtype).unsqueeze(-1) * gradient, None
+    def hessian(self, target: Any, theta: Tensor) -> dict[str, Tensor]:
+        """H at theta (P,), float64, in parts `hessian.<structure>` or `hessian.<structure>.<part>`, as in posterior files."""
+
+
+class CurvedTarget(Target, Protocol):
+    """A target of which a mode and Gaussians can be found: what it knows of its second derivatives, and its prior.
+
+    A generalised Gauss-Newton matrix may stand wherever the Hessian is spoken of: steps need it positive definite.
+    """
+
+    @property
+    def prior(self) -> Prior:
+        """The part of the log joint that Gaussians add to H, and a search for its precision replaces."""
+
+    @property
+    def is_concave(self) -> bool:
+        """Whether the log joint is concave under every prior: all starts lead to one mode, those of other priors too."""
+
+    @property
+    def rough_structure(self) -> str:
+        """The structure of H that is made in one pass over the data and in little memory, where the full one is large."""
+
+    def with_prior(self, prior: Prior) -> Self:
+        """The same data under another prior."""
+
+    def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Log joint (S,), nats, and its gradient (S, P), for theta (S, P), by products in dtype; the target's by default."""
+
+    def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function (M, P) -> (M, P) float64 that multiplies by the Hessian of -log_joint at theta (P,), the prior's with it."""
+
+    def curvature(self, structure: str) -> Curvature:
+        """How H is made in a structure: in the full one always. Raises UsageError where the target has no such structure."""
+
+
+class HeldOut(Protocol):
+    """Examples that a target does not know, which posteriors over its theta are judged by."""
+
+    def losses(self, theta: Tensor) -> Tensor:
+        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each example's probability."""

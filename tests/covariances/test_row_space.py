@@ -15,10 +15,11 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import WithinRows
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import log_weights
-from bnncli.inference.laplace import fit_gaussian, laplace_evidence, lift_fit, lift_gaussian
+from bnncli.inference.laplace import fit_gaussian, laplace_evidence
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.inference.prior_precision import search
+from bnncli.inference.row_lift import RowLift, lift_fit, lift_gaussian
 from bnncli.logits._head import head_spread
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
@@ -203,17 +204,15 @@ def test_the_search_finds_what_it_finds_over_all_of_theta(case: Case, criterion:
     target = case.target
     rows = RowSpace.of(target.features, case.layout)
     labels = torch.randint(case.layout.num_classes, (40,), generator=seeded(9))
-    found = []
-    for one, inside in ((target, None), (rows.target(target), rows)):
+    held_out, found = target.held_out(normal(40, FEATURES, seed=8), labels), []
+    for one, lift in ((target, None), (rows.target(target), RowLift(rows))):
         start = torch.zeros(one.layout.num_params)
-        val = (normal(40, FEATURES, seed=8), labels)
         # The Cholesky root of all of theta and the lifted one turn the same noise into other draws: the full covariance's
         # val criterion would differ by its noise. The symmetric root of kron is the same in both.
         found.append(
             search(
                 one, start=start, generator=seeded(2), structure="kron" if criterion == "val" else "full",
-                criterion=criterion, val_features=val[0], val_labels=val[1], rows=inside, tolerance=0,
-                bounds=(1e-1, 1e2),
+                criterion=criterion, held_out=held_out, lift=lift, tolerance=0, bounds=(1e-1, 1e2),
             )
         )  # fmt: skip
     whole, lifted = found

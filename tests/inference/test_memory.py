@@ -13,6 +13,7 @@ from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.latent.multiplier import num_params
 from bnncli.machine import devices
+from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
 
@@ -203,3 +204,7 @@ def test_the_advised_number_of_chains_fits_and_one_more_does_not(monkeypatch: py
     memory.require_sampling(layout, device, num_chains=most)
     with pytest.raises(DeviceError, match="chains"):
         memory.require_sampling(layout, device, num_chains=most + 1)
+
+
+def test_a_fit_is_planned_with_the_whitening_that_modes_have() -> None:
+    assert LastLayerTarget.rough_structure == memory._WHITENING

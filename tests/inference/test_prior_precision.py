@@ -13,8 +13,9 @@ from bnncli.curvature import ggn
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.prior_candidates import lagrange_weights, predictive_nll
+from bnncli.inference.prior_candidates import lagrange_weights
 from bnncli.inference.prior_precision import NUM_DRAWS, TOLERANCES, PriorSearch, _parabola_vertex, search
+from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -29,6 +30,10 @@ def make_data(layout: HeadLayout, seed: int, num_examples: int = 40) -> tuple[to
     features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
     labels = (features[:, 0] + torch.randn(num_examples, generator=generator) > 0).long()
     return features, labels
+
+
+def predictive_nll(features: torch.Tensor, labels: torch.Tensor, theta: torch.Tensor, layout: HeadLayout) -> float:
+    return float(HeldOutFeatures(features, labels, layout).losses(theta).mean())
 
 
 def make_target(layout: HeadLayout) -> LastLayerTarget:
@@ -71,7 +76,7 @@ def test_marglik_search_finds_the_maximum_of_the_evidence(structure: str, layout
 def test_val_search_finds_the_lowest_validation_nll(layout: HeadLayout) -> None:
     target, start = make_target(layout), torch.zeros(layout.num_params)
     features, labels = make_data(layout, 1, num_examples=400)
-    found = search(target, start=start, generator=seeded(), val_features=features, val_labels=labels)
+    found = search(target, start=start, generator=seeded(), held_out=target.held_out(features, labels))
     noise = torch.randn(128, layout.num_params, generator=seeded(), dtype=torch.float64)
 
     def loss(log_precision: float) -> float:
@@ -133,7 +138,7 @@ def dense_loss(target: LastLayerTarget, theta: torch.Tensor) -> torch.Tensor:
 def search_both(criterion: str, layout: HeadLayout, **keywords: float) -> PriorSearch:
     features, labels = make_data(layout, 1, num_examples=400)
     target, start = make_target(layout), torch.zeros(layout.num_params)
-    val = {"val_features": features, "val_labels": labels} if criterion == "val" else {}
+    val = {"held_out": target.held_out(features, labels)} if criterion == "val" else {}
     return search(target, start=start, generator=seeded(), criterion=criterion, **val, **keywords)
 
 
@@ -185,7 +190,7 @@ def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, mo
 
     monkeypatch.setattr("bnncli.inference.local_covariance.ggn", counted)
     common = {"start": start, "structure": structure, "center": "checkpoint"}
-    found = search(target, generator=seeded(), val_features=features, val_labels=labels, **common)
+    found = search(target, generator=seeded(), held_out=target.held_out(features, labels), **common)
     # The search's, and that of the fit at the best, of which a Kronecker one makes only the outputs' factor again.
     assert len(calls) == (1 if structure == "kron" else 2)
     noise = torch.randn(NUM_DRAWS, 15, generator=seeded(), dtype=torch.float64)

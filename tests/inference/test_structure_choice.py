@@ -13,7 +13,7 @@ from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.inference import memory
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.local_covariance import covariance_at
-from bnncli.inference.prior_candidates import Criterion, predictive_nll
+from bnncli.inference.prior_candidates import Criterion
 from bnncli.inference.prior_precision import search
 from bnncli.inference.structure_choice import choose_structure, first_near_the_best
 from bnncli.machine.memory import SHARE
@@ -64,11 +64,12 @@ def test_the_losses_are_those_of_each_structure_at_the_same_mode_and_draws() -> 
     target = LastLayerTarget(features, labels, LAYOUT, Prior(2.0))
     fit = fit_gaussian(target, start=torch.zeros(15))
     noise = torch.randn(64, 15, generator=generator, dtype=torch.float64)
-    found = choose_structure(target, fit, ("full", "kron", "diag"), judge=Criterion(noise, (val, val_labels)))
+    held_out = target.held_out(val, val_labels)
+    found = choose_structure(target, fit, ("full", "kron", "diag"), judge=Criterion(noise, held_out))
     for structure in ("full", "kron", "diag"):
         covariance = covariance_at(target, fit.gaussian.mean, structure)[0]
         draws = fit.gaussian.mean + covariance.unwhiten(noise)
-        assert found.nll[structure] == pytest.approx(predictive_nll(val, val_labels, draws, LAYOUT), rel=1e-12)
+        assert found.nll[structure] == pytest.approx(float(held_out.losses(draws).mean()), rel=1e-12)
 
 
 def test_the_search_gives_its_judge() -> None:
@@ -77,7 +78,7 @@ def test_the_search_gives_its_judge() -> None:
     labels = torch.randint(3, (40,), generator=generator)
     target = LastLayerTarget(features, labels, LAYOUT, Prior(2.0))
     start = torch.zeros(15)
-    found = search(target, start=start, generator=generator, val_features=features, val_labels=labels)
+    found = search(target, start=start, generator=generator, held_out=target.held_out(features, labels))
     losses = found.judge.losses(target, found.fit.gaussian.mean, found.fit.gaussian.covariance)
     assert float(losses.mean()) == pytest.approx(dict(found.curve)[found.best], rel=1e-9)
 

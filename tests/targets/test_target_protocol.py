@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_targets import NOISE_SD, Banana, Pair
 from torch import Tensor
 
 from bnncli.covariances.diag import Diag
@@ -19,52 +20,9 @@ from bnncli.inference.importance import diagnose_importance
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.refine import fit_flow
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.targets.target import LogJoint, Target
-from bnncli.theta.layout import ParamLayout, Part, consecutive, parts_to_json
+from bnncli.targets.target import Target
 
-NOISE_SD = 1.5
 ROOM = Path(__file__).parents[2] / "bnncli" / "inference"
-
-
-class Pair:
-    """theta = (a, b)."""
-
-    num_params = 2
-    parts: tuple[Part, ...] = consecutive([("a", (), False), ("b", (), False)])
-
-    def to_json(self) -> list[dict[str, object]]:
-        return parts_to_json(self.parts)
-
-    def to_meta(self) -> dict[str, object]:
-        return {}
-
-
-class Banana:
-    """Examples y_n ~ N(a + b^2, 1.5^2) under a, b ~ N(0, 1): a ridge along a parabola."""
-
-    layout: ParamLayout = Pair()
-    device = torch.device("cpu")
-    dtype = torch.float64
-    is_resident = True
-
-    def __init__(self, values: Tensor, scale: float = 1.0) -> None:
-        self.values, self.scale, self.num_examples = values, scale, len(values)
-
-    def log_joint(self, theta: Tensor) -> Tensor:
-        misfit = (self.values - (theta[:, :1] + theta[:, 1:] ** 2).double()) / NOISE_SD
-        log_likelihood = -0.5 * misfit.square().sum(dim=1) - len(self.values) * math.log(NOISE_SD * math.tau**0.5)
-        return self.scale * log_likelihood - 0.5 * theta.double().square().sum(dim=1) - math.log(math.tau)
-
-    def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = theta.double().unbind(dim=1)
-        pull = self.scale * (self.values - (a + b**2).unsqueeze(1)).sum(dim=1) / NOISE_SD**2
-        return self.log_joint(theta), torch.stack([pull - a, 2 * b * pull - b], dim=1)
-
-    def examples(self, index: Tensor) -> tuple[Tensor, ...]:
-        return (self.values[index],)
-
-    def minibatch(self, *examples: Tensor) -> LogJoint:
-        return Banana(examples[0], self.num_examples / len(examples[0]))
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -174,11 +132,28 @@ def test_refining_on_it_brings_the_elbo_near_the_evidence(batch_size: int) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["dynamics", "elbo", "hmc", "importance", "nuts", "objective", "refine", "trajectory_graph"]
+    "name",
+    [
+        "dynamics",
+        "elbo",
+        "hmc",
+        "importance",
+        "nuts",
+        "objective",
+        "refine",
+        "trajectory_graph",
+        "mode",
+        "laplace",
+        "local_covariance",
+        "prior_candidates",
+        "prior_precision",
+        "structure_choice",
+    ],
 )
 def test_they_know_a_target_by_its_protocol_alone(name: str) -> None:
     tree = ast.parse((ROOM / f"{name}.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     known = {module for module in modules if str(module).startswith(("bnncli.targets", "bnncli.theta"))}
-    assert known <= {"bnncli.targets.target", "bnncli.theta.layout"}
+    protocols = {f"bnncli.{name}" for name in ("targets.own_gradient", "targets.target", "theta.layout", "theta.prior")}
+    assert known <= protocols
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "features"]

@@ -205,8 +205,8 @@ def test_a_search_varies_the_weights_precision_alone(bias_precision: float | Non
     target = make_target(LAYOUTS[0], Prior(1.0, bias_precision))
     start = torch.zeros(target.layout.num_params)
     found = search(
-        target, start=start, generator=seeded(), criterion=criterion, val_features=target.features[:20],
-        val_labels=target.labels[:20], bounds=(0.1, 10.0), tolerance=0,
+        target, start=start, generator=seeded(), criterion=criterion,
+        held_out=target.held_out(target.features[:20], target.labels[:20]), bounds=(0.1, 10.0), tolerance=0,
     )  # fmt: skip
     assert found.fit.gaussian.prior == Prior(found.best, bias_precision)
     if criterion == "marglik":

@@ -10,8 +10,9 @@ from typing import Any
 
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference import memory
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian, lift_fit
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
+from bnncli.inference.row_lift import RowLift, lift_fit
 from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import declaring
@@ -158,6 +159,9 @@ def _fit(
     # A search puts its candidates in the place of the weights' precision.
     weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
     target = train.target(Prior(weight_precision, options.own_bias_precision), run.device)
+    held_out = None
+    if criterion == "val" and val is not None:
+        held_out = target.held_out(val.features(run.device), val.labels(run.device))
     rows = row_space(target) if in_span else None
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
@@ -172,21 +176,19 @@ def _fit(
             progress=run.console,
         )
     else:
-        val_features = val.features(run.device) if val is not None else None
-        val_labels = val.labels(run.device) if val is not None and criterion == "val" else None
         search_at = partial(
             search,
             target,
             center=options.center,
             criterion=criterion,
-            val_features=val_features,
-            val_labels=val_labels,
-            rows=rows,
+            held_out=held_out,
+            lift=None if rows is None else RowLift(rows),
             progress=run.console,
         )
         found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
         if options.structure == "auto" and criterion == "val":
-            found, compared = structure_by_val(run, target, found, search_at)
+            whole = None if rows is None else rows.layout
+            found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
         fit = found.fit
         if found.at_edge:
             run.console.warn(

@@ -14,12 +14,18 @@ from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch
 from bnncli.inference.structure_choice import choose_structure
 from bnncli.machine.memory import budget, bytes_text
 from bnncli.run.session import Run
-from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
+from bnncli.targets.target import CurvedTarget
+from bnncli.theta.layout import MatrixLayout
 
 
 def structure_to_fit(
-    wanted: str, layout: HeadLayout, run: Run, *, num_examples: int, is_search: bool, whole: HeadLayout | None = None
+    wanted: str,
+    layout: MatrixLayout,
+    run: Run,
+    *,
+    num_examples: int,
+    is_search: bool,
+    whole: MatrixLayout | None = None,
 ) -> str:
     """The structure to fit first. Raises DeviceError when it does not fit in memory, naming the largest that does.
 
@@ -40,20 +46,25 @@ def structure_to_fit(
 
 
 def structure_by_val(
-    run: Run, target: LastLayerTarget, found: PriorSearch, search_at: Callable[..., PriorSearch]
+    run: Run,
+    target: CurvedTarget,
+    found: PriorSearch,
+    search_at: Callable[..., PriorSearch],
+    *,
+    layout: MatrixLayout,
+    whole: MatrixLayout | None,
 ) -> tuple[PriorSearch, dict[str, float] | None]:
     """The search of the structure that predicts best on val, and the val NLL of each that is quick; None for a single one.
 
     Args:
         found: of the first structure.
         search_at: searches for the precision of another, from structure, start and generator.
+        layout, whole: as for structure_to_fit.
     """
     gaussian = found.fit.gaussian
-    first, layout = gaussian.covariance.structure, target.layout
-    rows = found.judge.rows
-    whole = None if rows is None else rows.layout
+    first = gaussian.covariance.structure
     quick = memory.automatic_structures(layout, budget(run.device), num_draws=NUM_DRAWS, whole=whole)
-    if rows is not None:  # a diagonal in the basis of the span, say, is none of theta's
+    if whole is not None:  # a diagonal in the basis of the span, say, is none of theta's
         quick = [name for name in quick if registry.declared("curvature", name, "is_same_in_span")]
     others = quick[quick.index(first) :] if first in quick else []
     if len(others) < 2:
@@ -66,7 +77,7 @@ def structure_by_val(
 
 
 def structure_text(
-    run: Run, chosen: str, layout: HeadLayout, *, num_examples: int, is_search: bool, sizes: Mapping[str, Any]
+    run: Run, chosen: str, layout: MatrixLayout, *, num_examples: int, is_search: bool, sizes: Mapping[str, Any]
 ) -> str:
     """That `chosen` was taken in place of what says more of the posterior, what each would cost, and which do not fit."""
     there = budget(run.device)

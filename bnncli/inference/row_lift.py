@@ -1,0 +1,63 @@
+"""Gaussians over theta inside the span of the features, as the Gaussians over all of theta that they stand for.
+
+What lies outside the span has its prior for its posterior: targets/row_space.py says why.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from bnncli.covariances import Covariance
+from bnncli.covariances._row_space import WithinRows
+from bnncli.inference.laplace import LaplaceFit
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.targets.row_space import RowSpace
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
+
+
+@dataclass(frozen=True)
+class RowLift:
+    """From theta inside the span to all of theta, for prior_candidates.Lift.
+
+    Args:
+        rows: the span.
+    """
+
+    rows: RowSpace
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Of all of theta."""
+        return self.rows.layout
+
+    def theta(self, theta: Tensor) -> Tensor:
+        """theta (..., P) with nothing outside the span, from theta inside it."""
+        return self.rows.lift(theta)
+
+    def covariance(self, covariance: Covariance, prior: Prior) -> WithinRows:
+        """The covariance over all of theta: the prior's outside the span."""
+        return WithinRows(covariance, self.rows, prior.weight_precision)
+
+
+def lift_gaussian(gaussian: Gaussian, rows: RowSpace) -> Gaussian:
+    """The Gaussian over all of theta, of one over theta inside the span of the features: outside it is the prior."""
+    covariance = RowLift(rows).covariance(gaussian.covariance, gaussian.require_prior())
+    return Gaussian(rows.lift(gaussian.mean), covariance, rows.layout, gaussian.prior)
+
+
+def lift_fit(fit: LaplaceFit, rows: RowSpace) -> LaplaceFit:
+    """The fit over all of theta, of one of `rows.target`: exact at the mode.
+
+    The evidence is the same: what lies outside the span has its prior for its posterior, and adds nothing. So is the
+    Hessian, in the coordinates of the span. The log joint gains the prior's density outside it, at zero.
+    """
+    gaussian = lift_gaussian(fit.gaussian, rows)
+    constant = 0.5 * rows.num_outside * math.log(gaussian.require_prior().weight_precision / (2 * math.pi))
+    mode = None
+    if fit.mode is not None:
+        mode = replace(fit.mode, theta=gaussian.mean, log_joint=fit.mode.log_joint + constant)
+    return replace(fit, gaussian=gaussian, mode=mode, log_joint=fit.log_joint + constant)

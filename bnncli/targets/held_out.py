@@ -1,0 +1,42 @@
+"""Labelled features that no target has seen, and how well draws of a last layer predict their labels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bnncli.targets.likelihood import block_logits, draw_blocks, row_blocks
+from bnncli.theta.head import HeadLayout
+
+
+@dataclass(frozen=True)
+class HeldOutFeatures:
+    """Features with labels.
+
+    Args:
+        features: (M, D), on the device and in the precision that logits are made in.
+        labels: (M,), there too.
+        layout: how weight and bias lie in theta.
+    """
+
+    features: Tensor
+    labels: Tensor
+    layout: HeadLayout
+
+    def losses(self, theta: Tensor) -> Tensor:
+        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability."""
+        features, layout = self.features, self.layout
+        theta = theta.to(features)
+        losses = torch.empty(features.shape[0], dtype=torch.float64, device=features.device)
+        for rows in row_blocks(features.shape[0], layout.num_outputs * theta.shape[0], features.device):
+            indicators = layout.likelihood.indicators(self.labels[rows], features.dtype).unsqueeze(1)
+            parts = []
+            for block in draw_blocks(theta, layout):
+                logits = block_logits(features[rows], block, layout)
+                label_logits = (logits * indicators).sum(dim=0)
+                parts.append(label_logits - layout.likelihood.log_normalizers_(logits))
+            losses[rows] = math.log(theta.shape[0]) - torch.cat(parts).double().logsumexp(dim=0)
+        return losses

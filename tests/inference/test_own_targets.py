@@ -1,0 +1,206 @@
+"""Mode, Laplace approximation, prior search and choice of structure on targets that are none of ours, against brute force."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from own_targets import NOISE_SD, Banana, TanhTarget
+from torch import Tensor
+from torch.func import vmap
+
+from bnncli.errors import UsageError
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.mode import find_mode
+from bnncli.inference.prior_precision import NUM_DRAWS, search
+from bnncli.inference.structure_choice import choose_structure
+from bnncli.integrators import load_integrator
+from bnncli.theta.prior import Prior
+
+BOUNDS = (0.3, 3.0)
+every_target = pytest.mark.parametrize("name", ["banana", "network"])
+every_structure = pytest.mark.parametrize("structure", ["full", "diag"])
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def network(count: int, seed: int) -> TanhTarget:
+    inputs = torch.randn(count, 2, generator=seeded(seed), dtype=torch.float64)
+    noisy = inputs + 0.2 * torch.randn(count, 2, generator=seeded(seed + 1), dtype=torch.float64)
+    return TanhTarget(inputs, (noisy[:, 0] > 0.3).long() + (noisy[:, 1] > 0).long())
+
+
+def banana(count: int, seed: int, mean: float = -1) -> Banana:
+    values = NOISE_SD * torch.randn(count, generator=seeded(seed), dtype=torch.float64)
+    return Banana(values - values.mean() + mean)
+
+
+def make(name: str) -> tuple[Any, Any, Tensor]:
+    """The target, held-out examples, and a start near a mode."""
+    if name == "banana":
+        return banana(8, 0), banana(30, 1), torch.tensor([-1.0, 0.3], dtype=torch.float64)
+    if name == "two modes":
+        return banana(8, 0, mean=3), None, torch.tensor([1.0, -1.5], dtype=torch.float64)
+    return network(100, 0), network(60, 10), trained()
+
+
+@cache
+def trained() -> Tensor:
+    """Weights of the network from some steps of gradient descent, as training would leave them."""
+    target = network(100, 0)
+    theta = torch.randn(target.layout.num_params, generator=seeded(3), dtype=torch.float64)
+    for _ in range(100):
+        theta = theta + 0.02 * target.log_joint_and_grad(theta[None])[1][0]
+    return theta
+
+
+@cache
+def brute_mode(name: str, precision: float) -> Tensor:
+    """By scipy's BFGS from the same start with autograd's gradients, polished by autograd's exact Hessian."""
+    target, _, start = make(name)
+    target = target.with_prior(Prior(precision))
+
+    def nll(theta: Tensor) -> Tensor:
+        return -target.log_joint(theta[None])[0]
+
+    def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
+        theta = torch.from_numpy(values).requires_grad_()
+        value = nll(theta)
+        return float(value.detach()), torch.autograd.grad(value, theta)[0].numpy()
+
+    rough = scipy.optimize.minimize(loss, start.numpy(), jac=True, method="BFGS", options={"gtol": 1e-4})
+    mode = torch.from_numpy(rough.x)
+    for _ in range(3):
+        gradient = torch.autograd.functional.jacobian(nll, mode)
+        mode = mode - torch.linalg.solve(torch.autograd.functional.hessian(nll, mode), gradient)
+    return mode
+
+
+def brute_precision(name: str, structure: str, precision: float, theta: Tensor) -> Tensor:
+    """H + Lambda by autograd: of the banana the Hessian, of the network J^T (diag(p) - p p^T) J, example by example."""
+    target = make(name)[0].with_prior(Prior(precision))
+    if isinstance(target, Banana):
+        found = torch.autograd.functional.hessian(lambda one: -target.log_joint(one[None])[0], theta)
+    else:
+        found = precision * torch.eye(len(theta), dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian(lambda one: target.layout.logits_of(one, target.inputs), theta)
+        for rows, probs in zip(jacobian, target.layout.logits_of(theta, target.inputs).softmax(dim=1), strict=True):
+            found = found + rows.T @ (probs.diag() - torch.outer(probs, probs)) @ rows
+    return found.diagonal().diag() if structure == "diag" else found
+
+
+def brute_criterion(name: str, structure: str, criterion: str, precision: float) -> float:
+    target, held_out, _ = make(name)
+    mode = brute_mode(name, precision)
+    matrix = brute_precision(name, structure, precision, mode)
+    if criterion == "marglik":
+        value = target.with_prior(Prior(precision)).log_joint(mode[None]).item()
+        return -value - 0.5 * len(mode) * math.log(math.tau) + 0.5 * torch.linalg.slogdet(matrix)[1].item()
+    noise = torch.randn(NUM_DRAWS, len(mode), generator=seeded(), dtype=torch.float64)
+    draws = mode + noise @ torch.linalg.cholesky(torch.linalg.inv(matrix)).T
+    if isinstance(target, Banana):
+        center = (draws[:, 0] + draws[:, 1] ** 2).unsqueeze(1)
+        probs = torch.distributions.Normal(center, NOISE_SD).log_prob(held_out.values).exp()
+    else:
+        logits = vmap(held_out.layout.logits_of, in_dims=(0, None))(draws, held_out.inputs)
+        probs = logits.softmax(dim=2)[:, torch.arange(len(held_out.labels)), held_out.labels]
+    return -float(probs.mean(dim=0).log().mean())
+
+
+@every_target
+def test_its_mode_is_found(name: str) -> None:
+    target, _, start = make(name)
+    mode = find_mode(target, start, tolerance=1e-5)
+    torch.testing.assert_close(mode.theta, brute_mode(name, 1.0), rtol=0, atol=1e-4)
+    assert mode.newton_decrement < 1e-5
+
+
+@every_structure
+@every_target
+def test_its_laplace_approximation_is_that_of_autograd(name: str, structure: str) -> None:
+    target, _, start = make(name)
+    fit = fit_gaussian(target, start=start, structure=structure)
+    expected = brute_precision(name, structure, 1.0, fit.gaussian.mean)
+    scale = fit.gaussian.covariance.unwhiten(torch.eye(len(start), dtype=torch.float64))
+    torch.testing.assert_close(scale.T @ scale, torch.linalg.inv(expected))
+    evidence = -brute_criterion(name, structure, "marglik", 1.0)
+    assert fit.log_marginal_likelihood == pytest.approx(evidence, abs=1e-3)
+
+
+@pytest.mark.parametrize("criterion", ["val", "marglik"])
+@every_structure
+@every_target
+def test_the_search_for_its_prior_is_that_of_fits_from_scratch(name: str, structure: str, criterion: str) -> None:
+    target, held_out, start = make(name)
+    found = search(
+        target, start=start, generator=seeded(), structure=structure, criterion=criterion, held_out=held_out,
+        bounds=BOUNDS, tolerance=0.0,
+    )  # fmt: skip
+    assert len(found.curve) >= 5
+    for precision, value in found.curve:
+        expected = brute_criterion(name, structure, criterion, precision)
+        assert value == pytest.approx(expected, rel=1e-4), precision
+    assert found.best == min(found.curve, key=lambda pair: pair[1])[0]
+    assert found.fit.gaussian.prior == Prior(found.best)
+
+
+def test_under_every_prior_the_mode_is_looked_for_from_the_start_where_there_are_many() -> None:
+    target, _, start = make("two modes")
+    search_all = {"structure": "full", "criterion": "marglik", "bounds": (0.1, 1e3), "tolerance": 0.0}
+    found = search(target, start=start, generator=seeded(), **search_all)
+    assert (
+        brute_mode("two modes", found.curve[0][0])[1] < -1
+    )  # under a strong prior b is zero, a saddle under a weak one
+    assert abs(brute_mode("two modes", found.curve[-1][0])[1]) < 0.01
+    for precision, value in (found.curve[0], found.curve[-1]):
+        assert value == pytest.approx(brute_criterion("two modes", "full", "marglik", precision), rel=1e-4)
+
+
+@every_target
+def test_structures_are_compared_on_its_held_out_examples(name: str) -> None:
+    target, held_out, start = make(name)
+    found = search(target, start=start, generator=seeded(), held_out=held_out, bounds=BOUNDS, tolerance=0.0)
+    at_best = target.with_prior(found.fit.gaussian.require_prior())
+    choice = choose_structure(at_best, found.fit, ("full", "diag"), judge=found.judge)
+    for structure, nll in choice.nll.items():
+        assert nll == pytest.approx(brute_criterion(name, structure, "val", found.best), rel=1e-4)
+    assert set(choice.nll) == {"full", "diag"}
+
+
+def test_the_evidence_beside_a_mode_needs_the_exact_hessian() -> None:
+    for name, is_defined in (("banana", True), ("network", False)):
+        near = brute_mode(name, 1.0) + 0.003
+        fit = fit_gaussian(make(name)[0], start=near, center="checkpoint")
+        assert (fit.log_marginal_likelihood is not None) == is_defined
+        if is_defined:
+            expected = -brute_criterion(name, "full", "marglik", 1.0)
+            assert fit.log_marginal_likelihood == pytest.approx(expected, abs=1e-2)
+
+
+def test_a_structure_that_it_has_not_is_refused() -> None:
+    target, _, start = make("network")
+    with pytest.raises(UsageError, match="expected full or diag, got kron"):
+        fit_gaussian(target, start=start, structure="kron")
+
+
+def test_its_logits_are_those_of_the_linearised_network() -> None:
+    target, held_out, start = make("network")
+    gaussian = fit_gaussian(target, start=start).gaussian
+    features = held_out.inputs[:5]
+    mean, covariance = gaussian.logit_moments(features)
+    rows = torch.autograd.functional.jacobian(lambda one: target.layout.logits_of(one, features), gaussian.mean)
+    sigma = torch.linalg.inv(target.ggn(gaussian.mean) + torch.eye(len(start), dtype=torch.float64))
+    torch.testing.assert_close(mean, target.layout.logits_of(gaussian.mean, features))
+    torch.testing.assert_close(covariance, rows @ sigma @ rows.mT)
+    assert torch.equal(gaussian.logit_marginals(features)[1], gaussian.logits.spread.variance(features))
+    drawn = load_integrator("logit-mc").predict(gaussian, features, num_samples=4000, generator=seeded())
+    noise = torch.randn(4000, 5, 3, generator=seeded(1), dtype=torch.float64)
+    logits = mean + (torch.linalg.cholesky(covariance) @ noise.unsqueeze(3)).squeeze(3)
+    torch.testing.assert_close(drawn.probs.double(), logits.softmax(dim=2).mean(dim=0), rtol=0, atol=0.03)
