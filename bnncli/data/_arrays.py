@@ -50,13 +50,19 @@ class ArrayDataset:
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Inputs and labels of the rows; a run of neighbours is not copied."""
-        first, last = int(rows[0]), int(rows[-1])
-        index = slice(first, last + 1) if bool((rows.diff() == 1).all()) else rows
+        index = places(rows)
         return self.inputs[index], None if self.labels is None else self.labels[index]
 
-    def identity(self, progress: Progress) -> Mapping[str, Tensor]:
-        """The arrays themselves."""
-        return {"x": self.inputs} if self.labels is None else {"x": self.inputs, "y": self.labels}
+    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, Tensor]:
+        """The arrays themselves, and the rows."""
+        found = {"x": self.inputs, "rows": rows}
+        return found if self.labels is None else {**found, "y": self.labels}
+
+
+def places(rows: Tensor) -> slice | Tensor:
+    """What takes rows (n,) out of a tensor: a run of neighbours as a slice, which copies nothing."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if bool((rows.diff() == 1).all()) else rows
 
 
 def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -> ArrayDataset:

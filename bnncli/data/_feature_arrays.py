@@ -7,14 +7,53 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from bnncli.data._arrays import npz_names, read_npz
+from bnncli.data._arrays import npz_names, places, read_npz
 from bnncli.data._labels import check_labels
 from bnncli.errors import DataError
 from bnncli.likelihoods import likelihood_of
+from bnncli.progress import Progress
 
 _FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"
 _EXPECTED = "features_<split> (N, D), labels_<split> (N,), names_<split> (N,), head_weight (K, D), head_bias (K,)"
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureDataset:
+    """Features (rows, D) float32, labels (rows,) int64 or None, and a text for each row in `texts`, or None."""
+
+    features: Tensor
+    labels: Tensor | None
+    texts: np.ndarray | None
+    classes: None = None
+    is_sized: bool = True
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return self.labels is not None
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Of the examples."""
+        return None if self.texts is None else tuple(self.texts.tolist())
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features and labels of the rows; a run of neighbours is not copied."""
+        index = places(rows)
+        return self.features[index], None if self.labels is None else self.labels[index]
+
+    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
+        """The rows, and all that they hold."""
+        features, labels = self.read(rows)
+        texts = None if self.texts is None else self.texts[rows.numpy()]
+        parts = {"features": features, "sample_id": rows, "labels": labels, "names": texts}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -22,17 +61,18 @@ class FeatureArrays:
     """What an npz file of features holds.
 
     Attributes:
-        features: split name to (N, D) float32.
-        labels: split name to (N,) int64; splits without labels are absent.
-        names: split name to (N,) texts; splits whose examples have no names are absent.
+        splits: by name.
         head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or it has no bias.
     """
 
-    features: Mapping[str, np.ndarray]
-    labels: Mapping[str, np.ndarray]
-    names: Mapping[str, np.ndarray]
+    splits: Mapping[str, FeatureDataset]
     head_weight: np.ndarray | None
     head_bias: np.ndarray | None
+
+    @property
+    def num_features(self) -> int:
+        """D, the same of all splits."""
+        return next(iter(self.splits.values())).features.shape[1]
 
 
 def feature_splits(path: Path | str) -> list[str]:
@@ -70,7 +110,7 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
     features = {split: _finite(arrays[f"{_FEATURES}{split}"], f"{_FEATURES}{split}", path) for split in splits}
     _check_shapes(features, head_weight, head_bias, path)
     labels = {
-        split: check_labels(arrays[key], num_rows=len(features[split]), where=f"{path}: {key}").numpy()
+        split: check_labels(arrays[key], num_rows=len(features[split]), where=f"{path}: {key}")
         for split in splits if (key := f"{_LABELS}{split}") in arrays
     }  # fmt: skip
     labels = {split: array for split, array in labels.items() if split not in unlabeled}
@@ -80,7 +120,11 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
         split: _texts(arrays[key], key, len(features[split]), path)
         for split in splits if (key := f"{_NAMES}{split}") in arrays
     }  # fmt: skip
-    return FeatureArrays(features, labels, texts, head_weight, head_bias)
+    found = {
+        split: FeatureDataset(torch.from_numpy(array), labels.get(split), texts.get(split))
+        for split, array in features.items()
+    }
+    return FeatureArrays(found, head_weight, head_bias)
 
 
 def _texts(array: np.ndarray, name: str, num_rows: int, path: Path) -> np.ndarray:
@@ -136,11 +180,11 @@ def _check_shapes(
         raise DataError(f"{path}: head_bias has shape {bias.shape}, expected ({len(weight)},)", path=path)
 
 
-def _check_range(labels: Mapping[str, np.ndarray], num_classes: int, path: Path) -> None:
+def _check_range(labels: Mapping[str, Tensor], num_classes: int, path: Path) -> None:
     for split, array in labels.items():
-        bad = np.flatnonzero(array >= num_classes)
+        bad = np.flatnonzero(array.numpy() >= num_classes)
         if len(bad):
             raise DataError(
-                f"{path}: labels_{split} row {bad[0]} is {array[bad[0]]}, expected 0 to {num_classes - 1}",
+                f"{path}: labels_{split} row {bad[0]} is {int(array[bad[0]])}, expected 0 to {num_classes - 1}",
                 code="bad_labels", path=path,
             )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,4 +49,5 @@ def hold_out(splits: Mapping[str, InputSplit], text: str, *, generator: torch.Ge
     """
     new, old, count = parse_hold_out(text, {name: len(split) for name, split in splits.items()})
     stay, move = hold_out_rows(len(splits[old]), count, generator)
-    return {**splits, old: splits[old].take(stay), new: splits[old].take(move)}
+    kept, moved = (replace(splits[old].take(rows), held_out=text) for rows in (stay, move))
+    return {**splits, old: kept, new: replace(moved, name=new)}

@@ -35,7 +35,7 @@ def _forms() -> str:
     return f"{', '.join(others)} or {last}, each with @N for the first N rows"
 
 
-def load_split(spec: str, *, preprocess: Preprocess | None = None) -> InputSplit:
+def load_split(spec: str, *, name: str = "", preprocess: Preprocess | None = None) -> InputSplit:
     """The split that `KIND:PLACE[@N]` names, its files open or in memory.
 
     A trailing `@N` belongs to the file name where such a file exists.
@@ -60,4 +60,4 @@ def load_split(spec: str, *, preprocess: Preprocess | None = None) -> InputSplit
     if count is not None and not 1 <= count <= len(dataset):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")
     rows = torch.arange(len(dataset) if count is None else count)
-    return InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count)
+    return InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,26 +15,32 @@ from torch.utils import data as torch_data
 
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import BnnError, DataError
-from bnncli.numerics.digests import tensor_digest
+from bnncli.numerics.digests import json_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
 
 
 class Dataset(Protocol):
-    """Stored examples, read by their rows.
+    """Stored examples, read by their rows."""
 
-    Attributes:
-        labels: (rows,) int64, or None without labels and where labels are only known when an example is read.
-        is_labeled: whether `read` returns labels.
-        classes: names in the order of the labels, or None where it has none.
-        is_sized: whether images were resized and cropped by `read`.
-        names: of the examples, such as their files; None where they have none.
-    """
+    @property
+    def labels(self) -> Tensor | None:
+        """(rows,) int64; None without labels, and where they are known only when an example is read."""
 
-    labels: Tensor | None
-    is_labeled: bool
-    classes: tuple[str, ...] | None
-    is_sized: bool
-    names: tuple[str, ...] | None
+    @property
+    def is_labeled(self) -> bool:
+        """Whether `read` returns labels."""
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names in the order of the labels; None where it has none."""
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether images were resized and cropped by `read`."""
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Of the examples, such as their files; None where they have none."""
 
     def __len__(self) -> int:
         """Examples stored."""
@@ -41,8 +48,8 @@ class Dataset(Protocol):
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Inputs (n, ...) as stored and labels (n,) of the rows (n,)."""
 
-    def identity(self, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
-        """Arrays that change when the content does; None where that cannot be told without reading everything."""
+    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
+        """Arrays that change when these rows (n,), or what they hold, do; None where only reading everything would tell."""
 
 
 class Batch(NamedTuple):
@@ -61,6 +68,9 @@ class InputSplit:
         rows: (N,) int64, ascending: the row of each example in the data set, which is its sample id.
         is_labeled: whether batches have labels.
         first_rows: N where the spec asks for the first N rows (@N).
+        name: of the split.
+        is_ood: whether it is out-of-distribution.
+        held_out: the `NEW=OLD:N` that made it or took rows from it, or None.
     """
 
     spec: str
@@ -69,6 +79,9 @@ class InputSplit:
     preprocess: Preprocess
     is_labeled: bool
     first_rows: int | None = None
+    name: str = ""
+    is_ood: bool = False
+    held_out: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.rows) == 0:
@@ -98,14 +111,19 @@ class InputSplit:
         """The split of the examples at these positions (n,), in this order."""
         return replace(self, rows=self.rows[positions])
 
-    def without_labels(self) -> InputSplit:
-        """The same examples, as unlabelled."""
-        return replace(self, is_labeled=False)
+    def as_ood(self) -> InputSplit:
+        """The same examples, as out-of-distribution, which have no labels."""
+        return replace(self, is_labeled=False, is_ood=True)
 
     def content_digest(self, progress: Progress = SILENT) -> str | None:
         """Digest of the stored content and of the choice of rows; None for a data set that cannot tell (py:)."""
-        identity = self.dataset.identity(progress)
-        return None if identity is None else tensor_digest({**identity, "rows": self.rows})
+        identity = self.dataset.identity(self.rows, progress)
+        return None if identity is None else tensor_digest(identity)
+
+    @cached_property
+    def order_digest(self) -> str:
+        """Identity of the examples and their order, as far as it can be told without running user code."""
+        return self.content_digest() or json_sha256([self.spec, self.rows.tolist()])
 
     def batches(self, batch_size: int, *, device: torch.device | str = "cpu", num_workers: int = 0) -> Iterator[Batch]:
         """Batches in order, preprocessed on the device; `num_workers` processes read and decode ahead.

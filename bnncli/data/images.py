@@ -74,15 +74,15 @@ class ImageDataset:
                 )
         return torch.from_numpy(np.stack(arrays)), None if self.labels is None else self.labels[rows]
 
-    def identity(self, progress: Progress) -> Mapping[str, np.ndarray]:
-        """Names and digests of all files, and the mode they are decoded to."""
+    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
+        """Names and digests of all files, the mode they are decoded to, and the rows."""
         hashes = []
         task = progress.task("hash images", len(self))
         for name in self.files:
             with open_regular(self.folder / name) as stream:
                 hashes.append(file_sha256(stream))
             task.advance()
-        return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode])}
+        return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode]), "rows": rows}
 
     def _decode(self, name: str) -> np.ndarray:
         """One image (H, W, C), resized and cropped."""

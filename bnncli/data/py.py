@@ -60,7 +60,7 @@ class TorchDataset:
             labels.append(label)
         return torch.stack(inputs), torch.tensor(labels) if self.is_labeled else None
 
-    def identity(self, progress: Progress) -> None:
+    def identity(self, rows: Tensor, progress: Progress) -> None:
         """None: the content is whatever the user's code returns."""
 
 

@@ -405,6 +405,30 @@ def test_hold_out_moves_each_row_once(tmp_path: Path) -> None:
     assert splits["val"].rows.tolist() == labels_of(splits["val"]) == sorted(labels_of(splits["val"]))
 
 
+def test_rows_held_out_keep_what_their_split_was(tmp_path: Path) -> None:
+    one = load_split(write_npz(tmp_path / "a.npz", x=GREY, y=LABELS), name="far").as_ood()
+    splits = hold_out({"far": one}, "part=far:5", generator=torch.Generator())
+    assert {name: (split.name, split.held_out) for name, split in splits.items()} == {
+        "far": ("far", "part=far:5"), "part": ("part", "part=far:5"),
+    }  # fmt: skip
+    assert all(split.is_ood and split.labels is None and split.spec == one.spec for split in splits.values())
+    assert one.held_out is None
+
+
+def test_ready_features_are_identified_by_the_rows_chosen(tmp_path: Path) -> None:
+    def digest(rows: list[int], **changed: Any) -> str | None:
+        np.savez(tmp_path / "f.npz", **({"features_a": FEATURES, "labels_a": LABELS[:6]} | changed))
+        dataset = read_feature_arrays(tmp_path / "f.npz").splits["a"]
+        spec = f"{tmp_path}/f.npz:features_a"
+        return InputSplit(spec, dataset, torch.tensor(rows), Preprocess(), dataset.is_labeled).content_digest()
+
+    elsewhere = np.where(np.arange(6)[:, None] == 5, 7, FEATURES)
+    assert digest([0, 2]) == digest([0, 2], features_a=elsewhere)
+    names = np.array(list("abcdef"))
+    others = [digest([0, 3]), digest([0, 5], features_a=elsewhere), digest([0, 2], labels_a=LABELS[:6] + 1)]
+    assert len({digest([0, 2]), *others, digest([0, 2], names_a=names), digest([0, 5])}) == 6
+
+
 def test_hold_out_chooses_by_the_seed_and_all_rows_alike() -> None:
     def moved(seed: int) -> torch.Tensor:
         return hold_out_rows(20, 5, torch.Generator().manual_seed(seed))[1]
@@ -450,7 +474,7 @@ def test_the_content_digest_of_images_knows_bytes_and_names(tmp_path: Path) -> N
 
 
 def test_a_split_without_labels_forgets_them(tmp_path: Path) -> None:
-    split = load_split(write_npz(tmp_path / "a.npz", x=GREY, y=LABELS)).without_labels()
+    split = load_split(write_npz(tmp_path / "a.npz", x=GREY, y=LABELS)).as_ood()
     assert split.labels is None
     assert labels_of(split) == []
 
@@ -466,9 +490,9 @@ def test_features_of_ones_own_are_read(tmp_path: Path) -> None:
     }
     np.savez(tmp_path / "f.npz", head_weight=np.ones((3, 3)), head_bias=np.zeros(3), **arrays)
     found = read_feature_arrays(tmp_path / "f.npz")
-    assert set(found.features) == {"train", "ood"}
-    assert set(found.labels) == {"train"}
-    np.testing.assert_array_equal(found.features["ood"], FEATURES[:2])
+    assert set(found.splits) == {"train", "ood"}
+    assert {name for name, dataset in found.splits.items() if dataset.is_labeled} == {"train"}
+    np.testing.assert_array_equal(found.splits["ood"].features, FEATURES[:2])
     assert found.head_weight is not None
     assert found.head_weight.dtype == np.float32
 

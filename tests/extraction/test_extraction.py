@@ -101,7 +101,7 @@ def test_a_network_without_a_head_gives_its_output_as_features(split: InputSplit
 
 
 def test_an_unlabelled_split_gives_no_labels(split: InputSplit) -> None:
-    assert run(Classifier(), split.without_labels()).labels is None
+    assert run(Classifier(), split.as_ood()).labels is None
 
 
 def test_a_single_logit_may_come_without_its_axis(split: InputSplit) -> None:

@@ -28,8 +28,8 @@ from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
 from bnncli.stages.extract_features.network import NetworkFeatures
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
-from bnncli.stages.extract_features.ready_splits import ReadyHead, ReadySplit, open_ready_splits
-from bnncli.stages.extract_features.splits import NamedSplit, model_identity, open_splits, user_sources
+from bnncli.stages.extract_features.ready_splits import ReadyHead, open_ready_splits
+from bnncli.stages.extract_features.splits import model_identity, open_splits, user_sources
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.feature_set import differences
@@ -72,9 +72,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
     network = NetworkFeatures(run, options, splits)
     names = [split.name for split in splits]
     requests = [
-        _request(
-            run, one.name, network.record, _params(run, options, one), user_sources(options, one), len(one.content)
-        )
+        _request(run, one.name, network.record, _params(run, options, one), user_sources(options, one), len(one))
         for one in splits
     ]
     note_changed(run, requests)
@@ -92,15 +90,15 @@ def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
 
 
 def _extract(
-    run: Run, network: NetworkFeatures, split: NamedSplit, names: list[str], heads: dict[str, FeatureSplit]
+    run: Run, network: NetworkFeatures, split: data.InputSplit, names: list[str], heads: dict[str, FeatureSplit]
 ) -> Computed:
     content, preprocess, layer = network.features(split)
     heads[split.name] = _without_rows(content)
     _check_same_head(run, content, names, network.record, network.recipe)
-    return _publishable(run, content, preprocess, layer, split.order_digest, split.source)
+    return _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
 
 
-def _params(run: Run, options: ExtractFeaturesOptions, split: NamedSplit) -> dict[str, Any]:
+def _params(run: Run, options: ExtractFeaturesOptions, split: data.InputSplit) -> dict[str, Any]:
     """What changes the numbers of one split's features."""
     return {
         **model_identity(options),
@@ -112,7 +110,7 @@ def _params(run: Run, options: ExtractFeaturesOptions, split: NamedSplit) -> dic
         "hold_out": split.held_out,
         "seed": run.compute.seed if split.held_out else None,
         "is_ood": split.is_ood,
-        **({} if split.content.first_rows is None else {"first_rows": split.content.first_rows}),
+        **({} if split.first_rows is None else {"first_rows": split.first_rows}),
     }
 
 
@@ -239,13 +237,13 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
         note_unreadable(run, _splits_of_npz(run, Path(str(options.from_npz))), error)
         raise
     if arrays.head_weight is None:
-        head = _head_of_run(run, splits)
+        head = _head_of_run(run, splits, arrays.num_features)
     else:
         head = ReadyHead(arrays.head_weight, arrays.head_bias)
     if head is not None:
         num_classes = likelihood_of(len(head.weight)).num_classes
     else:
-        num_classes = max([2, *(int(labels.max()) + 1 for labels in arrays.labels.values())])
+        num_classes = max([2, *(int(one.labels.max()) + 1 for one in arrays.splits.values() if one.labels is not None)])
     names = [split.name for split in splits]
     requests = []
     for split in splits:
@@ -255,9 +253,9 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
             "seed": run.compute.seed if split.held_out else None,
             "is_ood": split.is_ood,
         }
-        digest = json_sha256([split.content_digest, None if head is None else head.digest, num_classes])
+        digest = json_sha256([split.order_digest, None if head is None else head.digest, num_classes])
         source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
-        requests.append(_request(run, split.name, None, params, [source], len(split.features)))
+        requests.append(_request(run, split.name, None, params, [source], len(split)))
     note_changed(run, requests)
     heads: dict[str, FeatureSplit] = {}
     works = [
@@ -283,7 +281,7 @@ def _splits_of_npz(run: Run, path: Path) -> list[str]:
         ]  # fmt: skip
 
 
-def _head_of_run(run: Run, splits: list[ReadySplit]) -> ReadyHead | None:
+def _head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> ReadyHead | None:
     """The head of the run's other splits, for an npz file that has none; None where they have none.
 
     Raises:
@@ -294,10 +292,9 @@ def _head_of_run(run: Run, splits: list[ReadySplit]) -> ReadyHead | None:
         content = read_features(run.folder.features(name))
         if content.header is None or content.header.weights_digest is not None or content.head_weight is None:
             continue
-        num_features = splits[0].features.shape[1]
         if num_features != content.head_weight.shape[1]:
             raise DataError(
-                f"features_{splits[0].origin} has {num_features} features, the head of split {name!r} of this run "
+                f"{splits[0].spec.rpartition(':')[2]} has {num_features} features, the head of split {name!r} of this run "
                 f"takes {content.head_weight.shape[1]}",
                 code="wrong_head",
                 hint="give features of the same layer of the same network, or another --run-dir",
@@ -310,29 +307,29 @@ def _head_of_run(run: Run, splits: list[ReadySplit]) -> ReadyHead | None:
 def _ready(
     run: Run,
     options: ExtractFeaturesOptions,
-    split: ReadySplit,
+    split: data.InputSplit,
     head: ReadyHead | None,
     num_classes: int,
     names: list[str],
     heads: dict[str, FeatureSplit],
 ) -> Computed:
+    features = split.dataset.read(split.rows)[0].numpy()
     content = FeatureSplit(
         name=split.name,
-        features=split.features.astype(options.dtype, copy=False),
-        labels=split.labels,
-        sample_id=split.sample_id,
+        features=features.astype(options.dtype, copy=False),
+        labels=None if split.labels is None else split.labels.numpy(),
+        sample_id=split.rows.numpy(),
         classes=[str(index) for index in range(num_classes)],
         head_weight=None if head is None else head.weight,
         head_bias=None if head is None else head.bias,
-        check_logits=None if head is None else head.logits(split.features[:CHECK_ROWS]),
+        check_logits=None if head is None else head.logits(features[:CHECK_ROWS]),
         is_ood=split.is_ood,
-        names=encoded_names(None if split.names is None else split.names.tolist()),
+        names=encoded_names(split.names),
     )
     heads[split.name] = _without_rows(content)
     _check_same_head(run, content, names, None, {})
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
-    source = f"{options.from_npz}:features_{split.origin}"
-    return _publishable(run, content, preprocess, None, split.content_digest, source)
+    return _publishable(run, content, preprocess, None, split.order_digest, split.spec)
 
 
 def _finish(run: Run, results: list[Result]) -> Result:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from bnncli.data import InputSplit
 from bnncli.extraction.features import ExtractedBatch, Head
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.network import Network
 from bnncli.run.session import Run
-from bnncli.stages.extract_features.splits import NamedSplit, class_names, model_identity
+from bnncli.stages.extract_features.splits import class_names, model_identity
 from bnncli.storage.feature_set import RECIPE
 from bnncli.storage.features import CHECK_ROWS, FeatureSplit, encoded_names
 
@@ -20,7 +21,7 @@ from bnncli.storage.features import CHECK_ROWS, FeatureSplit, encoded_names
 class NetworkFeatures:
     """The network that was asked for, and the splits that go through it."""
 
-    def __init__(self, run: Run, options: ExtractFeaturesOptions, splits: list[NamedSplit]) -> None:
+    def __init__(self, run: Run, options: ExtractFeaturesOptions, splits: list[InputSplit]) -> None:
         assert options.model is not None
         self.options, self.splits = options, splits
         self.network = Network.of(run, options.model, options.model_arg, options.last_layer)
@@ -50,24 +51,24 @@ class NetworkFeatures:
     @cached_property
     def head(self) -> Head | None:
         """The last linear layer; None for flatten."""
-        return self.network.head(self.splits[0].content)
+        return self.network.head(self.splits[0])
 
     @cached_property
     def classes(self) -> list[str]:
         """Names of the classes; without a head as many as the labels show."""
         if self.head is not None:
             return class_names(self.splits, self.head.layout.num_classes)
-        named = [split for split in self.splits if split.content.classes and not split.is_ood]
+        named = [split for split in self.splits if split.classes and not split.is_ood]
         if named:
-            return class_names(self.splits, len(named[0].content.classes or ()))
-        counts = [_largest_label(split) + 1 for split in self.splits if split.content.is_labeled and not split.is_ood]
+            return class_names(self.splits, len(named[0].classes or ()))
+        counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
-    def features(self, split: NamedSplit) -> tuple[FeatureSplit, dict[str, Any], str | None]:
+    def features(self, split: InputSplit) -> tuple[FeatureSplit, dict[str, Any], str | None]:
         """One split's features, what was done to its inputs, and the name of the last layer."""
         options, head = self.options, self.head
         whole = self.network.features(
-            split.content,
+            split,
             head,
             name=split.name,
             batch_size=options.batch_size,
@@ -79,13 +80,13 @@ class NetworkFeatures:
             name=split.name,
             features=whole.features.numpy(),
             labels=_labels(split, whole),
-            sample_id=split.content.rows.numpy(),
+            sample_id=split.rows.numpy(),
             classes=self.classes,
             head_weight=_numpy(weight),
             head_bias=_numpy(bias),
             check_logits=None if whole.logits is None else whole.logits[:CHECK_ROWS].numpy(),
             is_ood=split.is_ood,
-            names=encoded_names(split.content.names),
+            names=encoded_names(split.names),
         )
         preprocess = {
             "mean": options.mean,
@@ -100,15 +101,15 @@ class NetworkFeatures:
         return content, preprocess, None if head is None else head.name
 
 
-def _largest_label(split: NamedSplit) -> int:
+def _largest_label(split: InputSplit) -> int:
     """The largest label of a split; a pass over the data where labels are known only when read."""
-    if split.content.labels is not None:
-        return int(split.content.labels.max())
-    return max(int(batch.labels.max()) for batch in split.content.batches(512) if batch.labels is not None)
+    if split.labels is not None:
+        return int(split.labels.max())
+    return max(int(batch.labels.max()) for batch in split.batches(512) if batch.labels is not None)
 
 
-def _labels(split: NamedSplit, whole: ExtractedBatch) -> np.ndarray | None:
-    known = split.content.labels if split.content.labels is not None else whole.labels
+def _labels(split: InputSplit, whole: ExtractedBatch) -> np.ndarray | None:
+    known = split.labels if split.labels is not None else whole.labels
     return None if known is None or split.is_ood else known.numpy().astype(np.int64)
 
 
