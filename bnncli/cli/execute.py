@@ -197,8 +197,7 @@ class _Invocation:
             document["action"] = result.action
             document["outputs"], document["inputs"] = result.outputs, result.inputs
             document["seed"] = run.compute.seed
-            device = run.__dict__.get("device")
-            document["device"] = str(device) if device is not None else None
+            document["device"] = run.__dict__.get("device_name")
         if result.metrics:
             document["metrics"] = result.metrics
         return document | result.extra | {"warnings": self.console.warnings, "seconds": round(run.seconds, 3)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,25 @@ from pathlib import Path
 from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import torch
 from bnncli.names import printable
+
+_GPU_FILES = (
+    "nvidia*",
+    "nvhost*",
+    "nvgpu*",
+    "nvmap",
+    "dxg",
+    "kfd",
+)  # in /dev, of any driver that PyTorch computes with
+
+
+def device_name(name: str) -> str:
+    """What resolve_device gives, as text; PyTorch is not imported to tell that a machine has no GPU.
+
+    Raises:
+        UsageError, DeviceError: as resolve_device.
+    """
+    is_told = "torch" in sys.modules or any(any(Path("/dev").glob(pattern)) for pattern in _GPU_FILES)
+    return "cpu" if name == "cpu" or (name == "auto" and not is_told) else str(resolve_device(name))
 
 
 def resolve_device(name: str) -> torch.device:

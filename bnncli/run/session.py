@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bnncli.console import Console
 from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.lazy import torch
+from bnncli.machine.devices import configure_torch, device_name, select_device
+from bnncli.numerics import seeds
+from bnncli.numerics.digests import file_sha256
 from bnncli.options import (
     ComputeOptions,
     InputOptions,
@@ -26,9 +30,6 @@ from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.storage.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,22 @@ class Run:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device to compute on, resolved once; threads and determinism are set with it."""
-        from bnncli.machine.devices import configure_torch, resolve_device, select_device
-
+        """The device to compute on; threads and determinism are set with it."""
         configure_torch(threads=self.compute.threads, deterministic=self.compute.deterministic)
-        device = resolve_device(self.compute.device)
+        device = torch.device(self.device_name)
         select_device(device)
-        if self.compute.device == "auto" and device.type == "cpu":
-            self.console.debug("no GPU found: computing on the CPU")
         return device
+
+    @cached_property
+    def device_name(self) -> str:
+        """The device to compute on, resolved once: cpu, cuda:0, ..."""
+        name = device_name(self.compute.device)
+        if self.compute.device == "auto" and name == "cpu":
+            self.console.debug("no GPU found: computing on the CPU")
+        return name
 
     def environment(self) -> dict[str, Any]:
         """Seed, device and threads, as provenance records them."""
-        import torch
-
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         host = {"host": socket.gethostname()} if self.record.record_host else {}
         return {
@@ -156,9 +159,7 @@ class Run:
 
     def stream(self, name: str) -> torch.Generator:
         """The random stream called `name`, under the user's seed."""
-        from bnncli.numerics.seeds import stream
-
-        return stream(self.compute.seed, name)
+        return seeds.stream(self.compute.seed, name)
 
     def belongs(self, header: Header) -> dict[str, Any] | None:
         """The checkpoint's record, once the artifact is known to come from the checkpoint that was named.
@@ -198,8 +199,6 @@ class Run:
     def _current_weights(self, recorded: dict[str, Any]) -> str:
         """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""
         if not hasattr(self, "_weights"):
-            from bnncli.numerics.digests import file_sha256
-
             path = self.checkpoint_path
             if not path.is_file():
                 raise MissingInput(
