@@ -26,6 +26,7 @@ from bnncli.options import (
     WriteOptions,
 )
 from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
+from bnncli.run.revisions import is_another
 from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
@@ -190,9 +191,11 @@ class Run:
         checkpoint = self.belongs(header)
         try:
             digest = checkpoint["weights_digest"] if checkpoint else None
-            check_fresh(header, weights_digest=digest, remake=self.remake, followed=self.followed)
+            check_fresh(
+                header, is_another=is_another, weights_digest=digest, remake=self.remake, followed=self.followed
+            )
         except DataError as error:
-            if not self.inputs.allow_stale:
+            if not self.inputs.allow_stale or error.code != "stale_input":
                 raise
             self.console.warn(f"{error.message}; used all the same (‹allow_stale›)")
 

@@ -13,7 +13,7 @@ from bnncli.run.session import Result, Run, Table
 from bnncli.storage import resume
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.atomic import temporaries
-from bnncli.storage.freshness import Followed, Stale, refresh_command, staleness
+from bnncli.storage.freshness import Followed, refresh_command, staleness
 
 COMMAND = Command(
     "List the artifacts of a run: fresh, stale, missing or invalid.",
@@ -88,10 +88,10 @@ def _entry(run: Run, path: Path, followed: Followed) -> dict[str, Any]:
         changed = "the checkpoint has changed" if error.code == "wrong_checkpoint" else error.message
         return entry | {"state": "stale", "why": changed}
     weights_digest = record["weights_digest"] if record else None
-    stale = staleness(header, weights_digest=weights_digest, followed=followed)
     try:
-        if stale is None and is_another(header):
-            stale = Stale("made by another revision of the algorithm")
+        stale = staleness(header, is_another=is_another, weights_digest=weights_digest, followed=followed)
+    except NOT_OF_CONTENT:
+        raise
     except BnnError as error:
         return entry | {"state": "invalid", "why": error.message}
     if stale is None:

@@ -1,14 +1,14 @@
 """What to do at an output path: compute, skip, replace or refuse; and whether an artifact is still true.
 
 An artifact is fresh when its parameters, its algorithm revision, its checkpoint and the content of every direct input
-are those recorded in it. Times and paths are never looked at.
+are those recorded in it, and its inputs are fresh. Times and paths are never looked at.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from bnncli.storage.newer_request import newer_request
 from bnncli.storage.provenance import Source, params_hash
 
 _KEEP_BOTH = {"features": ", or ‹run_dir› DIR to keep both", "metrics": ""}  # they have no --name
+_ANOTHER_REVISION = "made by another revision of the algorithm"
 _MARKS = ((0, b"\x89HDF\r\n\x1a\n", b"bnncli_"), (8, b"{", b'"bnncli"'), (0, b"{", b'"bnncli.'))
 _MARK_WINDOW = 1 << 20
 
@@ -137,7 +138,7 @@ def _said(params: Mapping[str, Any], name: str) -> str:
 def _changes(header: Header, algo_rev: int, sources: Sequence[Source], weights_digest: str | None) -> list[str]:
     changes = []
     if header.provenance.get("algo_rev") != algo_rev:
-        changes.append("made by another revision of the algorithm")
+        changes.append(_ANOTHER_REVISION)
     if header.weights_digest != weights_digest:
         changes.append("the checkpoint has changed")
     then = {entry["role"]: entry["content_digest"] for entry in header.inputs}
@@ -162,10 +163,17 @@ class Stale:
 Followed = dict[tuple[Path, str | None], tuple[str | None, Stale | None]]
 
 
-def staleness(header: Header, *, weights_digest: str | None = None, followed: Followed | None = None) -> Stale | None:
+def staleness(
+    header: Header,
+    *,
+    is_another: Callable[[Header], bool],
+    weights_digest: str | None = None,
+    followed: Followed | None = None,
+) -> Stale | None:
     """Why an artifact is stale, or None when it is fresh; its inputs are followed to the end.
 
     Args:
+        is_another: whether an artifact was made by another revision of its algorithm than today's.
         weights_digest: of the checkpoint as it is now; None does not compare.
         followed: what is known of inputs already, added to: artifacts of a run share most of theirs.
     """
@@ -185,18 +193,18 @@ def staleness(header: Header, *, weights_digest: str | None = None, followed: Fo
         if key not in followed:
             try:
                 current = read_header(path)
+                why = staleness(current, is_another=is_another, weights_digest=weights_digest, followed=followed)
             except NOT_OF_CONTENT:
                 raise
             except BnnError as error:
                 return Stale(f"{entry['role']}: {error.message}")
-            why = staleness(current, weights_digest=weights_digest, followed=followed)
             followed[key] = (current.content_digest, why)
         digest, deeper = followed[key]
         if digest != entry["content_digest"]:
             return Stale(f"{entry['role']} ({path.name}) has changed")
         if deeper is not None:
             return Stale(f"{entry['role']} ({path.name}) is stale: {deeper.why}", deeper.maker)
-    return None
+    return Stale(_ANOTHER_REVISION) if is_another(header) else None
 
 
 def _staleness_of_features(header: Header) -> Stale | None:
@@ -230,6 +238,7 @@ UNKNOWN_MAKER = "make it again with the command that made it: its header records
 def check_fresh(
     header: Header,
     *,
+    is_another: Callable[[Header], bool],
     weights_digest: str | None,
     remake: Remake,
     followed: Followed | None = None,
@@ -237,10 +246,10 @@ def check_fresh(
     """Raise DataError when the artifact is stale, with the command that makes it again.
 
     Args:
-        weights_digest, followed: as of staleness.
+        is_another, weights_digest, followed: as of staleness.
         remake: gives that command.
     """
-    stale = staleness(header, weights_digest=weights_digest, followed=followed)
+    stale = staleness(header, is_another=is_another, weights_digest=weights_digest, followed=followed)
     if stale is not None:
         raise DataError(
             f"{header.path} is stale: {stale.why}",

@@ -251,6 +251,9 @@ def test_of_two_at_once_one_computes_and_the_other_waits_or_leaves_and_both_woul
     assert (here["action"], digests(here)) == ("replaced", digests(waited.json))
 
 
+ANOTHER = "made by another revision of the algorithm"
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_status_tells_what_its_command_would_make_anew(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -265,9 +268,28 @@ def test_status_tells_what_its_command_would_make_anew(
     told = cli("status", small_run, "--check", "--json")
     assert told.code == 3
     stale = [entry for entry in told.json["artifacts"] if entry["state"] == "stale"]
-    assert {entry["why"] for entry in stale} == {"made by another revision of the algorithm"}
-    assert {entry["remake"].split()[1] for entry in stale} == {name}
+    assert all(entry["why"].endswith(ANOTHER) for entry in stale)
+    assert {entry["remake"].split()[1] for entry in stale if entry["why"] == ANOTHER} == {name}
     assert ask(cli, small_run, name).json["action"] == "replaced"
+
+
+def test_what_status_calls_stale_is_used_only_where_that_is_allowed(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a newer revision of the algorithm, of a posterior and of the one that it was made from."""
+    monkeypatch.setattr(_revisions, "of_laplace", lambda *_, **__: 99)
+    entries = [one for one in cli("status", small_run, "--json").json["artifacts"] if "posteriors" in one["name"]]
+    assert {one["state"] for one in entries} == {"fresh", "stale"}
+    for entry in entries:
+        words = ("predict", small_run, "--posterior", entry["path"], "--name", "again", "--force", "--json")
+        done = cli(*words)
+        assert done.code == {"fresh": 0, "stale": 65}[entry["state"]], done.stderr
+        if done.code:
+            error = done.json["error"]
+            assert (error["code"], error["message"]) == ("stale_input", f"{entry['path']} is stale: {entry['why']}")
+            assert error["hint"] == entry["remake"]
+            allowed = cli(*words, "--allow-stale")
+            assert (allowed.code, entry["why"] in allowed.json["warnings"][0]) == (0, True)
 
 
 def test_a_header_that_no_command_writes_is_told_by_status(cli: Cli, small_run: Path) -> None:

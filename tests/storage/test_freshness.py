@@ -134,37 +134,59 @@ def test_an_output_that_is_an_input_is_refused_by_any_path(tmp_path: Path, way: 
     assert caught.value.exit == 2
 
 
+def never(header: Header) -> bool:
+    return False
+
+
 def test_a_chain_is_fresh_until_its_first_input_changes(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name / "x" for name in "abc")
     make(first)
     make(second, inputs=(first,))
     header = make(third, inputs=(second,))
-    assert staleness(header, weights_digest="w") is None
+    assert staleness(header, is_another=never, weights_digest="w") is None
     make(first, value=1)
-    assert "stale: input0 (x) has changed" in str(staleness(header, weights_digest="w"))
+    assert "stale: input0 (x) has changed" in str(staleness(header, is_another=never, weights_digest="w"))
     first.unlink()
-    assert "is missing" in str(staleness(header, weights_digest="w"))
+    assert "is missing" in str(staleness(header, is_another=never, weights_digest="w"))
+
+
+def test_a_chain_is_stale_where_an_algorithm_has_changed(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name / "x" for name in "abc")
+    make(first)
+    make(second, inputs=(first,))
+    header, followed = make(third, inputs=(second,)), {}
+    why = "made by another revision of the algorithm"
+    assert staleness(header, is_another=lambda header: header.path.samefile(third)) == Stale(why)
+    assert staleness(header, is_another=lambda header: header.path.samefile(first), followed=followed) == Stale(
+        f"input0 (x) is stale: input0 (x) is stale: {why}"
+    )
+    assert {path: stale for (path, _), (_, stale) in followed.items()}[first] == Stale(why)
 
 
 def test_moving_a_run_does_not_make_it_stale(tmp_path: Path) -> None:
     make(tmp_path / "run" / "a" / "x")
     make(tmp_path / "run" / "b" / "x", inputs=(tmp_path / "run" / "a" / "x",))
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    assert staleness(read_header(tmp_path / "moved" / "b" / "x"), weights_digest="w") is None
+    assert staleness(read_header(tmp_path / "moved" / "b" / "x"), is_another=never, weights_digest="w") is None
 
 
 def test_another_checkpoint_makes_it_stale(tmp_path: Path) -> None:
     header = make(tmp_path / "x")
-    assert staleness(header, weights_digest="other") == Stale("the checkpoint has changed")
+    assert staleness(header, is_another=never, weights_digest="other") == Stale("the checkpoint has changed")
 
 
 def test_a_stale_input_is_refused_with_the_command_that_makes_it_again(tmp_path: Path) -> None:
     make(tmp_path / "up")
     header = make(tmp_path / "it's", inputs=(tmp_path / "up",))
-    check_fresh(header, weights_digest="w", remake=lambda header, *, force=False: "bnncli x")
+    check_fresh(header, is_another=never, weights_digest="w", remake=lambda header, *, force=False: "bnncli x")
     make(tmp_path / "up", value=1)
     for command, hint in (("bnncli x", "bnncli x"), (None, UNKNOWN_MAKER)):
         with pytest.raises(DataError, match="is stale: input0") as caught:
-            check_fresh(header, weights_digest="w", remake=lambda header, *, force=False, command=command: command)
+            check_fresh(
+                header,
+                is_another=never,
+                weights_digest="w",
+                remake=lambda header, *, force=False, command=command: command,
+            )
         assert (caught.value.exit, caught.value.code) == (65, "stale_input")
         assert caught.value.hint == hint
