@@ -62,7 +62,7 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
 
     Raises:
         MissingInput: no such file.
-        DataError: truncated, duplicate names, wrong digest, values that are not finite.
+        DataError: truncated, duplicate names, wrong digest, values that are not finite, two priors.
     """
     import torch
     from safetensors import SafetensorError
@@ -87,7 +87,21 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DataError(f"{path}: {name!r} has values that are not finite", code="not_finite", path=path)
+    _check_prior(path, tensors, header)
     return tensors, header
+
+
+def _check_prior(path: Path, tensors: Mapping[str, Tensor], header: Header) -> None:
+    """Pass where the header and the tensors say the same prior, or none: commands read the one or the other."""
+    from bnncli.theta.prior import Prior
+
+    try:
+        stated, stored = Prior.from_meta(header.meta), Prior.found_in(tensors)
+    except (ValueError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged: {error}", code="damaged", hint="make it again", path=path) from None
+    if stated != stored and not (stated and stored and stated.is_close(stored)):
+        message = f"its header says prior precision {stated or 'none'} and its tensors {stored or 'none'}"
+        raise DataError(f"{path} is damaged: {message}", code="damaged", hint="make it again", path=path)
 
 
 def read_posterior_header(path: Path) -> Header:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,18 @@ from bnncli.errors import DataError
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.posteriors import read_posterior, tensor_shapes, write_posterior
 from bnncli.storage.provenance import build_provenance
+from bnncli.theta.prior import Prior
 
 TENSORS = {"mean": torch.arange(6, dtype=torch.float64), "half": torch.ones(2, 3).half(), "n": torch.tensor([3])}
 META = {"type": "point", "note": "é"}
 
 
-def write(path: Path, tensors: dict[str, Tensor] = TENSORS) -> str:
+def write(path: Path, tensors: dict[str, Tensor] = TENSORS, meta: dict[str, Any] = META) -> str:
     provenance = build_provenance(
         path, command=["bnncli", "x"], params={}, algo_rev=1, inputs=[], checkpoint=None,
         environment={}, seconds=0.0, warnings=[],
     )  # fmt: skip
-    return write_posterior(path, tensors, meta=META, provenance=provenance, may_replace=True)
+    return write_posterior(path, tensors, meta=meta, provenance=provenance, may_replace=True)
 
 
 @pytest.fixture
@@ -97,6 +99,41 @@ def test_the_mode_follows_the_umask(tmp_path: Path) -> None:
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "x", {"mean": torch.tensor([1.0, float("nan")])})
     with pytest.raises(DataError, match="'mean' has values that are not finite"):
+        read_posterior(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("stated", "stored"),
+    [
+        (Prior(5.0), None),
+        (None, Prior(5.0)),
+        (Prior(5.0), Prior(5.1)),
+        (Prior(5.0, 2.0), Prior(5.0)),
+        (Prior(5.0), Prior(5.0, 2.0)),
+        (Prior(5.0, 2.0), Prior(5.0, 2.0)),
+        (Prior(5.0), Prior(5.0)),
+        (None, None),
+    ],
+)
+def test_a_prior_that_the_header_and_the_tensors_do_not_share_is_refused(
+    tmp_path: Path, stated: Prior | None, stored: Prior | None
+) -> None:
+    tensors, meta = (stored.to_tensors() if stored else {}), (stated.to_meta() if stated else {})
+    write(tmp_path / "x", TENSORS | tensors, META | meta)
+    if stated == stored:
+        assert Prior.found_in(read_posterior(tmp_path / "x")[0]) == stored
+        return
+    with pytest.raises(
+        DataError, match=re.escape(f"precision {stated or 'none'} and its tensors {stored or 'none'}")
+    ) as told:
+        read_posterior(tmp_path / "x")
+    assert (told.value.code, told.value.hint) == ("damaged", "make it again")
+
+
+@pytest.mark.parametrize("meta", [{"prior_precision": -1}, {"prior_precision": "5"}, {"prior_precision": True}])
+def test_a_header_whose_prior_is_none_is_refused(tmp_path: Path, meta: dict[str, Any]) -> None:
+    write(tmp_path / "x", TENSORS | Prior(5.0).to_tensors(), META | meta)
+    with pytest.raises(DataError, match=r"x is damaged: (weight|prior)_precision must be"):
         read_posterior(tmp_path / "x")
 
 
