@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from bnncli.errors import UsageError
 
 _PACKAGE = Path(__file__).parent
+_PLAIN_BASES = ("Generic[", "nn.")  # of classes: nothing that a command decides by is inherited from these
 _GROUPS = {"stages": "bnncli.commands"}  # of the others: bnncli. and the folder
 # What a part must have, of its module or, with a dot, of the class that has its name.
 _NEEDS = {
@@ -87,6 +88,29 @@ def declared(family: str, name: str, attribute: str) -> Any:
         why = f"it declares no {attribute}: expected `{attribute}: ClassVar[...] = ...` in its class"
         raise broken(family, name, why)
     return ast.literal_eval(found[attribute])
+
+
+def declaration_of(family: str, name: str, attribute: str) -> ast.expr | None:
+    """What a part's class gives an annotated attribute, as its file has it; None where it is not there."""
+    return _attributes(family, name).get(attribute)
+
+
+@cache
+def has_attribute(family: str, name: str, attribute: str) -> bool:
+    """Whether a part's class has a method or a property of this name; it is imported only where its bases decide.
+
+    Raises:
+        UsageError: there is no such part.
+    """
+    check_name(family, name, option=family)
+    tree = ast.parse(source_of(family, name).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == _class_name(name):
+            if attribute in {one.name for one in node.body if isinstance(one, ast.FunctionDef)}:
+                return True
+            if all(ast.unparse(base).startswith(_PLAIN_BASES) for base in node.bases):
+                return False
+    return hasattr(load_class(family, name), attribute)
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bnncli.flows._affine_sizes import num_elements
 from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
@@ -100,7 +101,7 @@ def _check_span(gpu: Gpu, ledger: Ledger, layout: HeadLayout) -> None:
 def _check_flow(gpu: Gpu, ledger: Ledger, layout: HeadLayout, scale: str) -> None:
     target = head_target(layout, EXAMPLES, gpu.device)
     base = head_gaussian(target, "diag")
-    num_layer_params = Affine.recipe.length * Affine.num_elements(layout, scale)
+    num_layer_params = Affine.recipe.length * num_elements(layout, scale)
     expected = memory.training_bytes(layout, num_layer_params=num_layer_params, num_draws=Affine.recipe.num_draws)
 
     def work() -> Any:

@@ -197,7 +197,7 @@ class _Invocation:
             document["action"] = result.action
             document["outputs"], document["inputs"] = result.outputs, result.inputs
             document["seed"] = run.compute.seed
-            document["device"] = run.__dict__.get("device_name")
+            document["device"] = run.device_name if run.has_device else run.__dict__.get("device_name")
         if result.metrics:
             document["metrics"] = result.metrics
         return document | result.extra | {"warnings": self.console.warnings, "seconds": round(run.seconds, 3)}

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation.rank_statistics import RankStatistics, rank_statistics
+from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GOOD_RHAT = 1.05  # above it the chains do not agree well enough to be quoted
 STUCK_ACCEPTANCE = 0.05  # a chain that accepts less of its moves has not sampled anything
@@ -26,7 +28,6 @@ MIN_DRAWS = 4  # per chain: fewer cannot be split into halves that have a varian
 _READ_VALUES = 1 << 25  # of draws taken at a time from an array that may lie on disk, and may not fit in memory
 # Judged at a time: on a CPU the sorts stay in cache; a GPU wants few, large kernels (25 copies in float64, 0.8 GiB).
 _WORK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 22}
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class Convergence:
     undefined: str | None = None
 
 
-def convergence(draws: NDArray, *, device: torch.device = CPU, progress: Progress = SILENT) -> Convergence:
+def convergence(draws: NDArray, *, device: torch.device | None = None, progress: Progress = SILENT) -> Convergence:
     """The worst R-hat and smallest bulk and tail ESS over the last axis of draws.
 
     Any quantity with a chain and a draw axis can be judged: parameters, log probabilities of held-out labels.
 
     Args:
         draws: (C, T, P): C chains, T draws each; may be memory-mapped, it is read some parameters at a time.
-        device: where they are judged, in float64; on the CPU where it has no memory left. The numbers are the same up to
-            rounding.
+        device: where they are judged, in float64: the CPU unless told, and where it has no memory left. The numbers are the
+            same up to rounding.
         progress: advances once per parameter.
 
     Raises:
@@ -75,7 +76,7 @@ def convergence_of(
     quantities: Callable[[slice, torch.device], Tensor],
     shape: tuple[int, ...],
     *,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
     progress: Progress = SILENT,
 ) -> Convergence:
     """The same for quantities that are made a block at a time.
@@ -83,7 +84,7 @@ def convergence_of(
     Args:
         quantities: the draws (C, T, m) of those in a slice, on the device that it is told.
         shape: (C, T, M), of all of them.
-        device: where they are judged, fewer at a time or on the CPU in the end where it has no memory left.
+        device: where they are judged, the CPU unless told; fewer at a time or on the CPU in the end where it has no memory left.
         progress: advances once per quantity.
     """
     num_chains, num_draws, num_params = shape
@@ -95,7 +96,7 @@ def convergence_of(
     task = progress.task("convergence", num_params)
     found: list[RankStatistics] = []
     stuck: list[int] = []
-    for begin, look in _looks(quantities, shape, device):
+    for begin, look in _looks(quantities, shape, device or torch.device("cpu")):
         stuck += [begin + index for index in look.stuck]
         found += look.statistics
         task.advance(look.size)
@@ -146,7 +147,7 @@ def _looks(
         torch.cuda.empty_cache()  # only now are the tensors of the failed block free
         size = min(size, num_params - begin) // 2
         if size * num_values < _WORK_VALUES["cpu"]:
-            size, device = whole, CPU
+            size, device = whole, torch.device("cpu")
 
 
 def _look(draws: Tensor) -> _Look:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bnncli.evaluation.convergence import CPU, Convergence, convergence_of
+from bnncli.evaluation.convergence import Convergence, convergence_of
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.likelihood import block_logits
 from bnncli.theta.head import HeadLayout
@@ -23,7 +23,7 @@ def held_out_convergence(
     labels: Tensor,
     *,
     layout: HeadLayout,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
     progress: Progress = SILENT,
 ) -> Convergence:
     """The worst R-hat and smallest ESS of log p(y | x, theta) over the examples.

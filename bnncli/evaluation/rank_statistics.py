@@ -8,10 +8,12 @@ Only the mean over the chains of their autocovariances is needed, so one inverse
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TAILS = (0.05, 0.95)
 

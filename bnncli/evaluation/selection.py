@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 THRESHOLD = 0.5
 MAX_INPUTS = 1000  # of which a list is given

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
-from bnncli.options.refine import RANK
+from bnncli.options.parts import Setting, class_attribute, declaration
 from bnncli.theta.layout import ParamLayout
 
 if TYPE_CHECKING:
@@ -91,14 +91,56 @@ def build_layers(
     Raises:
         UsageError: when there is no such kind, or it does not take a setting.
     """
-    load = registry.load_class("flows", kind)
     given = {name: value for name, value in settings.items() if value is not None}
-    for name in given:
-        if name not in load.settings:
-            takers = [flow for flow in registry.names("flows") if name in registry.load_class("flows", flow).settings]
-            raise UsageError(f"‹{name}›: {kind} layers have none; flows that take it: {', '.join(takers)}")
+    check_taken(kind, given)
+    load = registry.load_class("flows", kind)
     places = [{"index": index} if "index" in load.settings else {} for index in range(length)]
     return tuple(load(layout, generator, **given, **place) for place in places)
+
+
+def check_taken(kind: str, given: Iterable[str]) -> None:
+    """Pass when layers of this kind take the settings of these names. Raises UsageError otherwise, or for no such kind."""
+    for name in given:
+        if name not in class_attribute("flows", kind, "settings"):
+            takers = [flow for flow in registry.names("flows") if name in class_attribute("flows", flow, "settings")]
+            raise UsageError(f"‹{name}›: {kind} layers have none; flows that take it: {', '.join(takers)}")
+
+
+def resolved_settings(kind: str, layout: ParamLayout, **settings: Any) -> dict[str, Any]:
+    """The settings that all layers of this kind would have, as `settings_of` gives those of one that is built.
+
+    Args:
+        settings: those that were given; one of None is left to the kind.
+
+    Raises:
+        UsageError: when there is no such kind, it does not take a setting, or not this value.
+    """
+    check_taken(kind, settings)
+    return resolve(declaration("flows", kind, "SETTINGS") or {}, layout, **settings)
+
+
+def resolve(declared: Mapping[str, Setting], layout: ParamLayout, **given: Any) -> dict[str, Any]:
+    """A value for each setting that a kind declares: the given one, or its default; None for one that has no place here.
+
+    Raises:
+        UsageError: a value that is given where the setting has no place, or beyond what theta bounds it by.
+    """
+    found: dict[str, Any] = {}
+    for name, setting in declared.items():
+        value = given.get(name)
+        other, needed = setting.only_with or (None, None)
+        if other is not None and found[other] != needed:
+            if value is not None:
+                raise UsageError(f"‹{name}›: ‹{other}› {found[other]} has none; give ‹{other}› {needed}")
+            found[name] = None
+            continue
+        most = getattr(layout, setting.at_most) if setting.at_most else None
+        if value is None:
+            value = setting.default if most is None else min(setting.default, most)
+        if most is not None and not 1 <= value <= most:
+            raise UsageError(f"‹{name}›: expected 1 to {most}, the number of parameters; got {value}")
+        found[name] = value
+    return found
 
 
 def push(layers: Sequence[FlowLayer], z: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +158,7 @@ def push(layers: Sequence[FlowLayer], z: Tensor) -> tuple[Tensor, Tensor]:
 
 def choose_recipe(kind: str, **choices: Any) -> Recipe:
     """How layers of this kind are trained; a choice of None is left to the kind. Raises UsageError for no such kind."""
-    own: Recipe = registry.load_class("flows", kind).recipe
+    own: Recipe = class_attribute("flows", kind, "recipe")
     return own._replace(**{name: value for name, value in choices.items() if value is not None})
 
 
@@ -127,24 +169,15 @@ def settings_of(layer: FlowLayer) -> dict[str, Any]:
 
 def choose_space(kind: str, space: str) -> str:
     """Where layers of this kind act: `space`, or their own choice for auto. Raises UsageError when they cannot."""
-    load = registry.load_class("flows", kind)
+    spaces = class_attribute("flows", kind, "spaces")
     if space == "auto":
-        return str(load.spaces[0])
-    if space not in load.spaces:
+        return str(spaces[0])
+    if space not in spaces:
         raise UsageError(
-            f"‹space›: {kind} layers act in {' or '.join(load.spaces)} space; got {space!r}",
-            hint=getattr(load, "spaces_reason", None),
+            f"‹space›: {kind} layers act in {' or '.join(spaces)} space; got {space!r}",
+            hint=class_attribute("flows", kind, "spaces_reason"),
         )
     return space
-
-
-def choose_rank(rank: int | None, layout: ParamLayout) -> int:
-    """`rank`, or the default where it is None. Raises UsageError when theta has fewer coordinates."""
-    if rank is None:
-        return min(RANK.default, layout.num_params)
-    if not 1 <= rank <= layout.num_params:
-        raise UsageError(f"‹rank›: expected 1 to {layout.num_params}, the number of parameters; got {rank}")
-    return rank
 
 
 def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:

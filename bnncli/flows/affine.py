@@ -13,8 +13,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.errors import UsageError
-from bnncli.flows import SPACES, Recipe, choose_rank, tensors_of, zeros
+from bnncli.flows import SPACES, Recipe, resolve, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
 from bnncli.options.parts import Setting
 from bnncli.options.refine import RANK
@@ -28,7 +27,7 @@ SETTINGS = {
         is_closed=True,
         place=30,
     ),
-    "rank": RANK.of(when="with scale low-rank"),
+    "rank": RANK.of(only_with=("scale", "low-rank")),
 }
 
 
@@ -74,29 +73,17 @@ class Affine(nn.Module):
     ) -> None:
         super().__init__()
         self.layout, self.scale = layout, scale
+        self.rank: int | None = resolve(SETTINGS, layout, scale=scale, rank=rank)["rank"]
         self.shift = zeros(layout.num_params, generator=generator)
         self.log_scale = zeros(layout.num_params, generator=generator)
-        self.rank: int | None = None
-        if scale == "low-rank":
-            self.rank = choose_rank(rank, layout)
+        if self.rank is not None:
             self.basis = reflection_vectors(layout.num_params, self.rank, generator)
             self.core = zeros(self.rank, self.rank, generator=generator)
         else:
-            if rank is not None:
-                raise UsageError(f"‹rank›: ‹scale› {scale} has none; give ‹scale› low-rank")
             num_columns = layout.num_features + layout.has_bias
             blocks = (layout.num_outputs,) if scale == "block" else ()
             self.feature_factor = zeros(*blocks, num_columns, num_columns, generator=generator)
             self.output_factor = zeros(layout.num_outputs, layout.num_outputs, generator=generator)
-
-    @staticmethod
-    def num_elements(layout: MatrixLayout, scale: str) -> int:
-        """Numbers in one layer, of the default rank where there is one."""
-        columns, outputs, size = layout.num_features + layout.has_bias, layout.num_outputs, layout.num_params
-        if scale == "low-rank":
-            rank = choose_rank(None, layout)
-            return 2 * size + rank * size + rank**2
-        return 2 * size + columns**2 * (outputs if scale == "block" else 1) + outputs**2
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The image of z (S, P) and log|det J|, the same number for all, (S,)."""

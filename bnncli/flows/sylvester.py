@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bnncli.flows import ALL_DATA, SPACES, Recipe, choose_rank, tensors_of, zeros
+from bnncli.flows import ALL_DATA, SPACES, Recipe, resolve, tensors_of, zeros
 from bnncli.flows._orthonormal import orthonormal_columns, reflection_vectors
 from bnncli.options.refine import RANK
 from bnncli.theta.layout import ParamLayout
@@ -49,7 +49,7 @@ class Sylvester(nn.Module):
 
     def __init__(self, layout: ParamLayout, generator: torch.Generator, *, rank: int | None = None) -> None:
         super().__init__()
-        self.rank = choose_rank(rank, layout)
+        self.rank: int = resolve(SETTINGS, layout, rank=rank)["rank"]
         self.basis = reflection_vectors(layout.num_params, self.rank, generator)
         self.outer = zeros(self.rank, self.rank, generator=generator)
         self.inner = zeros(self.rank, self.rank, generator=generator)

@@ -10,6 +10,7 @@ from bnncli import registry
 from bnncli.theta.layout import MatrixLayout
 
 SEARCH_FITS, SEARCH_MODES = 10, 16  # of a search for the prior precision: Hessians that are made, modes that are found
+NUM_DRAWS = 128  # of each candidate, common to all: their noise cancels in comparisons
 _PRODUCTS = 3e10  # operations a second of products over the examples, float32
 _FACTORS = 1.2e10  # of float64 factors
 _MODE_SECONDS = 1e-7  # for each example and parameter

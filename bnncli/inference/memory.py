@@ -119,7 +119,7 @@ def structures() -> list[str]:
     return registry.in_order("curvature")
 
 
-def require_fit(structure: str, layout: MatrixLayout, device: torch.device, **sizes: Any) -> None:
+def require_fit(structure: str, layout: MatrixLayout, device: torch.device | str, **sizes: Any) -> None:
     """Pass when the structure can be fitted. Raises DeviceError, naming the largest that can, otherwise."""
     there = budget(device)
     fitting = [name for name in structures() if fit_bytes(name, layout, **sizes) <= there]
@@ -131,7 +131,7 @@ def require_fit(structure: str, layout: MatrixLayout, device: torch.device, **si
 
 
 def require_sampling(
-    layout: MatrixLayout, device: torch.device, *, num_chains: int, whole: MatrixLayout | None = None
+    layout: MatrixLayout, device: torch.device | str, *, num_chains: int, whole: MatrixLayout | None = None
 ) -> None:
     """Pass when the chains have room. Raises DeviceError, naming how many do, otherwise."""
     there = budget(device)
@@ -144,7 +144,7 @@ def require_sampling(
 
 
 def require_refinement(
-    structure: str, layout: MatrixLayout, device: torch.device, *, training: int = 0, **sizes: Any
+    structure: str, layout: MatrixLayout, device: torch.device | str, *, training: int = 0, **sizes: Any
 ) -> None:
     """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise.
 
@@ -177,7 +177,7 @@ def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
 
 
 def require_draws(
-    num_params: int, device: torch.device, *, num_used: int, num_stored: int = 0, option: str | None = None
+    num_params: int, device: torch.device | str, *, num_used: int, num_stored: int = 0, option: str | None = None
 ) -> None:
     """Pass when draws of theta have room on the device, and stored ones on the CPU, where they are read.
 
@@ -190,8 +190,8 @@ def require_draws(
     """
     what = f"{num_stored or num_used} draws of {num_params} parameters"
     fewer = "make fewer draws: hmc with fewer ‹chains› or ‹draws›" if num_stored else None
-    if device.type != "cpu":
-        require(4 * num_stored * num_params, torch.device("cpu"), what=f"reading {what}", hint=fewer)
+    if str(device) != "cpu":
+        require(4 * num_stored * num_params, "cpu", what=f"reading {what}", hint=fewer)
 
     def needed(count: int) -> int:
         return drawn_bytes(num_params, num_used=count, num_stored=num_stored)
@@ -200,7 +200,9 @@ def require_draws(
     require(needed(num_used), device, what=what, hint=f"use at most {option} {most}" if most else fewer)
 
 
-def require_latent(layout: NetworkLayout, device: torch.device, *, num_repeats: int, hint: str, **sizes: int) -> None:
+def require_latent(
+    layout: NetworkLayout, device: torch.device | str, *, num_repeats: int, hint: str, **sizes: int
+) -> None:
     """Pass when a latent binary fit has room; sizes as for latent_bytes. Raises DeviceError with the hint otherwise."""
     there = budget(device)
     one, more = (latent_bytes(layout, num_repeats=count, **sizes) for count in (1, 2))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import UsageError
+from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_candidates import Candidates, Criterion, Lift
 from bnncli.posteriors import standard_normal
@@ -20,7 +21,6 @@ from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget, HeldOut
 
 CRITERIA = ("val", "marglik")
-NUM_DRAWS = 128  # common to all candidates: their noise cancels in comparisons
 # Of the criterion where it is interpolated: nats per example, nats. The choice moves by a percent or so.
 TOLERANCES = {"val": 5e-5, "marglik": 0.1}
 _HALVINGS = 3  # the last step is an eighth of a decade; the parabola does the rest

@@ -114,9 +114,9 @@ def single_threaded() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def available_memory(device: torch.device) -> int:
+def available_memory(device: torch.device | str) -> int:
     """Bytes that can be claimed on the device: free GPU memory, or what the system and its container leave."""
-    if device.type == "cuda":
+    if str(device).startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_system_memory(), _container_memory(Path("/sys/fs/cgroup")))
 

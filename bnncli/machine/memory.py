@@ -9,12 +9,12 @@ from bnncli.machine.devices import available_memory
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
 
 
-def budget(device: torch.device) -> int:
+def budget(device: torch.device | str) -> int:
     """Bytes that a command may plan with on the device."""
     return int(SHARE * available_memory(device))
 
 
-def require(needed: int, device: torch.device, *, what: str, hint: str | None) -> None:
+def require(needed: int, device: torch.device | str, *, what: str, hint: str | None) -> None:
     """Pass when `needed` bytes are there. Raises DeviceError otherwise; without a hint the command line has one."""
     there = budget(device)
     if needed > there:

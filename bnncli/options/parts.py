@@ -6,6 +6,8 @@ what the file imports from bnncli.options, by statements of their own, and nothi
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +28,8 @@ class Setting:
         type: of the value; a bool is a flag, and false by default.
         default: the part's own; None where it depends.
         own: what the part makes of it, where parts that share the setting differ; `{default}` as in text.
-        when: on what the part takes it, as `with scale low-rank`.
+        only_with: another setting of the part and its value, with which alone the part takes this one; none otherwise.
+        at_most: what of theta's layout bounds it from above, as num_params; the default too.
         choices: the values that the part takes, where they are few.
         is_closed: whether the command line takes no others: then parts that share the setting have the same.
         minimum, maximum: bounds of a number, inclusive.
@@ -37,7 +40,8 @@ class Setting:
     type: type = str
     default: Any = None
     own: str = ""
-    when: str = ""
+    only_with: tuple[str, Any] | None = None
+    at_most: str = ""
     choices: tuple[Any, ...] = ()
     is_closed: bool = False
     minimum: float | None = None
@@ -47,6 +51,11 @@ class Setting:
     def of(self, **own: Any) -> Setting:
         """The same, with what one part has for itself."""
         return replace(self, **own)
+
+    @property
+    def condition(self) -> list[str]:
+        """On what the part takes it, in words: with scale low-rank."""
+        return [] if self.only_with is None else ["with", *map(str, self.only_with)]
 
 
 class Draws(NamedTuple):
@@ -100,6 +109,27 @@ def declarations(family: str, name: str) -> dict[str, Any]:
     return {part: value for part, value in found.items() if value is not None}
 
 
+def class_attribute(family: str, part: str, name: str) -> Any:
+    """What the part's class gives an attribute; None where it has none.
+
+    Read from the part's file where that says it in terms of what it declares and imports from bnncli.options and its family;
+    else the part is imported.
+
+    Raises:
+        UsageError: there is no such part, or it cannot be imported.
+    """
+    registry.check_name(family, part, option=family)
+    value = registry.declaration_of(family, part, name)
+    if value is not None:
+        imports = rf"^from bnncli\.(?:options[\w.]*|{family}) import (?:\([^)]*\)|[^\n(]*)$"
+        text = registry.source_of(family, part).read_text(encoding="utf-8")
+        space: dict[str, Any] = {"SETTINGS": declaration(family, part, "SETTINGS")}
+        with contextlib.suppress(ImportError, NameError):
+            exec("\n".join(re.findall(imports, text, re.MULTILINE)), space)
+            return eval(compile(ast.Expression(value), part, "eval"), space)
+    return getattr(registry.load_class(family, part), name, None)
+
+
 @cache
 def settings_of(family: str) -> Mapping[str, Setting]:
     """Every setting of the parts of a family, with the help of all of them as its text.
@@ -131,4 +161,4 @@ def _help(settings: Mapping[str, Setting]) -> str:
     if any(setting.own for setting in settings.values()):
         each = (f"{part}: {setting.own.format(default=setting.default)}." for part, setting in settings.items())
         return f"{shown}. {' '.join(each)}"
-    return f"{shown} ({', '.join(f'{part} {setting.when}'.strip() for part, setting in settings.items())})."
+    return f"{shown} ({', '.join(' '.join([part, *setting.condition]) for part, setting in settings.items())})."

@@ -9,7 +9,7 @@ from bnncli.options.declaration import Checked, collected, option
 from bnncli.options.parts import Setting
 
 # Of several flows.
-RANK = Setting("Rank of the flow's update; {default} by default", int, 16, minimum=1, place=10)
+RANK = Setting("Rank of the flow's update; {default} by default", int, 16, minimum=1, at_most="num_params", place=10)
 HIDDEN = Setting("Hidden units of the flow's network; {default} by default", int, 64, minimum=1, place=20)
 
 

@@ -14,7 +14,7 @@ from bnncli.errors import UsageError
 from bnncli.integrators import Integrator, load_integrator, settings_of, variant
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.options import PredictOptions
-from bnncli.registry import load_class, names
+from bnncli.registry import has_attribute, names
 from bnncli.storage.headers import Header
 
 ALL = "all"
@@ -170,7 +170,7 @@ def _top_k(options: PredictOptions) -> dict[str, Any] | None:
 def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: int) -> str | None:
     """Why the integrator cannot predict with this posterior; None where it can."""
     kind = kind_of(header)
-    if not hasattr(load_class("posteriors", kind), integrator.needs):
+    if not has_attribute("posteriors", kind, integrator.needs):
         return f"‹integrator› {variant(name, settings_of(integrator))} does not work for a {kind} posterior ({header.path.stem})"
     if num_classes > integrator.max_classes:
         return f"‹integrator› {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
@@ -181,7 +181,7 @@ def _refusal(why: str, kind: str, num_classes: int) -> UsageError:
     fitting = []
     for name in names("integrators"):
         integrator = load_integrator(name)
-        if hasattr(load_class("posteriors", kind), integrator.needs) and num_classes <= integrator.max_classes:
+        if has_attribute("posteriors", kind, integrator.needs) and num_classes <= integrator.max_classes:
             fitting.append(name)
     return UsageError(
         why, hint=f"integrators for a {kind} posterior: {', '.join(fitting)}", code="unsupported_integrator"

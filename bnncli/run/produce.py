@@ -30,7 +30,8 @@ class Request:
         params: the options that change its numbers.
         algo_rev: raised when the same parameters give other numbers than before.
         sources: its direct inputs. checkpoint: the record of the run's checkpoint.
-        estimated_bytes: size on disk, for the check before the work.
+        estimated_bytes: gives the size on disk, for the check before the work.
+        require: passes where the machine has room for the work, and may warn of what it takes; called where there is some.
     """
 
     target: Path
@@ -40,7 +41,8 @@ class Request:
     algo_rev: int
     sources: Sequence[Source]
     checkpoint: Mapping[str, Any] | None
-    estimated_bytes: int
+    estimated_bytes: Callable[[], int]
+    require: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ def produce(
     if run.write.dry_run:
         decision = _decide(run, request)
         if decision.action != "skip":
+            request.require()
             check_writable(request.target.parent)
-            check_free_space(request.target.parent, request.estimated_bytes)
+            check_free_space(request.target.parent, request.estimated_bytes())
         return _planned(run, request, decision)
     ready = ready_where_nothing_can_be_written(run, request, when_fresh)
     if ready is not None:
@@ -117,9 +120,10 @@ def make(
     decision = _decide(run, request)
     if decision.action == "skip" and decision.header is not None:
         return _up_to_date(run, request, decision.header, when_fresh)
+    request.require()
     if decision.action == "replace":
         run.console.info(f"{request.target}: replacing it ({decision.why})")
-    check_free_space(request.target.parent, request.estimated_bytes)
+    check_free_space(request.target.parent, request.estimated_bytes())
     run.console.debug(f"computing on {run.device}")  # threads and determinism are set with the device, before the work
     start = time.monotonic()
     computed = compute()
@@ -169,14 +173,15 @@ def _planned(run: Run, request: Request, decision: Decision) -> Result:
     action = {"skip": "skip (up to date)", "compute": "compute", "replace": f"replace ({spelled(decision.why)})"}[
         decision.action
     ]
-    lines = [f"{action}: {request.target} (about {max(1, request.estimated_bytes >> 20)} MiB, on {run.device})"]
+    size = request.estimated_bytes()
+    lines = [f"{action}: {request.target} (about {max(1, size >> 20)} MiB, on {run.device_name})"]
     lines += [f"  from {source.role}: {source.path} {source.content_digest[:27]}" for source in request.sources]
     planned = "skip" if decision.action == "skip" else decision.action
     output = {
         "role": request.role,
         "path": str(request.target),
         "planned": planned,
-        "estimated_bytes": request.estimated_bytes,
+        "estimated_bytes": size,
     }
     return Result("planned", [output], [source_json(source) for source in request.sources], lines=lines)
 

@@ -63,7 +63,8 @@ def posterior_request(
     algo_rev: int,
     sources: Sequence[Source],
     checkpoint: Mapping[str, Any] | None,
-    estimated_bytes: int,
+    estimated_bytes: Callable[[], int],
+    require: Callable[[], object] = lambda: None,
 ) -> Request:
     """The request for a posterior, at the path that was given, or in the run folder by the name given or its default.
 
@@ -73,7 +74,7 @@ def posterior_request(
     named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
     target = Path(run.naming.out) if run.naming.out else named
     run.folder.check_name_is_free(target)
-    return Request(target, kind, target.stem, params, algo_rev, sources, checkpoint, estimated_bytes)
+    return Request(target, kind, target.stem, params, algo_rev, sources, checkpoint, estimated_bytes, require)
 
 
 def produce_posterior(

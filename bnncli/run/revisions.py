@@ -46,11 +46,11 @@ def _is_long(num_params: int) -> bool:
     return num_params > seeds.LARGE
 
 
-def of_refine(layer: object, scale: str | None) -> int:
-    """3: layers (or their class) that are pushed through together, whose gradients autograd made and rounded in its own way;
+def of_refine(flow: str, scale: str | None) -> int:
+    """3: layers that are pushed through together, whose gradients autograd made and rounded in its own way;
     and affine ones with a factor for each output, whose gradients were biased.
     """
-    return 3 if hasattr(layer, "push_together") or scale == "block" else 2
+    return 3 if registry.has_attribute("flows", flow, "push_together") or scale == "block" else 2
 
 
 def is_another(header: Header) -> bool:
@@ -86,7 +86,7 @@ def _hmc_today(header: Header) -> set[int]:
 
 
 def _refine_today(header: Header) -> set[int]:
-    return {of_refine(registry.load_class("flows", header.meta["flow"]), header.meta["settings"].get("scale"))}
+    return {of_refine(header.meta["flow"], header.meta["settings"].get("scale"))}
 
 
 def _metrics_today(header: Header) -> set[int]:

@@ -13,17 +13,16 @@ from bnncli import registry
 from bnncli.inference import memory
 from bnncli.machine.memory import budget
 from bnncli.run.inputs import Split
+from bnncli.run.session import Run
 from bnncli.theta.head import HeadLayout, reduced_layout
 
 if TYPE_CHECKING:
-    import torch
-
     from bnncli.posteriors.gaussian import Gaussian
     from bnncli.targets.last_layer import LastLayerTarget
     from bnncli.targets.row_space import RowSpace
 
 
-def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
+def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any) -> HeadLayout | None:
     """The layout of theta inside the span of the features, as large as it can be; None to fit over all of theta.
 
     Args:
@@ -35,7 +34,7 @@ def span_to_fit(train: Split, device: torch.device, *, structure: str = "auto", 
         return None
     span = reduced_layout(train.layout, num_examples)
     if structure == "auto":
-        structure = memory.automatic_structure(span, budget(device), whole=train.layout, **sizes)
+        structure = memory.automatic_structure(span, budget(run.device_name), whole=train.layout, **sizes)
     return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
 
 

@@ -85,6 +85,7 @@ class Run:
         line: the command as it was given, with what the environment and the configuration file gave.
         makers: the commands that make artifacts, each with its groups of options.
         is_named: whether CKPT is just the run's name: the command makes a run that has no checkpoint.
+        has_device: whether the command computes, so that its result names the device.
         followed: what is known of files that artifacts were made from, until the command writes one.
     """
 
@@ -104,6 +105,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
     followed: Followed = field(default_factory=dict)
+    has_device: bool = False
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -136,6 +138,16 @@ class Run:
         device = torch.device(self.device_name)
         select_device(device)
         return device
+
+    def require_device(self) -> None:
+        """Pass when the device is there; the result names it. One that is chosen by itself is looked for when it is needed.
+
+        Raises:
+            UsageError, DeviceError: it was asked for by name, and is not there.
+        """
+        self.has_device = True
+        if self.compute.device != "auto" or self.console.options.verbose:
+            _ = self.device_name
 
     @cached_property
     def device_name(self) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from bnncli.evaluation.excess import FALSE_ALARM, Scored, excesses, score
 from bnncli.integrators import load_integrator, supports
 from bnncli.lazy import torch
 from bnncli.run.inputs import Split, load_split
@@ -23,6 +22,7 @@ from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 
 if TYPE_CHECKING:
+    from bnncli.evaluation.excess import Scored
     from bnncli.posteriors.point import Point
 
 OTHER_INTEGRATORS = ("plug-in", "probit")  # what a default of draws is compared with: cheap, and without draws
@@ -61,6 +61,7 @@ def measure_on_val(
         method: laplace, refine, ...: tells the default integrator.
         others: further posteriors to compare with, by name, by their default integrator (the base of a flow).
     """
+    from bnncli.evaluation.excess import FALSE_ALARM, excesses, score
     from bnncli.posteriors.point import Point
 
     assert val.content.labels is not None
@@ -202,6 +203,7 @@ def _at_best_temperature(run: Run, point: Point, val: Split, key: str) -> tuple[
 
     None where val sets no lower bound, all its labels having the largest logit: losses of 0 there say nothing of others.
     """
+    from bnncli.evaluation.excess import score
     from bnncli.inference.temperature import LabelledLogits, fit_temperature, held_out_losses
 
     assert val.content.labels is not None

@@ -23,7 +23,7 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.settings import option_fields
 from bnncli.inference import memory
-from bnncli.inference.prior_precision import NUM_DRAWS
+from bnncli.inference.costs import NUM_DRAWS
 from bnncli.machine.memory import SHARE
 from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of
@@ -222,9 +222,9 @@ def test_draws_without_room_leave_only_their_distances_out(
 def test_69_is_an_allocation_that_fails(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, allocate: Any
 ) -> None:
-    from bnncli.stages import refine
+    from bnncli.stages.refine import work
 
-    monkeypatch.setattr(refine, "_base", lambda *_: allocate())
+    monkeypatch.setattr(work, "base_of", lambda *_: allocate())
     done = cli("refine", small_run, "--name", "x")
     assert done.code == 69
     assert "out of memory" in done.stderr

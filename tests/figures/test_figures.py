@@ -79,7 +79,7 @@ def test_plot_of_an_up_to_date_artifact_draws_the_stored_curve_without_fitting(
     cli: Cli, name: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted = cli("fit-laplace", name, "--json").json
-    monkeypatch.setattr("bnncli.stages.fit_laplace.search", None)
+    monkeypatch.setattr("bnncli.stages.fit_laplace.work.search", None)
     for _ in range(2):  # the second time over the first figure
         again = cli("fit-laplace", name, "--json", "--plot", tmp_path / "curve.svg").json
         assert again["action"] == "up_to_date"

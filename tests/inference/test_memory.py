@@ -9,6 +9,7 @@ from peaks import named, peaks_of
 
 from bnncli import registry
 from bnncli.errors import DeviceError
+from bnncli.flows._affine_sizes import num_elements
 from bnncli.flows.affine import Affine
 from bnncli.inference import memory
 from bnncli.latent.multiplier import num_params
@@ -112,7 +113,7 @@ def test_the_estimate_of_a_flows_training_is_within_a_factor_of_two_of_its_peak(
     measured: dict[str, int], case: tuple[int, int, str]
 ) -> None:
     layout = HeadLayout(*case[:2])
-    num_layer_params = Affine.recipe.length * Affine.num_elements(layout, case[2])
+    num_layer_params = Affine.recipe.length * num_elements(layout, case[2])
     expected = memory.training_bytes(layout, num_layer_params=num_layer_params, num_draws=8)
     # Too much for low-rank, whose products are few: only where kron does not fit is it looked at.
     assert 0.5 < expected / measured[named(case)] < (3 if case[2] == "low-rank" else 2), (expected, measured)
@@ -127,7 +128,7 @@ def test_an_affine_inverse_makes_nothing_for_each_output_of_a_features_factor(me
 def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
     layout, device = HeadLayout(10, 5000), torch.device("cpu")
-    training = memory.training_bytes(layout, num_layer_params=2 * Affine.num_elements(layout, "kron"), num_draws=8)
+    training = memory.training_bytes(layout, num_layer_params=2 * num_elements(layout, "kron"), num_draws=8)
     with pytest.raises(DeviceError, match=r"refining a diag Gaussian of 50010 .* needs about 1\.9 GiB") as caught:
         memory.require_refinement("diag", layout, device, num_draws=8, training=training)
     assert caught.value.hint == "use ‹flow› radial"

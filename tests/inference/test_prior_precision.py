@@ -11,10 +11,11 @@ import torch
 from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import UsageError
+from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_candidates import lagrange_weights
-from bnncli.inference.prior_precision import NUM_DRAWS, TOLERANCES, PriorSearch, _parabola_vertex, search
+from bnncli.inference.prior_precision import TOLERANCES, PriorSearch, _parabola_vertex, search
 from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout

@@ -42,7 +42,7 @@ class Halving:
 
     def produce(self) -> Result:
         split = load_split(self.run, "train")
-        sizes: Any = {"algo_rev": 1, "checkpoint": split.checkpoint, "estimated_bytes": 100}
+        sizes: Any = {"algo_rev": 1, "checkpoint": split.checkpoint, "estimated_bytes": lambda: 100}
         params = {"divisor": self.divisor}
         request = posterior_request(self.run, "half", params=params, sources=[split.source], **sizes)
 

@@ -21,7 +21,7 @@ from bnncli.latent.search import nll_of_repeats
 from bnncli.options import FitLbbnnOptions
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.run.inputs import open_posterior
-from bnncli.stages import fit_lbbnn
+from bnncli.stages.fit_lbbnn import work
 from bnncli.stages.fit_lbbnn.report import Data, measure
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
@@ -361,7 +361,7 @@ def test_the_repeat_of_the_highest_bound_stands_for_all() -> None:
             density=nothing,
         )
     run: Any = SimpleNamespace(stream=lambda name: generator_of(1))
-    assert fit_lbbnn._posterior(run, model, history).best == 2
+    assert work._posterior(run, model, history).best == 2
 
 
 @pytest.mark.parametrize("best", [0, 1])

@@ -23,7 +23,7 @@ from bnncli.evaluation.held_out import log_probabilities
 from bnncli.machine import signals
 from bnncli.options import HmcOptions
 from bnncli.run.resumable import ResumableDraws
-from bnncli.stages import hmc
+from bnncli.stages.hmc import work as hmc
 from bnncli.stages.hmc.report import hmc_warnings
 from bnncli.storage import draw_file
 from bnncli.storage.samples import read_samples

@@ -26,7 +26,7 @@ from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.evaluate import density as evaluate_density
-from bnncli.stages.prune import chosen_weights
+from bnncli.stages.prune.work import chosen_weights
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 from bnncli.theta.network import NetworkLayout

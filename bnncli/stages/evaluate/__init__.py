@@ -185,7 +185,7 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(
-        target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, 1 << 18
+        target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, lambda: 1 << 18
     )
 
     def compute() -> Computed:

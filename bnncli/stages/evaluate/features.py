@@ -59,7 +59,7 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
         _revisions.EVALUATE_FEATURES,
         sources,
         train.checkpoint,
-        1 << 18,
+        lambda: 1 << 18,
     )
 
     def compute() -> Computed:

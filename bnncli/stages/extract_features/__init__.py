@@ -131,7 +131,7 @@ def _request(
         _revisions.EXTRACT_FEATURES,
         sources,
         checkpoint,
-        num_examples * 64,
+        lambda: num_examples * 64,
     )
 
 
@@ -215,7 +215,14 @@ def _make_map(
     params = {"last_layer": options.last_layer}
     source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
     request = Request(
-        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, theta.numel() * 16
+        target,
+        "posterior",
+        "map",
+        params,
+        _revisions.EXTRACT_FEATURES,
+        [source],
+        checkpoint,
+        lambda: theta.numel() * 16,
     )
 
     def compute() -> Computed:

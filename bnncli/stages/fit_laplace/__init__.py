@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference import memory
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian
-from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch, search
-from bnncli.inference.row_lift import RowLift, lift_fit
+from bnncli.inference.costs import NUM_DRAWS
 from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import declaring
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.row_space import row_space, span_line, span_metrics, span_to_fit
+from bnncli.run.row_space import span_line, span_to_fit
 from bnncli.run.session import Result, Run
-from bnncli.run.val_report import has_labeled_val, measure_on_val, val_line
-from bnncli.stages.fit_laplace.structure import structure_by_val, structure_to_fit
-from bnncli.stages.fit_laplace.warnings import warn_of_jitter, warn_of_missing_classes, warn_of_val
+from bnncli.run.val_report import has_labeled_val, val_line
+from bnncli.stages.fit_laplace.structure import structure_to_fit
+from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes, warn_of_val
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 COMMAND = Command(
     "Fit a Gaussian posterior over the last layer.",
@@ -58,13 +54,18 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
+    run.require_device()
     span = _span(options, train, run)
     known: dict[str, Any] = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
     whole = train.layout if span else None
-    structure = structure_to_fit(options.structure, span or train.layout, run, whole=whole, **known)
+
+    @cache
+    def structure() -> str:
+        return structure_to_fit(options.structure, span or train.layout, run, whole=whole, **known)
+
     if options.own_bias_precision is not None and not train.layout.has_bias:
         raise UsageError("--bias-precision: the head has no bias")
-    if options.center == "checkpoint" and train.head() is None:
+    if options.center == "checkpoint" and train.content.head_weight is None:
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
     sources = [train.source] + ([val.source] if val is not None else [])
     params = {**options.params(), "seed": run.compute.seed}
@@ -85,17 +86,19 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
         algo_rev=_revisions.of_laplace(in_span=span is not None),
         sources=sources,
         checkpoint=train.checkpoint,
-        estimated_bytes=memory.stored_bytes(structure, span or train.layout, whole=train.layout if span else None),
+        estimated_bytes=lambda: memory.stored_bytes(structure(), span or train.layout, whole=whole),
+        require=structure,
     )
     if options.plot is not None:
         others = [request.target, run.checkpoint_path, *(source.path for source in sources)]
         check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
-    result = produce_posterior(
-        run,
-        request,
-        lambda: _fit(run, options, criterion, structure, train, val, in_span=span is not None),
-        lambda meta: _report(run, request.target, meta),
-    )
+
+    def fit() -> Fitted:
+        from bnncli.stages.fit_laplace import work
+
+        return work.fit(run, options, criterion, structure(), train, val, in_span=span is not None)
+
+    result = produce_posterior(run, request, fit, lambda meta: _report(run, request.target, meta))
     if options.plot is not None:
         result.add(_plot(run, Path(options.plot), request.target))
     return result
@@ -142,115 +145,7 @@ def _span(options: FitLaplaceOptions, train: Split, run: Run) -> HeadLayout | No
     """The layout inside the span of the features where the fit runs there; elsewhere a checkpoint's head may lie."""
     if options.center != "mode":
         return None
-    return span_to_fit(train, run.device, structure=options.structure, num_draws=NUM_DRAWS)
-
-
-def _fit(
-    run: Run,
-    options: FitLaplaceOptions,
-    criterion: str,
-    structure: str,
-    train: Split,
-    val: Split | None,
-    *,
-    in_span: bool,
-) -> Fitted:
-    start = train.start().to(run.device)
-    # A search puts its candidates in the place of the weights' precision.
-    weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
-    target = train.target(Prior(weight_precision, options.own_bias_precision), run.device)
-    held_out = None
-    if criterion == "val" and val is not None:
-        held_out = target.held_out(val.features(run.device), val.labels(run.device))
-    rows = row_space(target) if in_span else None
-    if rows is not None:
-        target, start = rows.target(target), rows.reduce(start)
-    found: PriorSearch | None = None
-    compared: dict[str, float] | None = None
-    if criterion == "number":
-        fit = fit_gaussian(
-            target,
-            structure=structure,
-            center=options.center,
-            start=start,
-            progress=run.console,
-        )
-    else:
-        search_at = partial(
-            search,
-            target,
-            center=options.center,
-            criterion=criterion,
-            held_out=held_out,
-            lift=None if rows is None else RowLift(rows),
-            progress=run.console,
-        )
-        found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
-        if options.structure == "auto" and criterion == "val":
-            whole = None if rows is None else rows.layout
-            found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
-        fit = found.fit
-        if found.at_edge:
-            run.console.warn(
-                f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
-            )
-    if rows is not None:
-        fit = lift_fit(fit, rows)
-    warn_of_jitter(run, fit.gaussian)
-    metrics = _metrics(run, fit, found, criterion, train, val)
-    metrics |= {"center": options.center, "structure_nll": compared}
-    tensors, meta = fit.gaussian.to_tensors()
-    # float32 holds all digits that float32 products gave the Hessian, in half the file.
-    tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
-    meta |= {
-        "method": "laplace",
-        "center": options.center,
-        **fit.gaussian.require_prior().to_meta(),
-        "criterion": criterion,
-        "param_layout": fit.gaussian.layout.to_json(),
-        "curve": [list(point) for point in found.curve] if found else None,
-    }
-    return Fitted(tensors, meta, metrics, train)
-
-
-def _metrics(
-    run: Run,
-    fit: LaplaceFit,
-    found: PriorSearch | None,
-    criterion: str,
-    train: Split,
-    val: Split | None,
-) -> dict[str, Any]:
-    gaussian, head = fit.gaussian, train.head()
-    metrics: dict[str, Any] = {
-        "structure": gaussian.covariance.structure,
-        "num_params": gaussian.layout.num_params,
-        **span_metrics(gaussian),
-        **gaussian.require_prior().to_meta(),
-        "prior_precision_by": criterion,
-        "prior_precision_at_edge": bool(found.at_edge) if found else None,
-        "log_marginal_likelihood": fit.log_marginal_likelihood,
-        "log_marginal_likelihood_undefined": fit.no_evidence,
-        "newton_decrement": fit.mode.newton_decrement if fit.mode else None,
-        "mode_distance": None,
-        "mode_distance_in_sd": None,
-        "val_nll_network": None,
-        "val_nll_laplace": None,
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
-    }
-    if fit.mode is not None and head is not None:
-        shift = head.to(gaussian.mean) - gaussian.mean
-        metrics["mode_distance"] = float(shift.norm())
-        metrics["mode_distance_in_sd"] = float(
-            gaussian.covariance.whiten(shift.unsqueeze(0)).norm() / math.sqrt(len(shift))
-        )
-    if val is not None and val.content.labels is not None:
-        metrics |= measure_on_val(run, gaussian, val, method="laplace")
-        metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
-        metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
-    return metrics
+    return span_to_fit(run, train, structure=options.structure, num_draws=NUM_DRAWS)
 
 
 def _summary(metrics: dict[str, Any]) -> list[str]:

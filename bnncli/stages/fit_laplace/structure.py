@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.inference import memory
-from bnncli.inference.costs import SEARCH_FITS, SEARCH_MODES, fit_seconds
-from bnncli.inference.prior_precision import NUM_DRAWS, PriorSearch
-from bnncli.inference.structure_choice import choose_structure
+from bnncli.inference.costs import NUM_DRAWS, SEARCH_FITS, SEARCH_MODES, fit_seconds
+from bnncli.lazy import torch
 from bnncli.machine.memory import budget, bytes_text
 from bnncli.run.session import Run
-from bnncli.targets.target import CurvedTarget
 from bnncli.theta.layout import MatrixLayout
+
+if TYPE_CHECKING:
+    from bnncli.inference.prior_precision import PriorSearch
+    from bnncli.targets.target import CurvedTarget
 
 
 def structure_to_fit(
@@ -37,11 +37,11 @@ def structure_to_fit(
     sizes: dict[str, Any] = {"num_draws": NUM_DRAWS, "whole": whole}
     chosen = wanted
     if wanted == "auto":
-        chosen = memory.automatic_structure(layout, budget(run.device), **sizes)
+        chosen = memory.automatic_structure(layout, budget(run.device_name), **sizes)
         if chosen != memory.structures()[0]:
             text = structure_text(run, chosen, layout, num_examples=num_examples, is_search=is_search, sizes=sizes)
             run.console.warn(text)
-    memory.require_fit(chosen, layout, run.device, **sizes)
+    memory.require_fit(chosen, layout, run.device_name, **sizes)
     return chosen
 
 
@@ -61,6 +61,8 @@ def structure_by_val(
         search_at: searches for the precision of another, from structure, start and generator.
         layout, whole: as for structure_to_fit.
     """
+    from bnncli.inference.structure_choice import choose_structure
+
     gaussian = found.fit.gaussian
     first = gaussian.covariance.structure
     quick = memory.automatic_structures(layout, budget(run.device), num_draws=NUM_DRAWS, whole=whole)
@@ -80,7 +82,7 @@ def structure_text(
     run: Run, chosen: str, layout: MatrixLayout, *, num_examples: int, is_search: bool, sizes: Mapping[str, Any]
 ) -> str:
     """That `chosen` was taken in place of what says more of the posterior, what each would cost, and which do not fit."""
-    there = budget(run.device)
+    there = budget(run.device_name)
     closer = memory.structures()[: memory.structures().index(chosen)]
     fitting = [name for name in closer if memory.fit_bytes(name, layout, **sizes) <= there]
     too_large = [name for name in closer if name not in fitting]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.posteriors.gaussian import Gaussian
 from bnncli.registry import declaring
 from bnncli.run.inputs import Split
 from bnncli.run.session import Run
 from bnncli.run.val_report import warn_if_worse
+
+if TYPE_CHECKING:
+    from bnncli.posteriors.gaussian import Gaussian
 
 JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
 

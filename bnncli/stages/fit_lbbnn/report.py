@@ -1,4 +1,4 @@
-"""What a latent binary fit achieved: the parts of its bound on all data, densities, and lines for people."""
+"""What a latent binary fit achieved: the parts of its bound on all data, and densities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.density import used_density
-from bnncli.evaluation.selection import MAX_INPUTS, THRESHOLD, input_inclusions
+from bnncli.evaluation.selection import MAX_INPUTS, input_inclusions
 from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.fit import averaged_divergence
 from bnncli.latent.scaling import Inputs, Scaling
@@ -23,7 +23,6 @@ from bnncli.targets.stream import FeatureBlocks
 
 NUM_PASSES = 8  # over the data, for the expected log likelihood
 FLOW_DRAWS = 64  # of multipliers and weights, NUM_PASSES at once
-_NAMED = 20  # inputs in a line for people
 
 
 class Data(NamedTuple):
@@ -148,42 +147,3 @@ def _flow_divergences(run: Run, posterior: LatentBinary, generator: torch.Genera
 
 def _estimate(values: Tensor) -> dict[str, float]:
     return {"value": float(values.mean()), "standard_error": float(values.std()) / math.sqrt(len(values))}
-
-
-def summary(metrics: dict[str, Any]) -> list[str]:
-    """Lines for people."""
-    if not metrics:
-        return []
-    bound, fit = metrics["bound"], metrics["expected_log_likelihood"]
-    lines = [
-        f"bound {bound['value']:.1f} +- {bound['standard_error']:.1f} nats: expected log likelihood {fit['value']:.1f}, "
-        f"divergence {fit['value'] - bound['value']:.1f}"
-    ]
-    if metrics.get("log_likelihood_of_shares") is not None:
-        lines[0] += f"; log likelihood of the classes' shares alone {metrics['log_likelihood_of_shares']:.1f}"
-    if metrics.get("rise") is not None:
-        lines.append(f"change of the bound over the last tenth of the epochs: {100 * metrics['rise']:+.1f} %")
-    layers = ", ".join(f"{100 * share:.1f} %" for share in metrics["density_by_layer"])
-    lines.append(
-        f"density {100 * metrics['density']:.1f} % (by layer {layers}); of the median probability model "
-        f"{100 * metrics['median_density']:.1f} %"
-    )
-    if "inputs" in metrics:
-        lines.append(_inputs_line(metrics["inputs"]))
-    if metrics.get("slab_sd_search"):
-        best = min(metrics["slab_sd_search"], key=lambda one: one["val_nll"])
-        lines.append(
-            f"slab standard deviation {best['slab_sd']:.3g}, lowest NLL on val ({best['val_nll']:.4f} in the search)"
-        )
-    if "seconds_per_epoch" in metrics:
-        lines.append(f"{metrics['seconds_per_epoch']:.2f} s an epoch")
-    return lines
-
-
-def _inputs_line(inputs: list[dict[str, Any]]) -> str:
-    """Which inputs are in by their mean inclusion, numbered from 1, the most probable first."""
-    found = sorted((part for part in inputs if part["mean"] > THRESHOLD), key=lambda part: -part["mean"])
-    named = [f"{part['input']} ({part['mean']:.2f})" for part in found[:_NAMED]]
-    if len(found) > _NAMED:
-        named.append(f"{len(found) - _NAMED} more")
-    return f"inputs that are in, of {len(inputs)} (mean inclusion probability): {', '.join(named) or 'none'}"

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from bnncli.errors import MissingInput, NumericError, UsageError
-from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
+from bnncli.errors import MissingInput, UsageError
 from bnncli.options import FitTemperatureOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
-from bnncli.posteriors.point import Point
-from bnncli.registry import load_class, names
+from bnncli.registry import has_attribute, names
 from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import Split, load_split, open_posterior, posterior_source
+from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.predict_plan import kind_of
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
@@ -37,11 +31,6 @@ COMMAND = Command(
     place=30,
 )
 
-_WHY_UNBOUNDED = {
-    "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",
-    "hopeless": "the logits tell so little of the labels of val that any higher temperature is better",
-}
-
 
 def run(run: Run, options: FitTemperatureOptions) -> Result:
     """Fit and publish; the result's metrics have the temperature and the NLL before and after."""
@@ -52,7 +41,7 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
         header, source = posterior_source(run, base_path, "base")
         _check_has_center(base_path, header)
         sources.append(source)
-    elif val.head() is None:
+    elif val.content.head_weight is None:
         raise UsageError("this run has no network whose last layer could be scaled: give --base NAME")
     request = posterior_request(
         run,
@@ -61,9 +50,15 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
         algo_rev=_revisions.FIT_TEMPERATURE,
         sources=sources,
         checkpoint=val.checkpoint,
-        estimated_bytes=16 * val.layout.num_params,
+        estimated_bytes=lambda: 16 * val.layout.num_params,
     )
-    return produce_posterior(run, request, lambda: _fit(run, val, base_path), _report)
+
+    def fit() -> Fitted:
+        from bnncli.stages.fit_temperature import work
+
+        return work.fit(run, val, base_path)
+
+    return produce_posterior(run, request, fit, _report)
 
 
 def _val(run: Run) -> Split:
@@ -82,54 +77,12 @@ def _val(run: Run) -> Split:
 
 def _check_has_center(path: Path, header: Header) -> None:
     kind = kind_of(header)
-    if not hasattr(load_class("posteriors", kind), "center"):
-        having = [name for name in names("posteriors") if hasattr(load_class("posteriors", name), "center")]
+    if not has_attribute("posteriors", kind, "center"):
+        having = [name for name in names("posteriors") if has_attribute("posteriors", name, "center")]
         raise UsageError(
             f"--base: a {kind} posterior ({path.stem}) has no mean to scale; these have: {', '.join(having)}",
             code="wrong_type",
         )
-
-
-def _fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
-    theta, layout = val.start(), val.layout
-    if base_path is not None:
-        base, _ = open_posterior(base_path)
-        theta, layout = base.center.double(), base.layout
-        val.check_fits(layout)
-    labels = val.labels(run.device)
-    logits = val.logits(Point(theta, layout), run.device)
-    fit = fit_temperature(LabelledLogits(logits, labels, layout.likelihood), progress=run.console)
-    if not bool(torch.isfinite(fit.nll_after).all()):
-        raise NumericError(
-            "the NLL of val is not finite", hint="the logits are not finite; bnncli verify says which file is bad"
-        )
-    metrics = _metrics(fit, base_path)
-    if fit.temperature in (SMALLEST, LARGEST):
-        why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the val split prefers one beyond it")
-        run.console.warn(f"the temperature {fit.temperature:g} is the bound of the range searched: {why}")
-    tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
-    tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}
-    meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json()}
-    return Fitted(tensors, meta, metrics, val)
-
-
-def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:
-    return {
-        "temperature": fit.temperature,
-        "temperature_at_bound": fit.temperature in (SMALLEST, LARGEST),
-        "unbounded": fit.unbounded,
-        "base": base_path.stem if base_path else None,
-        "num_examples": len(fit.nll_after),
-        "val_nll_before": _mean(fit.nll_before),
-        "val_nll_after": _mean(fit.nll_after),
-        "val_nll_change": _mean(fit.nll_after - fit.nll_before),
-    }
-
-
-def _mean(losses: Tensor) -> dict[str, float | None]:
-    """The mean of (N,) and its standard error; None for one example."""
-    error = float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else None
-    return {"value": float(losses.mean()), "standard_error": error}
 
 
 def _report(meta: Mapping[str, Any]) -> Report:

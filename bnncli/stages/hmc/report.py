@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import CheckFailed
 from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence
-from bnncli.inference.hmc import HmcRun, goals
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from bnncli.inference.hmc import HmcRun
 
 
 def hmc_metrics(
     drawn: HmcRun, judged: Convergence, *, held_out: Convergence | None, options: HmcOptions, prior: Prior
 ) -> dict[str, Any]:
     """The numbers of a run, as its artifact and `--json` give them."""
+    from bnncli.inference.hmc import goals
+
     num_draws = drawn.draws.shape[1]
     is_met = bool(options.conditions) and not unmet(
         options.conditions, _values(judged.r_hat, judged.ess_bulk, judged.ess_tail)

@@ -220,7 +220,7 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
             *([split.classes_source] if split.classes_source is not None else []),
         ],
         split.checkpoint,
-        _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(header)),
+        lambda: _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(header)),
     )
 
 

@@ -1,67 +1,14 @@
-"""What a refinement achieved: the ELBO before and after on all data, and a verdict for people."""
+"""What refine says of what was achieved, and what to do about it."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from bnncli.errors import NumericError
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
-from bnncli.flows import settings_of
-from bnncli.inference.elbo import measure_gain
-from bnncli.inference.refine import RefineFit
-from bnncli.options import RefineOptions
-from bnncli.posteriors.flow import is_idle
-from bnncli.posteriors.gaussian import Gaussian
-from bnncli.run.session import Run
 from bnncli.run.val_report import val_line
-from bnncli.targets.last_layer import LastLayerTarget
 
-IDLE_DRAWS = 64
 FAR_LOG_WEIGHT_SD = 5.0
-
-
-def measure(
-    run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: LastLayerTarget
-) -> dict[str, Any]:
-    """ELBO before and after from fresh draws on the full data, both with the same noise, and what is to be said of it."""
-    found = measure_gain(
-        target,
-        base,
-        fit.posterior,
-        generator=run.stream("refine/elbo"),
-        num_samples=options.elbo_draws,
-        progress=run.console,
-    )
-    before, after = found.before, found.after
-    if not all(math.isfinite(value) for value in (before.value, after.value, found.value, found.standard_error)):
-        raise NumericError(
-            f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
-            hint=f"use a --learning-rate below {options.learning_rate}",
-        )
-    estimates = {"before": before, "after": after}
-    metrics: dict[str, Any] = {}
-    for name, estimate in estimates.items():
-        metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
-        metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
-    return metrics | {
-        "elbo_gain": {"value": found.value, "standard_error": found.standard_error},
-        "elbo_draws": len(before.log_weights),
-        "verdict": found.verdict,
-        "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
-        "flow": options.flow,
-        "length": options.length,
-        "space": options.space,
-        "settings": settings_of(fit.posterior.layers[0]),
-        "layers": [dict(layer.summary()) for layer in fit.posterior.layers],
-        "epochs": options.epochs,
-        "epochs_run": len(fit.history),
-        "ended_early": fit.is_early,
-        "val": None,
-        "val_excess": None,
-        "recommended_integrator": None,
-    }
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:

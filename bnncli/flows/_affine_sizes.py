@@ -1,0 +1,15 @@
+"""How large the layers of an affine flow are, told without building one."""
+
+from __future__ import annotations
+
+from bnncli.options.refine import RANK
+from bnncli.theta.layout import MatrixLayout
+
+
+def num_elements(layout: MatrixLayout, scale: str) -> int:
+    """Numbers in one layer, of the default rank where there is one."""
+    columns, outputs, size = layout.num_features + layout.has_bias, layout.num_outputs, layout.num_params
+    if scale == "low-rank":
+        rank = min(RANK.default, size)
+        return 2 * size + rank * size + rank**2
+    return 2 * size + columns**2 * (outputs if scale == "block" else 1) + outputs**2

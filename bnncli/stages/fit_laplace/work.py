@@ -1,0 +1,129 @@
+"""The work of fit-laplace: the mode, the Gaussian there, the search for its prior precision, and what it is worth on val."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
+from bnncli.inference.prior_precision import PriorSearch, search
+from bnncli.inference.row_lift import RowLift, lift_fit
+from bnncli.options import FitLaplaceOptions
+from bnncli.run.inputs import Split
+from bnncli.run.produce_posterior import Fitted
+from bnncli.run.row_space import row_space, span_metrics
+from bnncli.run.session import Run
+from bnncli.run.val_report import measure_on_val
+from bnncli.stages.fit_laplace.structure import structure_by_val
+from bnncli.stages.fit_laplace.warnings import warn_of_jitter
+from bnncli.theta.prior import Prior
+
+
+def fit(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    train: Split,
+    val: Split | None,
+    *,
+    in_span: bool,
+) -> Fitted:
+    """The Gaussian with what is told of it; in the span of the features where `in_span`."""
+    start = train.start().to(run.device)
+    # A search puts its candidates in the place of the weights' precision.
+    weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
+    target = train.target(Prior(weight_precision, options.own_bias_precision), run.device)
+    held_out = None
+    if criterion == "val" and val is not None:
+        held_out = target.held_out(val.features(run.device), val.labels(run.device))
+    rows = row_space(target) if in_span else None
+    if rows is not None:
+        target, start = rows.target(target), rows.reduce(start)
+    found: PriorSearch | None = None
+    compared: dict[str, float] | None = None
+    if criterion == "number":
+        fit = fit_gaussian(
+            target,
+            structure=structure,
+            center=options.center,
+            start=start,
+            progress=run.console,
+        )
+    else:
+        search_at = partial(
+            search,
+            target,
+            center=options.center,
+            criterion=criterion,
+            held_out=held_out,
+            lift=None if rows is None else RowLift(rows),
+            progress=run.console,
+        )
+        found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
+        if options.structure == "auto" and criterion == "val":
+            whole = None if rows is None else rows.layout
+            found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
+        fit = found.fit
+        if found.at_edge:
+            run.console.warn(
+                f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
+            )
+    if rows is not None:
+        fit = lift_fit(fit, rows)
+    warn_of_jitter(run, fit.gaussian)
+    metrics = _metrics(run, fit, found, criterion, train, val)
+    metrics |= {"center": options.center, "structure_nll": compared}
+    tensors, meta = fit.gaussian.to_tensors()
+    # float32 holds all digits that float32 products gave the Hessian, in half the file.
+    tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
+    meta |= {
+        "method": "laplace",
+        "center": options.center,
+        **fit.gaussian.require_prior().to_meta(),
+        "criterion": criterion,
+        "param_layout": fit.gaussian.layout.to_json(),
+        "curve": [list(point) for point in found.curve] if found else None,
+    }
+    return Fitted(tensors, meta, metrics, train)
+
+
+def _metrics(
+    run: Run,
+    fit: LaplaceFit,
+    found: PriorSearch | None,
+    criterion: str,
+    train: Split,
+    val: Split | None,
+) -> dict[str, Any]:
+    gaussian, head = fit.gaussian, train.head()
+    metrics: dict[str, Any] = {
+        "structure": gaussian.covariance.structure,
+        "num_params": gaussian.layout.num_params,
+        **span_metrics(gaussian),
+        **gaussian.require_prior().to_meta(),
+        "prior_precision_by": criterion,
+        "prior_precision_at_edge": bool(found.at_edge) if found else None,
+        "log_marginal_likelihood": fit.log_marginal_likelihood,
+        "log_marginal_likelihood_undefined": fit.no_evidence,
+        "newton_decrement": fit.mode.newton_decrement if fit.mode else None,
+        "mode_distance": None,
+        "mode_distance_in_sd": None,
+        "val_nll_network": None,
+        "val_nll_laplace": None,
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
+    }
+    if fit.mode is not None and head is not None:
+        shift = head.to(gaussian.mean) - gaussian.mean
+        metrics["mode_distance"] = float(shift.norm())
+        metrics["mode_distance_in_sd"] = float(
+            gaussian.covariance.whiten(shift.unsqueeze(0)).norm() / math.sqrt(len(shift))
+        )
+    if val is not None and val.content.labels is not None:
+        metrics |= measure_on_val(run, gaussian, val, method="laplace")
+        metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
+        metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
+    return metrics

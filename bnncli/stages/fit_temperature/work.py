@@ -1,0 +1,65 @@
+"""The work of fit-temperature: the temperature, and the NLL of val before and after."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli.errors import NumericError
+from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, TemperatureFit, fit_temperature
+from bnncli.posteriors.point import Point
+from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.produce_posterior import Fitted
+from bnncli.run.session import Run
+
+_WHY_UNBOUNDED = {
+    "separable": "the label has the largest logit in every example of val, so that any lower temperature is better",
+    "hopeless": "the logits tell so little of the labels of val that any higher temperature is better",
+}
+
+
+def fit(run: Run, val: Split, base_path: Path | None) -> Fitted:
+    """The network, or the mean of the base, divided by the best temperature."""
+    theta, layout = val.start(), val.layout
+    if base_path is not None:
+        base, _ = open_posterior(base_path)
+        theta, layout = base.center.double(), base.layout
+        val.check_fits(layout)
+    labels = val.labels(run.device)
+    logits = val.logits(Point(theta, layout), run.device)
+    fit = fit_temperature(LabelledLogits(logits, labels, layout.likelihood), progress=run.console)
+    if not bool(torch.isfinite(fit.nll_after).all()):
+        raise NumericError(
+            "the NLL of val is not finite", hint="the logits are not finite; bnncli verify says which file is bad"
+        )
+    metrics = _metrics(fit, base_path)
+    if fit.temperature in (SMALLEST, LARGEST):
+        why = _WHY_UNBOUNDED.get(fit.unbounded or "", "the val split prefers one beyond it")
+        run.console.warn(f"the temperature {fit.temperature:g} is the bound of the range searched: {why}")
+    tensors, meta = Point(theta / fit.temperature, layout).to_tensors()
+    tensors |= {"temperature": torch.tensor([fit.temperature], dtype=torch.float64)}
+    meta |= {"method": "temperature", "base": metrics["base"], "param_layout": layout.to_json()}
+    return Fitted(tensors, meta, metrics, val)
+
+
+def _metrics(fit: TemperatureFit, base_path: Path | None) -> dict[str, Any]:
+    return {
+        "temperature": fit.temperature,
+        "temperature_at_bound": fit.temperature in (SMALLEST, LARGEST),
+        "unbounded": fit.unbounded,
+        "base": base_path.stem if base_path else None,
+        "num_examples": len(fit.nll_after),
+        "val_nll_before": _mean(fit.nll_before),
+        "val_nll_after": _mean(fit.nll_after),
+        "val_nll_change": _mean(fit.nll_after - fit.nll_before),
+    }
+
+
+def _mean(losses: Tensor) -> dict[str, float | None]:
+    """The mean of (N,) and its standard error; None for one example."""
+    error = float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    return {"value": float(losses.mean()), "standard_error": error}

@@ -1,0 +1,175 @@
+"""The work of refine: a flow trained on its base, the ELBO before and after, and what both are worth on val."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bnncli.covariances._row_space import rows_of
+from bnncli.covariances.diag import Diag
+from bnncli.errors import DataError, NumericError
+from bnncli.flows import build_layers, settings_of
+from bnncli.inference.elbo import measure_gain
+from bnncli.inference.refine import RefineFit, fit_flow
+from bnncli.options import RefineOptions
+from bnncli.posteriors.flow import Flow, is_idle
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted
+from bnncli.run.resumable import resumable_training
+from bnncli.run.session import Run
+from bnncli.run.val_report import measure_on_val
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
+
+IDLE_DRAWS = 64
+
+
+def num_layer_params(options: RefineOptions, layout: HeadLayout) -> int:
+    """Numbers in all layers, as the fit will build them."""
+    layer = build_layers(options.flow, layout, torch.Generator(), length=1, **options.settings)[0]
+    return (options.length or 0) * sum(part.numel() for part in layer.parameters())
+
+
+def base_of(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gaussian:
+    """The Gaussian that the flow starts from: the artifact's, or the prior itself."""
+    if base_path is None:
+        zeros = torch.zeros(train.layout.num_params, dtype=torch.float64)
+        covariance = Diag.from_hessian({"hessian.diag": zeros}, prior, train.layout)
+        return Gaussian(zeros, covariance, train.layout, prior).to(run.device)
+    base, _ = open_posterior(base_path)
+    if base.layout != train.layout:
+        raise DataError(
+            f"--base: {base_path} has {base.layout}, the features {train.layout}",
+            code="wrong_layout",
+            path=base_path,
+        )
+    return _within_rows(run, base, train, prior=prior, path=base_path).to(run.device)
+
+
+def _within_rows(run: Run, base: Gaussian, train: Split, *, prior: Prior, path: Path) -> Gaussian:
+    """The base itself; where it was fitted in the row space, with the target's prior outside, which is exact there.
+
+    Raises:
+        DataError: the features lie outside the space that it was fitted in.
+    """
+    within = rows_of(base.covariance)
+    if within is None:
+        return base
+    if not within.rows.has(torch.from_numpy(train.content.features)):
+        raise DataError(
+            f"--base: {path} was fitted in the row space of other training features",
+            code="wrong_row_space",
+            hint=run.suggest("fit-laplace"),
+            path=path,
+        )
+    return replace(base, covariance=replace(within, precision=prior.weight_precision))
+
+
+def fit(
+    run: Run,
+    options: RefineOptions,
+    splits: tuple[Split, Split | None],
+    base: Gaussian,
+    *,
+    prior: Prior,
+    request: Request,
+) -> Fitted:
+    """The flow, with what is told of it."""
+    train, val = splits
+    target = train.target(prior, run.device)
+    resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
+    with resumable.hint():
+        found = _fit_flow(
+            target,
+            base,
+            flow=options.flow,
+            length=options.length,
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+            learning_rate=options.learning_rate,
+            num_draws=options.num_draws,
+            patience=options.patience,
+            space=options.space,
+            settings=options.settings,
+            generator=run.stream("refine/train"),
+            state=resumable.restore(),
+            save=resumable.save,
+            progress=run.console,
+        )
+    metrics = _measure(run, options, found, base, target)
+    if val is not None:
+        others = {} if options.base == "prior" else {"base": base}
+        metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)
+    if metrics["verdict"] == "hurt":
+        run.console.warn("the refined posterior is further from the target than its base")
+    tensors, meta = found.posterior.to_tensors()
+    tensors |= prior.to_tensors()
+    tensors["history.elbo"] = found.history.double().cpu()
+    meta |= {
+        "method": "refine",
+        **prior.to_meta(),
+        "param_layout": train.layout.to_json(),
+        "maps": found.posterior.layers[0].maps,
+    }
+    return Fitted(tensors, meta, metrics, train, publishing=resumable.publishing)
+
+
+def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> RefineFit:
+    """The flow on the base; where that was fitted in the row space the layers are trained and act there."""
+    within = rows_of(base.covariance)
+    if within is None:
+        return fit_flow(target, base, **choices)
+    rows = within.rows
+    inner = Gaussian(rows.reduce(base.mean), within.inner, rows.reduced, base.prior)
+    fit = fit_flow(rows.target(target), inner, **choices)
+    flow = fit.posterior
+    return replace(fit, posterior=Flow(base, flow.layers, flow.kind, flow.space))
+
+
+def _measure(
+    run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: LastLayerTarget
+) -> dict[str, Any]:
+    """ELBO before and after from fresh draws on the full data, both with the same noise, and what is to be said of it."""
+    found = measure_gain(
+        target,
+        base,
+        fit.posterior,
+        generator=run.stream("refine/elbo"),
+        num_samples=options.elbo_draws,
+        progress=run.console,
+    )
+    before, after = found.before, found.after
+    if not all(math.isfinite(value) for value in (before.value, after.value, found.value, found.standard_error)):
+        raise NumericError(
+            f"the ELBO is not finite (before {before.value:.4g}, after {after.value:.4g})",
+            hint=f"use a --learning-rate below {options.learning_rate}",
+        )
+    estimates = {"before": before, "after": after}
+    metrics: dict[str, Any] = {}
+    for name, estimate in estimates.items():
+        metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
+        metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
+    return metrics | {
+        "elbo_gain": {"value": found.value, "standard_error": found.standard_error},
+        "elbo_draws": len(before.log_weights),
+        "verdict": found.verdict,
+        "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
+        "flow": options.flow,
+        "length": options.length,
+        "space": options.space,
+        "settings": settings_of(fit.posterior.layers[0]),
+        "layers": [dict(layer.summary()) for layer in fit.posterior.layers],
+        "epochs": options.epochs,
+        "epochs_run": len(fit.history),
+        "ended_early": fit.is_early,
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
+    }
