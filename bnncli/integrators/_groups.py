@@ -84,7 +84,12 @@ def scramble_ends(num_draws: int) -> tuple[int, ...]:
     return group_ends(num_draws, most=max(1, min(NUM_SCRAMBLES, num_draws // 2)))
 
 
+def num_kept_rows(num_examples: int, num_classes: int, num_groups: int) -> int:
+    """R of kept_rows."""
+    return min(num_examples, max(1, MOST_BYTES // (4 * num_groups * num_classes)))
+
+
 def kept_rows(num_examples: int, num_classes: int, num_groups: int) -> Tensor:
     """The rows (R,) int64, ascending, whose group means are kept: all of them, or as many evenly spaced ones as fit."""
-    num_kept = min(num_examples, max(1, MOST_BYTES // (4 * num_groups * num_classes)))
+    num_kept = num_kept_rows(num_examples, num_classes, num_groups)
     return torch.arange(num_kept) * num_examples // max(1, num_kept)

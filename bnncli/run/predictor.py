@@ -8,21 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.integrators import Prediction, Ready, join
 from bnncli.integrators._groups import Groups, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
+from bnncli.lazy import torch
 from bnncli.run.inputs import Split, feature_blocks, load_split, open_posterior, posterior_prior, require_draws
 from bnncli.run.predict_plan import Choice, default_integrator, num_stored
 from bnncli.run.session import Run
 from bnncli.run.val_report import note_on_default
 from bnncli.storage.headers import Header
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.last_layer import LastLayerTarget
 
 _OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
-from bnncli.integrators._groups import NUM_GROUPS, kept_rows
+from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._intervals import LEVEL
 from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
@@ -230,5 +230,5 @@ def _estimated_bytes(split: Split, choice: Choice, *, keep_samples: bool, num_st
     num_draws = choice.samples or num_stored
     if choice.integrator.is_sampling and num_draws > 1:
         num_groups = min(NUM_GROUPS, num_draws)
-        size += 4 * num_groups * num_classes * len(kept_rows(num_examples, num_classes, num_groups))
+        size += 4 * num_groups * num_classes * num_kept_rows(num_examples, num_classes, num_groups)
     return size + 2 * num_draws * num_examples * num_classes * keep_samples

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from bnncli.lazy import torch
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.run.inputs import Split
 from bnncli.run.predict_plan import Choice
 from bnncli.run.predictor import Predicted, Predictor
 from bnncli.run.produce import Computed
 from bnncli.storage.predictions import PredictionFile, write_predictions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
 

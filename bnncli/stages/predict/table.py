@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from bnncli.errors import UsageError
 from bnncli.integrators._intervals import LEVEL
+from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
 from bnncli.run.session import Result, Run
 from bnncli.storage.artifacts import read_header
