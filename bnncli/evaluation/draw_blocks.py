@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.evaluation.mmd import (
     NUM_DRAWS,
@@ -29,7 +27,11 @@ from bnncli.evaluation.mmd import (
     thin,
     thinned_places,
 )
+from bnncli.lazy import torch
 from bnncli.shapes import check_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_INDEPENDENT = 20  # draws, below which nothing is tested
 NUM_BLOCKS = 16  # aimed at: 2^15 patterns of signs

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.shapes import check_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_PERMUTATIONS = 999
 NUM_DRAWS = 600  # draws on each side; the biased estimate of two equal distributions is then about 0.002

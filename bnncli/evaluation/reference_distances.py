@@ -6,10 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli.errors import DataError
 from bnncli.evaluation.draw_blocks import MIN_INDEPENDENT, ThinnedDraws, compare_draws, thin_draws
@@ -31,6 +28,10 @@ from bnncli.evaluation.weight_space import (
     wasserstein_distances,
     wasserstein_floor,
 )
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Row = dict[str, Any]
 

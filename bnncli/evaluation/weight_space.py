@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.shapes import check_shapes
 from bnncli.targets.stream import slices
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_COVARIANCE_DRAWS = 4
 # sqrt(2 / pi) times the integral of sqrt(F (1 - F)), F the standard normal distribution function: the mean of the

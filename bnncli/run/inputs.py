@@ -229,7 +229,7 @@ def require_draws(run: Run, header: Header, *, num_used: int | None = None, opti
     num_params = sum(math.prod(part["shape"]) for part in header.meta.get("param_layout", []))
     used = stored if num_used is None else num_used
     if num_params and (stored or used):
-        memory.require_draws(num_params, run.device, num_used=used, num_stored=stored, option=option)
+        memory.require_draws(num_params, run.device_name, num_used=used, num_stored=stored, option=option)
 
 
 def open_samples(path: Path) -> tuple[Samples, SampleFile]:

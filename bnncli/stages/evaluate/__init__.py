@@ -18,15 +18,9 @@ from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
 from bnncli.scores import declared, further_names
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
-from bnncli.stages.evaluate.density import (
-    check_true_inputs,
-    density_metrics,
-    has_density,
-    is_latent,
-    selection_metrics,
-)
 from bnncli.stages.evaluate.distances import Reference, distance_rows, open_reference
 from bnncli.stages.evaluate.features import evaluate_features, row_name
+from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_latent
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
@@ -192,6 +186,8 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
         distance = distance_rows(run, reference, posterior)
         rows = [{**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group))]
         if is_thinned and posterior is not None:
+            from bnncli.stages.evaluate.density import density_metrics, selection_metrics
+
             density, histograms = density_metrics(run, posterior, group.integrator)
             density += selection_metrics(posterior, options.true_input_numbers) if is_latent(posterior) else []
             rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]

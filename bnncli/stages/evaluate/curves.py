@@ -15,7 +15,7 @@ from bnncli.run.prediction_groups import Group
 from bnncli.run.score_assertions import find_metric
 from bnncli.run.score_rows import SplitPredictions
 from bnncli.run.session import Result, Run
-from bnncli.stages.evaluate.density import density_curve, is_latent
+from bnncli.stages.evaluate.thinned import is_latent
 from bnncli.storage.figures import check_figure_path, write_figure
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def curves_of(run: Run, group: Group, splits: Sequence[str], *, num_bins: int) -
             if len(examples) and len(other.examples):
                 curves["roc"][other.name] = roc_curve(examples.confidence, other.examples.confidence)
         if latent is not None:
+            from bnncli.stages.evaluate.density import density_curve
+
             curves["density"] = density_curve(run, latent, name, num_bins=num_bins)
         found[name] = curves
     return found

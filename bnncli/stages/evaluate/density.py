@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from bnncli.errors import UsageError
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
 from bnncli.evaluation.example_statistics import examples_of
@@ -20,22 +19,9 @@ from bnncli.integrators.plug_in import PlugIn
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run.inputs import load_split, open_posterior
-from bnncli.run.predict_plan import kind_of
-from bnncli.run.prediction_groups import Group
 from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
 
 DRAWN_NETWORKS = 10  # whose shares of weights are told
-
-
-def is_latent(path: Path | None) -> bool:
-    """Whether the posterior in a file is a latent binary network."""
-    return path is not None and path.is_file() and kind_of(read_header(path)) == LatentBinary.type
-
-
-def has_density(path: Path | None) -> bool:
-    """Whether the posterior in a file is a network of which weights are out."""
-    return path is not None and path.is_file() and kind_of(read_header(path)) in (LatentBinary.type, Sparse.type)
 
 
 def density_metrics(run: Run, path: Path, integrator: str) -> tuple[list[Row], list[Row]]:
@@ -67,23 +53,6 @@ def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]
     shares = [(part != 0).flatten(1).double().mean(dim=1) for part in layout.weights(drawn)]
     histograms = [{"layer": str(index), **inclusion_histogram(part)} for index, part in enumerate(inclusion)]
     return density_rows(inclusion, shares), histograms
-
-
-def check_true_inputs(groups: Sequence[Group], numbers: Sequence[int]) -> None:
-    """Raise UsageError unless every group is of a latent binary network of one layer and a single logit with such inputs."""
-    for group in groups if numbers else ():
-        path = group.posterior_path
-        sizes: list[int] = read_header(path).meta["sizes"] if path is not None and is_latent(path) else []
-        if len(sizes) != 2 or sizes[1] != 1:
-            raise UsageError(
-                f"--true-inputs: expected posteriors of fit-lbbnn with one layer and a single logit; {group.posterior} is not",
-                hint="name one with --posterior",
-                code="wrong_type",
-            )
-        if max(numbers) > sizes[0]:
-            raise UsageError(
-                f"--true-inputs: {group.posterior} has {sizes[0]} inputs, numbered from 1; got {max(numbers)}"
-            )
 
 
 def selection_metrics(path: Path, true_inputs: Sequence[int]) -> list[Row]:

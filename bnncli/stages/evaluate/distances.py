@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows
+from bnncli.lazy import torch
 from bnncli.run.inputs import open_posterior, recorded_prior, require_draws
 from bnncli.run.session import Run
 from bnncli.scores import distances
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 
 from bnncli.detectors import Detector, Fitted, TrainingFeatures, declared, of_features
 from bnncli.errors import DataError
 from bnncli.evaluation.split_detection import detection_rows
+from bnncli.lazy import torch
 from bnncli.options import EvaluateOptions
 from bnncli.options.evaluate import FEATURES_NAME
 from bnncli.run import revisions as _revisions

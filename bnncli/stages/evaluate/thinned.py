@@ -1,0 +1,40 @@
+"""Which posteriors are of networks of which weights are out, and what may be asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bnncli.errors import UsageError
+from bnncli.run.predict_plan import kind_of
+from bnncli.run.prediction_groups import Group
+from bnncli.storage.artifacts import read_header
+
+_LATENT_BINARY, _SPARSE = "latent-binary", "sparse"  # types of posteriors
+
+
+def is_latent(path: Path | None) -> bool:
+    """Whether the posterior in a file is a latent binary network."""
+    return path is not None and path.is_file() and kind_of(read_header(path)) == _LATENT_BINARY
+
+
+def has_density(path: Path | None) -> bool:
+    """Whether the posterior in a file is a network of which weights are out."""
+    return path is not None and path.is_file() and kind_of(read_header(path)) in (_LATENT_BINARY, _SPARSE)
+
+
+def check_true_inputs(groups: Sequence[Group], numbers: Sequence[int]) -> None:
+    """Raise UsageError unless every group is of a latent binary network of one layer and a single logit with such inputs."""
+    for group in groups if numbers else ():
+        path = group.posterior_path
+        sizes: list[int] = read_header(path).meta["sizes"] if path is not None and is_latent(path) else []
+        if len(sizes) != 2 or sizes[1] != 1:
+            raise UsageError(
+                f"--true-inputs: expected posteriors of fit-lbbnn with one layer and a single logit; {group.posterior} is not",
+                hint="name one with --posterior",
+                code="wrong_type",
+            )
+        if max(numbers) > sizes[0]:
+            raise UsageError(
+                f"--true-inputs: {group.posterior} has {sizes[0]} inputs, numbered from 1; got {max(numbers)}"
+            )
