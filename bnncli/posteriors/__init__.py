@@ -18,6 +18,7 @@ from bnncli.theta.layout import ParamLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
+LATENT_BINARY, SPARSE = "latent-binary", "sparse"  # types of networks of which weights are out
 _AT_ONCE = 2**24  # numbers of noise held at once: 128 MiB
 _UNIT, _FEWEST = 64, 16  # draws that a part holds whole numbers of, and the fewest however large they are
 

@@ -17,6 +17,7 @@ from bnncli.latent.factors import Factors
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import MultiplierModel
 from bnncli.latent.prior import SpikeAndSlab
+from bnncli.posteriors import LATENT_BINARY
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.network import NetworkLayout
 
@@ -38,7 +39,7 @@ class LatentBinary:
         shift, scale: (D,), of inputs that were standardised, (x - shift) / scale; theta is for inputs as they are.
     """
 
-    type: ClassVar[str] = "latent-binary"
+    type: ClassVar[str] = LATENT_BINARY
     model: LatentModel
     multiplier_means: tuple[Tensor, ...] = ()
     best: int = 0

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.posteriors import SPARSE
 from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.network import NetworkLayout
 
@@ -20,7 +21,7 @@ class Sparse:
         network: sizes of the layers.
     """
 
-    type: ClassVar[str] = "sparse"
+    type: ClassVar[str] = SPARSE
     theta: Tensor
     network: NetworkLayout
 

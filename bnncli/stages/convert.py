@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bnncli.checkpoints.load import convert_checkpoint
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
 from bnncli.machine.inputs import open_regular
+from bnncli.numerics.digests import tensor_digest
 from bnncli.options import CommonOptions, ConvertOptions, WriteOptions
 from bnncli.options.command import Argument, Command
 from bnncli.run.session import Result, Run
@@ -27,10 +27,6 @@ COMMAND = Command(
 
 def run(run: Run, options: ConvertOptions) -> Result:
     """Write the weights of a checkpoint; with --trust-pickle the file's own code may run."""
-    from safetensors.torch import save
-
-    from bnncli.numerics.digests import tensor_digest
-
     source, target = Path(run.arguments["source"]), Path(run.arguments["target"])
     if is_same_file(source, target):
         raise UsageError("the output is the input; give another name")
@@ -47,6 +43,10 @@ def run(run: Run, options: ConvertOptions) -> Result:
         if target.stat().st_size and carries_our_mark(target):
             raise OutputExists(f"{target} is an artifact of bnncli", hint="give another name", path=target)
     check_writable(target.parent, hint="write it to another place")
+    with open_regular(source):  # or it is missing, which is told before the slow imports
+        from safetensors.torch import save
+
+        from bnncli.checkpoints.load import convert_checkpoint
     state = convert_checkpoint(source, trust_pickle=options.trust_pickle)
     size = sum(tensor.nbytes for tensor in state.values())
     digest = tensor_digest(state)

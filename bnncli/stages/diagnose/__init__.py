@@ -5,27 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
 from bnncli.evaluation.draw_blocks import compare_draws
 from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
 from bnncli.evaluation.verdict import POINTS, Commands, Judged, Verdict, doubts, give_verdict
+from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
 from bnncli.options import ComputeOptions, DiagnoseOptions, InputOptions
 from bnncli.options.command import READ, Command
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
 from bnncli.run.session import Result, Run, source_json
-from bnncli.stages.diagnose.diagnosis import Diagnosis, diagnose
 from bnncli.stages.diagnose.tables import diagnosis_tables
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from bnncli.stages.diagnose.diagnosis import Diagnosis
 
 COMMAND = Command(
     "Judge every posterior against its target: ELBO, Pareto k, evidence, R-hat, MMD^2; say which to use.",
@@ -43,6 +45,8 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     val = load_split(run, "val") if run.folder.features("val").is_file() else None
     found = _open(run, options, train.layout)
+    from bnncli.stages.diagnose.diagnosis import diagnose  # the work: slow to import
+
     target = train.target(Prior(1.0), run.device)  # the features travel to a GPU once
     diagnoses = []
     for name, (path, _, _) in found.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bnncli.posteriors.latent_binary import LatentBinary
+from bnncli.posteriors import LATENT_BINARY
 from bnncli.run.session import Table
 
 MAX_PAIRS = 15
@@ -126,7 +126,7 @@ def _draws_note(densities: Mapping[str, dict[str, Any]]) -> str:
 
 def _other_targets(densities: Mapping[str, dict[str, Any]]) -> list[str]:
     """What to say of latent binary networks."""
-    names = [name for name, entry in densities.items() if entry["type"] == LatentBinary.type]
+    names = [name for name, entry in densities.items() if entry["type"] == LATENT_BINARY]
     return [f"{', '.join(names)}: spike and slab, another target than any here; its predictions are judged"] * bool(
         names
     )

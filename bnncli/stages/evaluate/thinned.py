@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bnncli.errors import UsageError
+from bnncli.posteriors import LATENT_BINARY, SPARSE
 from bnncli.run.predict_plan import kind_of
 from bnncli.run.prediction_groups import Group
 from bnncli.storage.artifacts import read_header
 
-_LATENT_BINARY, _SPARSE = "latent-binary", "sparse"  # types of posteriors
-
 
 def is_latent(path: Path | None) -> bool:
     """Whether the posterior in a file is a latent binary network."""
-    return path is not None and path.is_file() and kind_of(read_header(path)) == _LATENT_BINARY
+    return path is not None and path.is_file() and kind_of(read_header(path)) == LATENT_BINARY
 
 
 def has_density(path: Path | None) -> bool:
     """Whether the posterior in a file is a network of which weights are out."""
-    return path is not None and path.is_file() and kind_of(read_header(path)) in (_LATENT_BINARY, _SPARSE)
+    return path is not None and path.is_file() and kind_of(read_header(path)) in (LATENT_BINARY, SPARSE)
 
 
 def check_true_inputs(groups: Sequence[Group], numbers: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from bnncli.errors import OutputExists, UsageError
 from bnncli.machine.inputs import open_regular
 from bnncli.options import InputOptions, NameOptions, PruneOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.posteriors import LATENT_BINARY
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.predict_plan import kind_of
@@ -35,14 +36,11 @@ COMMAND = Command(
 )
 
 
-_LATENT_BINARY = "latent-binary"  # type of a posterior
-
-
 def run(run: Run, options: PruneOptions) -> Result:
     """Prune and publish; the result's metrics have the density, and the accuracy before and after."""
     path = run.folder.find_posterior(options.posterior, flag="--posterior", maker=run.suggest("fit-lbbnn"))
     header, source = posterior_source(run, path, "posterior")
-    if kind_of(header) != _LATENT_BINARY:
+    if kind_of(header) != LATENT_BINARY:
         raise UsageError(
             f"--posterior: expected a latent-binary posterior; {path.stem} is of type {kind_of(header)}",
             hint=run.suggest("fit-lbbnn"),
