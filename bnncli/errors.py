@@ -65,6 +65,10 @@ class BnnError(Exception):
         return f"; run: {self.hint}" if self.hint.startswith("bnncli ") else f"; {self.hint}"
 
 
+class BnnWarning(UserWarning):
+    """What a command would warn of, said to Python."""
+
+
 class UsageError(BnnError):
     """A wrong option, argument or name."""
 

@@ -21,6 +21,8 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     ("stages",),
+    ("__init__",),  # what Python sees; what only asks for the version or for errors asks for nothing of it
+    ("opened",),
     ("run",),
     ("console", "storage"),
     ("checkpoints", "extraction", "figures", "integrators", "networks"),
@@ -37,7 +39,7 @@ LAYERS = (
     ("likelihoods",),
     ("lazy", "names", "progress", "shapes"),
     ("errors",),
-    ("__init__", ""),
+    ("",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -87,6 +87,27 @@ def configure_torch(*, threads: int | None, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """What is set of torch inside the block is afterwards as it was: a process that is not ours has its own settings.
+
+    Inside, numbers are float32 unless they say otherwise, and nothing is recorded for gradients.
+    """
+    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    dtype = torch.get_default_dtype()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    try:
+        torch.set_default_dtype(torch.float32)
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+
+
 def has_coarse_products(device: torch.device) -> bool:
     """Whether the device multiplies TF32 and bfloat16 numbers itself: GPUs from NVIDIA's Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

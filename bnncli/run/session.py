@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from bnncli.console import Console
 from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.lazy import torch
 from bnncli.machine.devices import configure_torch, device_name, select_device
 from bnncli.numerics import seeds
 from bnncli.numerics.digests import file_sha256
 from bnncli.options import (
+    CommonOptions,
     ComputeOptions,
     InputOptions,
     LockOptions,
@@ -26,6 +26,7 @@ from bnncli.options import (
     WriteOptions,
 )
 from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
+from bnncli.progress import Progress
 from bnncli.run.revisions import is_another
 from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
@@ -77,6 +78,27 @@ class Result:
         self.failure = self.failure or other.failure
 
 
+class Voice(Progress, Protocol):
+    """Where a run says what it has to say: the console of a command, or what listens in Python.
+
+    Attributes:
+        options: how a command talks.
+        warnings: what was warned of, each text once.
+    """
+
+    options: CommonOptions
+    warnings: list[str]
+
+    def debug(self, text: str) -> None:
+        """A line for whoever wants to know more."""
+
+    def info(self, text: str) -> None:
+        """A line that is no warning."""
+
+    def poll(self, where: str = "") -> None:
+        """Raise Interrupted when a signal has come; `where` says how far the work was."""
+
+
 @dataclass
 class Run:
     """One invocation of a command, as its stage sees it.
@@ -92,7 +114,7 @@ class Run:
     command: str
     line: CommandLine
     arguments: dict[str, Any]
-    console: Console
+    console: Voice
     run_options: RunOptions
     write: WriteOptions
     compute: ComputeOptions

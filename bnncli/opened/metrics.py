@@ -1,0 +1,47 @@
+"""The scores of a run that evaluate has stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.errors import DataError, MissingInput
+from bnncli.run.session import Run
+from bnncli.storage.metrics import read_metrics
+
+
+def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[dict[str, Any]]:
+    """Rows of the run's metrics files, those of the posterior and the split that are named.
+
+    Raises:
+        MissingInput: there are none such.
+        DataError: all that there are cannot be used; where a posterior was named, the first that cannot be.
+    """
+    files = run.folder.metrics_files()
+    if not files:
+        raise MissingInput(f"{run.checkpoint_path} has no metrics", hint=run.suggest("evaluate"))
+    rows: list[dict[str, Any]] = []
+    there: set[str] = set()
+    for path in files:
+        names = {path.stem, path.stem.partition(".")[0]}  # also where it cannot be read
+        try:
+            header = read_metrics(path)
+            names |= {str(row.get("posterior")) for row in header.meta["rows"]}
+            if posterior is None or posterior in names:
+                run.use(header)
+                rows += header.meta["rows"]
+        except DataError as error:
+            if posterior in names:
+                raise
+            if posterior is None:
+                run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
+        there |= names
+    if posterior is not None and posterior not in there:
+        known = ", ".join(sorted(there))
+        raise MissingInput(f"no metrics of posterior {posterior!r} (there: {known})", hint=run.suggest("evaluate"))
+    if not rows:
+        raise DataError("every metrics file of the run is stale", code="stale_input", hint=run.suggest("evaluate"))
+    kept = [row for row in rows if split in (None, row.get("split"))]
+    if not kept:
+        known = ", ".join(sorted({str(row.get("split")) for row in rows}))
+        raise MissingInput(f"no metrics of split {split!r} (there: {known})", hint=run.suggest("evaluate"))
+    return kept

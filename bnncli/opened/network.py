@@ -1,0 +1,142 @@
+"""From inputs to features: by the network and the preprocessing that the run's features record.
+
+A record is a file, which may come from anybody: code that it names is run only where the caller names it too. A built-in
+network is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bnncli import data
+from bnncli.data._arrays import ArrayDataset
+from bnncli.errors import BnnError, DataError, Untrusted, UsageError
+from bnncli.numerics.digests import file_sha256, tensor_digest
+from bnncli.opened.arrays import check_finite, described
+from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.run.network import Network
+from bnncli.run.session import Run
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header, interpreting
+
+BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default: sums depend on it
+
+
+class InputNetwork:
+    """The network that the features of a run were made by, for inputs of the caller's."""
+
+    def __init__(self, run: Run, header: Header, params: Mapping[str, Any]) -> None:
+        self.header = header
+        with interpreting(header.path):
+            layer, self._dtype = header.meta["layer"], str(params["dtype"])
+            self._preprocess = data.Preprocess.parse(
+                **{name: params[name] for name in ("mean", "std", "resize", "crop")}
+            )
+            self._network = Network.of(run, str(params["model"]), list(params["model_arg"]), layer)
+        checkpoint = self._network.checkpoint
+        if checkpoint is not None and checkpoint.weights_digest != header.weights_digest:
+            raise DataError(f"{header.path} was made from other weights", code="wrong_checkpoint", path=header.path)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Features (N, D) of inputs (N, ...), on the CPU, in the type that the run's features are stored in.
+
+        Raises:
+            DataError, UsageError: the network cannot take them, or they are not finite.
+        """
+        check_finite(inputs)
+        dataset: Any = ArrayDataset(inputs, None)
+        split = data.InputSplit("x", dataset, torch.arange(len(inputs)), self._preprocess, is_labeled=False)
+        try:
+            head = self._network.head(split)
+            self._check_head(head)
+            return self._network.features(split, head, name="x", batch_size=BATCH_SIZE, dtype=self._dtype).features
+        except DataError as error:
+            if error.code != "wrong_inputs":
+                raise
+            expected = f"features, or inputs of the network {self._network.spec!r}"
+            message = f"x: expected {expected}; got {described(inputs)}: {error.message}"
+            raise DataError(message, code="wrong_inputs") from error
+
+    def _check_head(self, head: Any) -> None:
+        """Pass when the network's last layer is the head that the run's features belong to. Raises DataError otherwise."""
+        parts = {} if head is None else {"weight": head.weight, "bias": head.bias}
+        digest = tensor_digest({name: part.numpy() for name, part in parts.items() if part is not None})
+        if digest != self.header.meta.get("head_digest"):
+            raise DataError(
+                f"the last linear layer of {self._network.spec!r} is not the head of {self.header.path}",
+                code="wrong_head",
+                hint="its code has changed since: extract the features again, with ‹force›",
+                path=self.header.path,
+            )
+
+
+def network_header(run: Run) -> Header:
+    """The header of the first split of the run that can be used; its network is that of all.
+
+    Raises:
+        DataError: all are stale or damaged.
+    """
+    first: BnnError | None = None
+    for name in run.folder.splits():
+        try:
+            header = read_header(run.folder.features(name))
+            run.use(header)
+            return header
+        except DataError as error:
+            first = first or error
+    raise first or DataError(f"{run.checkpoint_path} has no features", hint=run.suggest("status"))
+
+
+def open_network(run: Run, header: Header, named: str | None) -> InputNetwork:
+    """The network that a split was made by.
+
+    Args:
+        named: what the caller calls it; code is run only if it is named.
+
+    Raises:
+        DataError: the split was made by none, or the code has changed since.
+        Untrusted: the network is code that nobody named.
+        UsageError: another network was named.
+    """
+    params = header.provenance.get("params", {})
+    spec = params.get("model")
+    if not isinstance(spec, str):
+        raise DataError(
+            f"the run {run.checkpoint_path} has no network to make features of inputs with",
+            code="no_network",
+            hint="its features were made elsewhere: make these there too",
+        )
+    if named is None and ":" in spec:
+        raise Untrusted(
+            f"the features of this run were made by {spec!r}, which is code; that a file names it does not have it run",
+            hint=f"if it is yours, name it: bnncli.open({str(run.checkpoint_path)!r}, model={spec!r})",
+        )
+    if named is not None and named != spec:
+        _check_same_code(spec, named)
+    if ":" in spec:
+        _check_unchanged(run, header, named or spec)
+    return InputNetwork(run, header, {**params, "model": named or spec})
+
+
+def _check_same_code(spec: str, named: str) -> None:
+    """Pass when the same factory of a file is named by another path. Raises UsageError otherwise."""
+    (place, _, factory), (own, _, recorded) = named.rpartition(":"), spec.rpartition(":")
+    if not (place.endswith(".py") and own.endswith(".py") and factory == recorded):
+        raise UsageError(f"‹model›: the features of this run were made by {spec!r}; got {named!r}")
+
+
+def _check_unchanged(run: Run, header: Header, named: str) -> None:
+    """Pass when the file of a network is as it was when the features were made. Raises DataError, or warns, otherwise."""
+    code = Path(named.rpartition(":")[0])
+    recorded = [entry["content_digest"] for entry in header.inputs if entry["role"] == "model"]
+    if code.suffix != ".py" or not code.is_file() or not recorded or recorded == [f"sha256:{file_sha256(code)}"]:
+        return
+    message = f"{code} is not as it was when {header.path} was made from it"
+    if not run.inputs.allow_stale:
+        raise DataError(message, code="stale_input", hint="extract the features again, with ‹force›", path=code)
+    run.console.warn(f"{message}; used all the same (‹allow_stale›)")

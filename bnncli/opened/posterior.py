@@ -1,0 +1,79 @@
+"""A posterior of an opened run: its mean, and draws of its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bnncli.opened.session import Session, checked_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.run.predictor import Predictor
+    from bnncli.theta.layout import ClassifierLayout
+
+
+class OpenedPosterior:
+    """A distribution over theta (P,), the weights that `layout` lays out; read, and on the run's device.
+
+    Attributes:
+        name: in the run.
+    """
+
+    def __init__(self, session: Session, predictor: Predictor) -> None:
+        self._session, self._predictor = session, predictor
+        self.name = predictor.path.stem
+
+    def __repr__(self) -> str:
+        return f"<posterior {self.name!r}: {self.type}, {self.layout.num_params} parameters>"
+
+    @property
+    def type(self) -> str:
+        """point, gaussian, flow, samples, latent-binary or sparse."""
+        return str(self._predictor.posterior.type)
+
+    @property
+    def method(self) -> str:
+        """What made it: map, laplace, refine, hmc ..."""
+        return str(self._predictor.header.meta.get("method"))
+
+    @property
+    def layout(self) -> ClassifierLayout:
+        """How theta lies: its `parts` have name, shape and place of each weight and bias."""
+        layout: ClassifierLayout = self._predictor.posterior.layout
+        return layout
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of theta, (P,): its own, or that of 256 draws where it has no closed form (a flow)."""
+        with self._session.computing():
+            return self._predictor.mean_theta.clone()
+
+    def sample(self, num: int, *, seed: int | None = None) -> Tensor:
+        """Draws of theta, (S, P) float32.
+
+        With the seed of the run, which is the default, they are the draws that `predict` takes with as many samples (mc,
+        without qmc). A posterior that is draws gives `num` of its own, in their order, or all with a warning where it has
+        fewer.
+
+        Raises:
+            UsageError: num or seed are no whole numbers, or too small.
+            DeviceError: they do not fit into memory.
+        """
+        from bnncli.numerics.seeds import stream
+        from bnncli.run.predict_plan import num_stored
+
+        with self._session.computing() as run:
+            num = checked_number("num", num, least=1)
+            chosen = run.compute.seed if seed is None else checked_number("seed", seed, least=0)
+            header = self._predictor.header
+            stored = num_stored(header) if header.kind == "samples" else 0
+            if 0 < stored < num:
+                run.console.warn(f"{self.name} has {stored} draws, fewer than {num}: all are given")
+            self._predictor.require_memory(min(num, stored or num), option="num")
+            draws: Tensor = self._predictor.posterior.sample(num, stream(chosen, "predict/draws"))
+            return draws.clone() if 0 < stored <= num else draws  # else they are those that the posterior keeps
+
+    def by_name(self, theta: Tensor) -> dict[str, Tensor]:
+        """Draws (..., P) taken apart: each weight and bias by its name, (..., *shape), as views."""
+        return {part.name: theta[..., part.place].unflatten(-1, part.shape) for part in self.layout.parts}

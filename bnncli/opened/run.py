@@ -1,0 +1,228 @@
+"""An opened run: what the commands have left in its folder, and predictions for arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import DataError
+from bnncli.opened.metrics import metrics_of
+from bnncli.opened.posterior import OpenedPosterior
+from bnncli.opened.predictions import ClassProbabilities, check_request, choose, predict
+from bnncli.opened.session import Session, checked_text, open_session
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+    from torch import Tensor
+
+    from bnncli.opened.network import InputNetwork
+    from bnncli.run.predictor import Predictor
+    from bnncli.run.session import Run
+
+
+@dataclass(frozen=True, eq=False)
+class SplitArrays:
+    """A split of a run, as `extract-features` stored it.
+
+    Attributes:
+        features: (N, D) float32 or float16, in the file's pages. labels: (N,) int64; None without.
+        classes: names of the C classes. is_ood: whether it is out of the distribution.
+    """
+
+    name: str
+    features: NDArray[np.floating[Any]]
+    labels: NDArray[np.int64] | None
+    classes: tuple[str, ...]
+    is_ood: bool
+
+    def __repr__(self) -> str:
+        return f"<split {self.name!r}: {self.features.shape[0]} examples of {self.features.shape[1]} features>"
+
+
+class OpenedRun:
+    """A run. Files are looked at when something is asked for, and looked at again each time, as by a command."""
+
+    def __init__(self, session: Session, model: str | None) -> None:
+        self._session, self._model = session, model
+        self._predictors: dict[Path, Predictor] = {}
+        self._network: InputNetwork | None = None
+        self._checkpoint_state = session.checkpoint_state
+
+    def __repr__(self) -> str:
+        return f"<run {str(self.folder)!r}: splits {list(self.splits)}, posteriors {list(self.posteriors)}>"
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._session.folder.root
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits that have features, train first."""
+        return tuple(self._session.folder.splits())
+
+    @property
+    def posteriors(self) -> tuple[str, ...]:
+        """Names of the posteriors: map, temperature, laplace, refine, hmc, then the others."""
+        return tuple(path.stem for path in self._session.folder.posteriors())
+
+    def split(self, name: str, *, allow_stale: bool = False) -> SplitArrays:
+        """Features and labels of a split.
+
+        Raises:
+            MissingInput: there is none of this name.
+            DataError: it is damaged, stale, or of another checkpoint.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            from bnncli.run.inputs import load_split
+
+            content = load_split(run, checked_text("name", name)).content
+            return SplitArrays(name, content.features, content.labels, tuple(content.classes), content.is_ood)
+
+    def posterior(self, name: str, *, allow_stale: bool = False) -> OpenedPosterior:
+        """A posterior of the run, by name or file.
+
+        Raises:
+            MissingInput: there is none.
+            DataError: it is damaged, stale, or of another checkpoint.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            return OpenedPosterior(self._session, self._predictor(run, name))
+
+    def metrics(
+        self, *, posterior: str | None = None, split: str | None = None, allow_stale: bool = False
+    ) -> list[dict[str, Any]]:
+        """The scores that `evaluate` stored, as in its --json: a dict for each posterior, integrator and split.
+
+        What is stale is left out with a warning, unless its posterior was named: then it is an error, as for the commands.
+
+        Args:
+            posterior: name of a posterior, or of its predictions (laplace.mc); all by default.
+            split: name of a split; all by default.
+
+        Raises:
+            MissingInput: there are none such.
+            DataError: they are stale or damaged.
+        """
+        with self._session.asking(allow_stale=allow_stale) as run:
+            return metrics_of(run, posterior=posterior, split=split)
+
+    def features(self, inputs: ArrayLike | Tensor, *, allow_stale: bool = False) -> NDArray[np.floating[Any]]:
+        """Features (N, D) of inputs (N, ...), by the network and the preprocessing that made those of the run.
+
+        Raises:
+            DataError: the run has no network, it cannot take the inputs, or its code has changed.
+            Untrusted: the network is code, and `open` was not told so.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            from bnncli.opened.arrays import as_tensor
+
+            found: NDArray[np.floating[Any]] = self._input_network(run).features(as_tensor(inputs)).numpy()
+            return found
+
+    def predict(
+        self,
+        x: ArrayLike | Tensor,
+        *,
+        posterior: str = "laplace",
+        integrator: str | None = None,
+        samples: int | None = None,
+        allow_stale: bool = False,
+        **settings: str | float | bool | None,
+    ) -> ClassProbabilities:
+        """Class probabilities of N examples; for the features of a split those that `bnncli predict` stores.
+
+        Args:
+            x: features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
+                (N, ...), such as images, which the run's network turns into features. Where inputs are rows of D real numbers
+                themselves, `features` says what is meant: run.predict(run.features(x)).
+            posterior: name or file.
+            integrator: by default plug-in for the network, mc for all others.
+            samples: draws of a sampling integrator; its own default where it is None.
+            settings: of the integrator, by name, as qmc=True.
+
+        Raises:
+            UsageError: an integrator, setting or value that there is not, or that does not fit the posterior.
+            MissingInput: no such posterior.
+            DataError: x is neither features nor inputs, or not finite; a file is stale, damaged or of another checkpoint.
+            Untrusted: the network is code, and `open` was not told so.
+        """
+        with self._session.computing(allow_stale=allow_stale) as run:
+            from bnncli.run.predictor import warn_of_default, warn_of_few_draws
+
+            options = check_request(integrator, samples, settings)
+            predictor = self._predictor(run, posterior)
+            header, layout = predictor.header, predictor.posterior.layout
+            choice = choose(options, header, layout.num_classes)
+            features = self._features(run, x, layout.num_features)
+            warn_of_few_draws(run, predictor.path, header, samples)
+            if integrator is None:
+                warn_of_default(run, predictor.path, header)
+            names = header.meta.get("classes") or [str(index) for index in range(layout.num_classes)]
+            return predict(predictor, choice, features, tuple(names))
+
+    def _features(self, run: Run, x: Any, num_features: int) -> Tensor:
+        """What a posterior takes, (N, D), of features or inputs."""
+        from bnncli.opened.arrays import as_tensor, checked_features, described, is_features
+
+        tensor = as_tensor(x)
+        if is_features(tensor, num_features):
+            return checked_features(tensor)
+        try:
+            network = self._input_network(run)
+        except DataError as error:
+            if error.code != "no_network":
+                raise
+            message = f"x: expected features (N, {num_features}), real numbers; got {described(tensor)}"
+            raise DataError(f"{message}; {error.message}", hint=error.hint, code="bad_shape") from None
+        features = network.features(tensor)
+        if features.shape[1] != num_features:
+            message = f"the network gives {features.shape[1]} features, the posterior takes {num_features}"
+            raise DataError(message, code="wrong_layout")
+        return features
+
+    def _predictor(self, run: Run, name: str) -> Predictor:
+        """What predicts with a posterior, opened once as long as its file is the same."""
+        from bnncli.run.inputs import posterior_source
+        from bnncli.run.predictor import Predictor, TrainData
+
+        self._forget_other_weights()
+        path = run.folder.find_posterior(
+            checked_text("posterior", name), flag="‹posterior›", maker=run.suggest("status")
+        )
+        header, _ = posterior_source(run, path, "posterior")
+        known = self._predictors.get(path)
+        if known is None or known.header.content_digest != header.content_digest:
+            known = self._predictors[path] = Predictor(run, path, header, TrainData(run))
+        return known
+
+    def _input_network(self, run: Run) -> InputNetwork:
+        """The run's network, loaded once as long as its features are the same."""
+        from bnncli.opened.network import network_header, open_network
+
+        self._forget_other_weights()
+        header = network_header(run)
+        if self._network is None or self._network.header.content_digest != header.content_digest:
+            self._network = open_network(run, header, self._model)
+        return self._network
+
+    def _forget_other_weights(self) -> None:
+        """What was made of a checkpoint that has changed since is made anew."""
+        if self._checkpoint_state != self._session.checkpoint_state:
+            self._checkpoint_state, self._network = self._session.checkpoint_state, None
+            self._predictors.clear()
+
+
+def open_run(
+    ckpt: str | PathLike[str],
+    *,
+    run_dir: str | PathLike[str] | None,
+    device: str,
+    seed: int,
+    model: str | None,
+) -> OpenedRun:
+    """The run of a checkpoint, as `bnncli.open` gives it."""
+    return OpenedRun(open_session(ckpt, run_dir, device=device, seed=seed), model)

@@ -1,0 +1,144 @@
+"""The session of an opened run: every call sees the files as they are then, but weights are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from numbers import Integral
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from bnncli import registry
+from bnncli.errors import MissingInput, UsageError
+from bnncli.opened.messages import Listener, errors_in_python
+from bnncli.options import ComputeOptions, InputOptions, NameOptions, RecordOptions, RunOptions, WriteOptions
+from bnncli.options.command_line import CommandLine, Groups
+from bnncli.options.parts import declaration
+from bnncli.run.session import Run
+from bnncli.storage.checked import State, checks_remembered, state_of
+from bnncli.storage.run_folder import RunFolder
+
+
+class Session:
+    """What the calls on one opened run share."""
+
+    def __init__(self, ckpt: str, run_dir: str | None, *, device: str, seed: int) -> None:
+        self._ckpt, self._run_dir = ckpt, run_dir
+        self._compute = ComputeOptions(seed=seed, device=device)
+        self._state: State | None = None
+        self._run = self._begun()
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run lies."""
+        return self._run.folder
+
+    @property
+    def checkpoint_state(self) -> State | None:
+        """Of the checkpoint's file as the last call saw it; what is kept of its weights is good for this one alone."""
+        return self._state
+
+    @contextmanager
+    def asking(self, *, allow_stale: bool = False) -> Iterator[Run]:
+        """A run that has seen no file yet, for one call; errors leave it in the words of Python."""
+        with errors_in_python(), checks_remembered():
+            state = _state_of(self._run.checkpoint_path)
+            if state != self._state:
+                self._run, self._state = self._begun(), state
+            self._run.heads.clear()
+            self._run.followed.clear()
+            self._run.console, self._run.inputs = Listener(), InputOptions(allow_stale=allow_stale)
+            yield self._run
+
+    @contextmanager
+    def computing(self, *, allow_stale: bool = False) -> Iterator[Run]:
+        """The same for a call that computes: torch is set as for a command, and afterwards as it was."""
+        with self.asking(allow_stale=allow_stale) as run:
+            from bnncli.machine.devices import configure_torch, select_device, settings_kept
+
+            with settings_kept():
+                configure_torch(threads=None, deterministic=False)
+                select_device(run.device)
+                yield run
+
+    def _begun(self) -> Run:
+        return Run(
+            command="",
+            line=CommandLine("", (), ()),
+            arguments={"ckpt": self._ckpt},
+            console=Listener(),
+            run_options=RunOptions(run_dir=self._run_dir),
+            write=WriteOptions(),
+            compute=self._compute,
+            naming=NameOptions(),
+            makers=_makers(),
+        )
+
+
+def open_session(ckpt: str | PathLike[str], run_dir: str | PathLike[str] | None, *, device: str, seed: int) -> Session:
+    """The session of a run that is there.
+
+    Raises:
+        MissingInput: there is none; with the command that makes it, where there is a checkpoint.
+        UsageError: an argument of another type.
+    """
+    with errors_in_python():
+        folder = None if run_dir is None else _path("run_dir", run_dir)
+        device, seed = checked_text("device", device), checked_number("seed", seed, least=0)
+        session = Session(_path("ckpt", ckpt), folder, device=device, seed=seed)
+        with session.asking() as run:
+            _require_run(run)
+        return session
+
+
+def _require_run(run: Run) -> None:
+    if run.folder.root.is_dir():
+        return
+    if not run.checkpoint_path.exists():
+        message = f"no checkpoint {run.checkpoint_path}, and no run folder {run.folder.root}"
+        raise MissingInput(message, path=run.checkpoint_path)
+    hint = run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"])
+    raise MissingInput(f"{run.checkpoint_path} has no features", hint=hint, path=run.folder.root)
+
+
+def checked_number(name: str, value: object, *, least: int) -> int:
+    """The whole number that an argument is, of Python's or of an array's. Raises UsageError unless it is one and large enough."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UsageError(f"{name}: expected a whole number; got {value!r}"[:300])
+    if value < least:
+        raise UsageError(f"{name}: expected a whole number of at least {least}; got {value}")
+    return int(value)
+
+
+def checked_text(name: str, value: object) -> str:
+    """The text that an argument is. Raises UsageError unless it is one."""
+    if not isinstance(value, str):
+        raise UsageError(f"{name}: expected a text; got {value!r}"[:300])
+    return value
+
+
+def _path(name: str, value: str | PathLike[str]) -> str:
+    try:
+        path = fspath(value)
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or not path:
+        raise UsageError(f"{name}: expected a path; got {value!r}"[:300])
+    return path
+
+
+def _state_of(path: Path) -> State | None:
+    """What the system says of the checkpoint's file; None where there is none."""
+    try:
+        return state_of(path.stat())
+    except (OSError, ValueError):
+        return None
+
+
+@cache
+def _makers() -> Mapping[str, Groups]:
+    """The commands that make artifacts, each with its options: a hint repeats none but these."""
+    found: dict[str, Any] = {name: declaration("stages", name, "COMMAND") for name in registry.own_names("stages")}
+    return {name: command.groups for name, command in found.items() if RecordOptions in command.groups}

@@ -1,0 +1,184 @@
+"""Inputs from Python go through the network and the preprocessing that made the run's features; README's lines run."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli
+
+import bnncli
+from bnncli.errors import BnnWarning, DataError, Untrusted, UsageError
+from bnncli.networks.mlp import build
+
+NETWORK = """
+import pathlib
+from torch import nn
+
+pathlib.Path(__file__).with_name("was-run").touch()
+
+def make(width: int = 3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 3))
+"""
+
+
+def make_images() -> dict[str, dict[str, np.ndarray]]:
+    """Grey images of three overlapping classes, bytes; more of them than one batch."""
+    generator = np.random.default_rng(0)
+    centers = generator.integers(60, 200, size=(3, 4, 4))
+    splits = {}
+    for name, count in (("train", 90), ("test", 300)):
+        labels = generator.integers(3, size=count)
+        noise = generator.normal(scale=40, size=(count, 4, 4))
+        splits[name] = {"x": np.clip(centers[labels] + noise, 0, 255).astype(np.uint8), "y": labels.astype(np.int64)}
+    return splits
+
+
+def run_command(*words: object) -> None:
+    from bnncli.cli.execute import run_command_line
+
+    assert run_command_line([str(word) for word in words], io.StringIO()) == 0
+
+
+@pytest.fixture(scope="module")
+def finished_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of the built-in mlp, images, and a run with laplace and its metrics."""
+    folder = tmp_path_factory.mktemp("images")
+    splits = make_images()
+    for name, arrays in splits.items():
+        np.savez(folder / f"{name}.npz", **arrays)
+    torch.manual_seed(0)
+    torch.save(build(inputs=16, hidden=(6,), classes=3).state_dict(), folder / "ckpt.pt")
+    data = [word for name in splits for word in ("--data", f"{name}=npz:{folder / name}.npz")]
+    ckpt = folder / "ckpt.pt"
+    run_command("extract-features", ckpt, "--model", "mlp", *data, "--mean", "0.4", "--std", "0.3")
+    run_command("fit-laplace", ckpt, "--prior-precision", 1)
+    run_command("predict", ckpt, "--posterior", "laplace", "--split", "test")
+    run_command("evaluate", ckpt, "--bootstrap", 20)
+    return folder
+
+
+@pytest.fixture
+def images(finished_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that a test may change, and works in."""
+    shutil.copytree(finished_images, tmp_path / "images")
+    monkeypatch.chdir(tmp_path / "images")
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def coded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run whose network is code of the user's, in which the test works."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK)
+    np.savez("train.npz", **make_images()["train"])
+    space: dict = {"__file__": str(tmp_path / "net.py")}
+    exec(NETWORK, space)
+    torch.manual_seed(0)
+    torch.save(space["make"](5).state_dict(), "ckpt.pt")
+    given = ("--model", "net.py:make", "--model-arg", "width=5", "--data", "train=npz:train.npz", "--dtype", "float16")
+    run_command("extract-features", "ckpt.pt", *given)
+    run_command("fit-laplace", "ckpt.pt", "--prior-precision", 1)
+    Path("was-run").unlink()
+    return tmp_path
+
+
+def test_inputs_have_the_features_and_predictions_that_were_stored(images: Path) -> None:
+    run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
+    features = run.split("test").features
+    assert np.array_equal(run.features(x), features)
+    expected = run.predict(features)
+    for inputs in (x, torch.from_numpy(x), (x[:, None] / np.float32(255)), x[..., None]):
+        assert np.array_equal(run.predict(inputs).probs, expected.probs)
+
+
+def test_rows_of_bytes_are_inputs_and_rows_of_real_numbers_features(images: Path) -> None:
+    run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"].reshape(300, 16)
+    expected = run.split("test").features
+    assert np.array_equal(run.features(x), expected)
+    assert np.array_equal(run.predict(x).probs, run.predict(expected).probs)
+    assert np.array_equal(run.predict(np.float32(x) / np.float32(255)).probs, run.predict(expected).probs)
+
+
+def test_what_is_neither_features_nor_inputs_is_refused(images: Path) -> None:
+    run = bnncli.open("ckpt.pt")
+    expected = (
+        r"^x: expected features, or inputs of the network 'mlp'; got \(2, 7\) of float32: the network cannot take"
+    )
+    with pytest.raises(DataError, match=expected):
+        run.predict(np.zeros((2, 7), np.float32))
+    with pytest.raises(DataError, match=r"^x: expected inputs of type uint8 or floating point, got int8"):
+        run.predict(np.zeros((2, 4, 4), np.int8))
+    with pytest.raises(DataError, match=r"^x: 1 rows are not finite, the first is row 1"):
+        run.predict(np.float32([np.zeros((4, 4)), np.full((4, 4), np.nan)]))
+
+
+def test_another_checkpoint_is_refused_by_a_run_that_is_open(images: Path) -> None:
+    run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
+    assert run.predict(x).probs.shape == (300, 3)
+    torch.save(build(inputs=16, hidden=(6,), classes=3).state_dict(), "ckpt.pt")
+    for ask in (lambda: run.predict(x), lambda: run.features(x), lambda: run.metrics(posterior="laplace")):
+        with pytest.raises(DataError, match=r"was made from another checkpoint than ckpt.pt") as caught:
+            ask()
+        assert caught.value.code == "wrong_checkpoint"
+    Path("ckpt.pt").unlink()
+    with pytest.raises(bnncli.errors.MissingInput, match=r"no checkpoint ckpt.pt"):
+        run.predict(x)
+
+
+def test_code_that_a_file_names_is_run_only_if_the_caller_names_it(coded: Path) -> None:
+    x = make_images()["train"]["x"]
+    run = bnncli.open("ckpt.pt")
+    for ask in (run.features, run.predict):
+        with pytest.raises(Untrusted, match=r"made by 'net.py:make', which is code") as caught:
+            ask(x)
+        assert "bnncli.open('ckpt.pt', model='net.py:make')" in caught.value.__notes__[0]
+    assert not Path("was-run").exists()
+    named = bnncli.open("ckpt.pt", model=f"{coded}/net.py:make")
+    assert np.array_equal(named.features(x), run.split("train").features)
+    assert Path("was-run").exists()
+    with pytest.raises(UsageError, match=r"^model: the features of this run were made by 'net.py:make'; got 'mlp'$"):
+        bnncli.open("ckpt.pt", model="mlp").predict(x)
+
+
+def test_code_that_has_changed_since_is_refused(coded: Path) -> None:
+    x = make_images()["train"]["x"]
+    features = bnncli.open("ckpt.pt").split("train").features
+    Path("net.py").write_text(NETWORK + "\n# another\n")
+    run = bnncli.open("ckpt.pt", model="net.py:make")
+    with pytest.raises(DataError, match=r"net.py is not as it was when ckpt.pt.bnn/features/train.h5 was made from it"):
+        run.features(x)
+    with pytest.warns(BnnWarning, match=r"net.py is not as it was .*used all the same \(allow_stale\)") as caught:
+        assert np.array_equal(run.features(x, allow_stale=True), features)
+    assert caught[0].filename == __file__
+    Path("net.py").write_text(
+        NETWORK.replace("nn.Flatten()", "nn.Flatten(), nn.ReLU()").replace("width, 3)", "width, 3, bias=False)")
+    )
+    with pytest.warns(BnnWarning), pytest.raises(DataError, match=r"does not fit the network"):
+        bnncli.open("ckpt.pt", model="net.py:make").features(x, allow_stale=True)
+
+
+def test_a_run_of_raw_inputs_has_its_inputs_for_features(tmp_path: Path, cli: Cli) -> None:
+    np.savez(tmp_path / "train.npz", **make_images()["train"])
+    name, x = tmp_path / "raw", make_images()["train"]["x"]
+    assert cli("extract-features", name, "--model", "flatten", "--data", f"train=npz:{tmp_path}/train.npz").code == 0
+    assert cli("fit-laplace", name, "--prior-precision", 1).code == 0
+    run = bnncli.open(name)
+    assert np.array_equal(run.features(x), x.reshape(90, 16) / np.float32(255))
+    assert np.array_equal(run.predict(x).probs, run.predict(run.split("train").features).probs)
+
+
+def test_the_lines_of_the_readme_run(images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.partition("\n## From Python\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) == 1
+    exec(blocks[0], {})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("[('0', ")
+    assert said[-1] == "samples: expected a whole number of at least 1; got 0"

@@ -1,0 +1,169 @@
+"""Runs that Python opens: what they say is what lies in the folder, and nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Cli, make_arrays
+
+import bnncli
+from bnncli.errors import BnnWarning, DataError, DeviceError, MissingInput, UsageError
+from bnncli.opened import OpenedPosterior, OpenedRun
+
+LIGHT = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in heavy:
+            raise AssertionError(f"{name} is imported")
+
+heavy = {"torch", "numpy", "scipy", "sklearn", "h5py", "typer", "rich", "matplotlib", "pyro"}
+sys.meta_path.insert(0, Refuse())
+import bnncli
+bnncli.errors.BnnError
+heavy = {"torch", "scipy", "sklearn", "typer", "rich", "matplotlib", "pyro"}
+run = bnncli.open(sys.argv[1])
+print(run.splits, run.posteriors, len(run.metrics()))
+"""
+
+
+def test_nothing_heavy_is_imported_before_something_is_computed(finished_run: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT, finished_run], capture_output=True, text=True, timeout=60)
+    expected = "('train', 'far', 'test', 'val') ('map', 'laplace', 'refine', 'hmc') 8\n"
+    assert (done.stdout, done.stderr) == (expected, "")
+
+
+def test_a_split_is_what_was_extracted(finished_run: Path) -> None:
+    arrays, run = make_arrays(), bnncli.open(finished_run)
+    test, far = run.split("test"), run.split("far")
+    assert np.array_equal(test.features, arrays["features_test"])
+    assert test.labels is not None
+    assert np.array_equal(test.labels, arrays["labels_test"])
+    assert (test.classes, test.is_ood) == (("0", "1", "2"), False)
+    assert (far.labels, far.is_ood) == (None, True)
+
+
+def test_metrics_are_the_rows_that_evaluate_stored(finished_run: Path) -> None:
+    run, folder = bnncli.open(finished_run), finished_run.with_name("small.bnn")
+    files = sorted((folder / "metrics").glob("*.json"))
+    stored = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    assert run.metrics() == stored
+    chosen = [row for row in stored if (row["posterior"], row["split"]) == ("laplace", "val")]
+    assert run.metrics(posterior="laplace", split="val") == chosen == run.metrics(posterior="laplace.mc", split="val")
+    assert len(chosen) == 1
+
+
+def test_predictions_of_another_name_are_of_their_posterior(small_run: Path, cli: Cli) -> None:
+    assert cli("predict", small_run, "--posterior", "map", "--split", "test", "--name", "other").code == 0
+    assert cli("evaluate", small_run, "--posterior", "other", "--bootstrap", 20).code == 0
+    rows = bnncli.open(small_run).metrics(posterior="map", split="test")
+    assert [row["name"] for row in rows] == ["map.plug-in", "other"]
+
+
+def test_a_run_folder_may_lie_elsewhere(small_run: Path) -> None:
+    small_run.with_name("small.bnn").rename(small_run.with_name("moved"))
+    run = bnncli.open(small_run, run_dir=small_run.with_name("moved"))
+    assert run.folder == small_run.with_name("moved")
+    assert run.posteriors == ("map", "laplace", "refine", "hmc")
+    with pytest.raises(MissingInput, match=r"no checkpoint .*small, and no run folder .*small.bnn"):
+        bnncli.open(small_run)
+
+
+def test_a_checkpoint_without_a_run_says_how_one_is_made(tmp_path: Path) -> None:
+    (tmp_path / "ckpt.pt").write_bytes(b"x")
+    with pytest.raises(MissingInput, match=r"ckpt.pt has no features") as caught:
+        bnncli.open(tmp_path / "ckpt.pt")
+    command = f"bnncli extract-features {tmp_path}/ckpt.pt --model MODEL --data train=SPEC --data test=SPEC"
+    assert caught.value.__notes__ == [f"run: {command}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ckpt": 3}, "ckpt: expected a path; got 3"),
+        ({"seed": "1"}, "seed: expected a whole number; got '1'"),
+        ({"seed": -1}, "seed: expected a whole number of at least 0; got -1"),
+        ({"device": 0}, "device: expected a text; got 0"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(finished_run: Path, arguments: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        bnncli.open(**{"ckpt": finished_run, **arguments})
+
+
+def test_a_device_is_chosen_when_something_is_computed(finished_run: Path) -> None:
+    run = bnncli.open(finished_run, device="gpu")
+    with pytest.raises(UsageError, match=r"^device: expected auto, cpu, cuda or cuda:N; got 'gpu'$"):
+        run.posterior("laplace")
+    with pytest.raises(DeviceError, match=r"^device cuda:99: ") as caught:
+        bnncli.open(finished_run, device="cuda:99").posterior("laplace")
+    assert caught.value.__notes__ == ["use device auto or device cpu"]
+
+
+def test_what_is_not_there_is_named_with_what_is(finished_run: Path) -> None:
+    run = bnncli.open(finished_run)
+    with pytest.raises(MissingInput, match=r"no features of split 'tets' .* did you mean 'test'"):
+        run.split("tets")
+    with pytest.raises(MissingInput, match=r"no posterior 'zz' .* there: map, laplace, refine, hmc"):
+        run.posterior("zz")
+    with pytest.raises(MissingInput, match=r"no metrics of posterior 'zz' .there: hmc, hmc.mc, laplace"):
+        run.metrics(posterior="zz")
+    with pytest.raises(MissingInput, match=r"no metrics of split 'far' .there: test, val"):
+        run.metrics(split="far")
+
+
+def test_what_is_stale_is_an_error_unless_it_is_allowed(small_run: Path, cli: Cli) -> None:
+    run = bnncli.open(small_run)
+    features = np.array(run.split("test").features)
+    before = run.predict(features, posterior="hmc").probs
+    arrays = make_arrays()
+    arrays["features_train"][0] += 1
+    np.savez(small_run.with_name("features.npz"), **arrays)
+    again = ("extract-features", small_run, "--from-npz", small_run.with_name("features.npz"), "--ood", "far")
+    assert cli(*again).code == 0
+    with pytest.raises(DataError, match=r"hmc.nc is stale: features.train .* has changed") as caught:
+        run.predict(features, posterior="hmc")
+    assert caught.value.code == "stale_input"
+    assert caught.value.__notes__[0].startswith(f"run: bnncli hmc {small_run} ")
+    with pytest.warns(BnnWarning, match=r"hmc.nc is stale.*used all the same \(allow_stale\)") as warned:
+        after = run.predict(features, posterior="hmc", allow_stale=True).probs
+    assert np.array_equal(after, before)
+    assert {one.filename for one in warned} == {__file__}
+    with pytest.raises(DataError, match=r"hmc.mc.json is stale"):
+        run.metrics(posterior="hmc")
+    with (
+        pytest.warns(BnnWarning, match=r"skipping hmc.mc"),
+        pytest.raises(DataError, match=r"every metrics file of the run is stale"),
+    ):
+        run.metrics()
+
+
+def test_an_open_run_sees_what_a_command_makes_anew(small_run: Path, cli: Cli) -> None:
+    run = bnncli.open(small_run)
+    features = run.split("test").features
+    before = run.predict(features, posterior="laplace", integrator="plug-in").probs
+    assert cli("fit-laplace", small_run, "--prior-precision", 0.1, "--force").code == 0
+    after = run.predict(features, posterior="laplace", integrator="plug-in").probs
+    assert np.abs(after - before).max() > 0.01
+    assert np.array_equal(after, bnncli.open(small_run).predict(features, integrator="plug-in").probs)
+
+
+def test_every_public_method_says_its_types_and_the_package_that_it_does() -> None:
+    functions: list[Any] = [bnncli.open]
+    for one in (OpenedRun, OpenedPosterior):
+        members = [value for name, value in vars(one).items() if not name.startswith("_")]
+        functions += [member.fget if isinstance(member, property) else member for member in members]
+    assert len(functions) > 12
+    for function in functions:
+        signature = inspect.signature(function)
+        said = [one.annotation for one in signature.parameters.values() if one.name != "self"]
+        assert inspect.Signature.empty not in [*said, signature.return_annotation], function
+    assert (Path(bnncli.__file__).parent / "py.typed").is_file()

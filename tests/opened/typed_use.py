@@ -1,0 +1,30 @@
+"""What a user's code looks like to a type checker: `.ci/run` has mypy look at it, with --strict."""
+
+from typing import assert_type
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import bnncli
+from bnncli.opened import ClassProbabilities, OpenedPosterior, OpenedRun
+
+run = bnncli.open("ckpt.pt", seed=1)
+assert_type(run, OpenedRun)
+answer = run.predict(np.zeros((2, 3)), posterior="laplace", integrator="mc", samples=3, qmc=True, order=None)
+assert_type(answer, ClassProbabilities)
+assert_type(answer.probs, npt.NDArray[np.float32])
+assert_type(answer.interval, npt.NDArray[np.float32] | None)
+assert_type(answer.classes, tuple[str, ...])
+posterior = run.posterior("laplace")
+assert_type(posterior, OpenedPosterior)
+assert_type(posterior.sample(3, seed=2), torch.Tensor)
+assert_type(posterior.mean, torch.Tensor)
+assert_type(posterior.layout.num_params, int)
+assert_type(run.splits, tuple[str, ...])
+run.predict(torch.zeros(2, 3))
+run.predict([[1.0, 2.0]])
+try:
+    run.metrics(posterior="laplace")[0]["name"]
+except bnncli.errors.DataError as error:
+    assert_type(error.message, str)
