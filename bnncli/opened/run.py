@@ -151,6 +151,7 @@ class OpenedRun:
             Untrusted: the network is code, and `open` was not told so.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
+            from bnncli.run.classes import posterior_classes
             from bnncli.run.predictor import warn_of_default, warn_of_few_draws
 
             options = check_request(integrator, samples, settings)
@@ -161,8 +162,7 @@ class OpenedRun:
             warn_of_few_draws(run, predictor.path, header, samples)
             if integrator is None:
                 warn_of_default(run, predictor.path, header)
-            names = header.meta.get("classes") or [str(index) for index in range(layout.num_classes)]
-            return predict(predictor, choice, features, tuple(names))
+            return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
 
     def _features(self, run: Run, x: Any, num_features: int) -> Tensor:
         """What a posterior takes, (N, D), of features or inputs."""

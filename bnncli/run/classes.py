@@ -62,6 +62,22 @@ def run_classes(
     return RunClasses(names, None if names == own.names else source)
 
 
+def posterior_classes(folder: RunFolder, header: Header) -> list[str]:
+    """The classes of a posterior: those it was fitted to; where these are numbers, the names that a split has brought since."""
+    own = SplitClasses([str(name) for name in header.meta.get("classes", [])], is_labeled=True)
+    for name in folder.splits() if own.is_numbered else []:
+        try:
+            theirs, classes = read_classes(folder.features(name))
+        except NOT_OF_CONTENT:
+            raise
+        except BnnError:  # said where that split is asked for
+            continue
+        is_kin = theirs.weights_digest == header.weights_digest and len(classes.names) == len(own.names)
+        if is_kin and not classes.is_numbered:
+            return classes.names
+    return own.names
+
+
 def _source(asked: dict[Path, SplitClasses]) -> Path:
     """The file whose classes are the run's: the first with names, else that of labels, train before all others."""
     order = sorted(asked, key=lambda one: (one.stem != "train", one.name))

@@ -15,6 +15,7 @@ from conftest import Cli
 import bnncli
 from bnncli.errors import BnnWarning, DataError, Untrusted, UsageError
 from bnncli.networks.mlp import build
+from bnncli.storage.predictions import read_predictions
 
 NETWORK = """
 import pathlib
@@ -116,6 +117,28 @@ def test_what_is_neither_features_nor_inputs_is_refused(images: Path) -> None:
         run.predict(np.zeros((2, 4, 4), np.int8))
     with pytest.raises(DataError, match=r"^x: 1 rows are not finite, the first is row 1"):
         run.predict(np.float32([np.zeros((4, 4)), np.full((4, 4), np.nan)]))
+
+
+SETS = """
+import numpy as np
+
+class Images(list):
+    classes = ["cat", "dog", "owl"]
+
+def make():
+    return Images((np.full((4, 4), 9 * row, np.uint8), row % 3) for row in range(6))
+"""
+
+
+def test_classes_have_the_names_that_a_later_split_brings(images: Path, cli: Cli) -> None:
+    Path("sets.py").write_text(SETS)
+    run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
+    assert run.predict(x).classes == ("0", "1", "2")
+    later = ("--data", "named=py:sets.py:make", "--mean", "0.4", "--std", "0.3")
+    assert cli("extract-features", "ckpt.pt", "--model", "mlp", *later).code == 0
+    assert cli("predict", "ckpt.pt", "--posterior", "laplace", "--split", "test").code == 0
+    stored = read_predictions(Path("ckpt.pt.bnn/predictions/laplace.mc/test.h5"))
+    assert run.predict(x).classes == ("cat", "dog", "owl") == tuple(stored.classes)
 
 
 def test_another_checkpoint_is_refused_by_a_run_that_is_open(images: Path) -> None:

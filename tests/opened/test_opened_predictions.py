@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pretend_cuda
 import pytest
 import torch
 from conftest import Cli
@@ -142,6 +143,21 @@ def test_torch_is_left_as_it_was(finished_run: Path) -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::bnncli.errors.BnnWarning")
+def test_a_gpu_gives_what_the_cpu_gives(finished_run: Path) -> None:
+    cpu = bnncli.open(finished_run, device="cpu")
+    features = torch.from_numpy(np.array(cpu.split("test").features))
+    expected = {name: cpu.predict(features, posterior=name).probs for name in cpu.posteriors}
+    with pretend_cuda.pretend("cuda:0"):
+        run = bnncli.open(finished_run)
+        for name in run.posteriors:
+            assert np.allclose(run.predict(features, posterior=name).probs, expected[name], atol=1e-5)
+            posterior = run.posterior(name)
+            assert {posterior.sample(2).device.type, posterior.mean.device.type} == {"cuda"}
+        assert np.allclose(run.predict(features.to("cuda"), posterior="map").probs, expected["map"], atol=1e-5)
+        assert np.array_equal(cpu.predict(features.to("cuda"), posterior="map").probs, expected["map"])
 
 
 REFUSED = [

@@ -120,6 +120,7 @@ def test_what_is_not_there_is_named_with_what_is(finished_run: Path) -> None:
         run.metrics(split="far")
 
 
+@pytest.mark.filterwarnings("ignore:skipping:bnncli.errors.BnnWarning")
 def test_what_is_stale_is_an_error_unless_it_is_allowed(small_run: Path, cli: Cli) -> None:
     run = bnncli.open(small_run)
     features = np.array(run.split("test").features)
