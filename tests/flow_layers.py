@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.flows import build_layers
@@ -35,10 +36,6 @@ every_flow = pytest.mark.parametrize(("kind", "settings"), EXAMPLES, ids=lambda 
 exact_start = pytest.mark.parametrize(
     ("kind", "settings"), [case for case in EXAMPLES if case[0] not in ("planar", "radial")], ids=str
 )
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def start_layer(kind: str, dim: int, seed: int = 0, **settings: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
@@ -30,10 +31,6 @@ from bnncli.theta.prior import Prior
 
 FEATURES = 7
 PRIOR = 0.7
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

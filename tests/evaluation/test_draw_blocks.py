@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.evaluation.draw_blocks import Compared, ThinnedDraws, compare_draws, thin_draws
@@ -24,10 +25,6 @@ CASES: list[Case] = [
 ]
 NUM_REPEATS = 150
 SIZE = 2
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

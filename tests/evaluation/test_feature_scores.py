@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from problems.seeds import seeded
 from scipy.spatial.distance import cdist
 from sklearn.covariance import EmpiricalCovariance
 from sklearn.neighbors import NearestNeighbors
@@ -16,10 +17,6 @@ from bnncli.evaluation.feature_scores import Mahalanobis, Neighbors
 from bnncli.targets import stream
 
 CPU = torch.device("cpu")
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_split(num_rows: int = 300, num_features: int = 6, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Cli
 from numpy.typing import NDArray
+from problems.seeds import seeded
 from scipy import stats
 
 from bnncli.evaluation.gain import ERROR_RATE, LOOKS, NEGLIGIBLE_NATS, VERDICTS, judge_gain, reach
@@ -24,10 +25,6 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
 NUM_REPEATS = 2000
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize(

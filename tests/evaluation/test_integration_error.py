@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from problems.seeds import seeded
 
 from bnncli.errors import DataError
 from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error, integration_errors
@@ -26,10 +27,6 @@ from bnncli.theta.prior import Prior
 LAYOUT = HeadLayout(3, 6)
 NUM_FRESH = 120  # predictions of other seeds: their variance has a standard error of 0.13 of itself
 Score = Callable[..., float]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @cache

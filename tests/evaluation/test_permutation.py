@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation.mmd import _relabelled, median_bandwidth, mmd2, permutation_p_value
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.evaluation.draw_blocks import ThinnedDraws, compare_draws, thin_draws
@@ -15,10 +16,6 @@ from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, s
 from bnncli.evaluation.reference_distances import WeightDraws, num_draws_for, reference_rows
 from bnncli.evaluation.weight_space import mean_error, reference_scale, wasserstein_distances
 from bnncli.scores import distances
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

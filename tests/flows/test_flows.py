@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from flow_layers import LAYOUTS, draw_points, every_flow, exact_start, make_layer, seeded, start_layer
+from flow_layers import LAYOUTS, draw_points, every_flow, exact_start, make_layer, start_layer
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.errors import UsageError

@@ -10,6 +10,7 @@ import pretend_cuda
 import pytest
 import torch
 from interrupted import StopAt
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.curvature import ggn
@@ -35,10 +36,6 @@ def gpu() -> Iterator[pretend_cuda.Pretend]:
     with pretend_cuda.pretend() as found:
         yield found
     assert found.problems() == []
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_target(num_examples: int = 100) -> LastLayerTarget:

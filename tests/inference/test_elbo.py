@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from problems.seeds import seeded
 
 from bnncli.covariances.full import Full
 from bnncli.flows.radial import Radial
@@ -15,10 +16,6 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_target(likelihood_scale: float = 1.0) -> LastLayerTarget:

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
@@ -33,10 +34,6 @@ QUADRATURE = 1e-3  # nats; what the grid itself may be off by
 SPREAD = 0.3  # of a flow's parameters: enough to bend it, and to keep its mass on the grid
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
 every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @dataclass(frozen=True)

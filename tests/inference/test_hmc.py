@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from interrupted import StopAt
+from problems.seeds import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +30,6 @@ from bnncli.theta.prior import Prior
 
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
 LAYOUTS = [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False), HeadLayout(2, 1, has_bias=False)]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_target(layout: HeadLayout, likelihood_scale: float = 1.0) -> LastLayerTarget:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from interrupted import StopAt
 from pretend_cuda import Pretend
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
@@ -36,10 +37,6 @@ REFUSED = RuntimeError("operation not permitted when stream is capturing")
 NUMBERS = ("draws", "log_joint", "energy", "acceptance_rate", "diverging", "n_steps")
 PLACES = [*registry.names("covariances"), "row space"]
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 class Case(NamedTuple):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from problems.seeds import seeded
 
 from bnncli.covariances.diag import Diag
 from bnncli.inference import importance
@@ -16,10 +17,6 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
 LAYOUT = HeadLayout(1, 3)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def pareto_log_weights(shape: float, size: int, seed: int = 0) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from problems.seeds import seeded
 
 from bnncli import registry
 from bnncli.errors import Interrupted, NumericError, UsageError
@@ -27,10 +28,6 @@ every_flow_and_space = pytest.mark.parametrize(
 )
 every_space = pytest.mark.parametrize("space", SPACES)
 LAYOUTS = [HeadLayout(3, 2), HeadLayout(1, 1)]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_target(layout: HeadLayout, num_examples: int = 24, likelihood_scale: float = 1.0) -> LastLayerTarget:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.seeds import seeded
 from scipy import special
 from torch import Tensor
 
@@ -31,10 +32,6 @@ Cli = Any
 
 LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_gaussian(layout: HeadLayout, structure: str = "full") -> Gaussian:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.seeds import seeded
 from scipy import special
 
 from bnncli import integrators
@@ -30,10 +31,6 @@ from bnncli.theta.network import NetworkLayout
 Cli = Any
 LAYOUT = HeadLayout(3, 4)
 SAMPLING = [name for name in names("integrators") if load_integrator(name).is_sampling]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def sizes(ends: tuple[int, ...]) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from problems.seeds import seeded
 from scipy import special
 from torch import Tensor
 
@@ -25,10 +26,6 @@ from bnncli.theta.prior import Prior
 
 BINARY = HeadLayout(1, 1)  # theta = (slope, intercept): small enough for a grid
 LAYOUT = HeadLayout(3, 2)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_target(layout: HeadLayout, num_examples: int = 12) -> LastLayerTarget:

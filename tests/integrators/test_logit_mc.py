@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
@@ -25,10 +26,6 @@ from bnncli.theta.prior import Prior
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_gaussian(structure: str, layout: HeadLayout, prior: Prior | None = None) -> Gaussian:

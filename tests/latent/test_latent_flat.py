@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,10 +25,6 @@ from bnncli.training.course import Course
 from bnncli.training.loop import State, train
 
 SMALL = NetworkLayout((4, 3, 5, 2))
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def prior_of(num_layers: int, *, differs_by_repeat: bool = False) -> SpikeAndSlab:

@@ -6,13 +6,10 @@ import math
 
 import pytest
 import torch
+from problems.seeds import seeded
 
 from bnncli.errors import UsageError
 from bnncli.numerics.sobol import MOST_DIMENSIONS, balance_warning, quasi_normal
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("dim", [1, 10, 2000])

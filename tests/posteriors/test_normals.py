@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems.seeds import seeded
 
 from bnncli import posteriors
 from bnncli.covariances.diag import Diag
@@ -23,10 +24,6 @@ from bnncli.theta.network import NetworkLayout
 from bnncli.theta.prior import Prior
 
 CPU = torch.device("cpu")
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture

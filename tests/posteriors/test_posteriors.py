@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
@@ -26,10 +27,6 @@ every_flow_and_space = pytest.mark.parametrize(
     ("kind", "space"),
     [(kind, space) for kind in registry.names("flows") for space in registry.load_class("flows", kind).spaces],
 )
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @functools.cache

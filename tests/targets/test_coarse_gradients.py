@@ -9,6 +9,7 @@ import numpy as np
 import pretend_cuda
 import pytest
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential, trajectory
@@ -24,10 +25,6 @@ from bnncli.theta.prior import Prior
 DIGITS = {"tf32": 11, "bfloat16": 8}  # bits, the leading one included
 every_precision = pytest.mark.parametrize("precision", DIGITS)
 LAYOUTS = [HeadLayout(3, 6), HeadLayout(1, 6), HeadLayout(4, 6, has_bias=False)]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def rounded(values: Any, bits: int) -> np.ndarray:

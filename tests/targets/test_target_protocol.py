@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_targets import NOISE_SD, Banana, Pair
+from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.covariances.diag import Diag
@@ -23,10 +24,6 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.target import Target
 
 ROOM = Path(__file__).parents[2] / "bnncli" / "inference"
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def banana() -> Target:

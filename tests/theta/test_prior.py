@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from problems.seeds import seeded
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
@@ -35,10 +36,6 @@ PRIOR = Prior(2.0, 0.05)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 EXACT = sorted(set(registry.names("covariances")) - {"kron"})  # parts of the Hessian itself
 every_exact_structure = pytest.mark.parametrize("structure", EXACT)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def make_target(layout: HeadLayout, prior: Prior = PRIOR) -> LastLayerTarget:
