@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from problems.arrays import make_arrays
+from problems.command_line import SCRIPT, STEPS, Cli, Invocation
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the console script sets it, before torch is imported
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
@@ -50,30 +48,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
-SCRIPT = Path(sys.executable).with_name("bnncli")
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What one command gave back."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """The one JSON document on stdout; NaN and infinity are errors."""
-
-        def refuse(name: str) -> None:
-            raise AssertionError(f"{name} in JSON")
-
-        return json.loads(self.stdout, parse_constant=refuse)
-
-
-Cli = Callable[..., Invocation]
-
-
 @pytest.fixture
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
     """Runs a command in this process: cli("refine", path, "--epochs", 1)."""
@@ -98,45 +72,6 @@ def installed() -> Cli:
         return Invocation(done.returncode, done.stdout, done.stderr)
 
     return run
-
-
-def make_arrays(seed: int = 0, num_classes: int = 3, num_features: int = 5) -> dict[str, np.ndarray]:
-    """Features of overlapping Gaussian classes with a head that fits them, as --from-npz reads them."""
-    generator = np.random.default_rng(seed)
-    centers = generator.normal(size=(num_classes, num_features))
-    arrays: dict[str, np.ndarray] = {}
-    for split, count in (("train", 240), ("val", 80), ("test", 120)):
-        labels = generator.integers(num_classes, size=count)
-        features = centers[labels] + generator.normal(size=(count, num_features))
-        arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
-    arrays["features_far"] = (3 * generator.normal(size=(60, num_features))).astype(np.float32)
-    arrays["head_weight"] = (2 * centers).astype(np.float32)
-    arrays["head_bias"] = (-(centers**2).sum(axis=1)).astype(np.float32)
-    return arrays
-
-
-def make_wide_arrays(num_test: int = 0) -> dict[str, np.ndarray]:
-    """Fewer training examples than features, and a head that generalises: what spreads round it hedges without need."""
-    generator = np.random.default_rng(0)
-    centers = generator.normal(size=(4, 60)) / 3
-    arrays: dict[str, np.ndarray] = {}
-    for split, count in (("train", 50), ("val", 400), ("test", num_test)):
-        labels = generator.integers(4, size=count)
-        features = centers[labels] + generator.normal(size=(count, 60)) / 2
-        if count:
-            arrays |= {f"features_{split}": features.astype(np.float32), f"labels_{split}": labels.astype(np.int64)}
-    arrays["head_weight"] = (4 * centers).astype(np.float32)
-    arrays["head_bias"] = (-2 * (centers**2).sum(axis=1)).astype(np.float32)
-    return arrays
-
-
-STEPS: tuple[tuple[object, ...], ...] = (
-    ("fit-laplace", "--prior-precision", "10"),
-    ("refine", "--epochs", 1, "--length", 2),
-    ("hmc", "--chains", 8, "--warmup", 8, "--draws", 16),
-    ("predict",),
-    ("evaluate",),
-)
 
 
 @pytest.fixture(scope="session", autouse=True)

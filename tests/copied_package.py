@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from conftest import Invocation
 from kills import SERVER
+from problems.command_line import Invocation
 
 PACKAGE = Path(__file__).parents[1] / "bnncli"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Invocation
 from copied_package import PACKAGE, run_with_files
+from problems.command_line import Invocation
 from sklearn.metrics import roc_auc_score
 
 from bnncli import detectors

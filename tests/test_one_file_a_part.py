@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Invocation
 from copied_package import PACKAGE, run_with_files
 from new_parts import FAMILIES, OURS, THEIRS, text_of
+from problems.command_line import Invocation
 from torch import nn
 
 from bnncli import registry

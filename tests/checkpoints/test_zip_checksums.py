@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli
 
 from bnncli.checkpoints.load import convert_checkpoint, load_checkpoint
 from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums

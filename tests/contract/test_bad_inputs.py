@@ -9,11 +9,11 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from problems.command_line import Cli
 
 from bnncli import registry
 from bnncli.evaluation import calibrated
 
-Cli = Any
 Arrays = dict[str, np.ndarray]
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Cli, make_arrays
+from problems.arrays import make_arrays
+from problems.command_line import Cli
 
 
 @pytest.mark.parametrize("value", ["1e150", "1e31", "1e-31", "5e-324"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli
 
 from bnncli.data import _arrays
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from problems.command_line import Cli
 
 from bnncli import console as console_module
 from bnncli.console import Console

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, Invocation
 from forged import forge
+from problems.command_line import Cli, Invocation
 
 from bnncli.names import printable
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from problems.command_line import Cli
 
-Cli = Any
 ARTIFACTS = {
     "features": "features/test.h5",
     "point": "posteriors/map.safetensors",

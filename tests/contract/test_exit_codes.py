@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from kills import run_to_files, start
+from problems.command_line import SCRIPT, Cli
 
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.memory_advice import memory_advice
@@ -29,9 +30,6 @@ from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
-
-SCRIPT = Path(sys.executable).with_name("bnncli")
-Cli = Any
 
 
 class Bomb:

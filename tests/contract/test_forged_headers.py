@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import Cli
 from forged import forge
+from problems.command_line import Cli
 
 from bnncli.errors import Exit
 from bnncli.storage.artifacts import read_header

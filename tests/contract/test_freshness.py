@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from forged import forge
 from kills import is_stopped, run_stopped_once, start
+from problems.command_line import Cli
 
 from bnncli.numerics import seeds
 from bnncli.run import revisions as _revisions
 
-Cli = Any
 REQUESTS = {
     "extract-features": ("--from-npz", "features.npz", "--ood", "far"),
     "fit-laplace": ("--prior-precision", "10"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kills import run_python, start
+from problems.command_line import Cli
 
 from bnncli import data
 from bnncli import options as o
@@ -19,7 +19,6 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.settings import option_fields
 from bnncli.errors import DataError
 
-Cli = Any
 Arrays = dict[str, np.ndarray]
 X = np.ones((4, 3), np.float32)
 LABELS = {

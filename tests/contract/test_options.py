@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from problems.command_line import Cli
 
 from bnncli import options as o
 from bnncli.cli.build import parser
@@ -18,7 +19,6 @@ from bnncli.errors import ConfigError
 from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of, made
 
-Cli = Any
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
     "metric": "nll", "score": "knn", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from problems.command_line import Cli
 
 from bnncli.run import inputs
 from bnncli.storage.predictions import read_predictions
 
-Cli = Any
 Arrays = dict[str, np.ndarray]
 
 

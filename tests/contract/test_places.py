@@ -7,14 +7,11 @@ import shutil
 import subprocess
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-Cli = Any
-
+from problems.command_line import Cli
 
 NAMES = [
     "a b", "it's", 'say "hi"', "two\nlines", "-dash", "é", os.fsdecode(b"\xff\xfe"), "x" * 250, "$(touch x)", "a;b", "%s",

@@ -11,12 +11,12 @@ from typing import Any
 import h5py
 import pytest
 import torch
+from problems.command_line import Cli
 
 from bnncli.errors import MissingInput, ReadError
 from bnncli.storage import hdf5
 from bnncli.storage.hdf5 import open_hdf5
 
-Cli = Any
 NUMBERS = [errno.EIO, errno.ESTALE]
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-Cli = Any
+from problems.command_line import Cli
 
 
 def states(cli: Cli, run: Path) -> dict[str, str]:

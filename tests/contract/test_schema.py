@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 
 from bnncli.run.inputs import open_posterior
 from bnncli.storage import headers
@@ -19,7 +20,6 @@ from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.samples import read_samples
 
-Cli = Any
 SCHEMA = Path(__file__).parents[2] / "fixtures" / "schema"
 VERSIONS = sorted(path for path in SCHEMA.iterdir() if path.is_dir() and path.name[0].isdigit())
 KINDS = {"features", "posterior", "samples", "predictions", "metrics"}

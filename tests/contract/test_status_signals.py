@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli
+from problems.command_line import Cli
 
 from bnncli.stages import status
 

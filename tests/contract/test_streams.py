@@ -7,20 +7,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kills import run_to_files, start
+from problems.command_line import SCRIPT, Cli
 
 from bnncli.cli.commands import COMMANDS
 from bnncli.evaluation.mmd import permutation_p_value_of
 
-Cli = Any
-SCRIPT = Path(sys.executable).with_name("bnncli")
 NOISY = """
 import os, warnings
 import torch

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli
 
 from bnncli.errors import WriteError
 from bnncli.machine.inputs import read_error

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_arrays
 from copied_package import run_with_files
 from new_parts import text_of
+from problems.arrays import make_arrays
 
 from bnncli import registry
 from bnncli.covariances import Covariance

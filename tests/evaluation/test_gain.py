@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
 from numpy.typing import NDArray
+from problems.command_line import Cli
 from problems.seeds import seeded
 from scipy import stats
 

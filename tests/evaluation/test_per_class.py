@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from problems.command_line import Cli, new_run
 from sklearn import metrics
 
 from bnncli.evaluation import per_class
@@ -16,7 +16,6 @@ from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.per_class import per_class_scores, rare_classes
 
-Cli = Any
 SIZE = 150
 
 
@@ -126,10 +125,7 @@ def test_evaluate_names_missing_classes_and_gives_the_values_of_each_on_request(
     arrays = dict(np.load(small_run.with_name("features.npz")))
     arrays["labels_val"] = np.where(arrays["labels_val"] == 2, 1, arrays["labels_val"])
     arrays["labels_val"][:4] = 0
-    path = small_run.with_name("rare.npz")
-    np.savez(path, **arrays)
-    run = small_run.with_name("rare")
-    assert cli("extract-features", run, "--from-npz", path, "--ood", "far").code == 0
+    run = new_run(cli, small_run.with_name("rare"), arrays, "--ood", "far")
     assert cli("predict", run).code == 0
     done = cli(
         "evaluate", run, "--metric", "balanced_accuracy", "--metric", "class_auroc", "--assert", "macro_f1@val>0"

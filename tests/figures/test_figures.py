@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 from PIL import Image
+from problems.command_line import Cli
 
 from bnncli.errors import WriteError
 from bnncli.figures import render
 from bnncli.figures.prior_precision import EDGE_TEXT, LABELS, draw
 from bnncli.stages import fit_laplace
 
-Cli = Any
 CURVE = [(0.1, 0.9), (1.0, 0.5), (4.0, 0.31), (10.0, 0.3), (30.0, 0.32), (100.0, 0.6)]
 
 

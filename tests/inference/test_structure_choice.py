@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli, new_run
 
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.inference import memory
@@ -22,7 +22,6 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 from tests.conftest import make_arrays
 
-Cli = Any
 LAYOUT = HeadLayout(3, 4)
 
 
@@ -93,12 +92,6 @@ def test_quick_structures_are_those_that_fit_and_the_first_is_the_automatic_one(
     assert memory.automatic_structure(layout, 0) == "diag"
 
 
-def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray]) -> Path:
-    np.savez(folder / "features.npz", **arrays)
-    assert cli("extract-features", folder / "run", "--from-npz", folder / "features.npz").code == 0
-    return folder / "run"
-
-
 def few_arrays() -> dict[str, np.ndarray]:
     """Hardly more examples than features: where the exact Hessian is nearly flat, draws go too far."""
     generator = np.random.default_rng(0)
@@ -112,7 +105,7 @@ def few_arrays() -> dict[str, np.ndarray]:
 
 
 def test_another_structure_is_taken_where_it_predicts_better_and_the_summary_says_so(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, few_arrays())
+    run = new_run(cli, tmp_path / "run", few_arrays())
     done = cli("fit-laplace", run)
     metrics = cli("fit-laplace", run, "--json").json["metrics"]
     assert set(metrics["structure_nll"]) == set(memory.structures())
@@ -127,7 +120,7 @@ def test_another_structure_is_taken_where_it_predicts_better_and_the_summary_say
 
 
 def test_without_val_the_largest_quick_structure_is_taken(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     metrics = cli("fit-laplace", run, "--prior-precision", "marglik", "--json").json["metrics"]
     assert (metrics["structure"], metrics["structure_nll"]) == ("full", None)
 
@@ -135,7 +128,7 @@ def test_without_val_the_largest_quick_structure_is_taken(cli: Cli, tmp_path: Pa
 def test_structures_that_could_be_asked_for_have_their_bytes_and_seconds(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     for module in ("full", "block"):
         monkeypatch.setattr(f"bnncli.curvature.{module}.MAX_AUTO_FULL", 10)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
@@ -149,7 +142,7 @@ def test_structures_that_could_be_asked_for_have_their_bytes_and_seconds(
 def test_a_structure_that_does_not_fit_is_not_recommended(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     layout = HeadLayout(3, 5)
     between = memory.fit_bytes("block", layout, num_draws=128)
     assert between < memory.fit_bytes("full", layout, num_draws=128)
@@ -166,7 +159,7 @@ def test_a_structure_that_does_not_fit_is_not_recommended(
 def test_classes_without_examples_are_named(cli: Cli, tmp_path: Path, split: str) -> None:
     arrays = make_arrays()
     arrays[f"labels_{split}"][arrays[f"labels_{split}"] == 1] = 2
-    run = make_run(cli, tmp_path, arrays)
+    run = new_run(cli, tmp_path / "run", arrays)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     (text,) = [text for text in done["warnings"] if "classes (" in text]
     count = len(arrays[f"labels_{split}"])
@@ -175,7 +168,7 @@ def test_classes_without_examples_are_named(cli: Cli, tmp_path: Path, split: str
 
 
 def test_with_examples_of_all_classes_nothing_is_said_of_them(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     assert not [text for text in done["warnings"] if "classes (" in text]
 
@@ -184,7 +177,7 @@ def test_in_the_span_of_few_examples_structures_are_compared_and_the_chosen_one_
     cli: Cli, tmp_path: Path
 ) -> None:
     arrays = {name: part[:30] if name.endswith("_train") else part for name, part in few_arrays().items()}
-    run = make_run(cli, tmp_path, arrays)
+    run = new_run(cli, tmp_path / "run", arrays)
     metrics = cli("fit-laplace", run, "--json").json["metrics"]
     assert set(metrics["structure_nll"]) == {"full", "block", "kron"}  # a diagonal there is none of theta's
     lowest = min(metrics["structure_nll"].values())

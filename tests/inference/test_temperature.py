@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 from safetensors.numpy import load_file
 from scipy import optimize, special
 from torch import Tensor
@@ -17,8 +17,6 @@ from bnncli.inference import temperature as module
 from bnncli.inference.temperature import LARGEST, SMALLEST, LabelledLogits, fit_temperature, held_out_losses
 from bnncli.likelihoods import likelihood_of
 from bnncli.storage.features import read_features
-
-Cli = Any
 
 
 def make_logits(num_classes: int, *, scale: float, seed: int = 0) -> tuple[Tensor, Tensor]:

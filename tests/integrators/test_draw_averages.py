@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 from problems.seeds import seeded
 from scipy import special
 from torch import Tensor
@@ -27,8 +28,6 @@ from bnncli.storage.predictions import read_predictions
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
-
-Cli = Any
 
 LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 from problems.seeds import seeded
 from scipy import special
 
@@ -28,7 +29,6 @@ from bnncli.storage.predictions import PredictionFile, read_predictions, write_p
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.network import NetworkLayout
 
-Cli = Any
 LAYOUT = HeadLayout(3, 4)
 SAMPLING = [name for name in names("integrators") if load_integrator(name).is_sampling]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
 from kills import run_signalled_in, start
+from problems.command_line import Cli
 from torch import Tensor
 
 from bnncli.covariances._roots import inverse_root

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli
 
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.data._labels import MAX_CLASSES

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from problems.command_line import Cli
 
 from bnncli.errors import MissingInput, UsageError
 from bnncli.options.assertions import Quantity, parse_assertion, parse_score
 from bnncli.run.score_assertions import Absent, check_names, failure_text, forms, hold_against
 
-Cli = Any
 METRICS = ("nll", "ece", "auroc", "mmd2")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli
 from forged import forge
+from problems.command_line import Cli
 from recorded_lines import LINES
 
 from bnncli import options as o

@@ -7,11 +7,11 @@ import shlex
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli, new_run
 
 from bnncli.inference.elbo import elbo
 from bnncli.run.inputs import open_posterior, recorded_prior
@@ -21,7 +21,6 @@ from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.prior import Prior
 
-Cli = Any
 PRIOR = Prior(10.0, 0.1)
 STEPS = (
     ("fit-laplace", "--prior-precision", "10", "--bias-precision", "0.1", "--name", "two"),
@@ -199,8 +198,7 @@ def test_what_is_no_precision_is_a_usage_error(cli: Cli, small_run: Path, value:
 
 def test_a_head_without_bias_has_no_bias_precision(cli: Cli, tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     arrays.pop("head_bias")
-    np.savez(tmp_path / "features.npz", **arrays)
-    assert cli("extract-features", tmp_path / "bare", "--from-npz", tmp_path / "features.npz").code == 0
+    new_run(cli, tmp_path / "bare", arrays)
     done = cli("fit-laplace", tmp_path / "bare", "--prior-precision", 1, "--bias-precision", 1)
     assert (done.code, "--bias-precision: the head has no bias" in done.stderr) == (2, True)
 

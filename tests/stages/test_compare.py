@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import STEPS, make_arrays
+from problems.arrays import make_arrays
+from problems.command_line import STEPS, Cli, new_run
 from scipy import stats
 
 from bnncli.evaluation.paired import Difference, Sample
 from bnncli.evaluation.standings import Standing
 from bnncli.stages.compare.measure import Column, Entry
 from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_latex, as_markdown, as_table
-
-Cli = Any
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +188,7 @@ def test_a_checkpoint_given_twice_is_no_second_seed(cli: Cli, small_run: Path) -
 def test_unlabelled_scores_that_are_named_are_an_error_and_dashes_otherwise(cli: Cli, tmp_path: Path) -> None:
     arrays = make_arrays()
     del arrays["labels_test"]
-    np.savez(tmp_path / "a.npz", **arrays)
-    cli("extract-features", tmp_path / "a", "--from-npz", tmp_path / "a.npz", "--ood", "far")
+    new_run(cli, tmp_path / "a", arrays, "--ood", "far")
     cli("predict", tmp_path / "a", "--split", "test", "--split", "far")
     done = cli("compare", tmp_path / "a", "--metric", "nll")
     assert (done.code, "undefined on split 'test': no labels" in done.stderr) == (65, True)

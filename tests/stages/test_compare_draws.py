@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from problems.command_line import Cli, new_run
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.confidence_set import confidence_set
 from bnncli.evaluation.integration_error import DrawGroups, integration_errors
 from bnncli.evaluation.paired import Sample, integration
 
-Cli = Any
 TWO = ("--split", "test", "--split", "far")  # what is compared; val is not
 
 
@@ -123,8 +123,7 @@ def test_a_prediction_without_draws_has_no_integration_error_and_one_draw_an_unk
 
 def test_over_checkpoints_the_spread_contains_the_integration_error(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    np.savez(tmp_path / "a.npz", **make_other())
-    cli("extract-features", other, "--from-npz", tmp_path / "a.npz", "--ood", "far")
+    new_run(cli, other, make_other(), "--ood", "far")
     cli("fit-laplace", other, "--prior-precision", "3")
     cli("predict", other, *TWO)
     document = cli(
@@ -135,7 +134,7 @@ def test_over_checkpoints_the_spread_contains_the_integration_error(cli: Cli, sm
 
 
 def make_other() -> dict[str, np.ndarray]:
-    from conftest import make_arrays
+    from problems.arrays import make_arrays
 
     return make_arrays()
 

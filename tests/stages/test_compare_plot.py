@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from problems.command_line import Cli
 from scipy import stats
 
 from bnncli.errors import WriteError
 from bnncli.evaluation.paired import Sample, integration
 from bnncli.figures.comparison import Line, Panel, draw
-
-Cli = Any
 
 LINES = [
     Line((0.30, 0.32), 0.31, (0.28, 0.34), False),

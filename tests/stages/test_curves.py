@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
+from problems.command_line import Cli, new_run
 from sklearn import metrics
 
 from bnncli.evaluation import curves
@@ -17,8 +18,6 @@ from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.curves import MAX_POINTS, reliability_curve, risk_coverage_curve, roc_curve
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.figures import reliability, render, risk_coverage, roc
-
-Cli = Any
 
 
 @pytest.fixture
@@ -162,8 +161,7 @@ def test_curves_of_an_unlabelled_split_are_those_that_need_no_labels(
     cli: Cli, tmp_path: Path, arrays: dict[str, Any]
 ) -> None:
     del arrays["labels_test"]
-    np.savez(tmp_path / "a.npz", **arrays)
-    cli("extract-features", tmp_path / "a", "--from-npz", tmp_path / "a.npz", "--ood", "far")
+    new_run(cli, tmp_path / "a", arrays, "--ood", "far")
     cli("predict", tmp_path / "a", "--split", "test", "--split", "far")
     done = cli("evaluate", tmp_path / "a", "--json", "--curves", "--plot", tmp_path / "plots")
     assert done.json["rows"][0]["curves"]["reliability"] is None

@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 
-Cli = Any
 NUMBERS = {
     "elbo", "log_weight_sd", "pareto_k", "log_evidence", "r_hat", "ess_bulk", "ess_tail", "bfmi", "divergences",
     "lowest_chain_acceptance", "val_nll",

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems.command_line import Cli, new_run
 
 from bnncli.evaluation import probabilities
 from bnncli.run.score_table import score_table
 from bnncli.storage.predictions import read_predictions
-
-Cli = Any
 
 
 def by_form(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -164,9 +163,7 @@ def test_a_head_with_one_logit_gets_every_two_class_score(
     for name in ("train", "val", "test"):
         arrays[f"labels_{name}"] = np.minimum(arrays[f"labels_{name}"], 1)
     arrays["head_weight"], arrays["head_bias"] = arrays["head_weight"][1:2], arrays["head_bias"][1:2]
-    np.savez(tmp_path / "f.npz", **arrays)
-    run = tmp_path / "run"
-    assert cli("extract-features", run, "--from-npz", tmp_path / "f.npz", "--ood", "far").code == 0
+    run = new_run(cli, tmp_path / "run", arrays, "--ood", "far")
     assert cli("fit-laplace", run, "--prior-precision", 1).code == 0
     assert cli("predict", run, "--posterior", "laplace", "--split", "test", "--samples", 100).code == 0
     (row,) = cli("evaluate", run, "--split", "test", "--bootstrap", 0, "--json").json["rows"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli, new_run
 from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 
@@ -19,7 +20,6 @@ from bnncli.options.evaluate import EvaluateOptions
 from bnncli.run.inputs import open_posterior
 from bnncli.storage.predictions import read_predictions
 
-Cli = Any
 Metrics = list[dict[str, Any]]
 
 
@@ -201,8 +201,7 @@ def test_without_another_split_features_have_nothing_to_detect(cli: Cli, small_r
 def test_a_training_split_without_labels_still_has_neighbours(cli: Cli, tmp_path: Path, arrays: Any) -> None:
     run = tmp_path / "bare"
     del arrays["labels_train"]
-    np.savez(tmp_path / "bare.npz", **arrays)
-    assert cli("extract-features", run, "--from-npz", tmp_path / "bare.npz", "--ood", "far").code == 0
+    new_run(cli, run, arrays, "--ood", "far")
     assert cli("predict", run).code == 0
     metrics = rows_of(cli("evaluate", run, "--score", "knn", "--bootstrap", 0, "--json").json, "features")
     assert find(metrics, "auroc", score="mahalanobis")["undefined"] == "the training split has no labels"

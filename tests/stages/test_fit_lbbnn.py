@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli, new_run
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
@@ -106,9 +106,7 @@ def test_two_classes_without_a_head_are_one_logit(cli: Cli, tmp_path: Path) -> N
     for split, count in (("train", 300), ("test", 100)):
         features = rng.normal(size=(count, 6)).astype(np.float32)
         arrays |= {f"features_{split}": features, f"labels_{split}": (features[:, 0] > 0).astype(np.int64)}
-    np.savez(tmp_path / "two.npz", **arrays)
-    run = tmp_path / "two"
-    assert cli("extract-features", run, "--from-npz", tmp_path / "two.npz").code == 0
+    run = new_run(cli, tmp_path / "two", arrays)
     done = cli("fit-lbbnn", run, "--epochs", 60, "--learning-rate", "0.1", "--repeats", 4, "--slab-sd", 2)
     assert done.code == 0, done.stderr
     posterior = open_posterior(tmp_path / "two.bnn/posteriors/lbbnn.safetensors")[0]
@@ -177,8 +175,7 @@ def two_class_run(cli: Cli, tmp_path: Path) -> Path:
         features = rng.normal(size=(count, 5)).astype(np.float32)
         labels = features[:, 1] + 0.3 * features[:, 3] + 0.3 * rng.normal(size=count) > 0
         arrays |= {f"features_{split}": features, f"labels_{split}": labels.astype(np.int64)}
-    np.savez(tmp_path / "two.npz", **arrays)
-    assert cli("extract-features", tmp_path / "two", "--from-npz", tmp_path / "two.npz").code == 0
+    new_run(cli, tmp_path / "two", arrays)
     return tmp_path / "two"
 
 
@@ -328,8 +325,7 @@ def test_the_slab_of_standardised_inputs_is_chosen_on_a_val_split_scaled_alike(c
         features = rng.normal(size=(200, 4)).astype(np.float32)
         labels = (features[:, 0] > 0).astype(np.int64)
         arrays |= {f"features_{split}": 1000 + 50 * features, f"labels_{split}": labels}
-    np.savez(tmp_path / "far.npz", **arrays)  # type: ignore[arg-type]
-    assert cli("extract-features", tmp_path / "far", "--from-npz", tmp_path / "far.npz").code == 0
+    new_run(cli, tmp_path / "far", arrays)
     done = cli(
         "fit-lbbnn",
         tmp_path / "far",

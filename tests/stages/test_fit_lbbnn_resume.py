@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Cli
 from kills import kill_midway, state_of
+from problems.command_line import Cli
 
 PLAN = ["--epochs", "6", "--slab-sd", "0.5", "--batch-size", "60"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli, new_run
 from sklearn.metrics import log_loss
 
 from bnncli.cli.execute import run_command_line
@@ -69,9 +69,7 @@ def test_uneven_inputs_that_are_not_explained_call_for_standardize(cli: Cli, tmp
     features = rng.normal(size=(200, 4)).astype(np.float32)
     labels = (features[:, 0] > 0).astype(np.int64)
     features[:, 3] *= 1e4
-    np.savez(tmp_path / "two.npz", features_train=features, labels_train=labels)
-    run = tmp_path / "two"
-    assert cli("extract-features", run, "--from-npz", tmp_path / "two.npz").code == 0
+    run = new_run(cli, tmp_path / "two", {"features_train": features, "labels_train": labels})
     poor = cli("fit-lbbnn", run, "--epochs", 5)
     assert poor.code == 0
     assert "worse" in poor.stderr
@@ -167,9 +165,8 @@ def test_diagnose_judges_predictions_of_latent_and_sparse_networks_alone(cli: Cl
 def test_a_single_logit_of_two_classes_is_left_out_of_diagnose(cli: Cli, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     features = rng.normal(size=(100, 3)).astype(np.float32)
-    np.savez(tmp_path / "two.npz", features_train=features, labels_train=(features[:, 0] > 0).astype(np.int64))
-    run = tmp_path / "two"
-    assert cli("extract-features", run, "--from-npz", tmp_path / "two.npz").code == 0
+    labels = (features[:, 0] > 0).astype(np.int64)
+    run = new_run(cli, tmp_path / "two", {"features_train": features, "labels_train": labels})
     assert cli("fit-lbbnn", run, "--epochs", 1).code == 0
     named = cli("diagnose", run, "--posterior", "lbbnn")
     assert (named.code, "has a single logit" in named.stderr) == (65, True), named.stderr

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 
 from bnncli.run.inputs import open_posterior
 from bnncli.storage.artifacts import read_header
 
-Cli = Any
 QUICK = ("--epochs", 1, "--length", 2, "--elbo-draws", 8)
 
 

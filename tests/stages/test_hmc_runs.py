@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from kills import kill_midway
+from problems.command_line import Cli
 
 from bnncli.errors import WriteError
 from bnncli.evaluation.bfmi import bfmi
@@ -29,7 +30,6 @@ from bnncli.storage import draw_file
 from bnncli.storage.samples import read_samples
 from bnncli.theta.head import HeadLayout
 
-Cli = Any
 SMALL = ("--chains", 4, "--warmup", 10, "--draws", 30)
 
 

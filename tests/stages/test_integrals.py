@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from problems.command_line import Cli
 from scipy import integrate, special, stats
 
 from bnncli.figures.integrals import Panel, draw
@@ -19,7 +20,6 @@ from bnncli.integrators._exact import exact_probs
 from bnncli.registry import names
 from bnncli.stages.integrals.cases import cases_for, predict, sigmoid_posterior, softmax_posterior
 
-Cli = Any
 COVARIANCE = [[2.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 1.0]]
 
 

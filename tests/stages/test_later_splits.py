@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from problems.command_line import Cli
 
 from bnncli.evaluation import calibrated
 from bnncli.storage.predictions import read_predictions
 
-Cli = Any
 Arrays = dict[str, np.ndarray]
 NAMES = ("cat", "dog", "owl")
 NETWORK = """

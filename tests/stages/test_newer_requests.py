@@ -14,14 +14,13 @@ import h5py
 import numpy as np
 import pytest
 from kills import run_killed_at, start
+from problems.command_line import Cli
 
 from bnncli.numerics.digests import canonical_json
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.hdf5 import write_hdf5
 from bnncli.storage.newer_request import leave_note, note_path, request_digest
 from bnncli.storage.provenance import Source, params_hash
-
-Cli = Any
 
 
 def features(run: Path, split: str = "new") -> Path:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 from scipy import special
 
 from bnncli.integrators import Ready, load_integrator, settings_of
@@ -25,8 +26,6 @@ from bnncli.run.inputs import open_posterior
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import PredictionFile, read_predictions
 from bnncli.theta.head import HeadLayout
-
-Cli = Any
 
 
 def read(run: Path, name: str, split: str = "test") -> PredictionFile:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from problems.command_line import Cli
 from scipy import stats
 
 from bnncli.errors import UsageError
@@ -16,7 +17,6 @@ from bnncli.stages.predict.table import parse_merges
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.tables import TableBlock, write_table
 
-Cli = Any
 BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
 CLASSES = ["cat", "dog", "9", "car; red"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli
 from safetensors.torch import load_file
 from scipy import sparse as sparse_arrays
 from sklearn.metrics import accuracy_score, log_loss

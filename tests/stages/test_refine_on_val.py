@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Cli, make_arrays, make_wide_arrays
+from problems.arrays import make_arrays, make_wide_arrays
+from problems.command_line import Cli, new_run
 
 from bnncli.evaluation.excess import score
 from bnncli.storage.artifacts import read_header
@@ -16,11 +17,10 @@ QUICK = ("--epochs", 30, "--elbo-draws", 16)
 
 
 def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray], precision: float) -> Path:
-    np.savez(folder / "features.npz", **arrays)
-    assert cli("extract-features", folder / "run", "--from-npz", folder / "features.npz").code == 0
+    run = new_run(cli, folder / "run", arrays)
     words = ("--structure", "diag", "--prior-precision", precision)
-    assert cli("fit-laplace", folder / "run", *words).code == 0
-    return folder / "run"
+    assert cli("fit-laplace", run, *words).code == 0
+    return run
 
 
 def test_numbers_on_val_are_those_of_predict_and_of_fit_temperature(cli: Cli, tmp_path: Path) -> None:

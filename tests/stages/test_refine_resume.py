@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Cli
 from kills import kill_midway, state_of
+from problems.command_line import Cli
 
 PLAN = ["--flow", "affine", "--epochs", "80", "--patience", "0", "--elbo-draws", "8"]
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_arrays
+from problems.arrays import make_arrays
+from problems.command_line import Cli
 from torch import Tensor
 
 from bnncli.cli.execute import run_command_line
@@ -32,7 +33,6 @@ from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-Cli = Any
 FEATURES, EXAMPLES, PRIOR = 30, 12, 4.0
 LAYOUT = HeadLayout(3, FEATURES)
 

@@ -7,12 +7,12 @@ import io
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 from PIL import Image
+from problems.command_line import Cli, new_run
 
 from bnncli import data
 from bnncli.errors import DataError
@@ -21,7 +21,6 @@ from bnncli.storage.features import encoded_names, read_features
 from bnncli.storage.predictions import read_predictions
 from bnncli.storage.tables import is_table
 
-Cli = Any
 Arrays = dict[str, np.ndarray]
 ODD = ['a, "b".png', "ü 猫.png", "two\nlines.png", os.fsdecode(b"not-utf8-\xff.png"), "=1+1;.png"]
 
@@ -153,9 +152,7 @@ def test_the_order_digest_of_images_is_what_it_was(tmp_path: Path) -> None:
 
 def test_names_of_ready_features_travel_too(cli: Cli, arrays: Arrays, tmp_path: Path) -> None:
     names = np.array([f"row {number}" for number in range(120)])
-    np.savez(tmp_path / "a.npz", **arrays, names_test=names)
-    run = tmp_path / "run"
-    assert cli("extract-features", run, "--from-npz", tmp_path / "a.npz", "--hold-out", "more=test:7").code == 0
+    run = new_run(cli, tmp_path / "run", {**arrays, "names_test": names}, "--hold-out", "more=test:7")
     assert cli("predict", run, "--table", tmp_path / "t.csv", "--split", "more", "--split", "test").code == 0
     rows = rows_of(tmp_path / "t.csv")
     assert [row["name"] for row in rows] == [f"row {row['sample_id']}" for row in rows]

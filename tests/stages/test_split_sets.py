@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from kills import run_killed_at, start
+from problems.command_line import Cli
 
 from bnncli.stages import extract_features
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.newer_request import note_path
 
-Cli = Any
 NETWORK = """
 import torch
 def make():

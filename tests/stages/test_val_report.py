@@ -7,20 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_arrays, make_wide_arrays
+from problems.arrays import make_arrays, make_wide_arrays
+from problems.command_line import Cli, new_run
 
 from bnncli.evaluation.excess import score
 from bnncli.integrators import load_integrator, mc
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
-
-Cli = Any
-
-
-def make_run(cli: Cli, folder: Path, arrays: dict[str, np.ndarray]) -> Path:
-    np.savez(folder / "features.npz", **arrays)
-    assert cli("extract-features", folder / "run", "--from-npz", folder / "features.npz").code == 0
-    return folder / "run"
 
 
 def predictions(run: Path, variant: str) -> Any:
@@ -28,7 +21,7 @@ def predictions(run: Path, variant: str) -> Any:
 
 
 def test_the_numbers_on_val_are_those_of_predict(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     metrics = cli("fit-laplace", run, "--prior-precision", "3", "--seed", "5", "--json").json["metrics"]
     found = metrics["val"]
     words = ("--integrator", "mc", "--integrator", "plug-in", "--integrator", "probit")
@@ -53,14 +46,14 @@ def test_a_wide_head_is_measured_with_as_few_draws_as_predict_takes(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mc, "_MOST_ELEMENTS", 2000)  # as if the head were far larger
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     found = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]["val"]["laplace"]
     (output,) = cli("predict", run, "--posterior", "laplace", "--split", "val", "--json").json["outputs"]
     assert found["samples"] == output["draws"] < load_integrator("mc").default_samples
 
 
 def test_temperatures_are_those_of_fit_temperature_and_their_nll_is_held_out(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     found = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]["val"]
     for key, words in (("temperature", ()), ("plug-in-temperature", ("--base", "laplace", "--name", "scaled"))):
         fit = cli("fit-temperature", run, *words, "--json").json["metrics"]
@@ -72,7 +65,7 @@ def test_a_temperature_that_val_does_not_bound_is_compared_with_nothing(cli: Cli
     arrays = make_arrays()
     logits = arrays["features_val"] @ arrays["head_weight"].T + arrays["head_bias"]
     arrays["labels_val"] = logits.argmax(axis=1)  # the lower the temperature, the better
-    run = make_run(cli, tmp_path, arrays)
+    run = new_run(cli, tmp_path / "run", arrays)
     done = cli("fit-laplace", run, "--prior-precision", "3", "--json").json
     assert "temperature" not in {**done["metrics"]["val"], **done["metrics"]["val_excess"]}
     assert "network" in done["metrics"]["val_excess"]
@@ -80,7 +73,7 @@ def test_a_temperature_that_val_does_not_bound_is_compared_with_nothing(cli: Cli
 
 
 def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_commands(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, make_wide_arrays(num_test=40))
+    run = new_run(cli, tmp_path / "run", make_wide_arrays(num_test=40))
     done = cli("fit-laplace", run, "--structure", "kron", "--json")
     metrics = done.json["metrics"]
     (text,) = [text for text in done.json["warnings"] if "predicts worse on val" in text]
@@ -100,7 +93,7 @@ def test_a_predictive_that_plainer_ones_beat_is_warned_of_with_numbers_and_comma
 
 
 def test_predict_says_that_its_default_is_not_the_recommended_integrator(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, make_wide_arrays(num_test=40))
+    run = new_run(cli, tmp_path / "run", make_wide_arrays(num_test=40))
     val = cli("fit-laplace", run, "--structure", "kron", "--json").json["metrics"]["val"]
     bare = cli("predict", run, "--json").json
     (text,) = [text for text in bare["warnings"] if "plug-in predicted better than mc" in text]
@@ -112,7 +105,7 @@ def test_predict_says_that_its_default_is_not_the_recommended_integrator(cli: Cl
 
 
 def test_a_predictive_as_good_as_the_plainer_ones_is_not_warned_of(cli: Cli, tmp_path: Path) -> None:
-    run = make_run(cli, tmp_path, make_arrays())
+    run = new_run(cli, tmp_path / "run", make_arrays())
     done = cli("fit-laplace", run, "--json")
     assert not [text for text in done.json["warnings"] if "predicts worse" in text]
     assert done.json["metrics"]["recommended_integrator"] == "mc"
@@ -122,12 +115,12 @@ def test_a_predictive_as_good_as_the_plainer_ones_is_not_warned_of(cli: Cli, tmp
 def test_without_a_network_or_labels_on_val_what_cannot_be_compared_is_left_out(cli: Cli, tmp_path: Path) -> None:
     arrays = make_arrays()
     headless = {name: part for name, part in arrays.items() if not name.startswith("head_")}
-    run = make_run(cli, tmp_path, headless)
+    run = new_run(cli, tmp_path / "run", headless)
     found = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]
     assert {"network", "temperature"}.isdisjoint(found["val"])
     assert found["val_nll_network"] is None
     (tmp_path / "two").mkdir()
     unlabelled = {name: part for name, part in arrays.items() if name != "labels_val"}
-    run = make_run(cli, tmp_path / "two", unlabelled)
+    run = new_run(cli, tmp_path / "two" / "run", unlabelled)
     metrics = cli("fit-laplace", run, "--prior-precision", "3", "--json").json["metrics"]
     assert (metrics["val"], metrics["val_excess"], metrics["recommended_integrator"]) == (None, None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from problems.command_line import Cli
 
 from bnncli.storage.posteriors import read_posterior, write_posterior
 

@@ -13,14 +13,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from problems.command_line import Cli
 
 from bnncli.errors import BnnError, DataError, Untrusted
 from bnncli.storage import checked, hdf5, headers, metrics, posteriors
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.checked import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
 from bnncli.storage.hdf5 import open_hdf5, write_hdf5
-
-Cli = Any
 
 
 @pytest.fixture

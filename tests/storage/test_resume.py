@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from problems.command_line import Cli
 
 from bnncli.errors import BnnError, DataError
 from bnncli.machine import signals
 from bnncli.storage.locks import artifact_lock
 from bnncli.storage.provenance import Source
 from bnncli.storage.resume import SaveClock, identity_of, read_state, remove_state, state_path, write_state
-
-Cli = Any
 
 
 def identity(**changes: Any) -> dict[str, Any]:
