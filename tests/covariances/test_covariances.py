@@ -1,11 +1,13 @@
 """Curvature and covariances of every structure against dense matrices."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from problems.heads import LAYOUTS, draw_theta, every_layout, head_target
+from problems.oracles import hessian_of_loss, in_theta_order
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli import registry
 from bnncli.covariances import block
@@ -15,50 +17,20 @@ from bnncli.curvature import ggn
 from bnncli.errors import NumericError, UsageError
 from bnncli.logits._head import head_spread
 from bnncli.targets import grams, stream
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
 PRIOR = 0.7
-
-
-def make_target(layout: HeadLayout, num_examples: int = 30, repeats: int = 1) -> LastLayerTarget:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
-    labels = torch.randint(layout.num_classes, (num_examples,), generator=generator)
-    return LastLayerTarget(features.repeat(repeats, 1), labels.repeat(repeats), layout, Prior(PRIOR))
-
-
-def draw_theta(layout: HeadLayout) -> Tensor:
-    return torch.randn(layout.num_params, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def autograd_hessian(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    def loss(one: Tensor) -> Tensor:
-        logits = torch.nn.functional.linear(target.features, *target.layout.split(one))
-        if target.layout.num_outputs == 1:
-            return binary_cross_entropy_with_logits(logits[:, 0], target.labels.double(), reduction="sum")
-        return cross_entropy(logits, target.labels, reduction="sum")
-
-    return torch.autograd.functional.hessian(loss, theta)
+make_target = partial(head_target, prior=PRIOR)
 
 
 def kron_to_dense(parts: dict[str, Tensor], layout: HeadLayout) -> Tensor:
-    dense = torch.kron(parts["hessian.kron.B"], parts["hessian.kron.A"])
-    places = layout.augment(torch.arange(layout.num_params)).flatten()
-    out = torch.empty_like(dense)
-    out[places[:, None], places] = dense
-    return out
+    return in_theta_order(torch.kron(parts["hessian.kron.B"], parts["hessian.kron.A"]), layout)
 
 
 def blocks_to_dense(blocks: Tensor, layout: HeadLayout) -> Tensor:
-    places = layout.augment(torch.arange(layout.num_params)).flatten()
-    out = torch.empty(layout.num_params, layout.num_params, dtype=torch.float64)
-    out[places[:, None], places] = torch.block_diag(*blocks)
-    return out
+    return in_theta_order(torch.block_diag(*blocks).double(), layout)
 
 
 DENSE = {
@@ -81,14 +53,14 @@ def make_covariance(structure: str, layout: HeadLayout) -> tuple[object, Tensor]
 def test_full_ggn_is_autograds_hessian(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
     torch.testing.assert_close(
-        ggn(target, theta, "full")["hessian.full"], autograd_hessian(target, theta), rtol=1e-11, atol=1e-11
+        ggn(target, theta, "full")["hessian.full"], hessian_of_loss(target, theta), rtol=1e-11, atol=1e-11
     )
 
 
 @every_layout
 def test_diag_ggn_is_the_diagonal_of_autograds_hessian(layout: HeadLayout) -> None:
     target, theta = make_target(layout), draw_theta(layout)
-    torch.testing.assert_close(ggn(target, theta, "diag")["hessian.diag"], autograd_hessian(target, theta).diagonal())
+    torch.testing.assert_close(ggn(target, theta, "diag")["hessian.diag"], hessian_of_loss(target, theta).diagonal())
 
 
 @every_layout
@@ -97,7 +69,7 @@ def test_block_ggn_is_autograds_hessian_within_each_output(layout: HeadLayout, m
     monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 7 * 2 * 5)
     target, theta = make_target(layout), draw_theta(layout)
     output_of = layout.flatten(torch.arange(layout.num_outputs).unsqueeze(1).expand(-1, 4 + layout.has_bias))
-    expected = autograd_hessian(target, theta) * (output_of[:, None] == output_of)
+    expected = hessian_of_loss(target, theta) * (output_of[:, None] == output_of)
     got = blocks_to_dense(ggn(target, theta, "block")["hessian.block"], layout)
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
@@ -117,7 +89,7 @@ def test_kron_factors_are_sums_over_examples(layout: HeadLayout) -> None:
 def test_kron_is_exact_for_one_example(layout: HeadLayout) -> None:
     target, theta = make_target(layout, num_examples=1), draw_theta(layout)
     dense = kron_to_dense(ggn(target, theta, "kron"), layout)
-    torch.testing.assert_close(dense, autograd_hessian(target, theta))
+    torch.testing.assert_close(dense, hessian_of_loss(target, theta))
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -131,7 +103,9 @@ def test_softmax_hessian_has_a_null_direction_for_each_feature(has_bias: bool) -
 @every_layout
 def test_twice_the_data_is_twice_the_hessian(structure: str, layout: HeadLayout) -> None:
     theta = draw_theta(layout)
-    once, twice = (DENSE[structure](ggn(make_target(layout, repeats=n), theta, structure), layout) for n in (1, 2))
+    plain = make_target(layout)
+    again = replace(plain, features=plain.features.repeat(2, 1), labels=plain.labels.repeat(2))
+    once, twice = (DENSE[structure](ggn(target, theta, structure), layout) for target in (plain, again))
     torch.testing.assert_close(twice, 2 * once)
 
 

@@ -4,20 +4,12 @@ import time
 
 import pytest
 import torch
+from problems.heads import head_target
 
 from bnncli import registry
 from bnncli.inference.costs import fit_seconds
 from bnncli.inference.local_covariance import covariance_at
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
-
-
-def make_target(layout: HeadLayout, num_examples: int) -> LastLayerTarget:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(num_examples, layout.num_features, generator=generator)
-    labels = torch.randint(layout.num_outputs, (num_examples,), generator=generator)
-    return LastLayerTarget(features, labels, layout, Prior(10.0))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +17,7 @@ def make_target(layout: HeadLayout, num_examples: int) -> LastLayerTarget:
     [("full", HeadLayout(10, 150), 2000), ("block", HeadLayout(10, 400), 1000), ("kron", HeadLayout(10, 800), 1000)],
 )
 def test_a_covariance_takes_about_as_long_as_estimated(structure: str, layout: HeadLayout, num_examples: int) -> None:
-    target = make_target(layout, num_examples)
+    target = head_target(layout, num_examples, prior=10.0, dtype=torch.float32)
     theta = torch.zeros(layout.num_params, dtype=torch.float64)
     covariance_at(target, theta, structure)  # warms up
     before = time.process_time()

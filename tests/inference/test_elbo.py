@@ -1,9 +1,11 @@
 """The ELBO against closed forms and a two-parameter posterior on a grid."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from problems.heads import by_sign, head_target
 from problems.seeds import seeded
 
 from bnncli.covariances.full import Full
@@ -17,11 +19,7 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-
-def make_target(likelihood_scale: float = 1.0) -> LastLayerTarget:
-    features = torch.randn(12, 1, generator=seeded(), dtype=torch.float64)
-    labels = (features[:, 0] > 0).long()
-    return LastLayerTarget(features, labels, HeadLayout(1, 1), Prior(0.3), likelihood_scale)
+make_target = partial(head_target, HeadLayout(1, 1), 12, labels=by_sign, prior=0.3)
 
 
 def log_evidence_on_a_grid(target: LastLayerTarget, gaussian: Gaussian) -> float:

@@ -3,11 +3,13 @@
 import functools
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from interrupted import StopAt
+from problems.heads import by_sign, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +20,6 @@ from bnncli.errors import Interrupted, NumericError
 from bnncli.evaluation.convergence import convergence
 from bnncli.inference.dynamics import DYNAMICS, JITTER, TURN, WhitenedPotential, trajectory, transition
 from bnncli.inference.hmc import HmcRun, MemoryDraws, Walk, goals, sample_hmc
-from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.nuts import sample_nuts
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.numerics import seeds
@@ -30,16 +31,7 @@ from bnncli.theta.prior import Prior
 
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
 LAYOUTS = [HeadLayout(1, 1), HeadLayout(1, 2, has_bias=False), HeadLayout(2, 1, has_bias=False)]
-
-
-def make_target(layout: HeadLayout, likelihood_scale: float = 1.0) -> LastLayerTarget:
-    features = torch.randn(12, layout.num_features, generator=seeded(), dtype=torch.float64)
-    labels = (features[:, 0] > 0).long()
-    return LastLayerTarget(features, labels, layout, Prior(0.3), likelihood_scale)
-
-
-def make_base(target: LastLayerTarget, structure: str = "full") -> Gaussian:
-    return fit_gaussian(target, start=torch.zeros(target.layout.num_params), structure=structure).gaussian
+make_target = partial(head_target, num_examples=12, labels=by_sign, prior=0.3)
 
 
 def run(
@@ -76,7 +68,7 @@ def assert_moments(draws: Tensor, mean: Tensor, covariance: Tensor) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_draws_have_the_moments_of_the_posterior_on_a_grid(dynamics: str, structure: str, layout: HeadLayout) -> None:
     target = make_target(layout)
-    base = make_base(target, structure)
+    base = gaussian_at_mode(target, structure)
     result = run(target, base, dynamics, num_chains=320, num_warmup=30, num_draws=40)
     z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(320, 40, 2)
     assert_moments(z, *grid_moments(target, base))
@@ -87,7 +79,7 @@ def test_draws_have_the_moments_of_the_posterior_on_a_grid(dynamics: str, struct
 )
 def test_draws_have_the_moments_of_the_posterior_whatever_kicks(dynamics: str, gradients: str) -> None:
     target = make_target(LAYOUTS[1])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     options = {"coarse": off_by_a_third(target, base.mean)} if gradients == "wrong" else {"gradients": gradients}
     result = run(target, base, dynamics, num_chains=320, num_warmup=20, num_draws=25, **options)
     z = base.covariance.whiten(result.draws.double().flatten(0, 1) - base.mean).view(320, 25, 2)
@@ -104,20 +96,20 @@ def off_by_a_third(target: LastLayerTarget, anchor: Tensor) -> Any:
 @every_dynamics
 def test_a_gaussian_posterior_gets_its_moments(dynamics: str) -> None:
     target = make_target(LAYOUTS[0], likelihood_scale=0.0)
-    result = run(target, make_base(target), dynamics, num_chains=320, num_warmup=30, num_draws=40)
+    result = run(target, gaussian_at_mode(target), dynamics, num_chains=320, num_warmup=30, num_draws=40)
     assert_moments(result.draws.double(), torch.zeros(2), torch.eye(2) / 0.3)
 
 
 def test_split_dynamics_accept_everything_on_their_own_gaussian() -> None:
     target = make_target(LAYOUTS[0], likelihood_scale=0.0)
-    result = run(target, make_base(target), num_chains=8, num_warmup=20, num_draws=20)
+    result = run(target, gaussian_at_mode(target), num_chains=8, num_warmup=20, num_draws=20)
     assert result.acceptance_rate.min() > 1 - 1e-9
     assert result.n_steps.max() == 1
 
 
 def start_of_a_trajectory() -> tuple[WhitenedPotential, Tensor, Tensor]:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     z = 2 * torch.randn(5, 2, generator=seeded(1), dtype=torch.float64)
     return WhitenedPotential(target, base.mean, base.covariance), z, torch.ones_like(z)
 
@@ -216,7 +208,7 @@ def test_acceptance_tends_to_one_with_the_square_of_the_step(dynamics: str) -> N
 def test_energies_kept_are_a_chi_square_above_the_potential(dynamics: str) -> None:
     """In equilibrium half the squared momentum of P coordinates has mean P / 2, kept moves or not."""
     target = make_target(LAYOUTS[0])
-    result = run(target, make_base(target), dynamics, num_chains=256, num_warmup=30, num_draws=25)
+    result = run(target, gaussian_at_mode(target), dynamics, num_chains=256, num_warmup=30, num_draws=25)
     kinetic = (result.energy + result.log_joint).mean(dim=1)  # of each chain
     assert abs(float(kinetic.mean()) - 1) < 4 * float(kinetic.std()) / 16
 
@@ -225,7 +217,7 @@ def test_energies_kept_are_a_chi_square_above_the_potential(dynamics: str) -> No
 def test_chains_on_a_gaussian_agree_and_are_nearly_independent(dynamics: str) -> None:
     layout = HeadLayout(1, 9)
     target = make_target(layout, likelihood_scale=0.0)
-    result = run(target, make_base(target), dynamics, num_chains=16, num_warmup=60, num_draws=200)
+    result = run(target, gaussian_at_mode(target), dynamics, num_chains=16, num_warmup=60, num_draws=200)
     judged = convergence(result.draws.numpy())
     assert judged.r_hat is not None
     assert judged.r_hat < 1.01
@@ -242,7 +234,7 @@ def test_gradient_in_z_is_that_of_the_potential() -> None:
 
 def test_what_the_run_tells_belongs_to_its_draws() -> None:
     target = make_target(LAYOUTS[0])
-    result = run(target, make_base(target), num_chains=6, num_warmup=20, num_draws=30)
+    result = run(target, gaussian_at_mode(target), num_chains=6, num_warmup=20, num_draws=30)
     expected = torch.stack([target.log_joint(chain.double()) for chain in result.draws])
     torch.testing.assert_close(result.log_joint, expected, rtol=1e-5, atol=1e-5)
     assert (result.energy + result.log_joint > 0).all()  # the kinetic part
@@ -254,7 +246,7 @@ def test_what_the_run_tells_belongs_to_its_draws() -> None:
 
 def test_a_rejected_chain_stays() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     wide = type(base.covariance)(3 * base.covariance.scale_tril)  # type: ignore[attr-defined]
     result = sample_hmc(
         target, mode=base.mean, covariance=wide, generator=seeded(), num_chains=8, num_warmup=0, num_draws=100
@@ -268,7 +260,7 @@ def test_leapfrog_reaches_the_acceptance_asked_for() -> None:
     layout = HeadLayout(3, 10)
     features = torch.randn(100, 10, generator=seeded(), dtype=torch.float64)
     target = LastLayerTarget(features, (features[:, 0] > 0).long(), layout, Prior(0.3))
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     for goal in (0.6, 0.9):
         result = sample_hmc(
             target,
@@ -294,14 +286,14 @@ def test_step_size_never_exceeds_one_trajectory() -> None:
 
 def test_a_seed_gives_the_same_bits() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     first, second = (run(target, base, num_chains=4, num_warmup=10, num_draws=10) for _ in range(2))
     assert torch.equal(first.draws, second.draws)
 
 
 def test_chains_that_all_diverge_are_an_error() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     absurd = type(base.covariance)(1e6 * base.covariance.scale_tril)  # type: ignore[attr-defined]
     with pytest.raises(NumericError, match="every trajectory of every chain diverged"):
         sample_hmc(
@@ -318,18 +310,18 @@ def test_chains_that_all_diverge_are_an_error() -> None:
 def test_unknown_dynamics_are_refused() -> None:
     target = make_target(LAYOUTS[0])
     with pytest.raises(ValueError, match="expected one of split, leapfrog"):
-        run(target, make_base(target), "verlet")
+        run(target, gaussian_at_mode(target), "verlet")
 
 
 def test_unknown_gradients_are_refused() -> None:
     target = make_target(LAYOUTS[0])
     with pytest.raises(ValueError, match="expected one of float32, tf32, bfloat16"):
-        run(target, make_base(target), gradients="float16")
+        run(target, gaussian_at_mode(target), gradients="float16")
 
 
 def test_nuts_has_the_moments_of_the_posterior_on_a_grid() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     before = torch.get_rng_state()
     result = sample_nuts(
         target, mode=base.mean, covariance=base.covariance, seed=1, num_chains=12, num_warmup=20, num_draws=60
@@ -350,7 +342,7 @@ def nearly_separable_target() -> LastLayerTarget:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_chain_stays_at_its_over_dispersed_start(seed: int) -> None:
     target = nearly_separable_target()
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     result = sample_hmc(target, mode=base.mean, covariance=base.covariance, generator=seeded(seed), num_draws=15)
     assert float(result.acceptance_rate.mean(dim=1).min()) > 0.5
     assert int(result.diverging.sum()) == 0
@@ -392,7 +384,7 @@ def test_goals_grow_by_half_up_to_the_cap() -> None:
 
 def test_a_run_goes_on_until_its_draws_are_enough() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     seen = []
 
     def is_enough(draws: Tensor) -> bool:
@@ -408,7 +400,7 @@ def test_a_run_goes_on_until_its_draws_are_enough() -> None:
 def sample_until_fifth_look(dynamics: str, seen: list[int], store: MemoryDraws, resume: StopAt) -> HmcRun:
     """A run that is enough at its fifth look; the draws that each look saw are added to `seen`."""
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
 
     def is_enough(draws: Tensor) -> bool:
         seen.append(draws.shape[1])

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from problems.heads import LAYOUTS, by_noisy_sign, every_layout, head_target
 
 from bnncli import registry
 from bnncli.errors import UsageError
@@ -13,16 +15,8 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+make_target = partial(head_target, num_examples=40, labels=by_noisy_sign, prior=0.5)
 every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
-
-
-def make_target(layout: HeadLayout, num_examples: int = 40) -> LastLayerTarget:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
-    labels = (features[:, 0] + torch.randn(num_examples, generator=generator) > 0).long()
-    return LastLayerTarget(features, labels, layout, Prior(0.5))
 
 
 def start(layout: HeadLayout) -> torch.Tensor:

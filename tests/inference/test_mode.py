@@ -1,10 +1,14 @@
 """Newton's mode against scipy's optimiser and the dense Newton decrement."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import scipy.optimize
 import torch
 from launches import count
+from problems.heads import LAYOUTS, by_noisy_sign, every_layout, head_target
+from problems.oracles import in_theta_order
 
 from bnncli import registry
 from bnncli.curvature import ggn
@@ -15,15 +19,7 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-
-
-def make_target(layout: HeadLayout, prior_precision: float = 0.3) -> LastLayerTarget:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(60, layout.num_features, generator=generator, dtype=torch.float64)
-    labels = (features[:, 0] + torch.randn(60, generator=generator) > 0).long()
-    return LastLayerTarget(features, labels, layout, Prior(prior_precision))
+make_target = partial(head_target, num_examples=60, labels=by_noisy_sign, prior=0.3)
 
 
 def far_start(layout: HeadLayout) -> torch.Tensor:
@@ -184,9 +180,7 @@ def mode_by_dense_newton(target: LastLayerTarget) -> torch.Tensor:
         probs = torch.softmax(torch.nn.functional.linear(features, *layout.split(theta)), dim=1)
         weights = probs.diag_embed() - probs.unsqueeze(2) * probs.unsqueeze(1)
         blocks = torch.einsum("nkl,ni,nj->kilj", weights, *[layout.augment_features(features)] * 2)
-        place = layout.augment(torch.arange(layout.num_params)).flatten()
-        precision = torch.empty(layout.num_params, layout.num_params, dtype=torch.float64)
-        precision[place[:, None], place] = blocks.reshape(layout.num_params, -1)
+        precision = in_theta_order(blocks.reshape(layout.num_params, -1), layout)
         precision.diagonal().add_(target.prior.weight_precision)
         step = torch.linalg.solve(precision, gradient)
         length = 1.0

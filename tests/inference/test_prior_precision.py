@@ -2,11 +2,14 @@
 
 import functools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from problems.heads import by_noisy_sign, draw_examples, head_target
+from problems.oracles import negative_log_likelihood
 
 from bnncli import registry
 from bnncli.curvature import ggn
@@ -22,23 +25,14 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4, has_bias=False)]
+make_target = partial(head_target, num_examples=40, labels=by_noisy_sign)
+make_data = partial(draw_examples, labels=by_noisy_sign, seed=1)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
 
 
-def make_data(layout: HeadLayout, seed: int, num_examples: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
-    labels = (features[:, 0] + torch.randn(num_examples, generator=generator) > 0).long()
-    return features, labels
-
-
 def predictive_nll(features: torch.Tensor, labels: torch.Tensor, theta: torch.Tensor, layout: HeadLayout) -> float:
     return float(HeldOutFeatures(features, labels, layout).losses(theta).mean())
-
-
-def make_target(layout: HeadLayout) -> LastLayerTarget:
-    return LastLayerTarget(*make_data(layout, 0), layout, Prior(1.0))
 
 
 def seeded() -> torch.Generator:
@@ -47,7 +41,7 @@ def seeded() -> torch.Generator:
 
 @every_layout
 def test_predictive_nll_is_the_average_over_draws_and_examples(layout: HeadLayout) -> None:
-    features, labels = make_data(layout, 1)
+    features, labels = make_data(layout, 40)
     theta = torch.randn(6, layout.num_params, generator=seeded(), dtype=torch.float64)
     total = 0.0
     for x, label in zip(features, labels, strict=True):
@@ -76,7 +70,7 @@ def test_marglik_search_finds_the_maximum_of_the_evidence(structure: str, layout
 @every_layout
 def test_val_search_finds_the_lowest_validation_nll(layout: HeadLayout) -> None:
     target, start = make_target(layout), torch.zeros(layout.num_params)
-    features, labels = make_data(layout, 1, num_examples=400)
+    features, labels = make_data(layout, 400)
     found = search(target, start=start, generator=seeded(), held_out=target.held_out(features, labels))
     noise = torch.randn(128, layout.num_params, generator=seeded(), dtype=torch.float64)
 
@@ -110,7 +104,7 @@ def mode_and_hessian(layout: HeadLayout, precision: float) -> tuple[torch.Tensor
     rough = scipy.optimize.minimize(loss, np.zeros(layout.num_params), jac=True, method="BFGS", options={"gtol": 1e-6})
     mode = torch.from_numpy(rough.x)
     for _ in range(4):
-        hessian = torch.autograd.functional.hessian(lambda t: dense_loss(target, t), mode)
+        hessian = torch.autograd.functional.hessian(lambda t: penalised(target, t), mode)
         mode = mode - torch.linalg.solve(hessian, -target.log_joint_and_grad(mode[None])[1][0])
     return mode, hessian
 
@@ -125,19 +119,15 @@ def brute_force(criterion: str, layout: HeadLayout, precision: float) -> float:
     # L lower triangular with L L^T = H^{-1}, as the covariance has it: the same draws from the same noise.
     noise = torch.randn(NUM_DRAWS, size, generator=seeded(), dtype=torch.float64)
     draws = mode + noise @ torch.linalg.cholesky(torch.linalg.inv(hessian)).T
-    return predictive_nll(*make_data(layout, 1, num_examples=400), draws, layout)
+    return predictive_nll(*make_data(layout, 400), draws, layout)
 
 
-def dense_loss(target: LastLayerTarget, theta: torch.Tensor) -> torch.Tensor:
-    logits = target.layout.logits(target.features, theta[None])[0]
-    if target.layout.num_outputs == 1:
-        logits = torch.cat([torch.zeros_like(logits), logits], dim=1)
-    nll = torch.nn.functional.cross_entropy(logits, target.labels, reduction="sum")
-    return nll + 0.5 * target.prior.weight_precision * theta.square().sum()
+def penalised(target: LastLayerTarget, theta: torch.Tensor) -> torch.Tensor:
+    return negative_log_likelihood(target, theta) + 0.5 * target.prior.weight_precision * theta.square().sum()
 
 
 def search_both(criterion: str, layout: HeadLayout, **keywords: float) -> PriorSearch:
-    features, labels = make_data(layout, 1, num_examples=400)
+    features, labels = make_data(layout, 400)
     target, start = make_target(layout), torch.zeros(layout.num_params)
     val = {"held_out": target.held_out(features, labels)} if criterion == "val" else {}
     return search(target, start=start, generator=seeded(), criterion=criterion, **val, **keywords)
@@ -182,7 +172,7 @@ def test_interpolation_saves_hessians(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_structure
 def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, start = make_target(LAYOUTS[0]), torch.ones(15, dtype=torch.float64)
-    features, labels = make_data(LAYOUTS[0], 1, num_examples=400)
+    features, labels = make_data(LAYOUTS[0], 400)
     calls = []
 
     def counted(*words: object, before: object = None) -> object:

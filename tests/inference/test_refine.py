@@ -2,20 +2,20 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from problems.heads import by_sign, gaussian_at_mode, head_target
 from problems.seeds import seeded
 
 from bnncli import registry
 from bnncli.errors import Interrupted, NumericError, UsageError
 from bnncli.flows import SPACES, build_layers
 from bnncli.inference.elbo import elbo, measure_gain
-from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.objective import Objective
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.posteriors.flow import Flow
-from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -28,23 +28,14 @@ every_flow_and_space = pytest.mark.parametrize(
 )
 every_space = pytest.mark.parametrize("space", SPACES)
 LAYOUTS = [HeadLayout(3, 2), HeadLayout(1, 1)]
-
-
-def make_target(layout: HeadLayout, num_examples: int = 24, likelihood_scale: float = 1.0) -> LastLayerTarget:
-    features = torch.randn(num_examples, layout.num_features, generator=seeded(), dtype=torch.float64)
-    labels = (features[:, 0] > 0).long()
-    return LastLayerTarget(features, labels, layout, Prior(0.3), likelihood_scale)
-
-
-def make_base(target: LastLayerTarget, structure: str = "full") -> Gaussian:
-    return fit_gaussian(target, start=torch.zeros(target.layout.num_params), structure=structure).gaussian
+make_target = partial(head_target, num_examples=24, labels=by_sign, prior=0.3)
 
 
 @every_flow_and_space
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_step_estimates_are_the_log_weights_of_the_flow(kind: str, space: str, layout: HeadLayout) -> None:
     target = make_target(layout)
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     layers = build_layers(kind, layout, seeded(), length=3)
     for layer in layers:
         for parameter in layer.requires_grad_(False).parameters():
@@ -62,7 +53,7 @@ def test_step_estimates_are_the_log_weights_of_the_flow(kind: str, space: str, l
 @every_space
 def test_refine_starts_at_the_laplace_elbo(space: str) -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     fit = fit_flow(
         target,
         base,
@@ -81,7 +72,7 @@ def test_refine_starts_at_the_laplace_elbo(space: str) -> None:
 @every_flow
 def test_refining_a_diagonal_base_gains(kind: str) -> None:
     target = make_target(LAYOUTS[1])
-    base = make_base(target, "diag")
+    base = gaussian_at_mode(target, "diag")
     fit = fit_flow(
         target,
         base,
@@ -101,7 +92,7 @@ def test_refining_a_diagonal_base_gains(kind: str) -> None:
 
 def test_refined_elbo_stays_below_the_evidence() -> None:
     target = make_target(LAYOUTS[1])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     fit = fit_flow(target, base, generator=seeded(), epochs=120, batch_size=24, learning_rate=0.03, num_draws=16)
     axis = torch.linspace(-12, 12, 401, dtype=torch.float64)
     theta = base.mean + base.covariance.unwhiten(torch.cartesian_prod(axis, axis))
@@ -115,7 +106,7 @@ def test_refined_elbo_stays_below_the_evidence() -> None:
 
 def test_a_base_that_is_the_posterior_stays_as_it_is() -> None:
     target = make_target(LAYOUTS[0], likelihood_scale=0.0)
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     fit = fit_flow(
         target, base, generator=seeded(), length=2, epochs=200, batch_size=24, learning_rate=0.02, num_draws=16
     )
@@ -130,7 +121,7 @@ def test_radial_layers_find_next_to_nothing_to_do_at_the_mode_of_much_data() -> 
         (features @ torch.randn(2, 3, generator=seeded(1)).double()).softmax(dim=1).multinomial(1, generator=seeded())
     )
     target = LastLayerTarget(features, labels[:, 0], LAYOUTS[0], Prior(0.3))
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     fit = fit_flow(
         target, base, generator=seeded(), length=2, epochs=150, batch_size=3000, learning_rate=0.04, num_draws=8
     )
@@ -142,7 +133,7 @@ def test_radial_layers_find_next_to_nothing_to_do_at_the_mode_of_much_data() -> 
 
 def test_minibatches_with_an_uneven_last_one_train_too() -> None:
     target = make_target(LAYOUTS[1], num_examples=25)
-    base = make_base(target, "diag")
+    base = gaussian_at_mode(target, "diag")
     fit = fit_flow(target, base, generator=seeded(), epochs=75, batch_size=8, learning_rate=0.03, num_draws=8)
     found = measure_gain(target, base, fit.posterior, generator=seeded(1), num_samples=2000)
     gain, error = found.value, found.standard_error
@@ -152,7 +143,7 @@ def test_minibatches_with_an_uneven_last_one_train_too() -> None:
 
 def test_a_seed_gives_the_same_bits() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
     first, second, other = (
         fit_flow(target, base, generator=seeded(seed), epochs=2, batch_size=8) for seed in (3, 3, 4)
     )
@@ -165,7 +156,7 @@ def test_a_seed_gives_the_same_bits() -> None:
 def test_a_learning_rate_that_diverges_is_named() -> None:
     target = make_target(LAYOUTS[0])
     with pytest.raises(NumericError, match="ELBO is not finite in epoch") as caught:
-        fit_flow(target, make_base(target), generator=seeded(), epochs=3, batch_size=8, learning_rate=1e200)
+        fit_flow(target, gaussian_at_mode(target), generator=seeded(), epochs=3, batch_size=8, learning_rate=1e200)
     assert caught.value.hint is not None
     assert "‹learning_rate› below 1e+200" in caught.value.hint
 
@@ -173,15 +164,15 @@ def test_a_learning_rate_that_diverges_is_named() -> None:
 def test_unknown_flow_and_space_are_refused() -> None:
     target = make_target(LAYOUTS[0])
     with pytest.raises(UsageError, match=r"expected one of .*planar, radial"):
-        fit_flow(target, make_base(target), generator=seeded(), flow="spiral")
+        fit_flow(target, gaussian_at_mode(target), generator=seeded(), flow="spiral")
     with pytest.raises(UsageError, match="‹space›: radial layers act in whitened or weight space; got 'raw'"):
-        fit_flow(target, make_base(target), generator=seeded(), space="raw")
+        fit_flow(target, gaussian_at_mode(target), generator=seeded(), space="raw")
 
 
 @pytest.mark.parametrize(("batch_size", "epochs"), [(8, 25), (25, 60)])
 def test_a_resumed_fit_is_the_uninterrupted_one_bit_for_bit(batch_size: int, epochs: int) -> None:
     target = make_target(LAYOUTS[0], num_examples=25)
-    base = make_base(target, "diag")
+    base = gaussian_at_mode(target, "diag")
     states = []
 
     def fit(state: dict[str, torch.Tensor] | None) -> RefineFit:
@@ -207,7 +198,7 @@ def test_a_resumed_fit_is_the_uninterrupted_one_bit_for_bit(batch_size: int, epo
 
 def test_an_interrupted_fit_saves_the_last_round() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target, "diag")
+    base = gaussian_at_mode(target, "diag")
     saved = []
     with pytest.raises(Interrupted):
         fit_flow(
@@ -242,7 +233,7 @@ class StopAfter:
 
 def test_training_ends_early_when_the_elbo_stands_still() -> None:
     target = make_target(LAYOUTS[0])
-    base = make_base(target)
+    base = gaussian_at_mode(target)
 
     def fit(patience: int) -> RefineFit:
         return fit_flow(target, base, generator=seeded(), flow="affine", epochs=300, num_draws=4, patience=patience)
@@ -259,12 +250,12 @@ def test_training_ends_early_when_the_elbo_stands_still() -> None:
 def test_a_patience_of_one_epoch_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bnncli.inference.refine.MIN_ROUND_STEPS", 1)
     target = make_target(LAYOUTS[0])
-    assert fit_flow(target, make_base(target), generator=seeded(), epochs=40, batch_size=4, patience=1).is_early
+    assert fit_flow(target, gaussian_at_mode(target), generator=seeded(), epochs=40, batch_size=4, patience=1).is_early
 
 
 def test_a_rising_elbo_does_not_end_the_training() -> None:
     target = make_target(LAYOUTS[0])
-    far = replace(make_base(target, "diag"), mean=make_base(target).mean + 30)
+    far = replace(gaussian_at_mode(target, "diag"), mean=gaussian_at_mode(target).mean + 30)
     fit = fit_flow(target, far, generator=seeded(), flow="affine", epochs=200, learning_rate=0.01, patience=3)
     assert not fit.is_early
 
@@ -273,7 +264,7 @@ def test_a_rising_elbo_does_not_end_the_training() -> None:
 def test_path_gradients_have_the_plain_ones_as_expectation_and_vanish_at_the_posterior(settings: dict) -> None:
     layout = LAYOUTS[0]
     target = make_target(layout, likelihood_scale=0.0)
-    base = make_base(target, "diag")
+    base = gaussian_at_mode(target, "diag")
     layers = build_layers("affine", layout, seeded(), length=2, **settings)
     objective = Objective.of(target, base, "whitened")
     noise = base.noise(20_000, seeded())
@@ -296,7 +287,7 @@ def test_path_gradients_have_the_plain_ones_as_expectation_and_vanish_at_the_pos
 @pytest.mark.parametrize("batch_size", [8, 25])
 def test_steps_found_by_a_counter_on_the_device_are_the_same(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     target = make_target(LAYOUTS[0], num_examples=25)
-    base = make_base(target, "diag")
+    base = gaussian_at_mode(target, "diag")
 
     def fit() -> RefineFit:
         return fit_flow(target, base, generator=seeded(), flow="affine", epochs=12, batch_size=batch_size, num_draws=2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from logit_problems import Draws, Full, gaussian, inputs, predict
+from problems.heads import ONE, THREE, TWO
 from scipy import special, stats
 from torch import Tensor
 
@@ -22,8 +23,6 @@ from bnncli.posteriors.point import Point
 from bnncli.registry import load_class
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
-
-ONE, TWO, THREE = HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)
 
 
 def predict_with(name: str, posterior: object, features: Tensor, **settings: object) -> Prediction:

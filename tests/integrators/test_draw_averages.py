@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli
+from problems.heads import ONE, THREE, TWO, at_random_by, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from scipy import special
 from torch import Tensor
@@ -18,26 +19,20 @@ from torch import Tensor
 from bnncli import integrators
 from bnncli.errors import UsageError
 from bnncli.flows import build_layers
-from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import _averages, load_integrator
 from bnncli.integrators._intervals import central_interval, effective_draws, interval_level
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
 from bnncli.storage.predictions import read_predictions
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
-LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
+LAYOUTS = [ONE, TWO, THREE]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
 def make_gaussian(layout: HeadLayout, structure: str = "full") -> Gaussian:
-    features = torch.randn(30, layout.num_features, generator=seeded(), dtype=torch.float64)
-    labels = torch.randint(layout.num_classes, (30,), generator=seeded())
-    target = LastLayerTarget(features, labels, layout, Prior(0.5))
-    return fit_gaussian(target, start=torch.zeros(layout.num_params), structure=structure).gaussian
+    return gaussian_at_mode(head_target(layout, labels=at_random_by(0), prior=0.5), structure)
 
 
 def naive_probs(draws: Tensor, features: Tensor, layout: HeadLayout) -> np.ndarray:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from problems.heads import at_random_by, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from scipy import special
 from torch import Tensor
@@ -22,20 +24,14 @@ from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.prior import Prior
 
 BINARY = HeadLayout(1, 1)  # theta = (slope, intercept): small enough for a grid
 LAYOUT = HeadLayout(3, 2)
-
-
-def make_target(layout: HeadLayout, num_examples: int = 12) -> LastLayerTarget:
-    features = torch.randn(num_examples, layout.num_features, generator=seeded(), dtype=torch.float64)
-    labels = torch.randint(layout.num_classes, (num_examples,), generator=seeded(1))
-    return LastLayerTarget(features, labels, layout, Prior(0.3))
+make_target = partial(head_target, num_examples=12, labels=at_random_by(1), prior=0.3)
 
 
 def laplace(target: LastLayerTarget, shift: float = 0.0) -> Gaussian:
-    found = fit_gaussian(target, start=torch.zeros(target.layout.num_params)).gaussian
+    found = gaussian_at_mode(target)
     return replace(found, mean=found.mean + shift)
 
 
@@ -123,7 +119,7 @@ def test_weights_are_pareto_smoothed_and_sum_to_one() -> None:
 
 
 def test_weights_that_cannot_be_trusted_leave_plain_mc_and_a_warning() -> None:
-    target = make_target(LAYOUT, 200)
+    target = make_target(LAYOUT, num_examples=200)
     far = laplace(target, shift=2.0)
     features = torch.randn(5, 2, generator=seeded(), dtype=torch.float64)
     found = ready(target, far, 200)

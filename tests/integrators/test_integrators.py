@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from logit_problems import Draws, gaussian, inputs, predict
+from problems.heads import ONE, THREE, TWO
 from scipy import integrate, special, stats
 
 from bnncli import integrators
@@ -27,7 +28,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.registry import names
 from bnncli.theta.head import HeadLayout
 
-LAYOUTS = [HeadLayout(1, 4), HeadLayout(2, 4, has_bias=False), HeadLayout(3, 4)]
+LAYOUTS = [ONE, TWO, THREE]
 
 
 def layouts_for(name: str) -> list[HeadLayout]:

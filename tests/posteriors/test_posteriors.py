@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from problems.heads import at_random_by, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli import registry
 from bnncli.flows import SPACES, build_layers
-from bnncli.inference.laplace import fit_gaussian
 from bnncli.posteriors.flow import Flow, is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.point import Point
 from bnncli.posteriors.samples import Samples
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
@@ -31,11 +30,8 @@ every_flow_and_space = pytest.mark.parametrize(
 
 @functools.cache
 def make_gaussian(structure: str = "full", layout: HeadLayout | None = None) -> Gaussian:
-    layout = layout or HeadLayout(3, 2)
-    features = torch.randn(30, layout.num_features, generator=seeded(), dtype=torch.float64)
-    labels = torch.randint(layout.num_classes, (30,), generator=seeded())
-    target = LastLayerTarget(features, labels, layout, Prior(0.5))
-    return fit_gaussian(target, start=torch.zeros(layout.num_params), structure=structure).gaussian
+    target = head_target(layout or HeadLayout(3, 2), labels=at_random_by(0), prior=0.5)
+    return gaussian_at_mode(target, structure)
 
 
 def make_flow(kind: str, space: str, base: Gaussian) -> Flow:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from launches import count
+from problems.oracles import in_theta_order
 from torch import Tensor
 
 from bnncli.covariances.full import Full
@@ -111,10 +112,7 @@ def dense_hessian(target: LastLayerTarget, theta: Tensor) -> Tensor:
         each = (logits.sigmoid() * (1 - logits.sigmoid())).unsqueeze(2)
     x = layout.augment_features(target.features).double()
     dense = torch.einsum("nkl,ni,nj->kilj", each, x, x).reshape(layout.num_params, -1)
-    places = layout.augment(torch.arange(layout.num_params)).flatten()
-    out = torch.empty_like(dense)
-    out[places[:, None], places] = dense
-    return out
+    return in_theta_order(dense, layout)
 
 
 @every_route

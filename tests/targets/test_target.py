@@ -1,11 +1,13 @@
 """The last-layer log posterior against the textbook formula under autograd."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from problems.heads import LAYOUTS, draw_theta, every_layout, head_target
+from problems.oracles import negative_log_likelihood
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli.errors import DataError
 from bnncli.targets import likelihood, stream
@@ -13,37 +15,18 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-LAYOUTS = [HeadLayout(3, 4), HeadLayout(3, 4, has_bias=False), HeadLayout(1, 4), HeadLayout(1, 4, has_bias=False)]
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-
-
-def make_target(layout: HeadLayout, num_examples: int = 30, scale: float = 1.0) -> LastLayerTarget:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(num_examples, layout.num_features, generator=generator, dtype=torch.float64)
-    labels = torch.randint(layout.num_classes, (num_examples,), generator=generator)
-    return LastLayerTarget(features, labels, layout, Prior(0.7), likelihood_scale=scale)
-
-
-def draw_theta(layout: HeadLayout, num_draws: int = 5) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(num_draws, layout.num_params, generator=generator, dtype=torch.float64)
+make_target = partial(head_target, prior=0.7)
 
 
 def naive_log_joint(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    weight, bias = target.layout.split(theta)
-    logits = torch.nn.functional.linear(target.features, weight, bias)
-    if target.layout.num_outputs == 1:
-        loss = binary_cross_entropy_with_logits(logits[:, 0], target.labels.double(), reduction="sum")
-    else:
-        loss = cross_entropy(logits, target.labels, reduction="sum")
     scale = torch.tensor(target.prior.weight_precision**-0.5, dtype=torch.float64)
     prior = torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum()
-    return prior - target.likelihood_scale * loss
+    return prior - target.likelihood_scale * negative_log_likelihood(target, theta)
 
 
 @every_layout
 def test_log_joint_is_the_textbook_log_posterior(layout: HeadLayout) -> None:
-    target, theta = make_target(layout, scale=2.5), draw_theta(layout)
+    target, theta = make_target(layout, likelihood_scale=2.5), draw_theta(layout, 5)
     expected = torch.stack([naive_log_joint(target, one) for one in theta])
     torch.testing.assert_close(target.log_joint(theta), expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(target.log_joint_and_grad(theta)[0], expected, rtol=1e-12, atol=0)
@@ -51,7 +34,7 @@ def test_log_joint_is_the_textbook_log_posterior(layout: HeadLayout) -> None:
 
 @every_layout
 def test_gradient_is_autograds(layout: HeadLayout) -> None:
-    target, theta = make_target(layout, scale=2.5), draw_theta(layout)
+    target, theta = make_target(layout, likelihood_scale=2.5), draw_theta(layout, 5)
     leaf = theta.clone().requires_grad_()
     torch.stack([naive_log_joint(target, one) for one in leaf]).sum().backward()
     torch.testing.assert_close(target.log_joint_and_grad(theta)[1], leaf.grad, rtol=1e-11, atol=1e-11)
@@ -59,7 +42,7 @@ def test_gradient_is_autograds(layout: HeadLayout) -> None:
 
 @every_layout
 def test_autograd_passes_through_log_joint(layout: HeadLayout) -> None:
-    target, leaf = make_target(layout), draw_theta(layout).requires_grad_()
+    target, leaf = make_target(layout), draw_theta(layout, 5).requires_grad_()
     weights = torch.arange(1.0, 6.0, dtype=torch.float64)
     (target.log_joint(2 * leaf) * weights).sum().backward()
     expected = 2 * weights[:, None] * target.log_joint_and_grad(2 * leaf.detach())[1]
@@ -68,7 +51,7 @@ def test_autograd_passes_through_log_joint(layout: HeadLayout) -> None:
 
 @every_layout
 def test_hessian_vector_product_is_autograds(layout: HeadLayout) -> None:
-    target, theta = make_target(layout, scale=2.5), draw_theta(layout)
+    target, theta = make_target(layout, likelihood_scale=2.5), draw_theta(layout, 5)
     hessian = torch.autograd.functional.hessian(lambda one: -naive_log_joint(target, one), theta[0])
     product = target.hessian_vector_product(theta[0], theta[1:])
     torch.testing.assert_close(product, theta[1:] @ hessian, rtol=1e-11, atol=1e-11)
@@ -76,7 +59,7 @@ def test_hessian_vector_product_is_autograds(layout: HeadLayout) -> None:
 
 @every_layout
 def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, theta = make_target(layout), draw_theta(layout)
+    target, theta = make_target(layout), draw_theta(layout, 5)
     whole = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 40)
     monkeypatch.setitem(likelihood._MAX_ROWS, "cpu", 6)
@@ -86,7 +69,7 @@ def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pyte
 
 @every_layout
 def test_minibatches_of_a_partition_average_to_the_whole(layout: HeadLayout) -> None:
-    target, theta = make_target(layout), draw_theta(layout)
+    target, theta = make_target(layout), draw_theta(layout, 5)
     examples = [target.examples(index) for index in torch.arange(30).split(10)]
     parts = [target.minibatch(*some).log_joint_and_grad(theta)[0] - target.log_prior(theta) for some in examples]
     torch.testing.assert_close(torch.stack(parts).mean(dim=0), target.log_likelihood(theta))
@@ -94,7 +77,7 @@ def test_minibatches_of_a_partition_average_to_the_whole(layout: HeadLayout) -> 
 
 @every_layout
 def test_fast_minibatch_agrees_with_the_target(layout: HeadLayout) -> None:
-    target, theta = make_target(layout), draw_theta(layout)
+    target, theta = make_target(layout), draw_theta(layout, 5)
     batch = target.minibatch(*target.examples(torch.arange(30)))
     value, gradient = batch.log_likelihood_and_grad(theta)
     torch.testing.assert_close(value, target.log_likelihood(theta))
@@ -103,7 +86,7 @@ def test_fast_minibatch_agrees_with_the_target(layout: HeadLayout) -> None:
 
 
 def test_a_common_shift_of_all_biases_changes_only_the_prior() -> None:
-    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0])
+    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0], 5)
     shifted = theta.clone()
     shifted[:, -3:] += 2.0
     torch.testing.assert_close(target.log_likelihood(shifted), target.log_likelihood(theta))
@@ -111,7 +94,7 @@ def test_a_common_shift_of_all_biases_changes_only_the_prior() -> None:
 
 
 def test_one_bias_changes_the_likelihood() -> None:
-    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0])
+    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0], 5)
     shifted = theta.clone()
     shifted[:, -1] += 2.0
     assert (target.log_likelihood(shifted) - target.log_likelihood(theta)).abs().min() > 0.01
@@ -119,7 +102,7 @@ def test_one_bias_changes_the_likelihood() -> None:
 
 @every_layout
 def test_huge_logits_stay_finite(layout: HeadLayout) -> None:
-    target, theta = make_target(layout), 1e6 * draw_theta(layout)
+    target, theta = make_target(layout), 1e6 * draw_theta(layout, 5)
     value, gradient = target.log_joint_and_grad(theta)
     assert torch.isfinite(value).all()
     torch.testing.assert_close(target.log_joint(theta), value)
@@ -127,7 +110,7 @@ def test_huge_logits_stay_finite(layout: HeadLayout) -> None:
 
 
 def test_single_precision_products_keep_energies_to_a_hundredth_of_a_nat() -> None:
-    exact, theta = make_target(HeadLayout(3, 4), num_examples=20_000), draw_theta(LAYOUTS[0])
+    exact, theta = make_target(HeadLayout(3, 4), num_examples=20_000), draw_theta(LAYOUTS[0], 5)
     single = LastLayerTarget(exact.features.float(), exact.labels, exact.layout, Prior(0.7))
     double = LastLayerTarget(single.features.double(), exact.labels, exact.layout, Prior(0.7))
     theta = theta.float()
@@ -138,7 +121,7 @@ def test_single_precision_products_keep_energies_to_a_hundredth_of_a_nat() -> No
 
 
 def test_with_prior_precision_changes_the_prior_alone() -> None:
-    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0])
+    target, theta = make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0], 5)
     other = target.with_prior(Prior(9.0))
     expected = torch.distributions.Normal(0.0, 1 / 3).log_prob(theta).sum(dim=1)
     torch.testing.assert_close(other.log_prior(theta), expected)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from problems.heads import draw_theta, gaussian_at_mode, head_target
+from problems.oracles import in_theta_order, negative_log_likelihood
 from problems.seeds import seeded
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli import registry
 from bnncli.covariances.kron import Kron
@@ -38,14 +40,11 @@ EXACT = sorted(set(registry.names("covariances")) - {"kron"})  # parts of the He
 every_exact_structure = pytest.mark.parametrize("structure", EXACT)
 
 
-def make_target(layout: HeadLayout, prior: Prior = PRIOR) -> LastLayerTarget:
-    features = torch.randn(40, layout.num_features, generator=seeded(), dtype=torch.float64)
-    labels = (features[:, 0] + torch.randn(40, generator=seeded(1)) > 0.8).long()
-    return LastLayerTarget(features, labels, layout, prior)
+def above(features: Tensor, layout: HeadLayout, generator: torch.Generator) -> Tensor:
+    return (features[:, 0] + torch.randn(len(features), generator=seeded(1)) > 0.8).long()
 
 
-def draw_theta(layout: HeadLayout, num_draws: int = 5) -> Tensor:
-    return torch.randn(num_draws, layout.num_params, generator=seeded(2), dtype=torch.float64)
+make_target = partial(head_target, num_examples=40, labels=above, prior=PRIOR)
 
 
 def precisions_of(layout: HeadLayout) -> Tensor:
@@ -55,18 +54,15 @@ def precisions_of(layout: HeadLayout) -> Tensor:
 
 
 def log_joint_written_out(target: LastLayerTarget, theta: Tensor) -> Tensor:
-    logits = torch.nn.functional.linear(target.features, *target.layout.split(theta))
-    if target.layout.num_outputs == 1:
-        nll = binary_cross_entropy_with_logits(logits[:, 0], target.labels.double(), reduction="sum")
-    else:
-        nll = cross_entropy(logits, target.labels, reduction="sum")
     scale = precisions_of(target.layout).rsqrt()
-    return torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum() - nll
+    return torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum() - negative_log_likelihood(
+        target, theta
+    )
 
 
 @every_layout
 def test_the_log_joint_and_its_gradient_are_those_written_out(layout: HeadLayout) -> None:
-    target, theta = make_target(layout), draw_theta(layout)
+    target, theta = make_target(layout), draw_theta(layout, 5, seed=2)
     values, gradients = target.log_joint_and_grad(theta)
     for one, value, gradient in zip(theta, values, gradients, strict=True):
         expected = log_joint_written_out(target, one.requires_grad_())
@@ -76,7 +72,7 @@ def test_the_log_joint_and_its_gradient_are_those_written_out(layout: HeadLayout
 
 @every_layout
 def test_log_density_is_that_of_independent_normals(layout: HeadLayout) -> None:
-    theta, scale = draw_theta(layout), precisions_of(layout).rsqrt()
+    theta, scale = draw_theta(layout, 5, seed=2), precisions_of(layout).rsqrt()
     expected = torch.distributions.Normal(torch.zeros_like(scale), scale).log_prob(theta).sum(dim=1)
     torch.testing.assert_close(PRIOR.log_density(theta, layout), expected)
     torch.testing.assert_close(PRIOR.diagonal(layout), precisions_of(layout))
@@ -99,7 +95,7 @@ def test_the_prior_of_a_network_finds_the_biases_of_every_layer() -> None:
 
 @every_layout
 def test_hessian_products_are_those_of_the_log_joint(layout: HeadLayout) -> None:
-    target, theta = make_target(layout), draw_theta(layout)[0]
+    target, theta = make_target(layout), draw_theta(layout, 5, seed=2)[0]
     hessian = -torch.autograd.functional.hessian(lambda one: log_joint_written_out(target, one), theta)
     products = target.hessian_vector_product(theta, torch.eye(layout.num_params, dtype=torch.float64))
     torch.testing.assert_close(products, hessian)
@@ -108,7 +104,7 @@ def test_hessian_products_are_those_of_the_log_joint(layout: HeadLayout) -> None
 @every_layout
 @every_exact_structure
 def test_every_exact_structure_has_the_curvature_of_the_log_joint(structure: str, layout: HeadLayout) -> None:
-    target, theta = make_target(layout), draw_theta(layout)[0]
+    target, theta = make_target(layout), draw_theta(layout, 5, seed=2)[0]
     hessian = -torch.autograd.functional.hessian(lambda one: log_joint_written_out(target, one), theta)
     outputs = layout.flatten(torch.arange(layout.num_outputs).unsqueeze(1).repeat(1, layout.num_features + 1))
     kept = {
@@ -124,12 +120,10 @@ def test_every_exact_structure_has_the_curvature_of_the_log_joint(structure: str
 
 @every_layout
 def test_kron_has_the_factors_curvature_plus_both_precisions(layout: HeadLayout) -> None:
-    target, theta = make_target(layout), draw_theta(layout)[0]
+    target, theta = make_target(layout), draw_theta(layout, 5, seed=2)[0]
     parts = ggn(target, theta, "kron")
     covariance = Kron.from_hessian(parts, PRIOR, layout)
-    places = layout.augment(torch.arange(layout.num_params)).flatten()
-    dense = torch.zeros(layout.num_params, layout.num_params, dtype=torch.float64)
-    dense[places[:, None], places] = torch.kron(parts["hessian.kron.B"], parts["hessian.kron.A"])
+    dense = in_theta_order(torch.kron(parts["hessian.kron.B"], parts["hessian.kron.A"]), layout)
     sigma = torch.linalg.inv(dense + precisions_of(layout).diag())
     eye = torch.eye(layout.num_params, dtype=torch.float64)
     root = covariance.unwhiten(eye).T
@@ -153,7 +147,7 @@ def test_kron_has_the_factors_curvature_plus_both_precisions(layout: HeadLayout)
 @pytest.mark.parametrize("prior", [Prior(7.0), Prior(7.0, 0.05), Prior(14.0, 0.35), PRIOR], ids=str)
 def test_kron_keeps_eigenvectors_under_another_prior_only_where_they_are_the_same(prior: Prior) -> None:
     target = make_target(LAYOUTS[0])
-    one, other = (ggn(target, theta, "kron") for theta in draw_theta(LAYOUTS[0])[:2])
+    one, other = (ggn(target, theta, "kron") for theta in draw_theta(LAYOUTS[0], 5, seed=2)[:2])
     other["hessian.kron.A"] = one["hessian.kron.A"]
     first = Kron.from_hessian(one, PRIOR, LAYOUTS[0])
     eye = torch.eye(15, dtype=torch.float64)
@@ -184,7 +178,7 @@ def test_the_mode_is_the_one_scipy_finds(layout: HeadLayout, most_full: int, mon
 @every_layout
 def test_minibatch_gradients_average_to_that_of_all_data(layout: HeadLayout) -> None:
     target = make_target(layout)
-    theta = draw_theta(layout)
+    theta = draw_theta(layout, 5, seed=2)
     parts = [
         target.minibatch(*target.examples(index)).log_joint_and_grad(theta) for index in torch.arange(40).split(20)
     ]
@@ -199,7 +193,7 @@ def test_minibatch_gradients_average_to_that_of_all_data(layout: HeadLayout) -> 
 @pytest.mark.parametrize("criterion", ["val", "marglik"])
 @pytest.mark.parametrize("bias_precision", [0.05, 1.0, None])
 def test_a_search_varies_the_weights_precision_alone(bias_precision: float | None, criterion: str) -> None:
-    target = make_target(LAYOUTS[0], Prior(1.0, bias_precision))
+    target = make_target(LAYOUTS[0], prior=Prior(1.0, bias_precision))
     start = torch.zeros(target.layout.num_params)
     found = search(
         target, start=start, generator=seeded(), criterion=criterion,
@@ -217,7 +211,7 @@ def test_a_search_varies_the_weights_precision_alone(bias_precision: float | Non
 @pytest.mark.parametrize("own", [Prior(3.0, 0.2), Prior(3.0)], ids=str)
 @pytest.mark.parametrize("base", [PRIOR, Prior(2.0)], ids=str)
 def test_the_base_of_a_stored_flow_keeps_its_own_prior(base: Prior, own: Prior) -> None:
-    gaussian = fit_gaussian(make_target(LAYOUTS[0], base), start=torch.zeros(15)).gaussian
+    gaussian = gaussian_at_mode(make_target(LAYOUTS[0], prior=base))
     layers = build_layers("radial", gaussian.layout, seeded(), length=1)
     tensors, meta = Flow(gaussian, layers, "radial").to_tensors()
     tensors |= own.to_tensors()
@@ -227,7 +221,7 @@ def test_the_base_of_a_stored_flow_keeps_its_own_prior(base: Prior, own: Prior) 
 
 @pytest.mark.parametrize("structure", registry.names("covariances"))
 def test_a_stored_gaussian_keeps_its_prior(structure: str) -> None:
-    gaussian = fit_gaussian(make_target(LAYOUTS[0]), start=torch.zeros(15), structure=structure).gaussian
+    gaussian = gaussian_at_mode(make_target(LAYOUTS[0]), structure)
     again = Gaussian.from_tensors(*gaussian.to_tensors())
     assert again.prior == PRIOR
     one = torch.ones(1, 15, dtype=torch.float64)
@@ -236,7 +230,7 @@ def test_a_stored_gaussian_keeps_its_prior(structure: str) -> None:
 
 @pytest.mark.parametrize("structure", registry.names("covariances"))
 def test_a_gaussian_needs_no_prior_until_it_is_asked_for_one(structure: str) -> None:
-    fitted = fit_gaussian(make_target(LAYOUTS[0]), start=torch.zeros(15), structure=structure).gaussian
+    fitted = gaussian_at_mode(make_target(LAYOUTS[0]), structure)
     bare = replace(fitted, prior=None)
     with pytest.raises(DataError, match="the Gaussian has no prior"):
         bare.require_prior()
