@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from problems.score_samples import means, noisy_scores
 from scipy import stats
-from score_samples import means, noisy_scores
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.confidence_set import confidence_set

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from problems.score_samples import means, noisy_scores
 from scipy import stats
-from score_samples import means, noisy_scores
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.paired import Sample, bootstrap_p_value, difference, holm, integration, t_difference

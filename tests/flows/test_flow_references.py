@@ -9,7 +9,7 @@ from typing import Any
 import pyro.distributions.transforms as pyro_transforms
 import pytest
 import torch
-from flow_layers import EXAMPLES, LAYOUTS, draw_points, every_flow, make_layer
+from problems.flow_layers import EXAMPLES, LAYOUTS, draw_points, every_flow, make_layer
 from problems.seeds import seeded
 from pyro.distributions.transforms.spline import _monotonic_rational_spline as pyro_spline_function
 from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flow_layers import EXAMPLES, LAYOUTS, draw_points, make_layer
+from problems.flow_layers import EXAMPLES, LAYOUTS, draw_points, make_layer
 from problems.seeds import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from flow_layers import LAYOUTS, draw_points, every_flow, exact_start, make_layer, start_layer
+from problems.flow_layers import LAYOUTS, draw_points, every_flow, exact_start, make_layer, start_layer
 from problems.seeds import seeded
 from torch import Tensor
 

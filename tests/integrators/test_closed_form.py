@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from logit_problems import Draws, Full, gaussian, inputs, predict
 from problems.heads import ONE, THREE, TWO
+from problems.posteriors import Draws, Full, gaussian, inputs, predict
 from scipy import special, stats
 from torch import Tensor
 

@@ -8,8 +8,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from logit_problems import Draws, gaussian, inputs, predict
 from problems.heads import ONE, THREE, TWO
+from problems.posteriors import Draws, gaussian, inputs, predict
 from scipy import integrate, special, stats
 
 from bnncli import integrators

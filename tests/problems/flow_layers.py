@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from problems.seeds import seeded
 from torch import Tensor
 
 from bnncli.flows import build_layers
 from bnncli.theta.head import HeadLayout
+from problems.seeds import seeded
 
 LAYOUTS = {
     1: HeadLayout(1, 1, has_bias=False),
