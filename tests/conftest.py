@@ -107,3 +107,12 @@ def small_run(finished_run: Path, tmp_path: Path) -> Path:
 def arrays() -> dict[str, np.ndarray]:
     """What --from-npz reads: three overlapping classes, a head, an unlabelled split `far`."""
     return make_arrays()
+
+
+@pytest.fixture
+def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not look at how sure a score is."""
+    from bnncli.evaluation import calibrated
+
+    monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
+    monkeypatch.setattr(calibrated, "NUM_DRAWS", 200)

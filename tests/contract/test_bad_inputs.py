@@ -12,16 +12,8 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli import registry
-from bnncli.evaluation import calibrated
 
 Arrays = dict[str, np.ndarray]
-
-
-@pytest.fixture
-def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How sure a score is, is not looked at here."""
-    monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
-    monkeypatch.setattr(calibrated, "NUM_DRAWS", 200)
 
 
 def good_arrays() -> Arrays:

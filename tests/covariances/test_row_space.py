@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems.seeds import seeded
+from problems.seeds import normal, seeded
 from torch import Tensor
 
 from bnncli import registry
@@ -31,10 +31,6 @@ from bnncli.theta.prior import Prior
 
 FEATURES = 7
 PRIOR = 0.7
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
 
 
 @dataclass(frozen=True)

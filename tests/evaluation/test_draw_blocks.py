@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from problems.seeds import seeded
+from problems.seeds import normal, seeded
 from torch import Tensor
 
 from bnncli.evaluation.draw_blocks import Compared, ThinnedDraws, compare_draws, thin_draws
@@ -25,10 +25,6 @@ CASES: list[Case] = [
 ]
 NUM_REPEATS = 150
 SIZE = 2
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 
 @cache

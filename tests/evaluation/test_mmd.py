@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from problems.seeds import normal
 from scipy.spatial.distance import pdist
 from sklearn.metrics.pairwise import rbf_kernel
 from torch import Tensor
@@ -14,10 +15,6 @@ from torch import Tensor
 from bnncli.errors import DataError
 from bnncli.evaluation import mmd as mmd_module
 from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, thin
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_both_estimates_are_those_of_the_loop() -> None:

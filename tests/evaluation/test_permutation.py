@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems.seeds import seeded
-from torch import Tensor
+from problems.seeds import normal, seeded
 
 from bnncli.errors import DataError
 from bnncli.evaluation.mmd import _relabelled, median_bandwidth, mmd2, permutation_p_value
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (7, 12)])

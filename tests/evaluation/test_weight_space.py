@@ -8,9 +8,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
+from problems.seeds import normal
 from scipy.integrate import quad
 from scipy.stats import norm, wasserstein_distance
-from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation import weight_space
@@ -24,10 +24,6 @@ from bnncli.evaluation.weight_space import (
     wasserstein_distances,
     wasserstein_floor,
 )
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (12, 8), (7, 31), (1, 5)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from matplotlib.colors import to_rgba
 from PIL import Image
 from problems.command_line import Cli
+from problems.outputs import figure_texts
 
 from bnncli.errors import WriteError
 from bnncli.figures import render
@@ -27,10 +27,6 @@ def name(small_run: Path) -> Path:
     """A run whose laplace comes from a search."""
     small_run.with_name("small.bnn").joinpath("posteriors", "laplace.safetensors").unlink()
     return small_run
-
-
-def texts(figure: Any) -> str:
-    return "\n".join(text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text")))
 
 
 def test_every_candidate_is_drawn_and_the_lowest_is_marked() -> None:
@@ -48,10 +44,10 @@ def test_every_candidate_is_drawn_and_the_lowest_is_marked() -> None:
 @pytest.mark.parametrize("at_edge", [False, True])
 def test_the_axes_say_criterion_and_unit_and_the_warning_stands_when_due(criterion: str, at_edge: bool) -> None:
     figure = draw(CURVE, criterion=criterion, at_edge=at_edge)
-    assert LABELS[criterion] in texts(figure)
+    assert LABELS[criterion] in figure_texts(figure)
     assert "nats" in LABELS[criterion]
-    assert "network" not in texts(figure)
-    assert (EDGE_TEXT in texts(figure)) == at_edge
+    assert "network" not in figure_texts(figure)
+    assert (EDGE_TEXT in figure_texts(figure)) == at_edge
 
 
 def test_a_single_candidate_can_be_drawn() -> None:

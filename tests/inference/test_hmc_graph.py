@@ -13,6 +13,7 @@ import pytest
 import torch
 from interrupted import StopAt
 from pretend_cuda import Pretend
+from problems.outputs import Told
 from problems.seeds import seeded
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from bnncli.inference.hmc import HmcRun, MemoryDraws, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_draws import complete
 from bnncli.posteriors.gaussian import Gaussian
-from bnncli.progress import SilentProgress
 from bnncli.targets import last_layer
 from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
@@ -61,16 +61,6 @@ def case_of(place: str, outputs: int = 3, bias_precision: float | None = None) -
         target = rows.target(target)
     start = torch.zeros(target.layout.num_params, dtype=torch.float64)
     return Case(target, fit_gaussian(target, start=start, structure="full" if rows else place).gaussian, rows)
-
-
-class Told(SilentProgress):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def sample(case: Case, device: torch.device = CPU, *, is_resident: bool = True, **words: Any) -> HmcRun:

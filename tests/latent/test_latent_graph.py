@@ -8,26 +8,17 @@ from typing import Any
 import pretend_cuda
 import pytest
 import torch
+from problems.outputs import Told
 
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.progress import SILENT, Progress, SilentProgress
+from bnncli.progress import SILENT, Progress
 from bnncli.theta.network import NetworkLayout
 from bnncli.training.loop import State
 
 LAYOUT = NetworkLayout((3, 2))
-
-
-class Told(SilentProgress):
-    """Takes down what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.said.append(text)
 
 
 def fit_on(device: str, progress: Progress = SILENT, **choices: Any) -> dict[str, torch.Tensor]:
@@ -70,7 +61,7 @@ def test_a_capture_that_fails_is_tried_once_and_draws_as_if_it_had_not_been(fail
     plain, progress = fit_on("cpu"), Told()
     with pretend_cuda.pretend(**failure) as gpu:
         graphed = fit_on("cuda:0", progress)
-    assert gpu.num_captures == len(progress.said) == 1
+    assert gpu.num_captures == len(progress.lines) == 1
     for name, part in plain.items():
         assert torch.equal(part, graphed[name]), name
 

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 from problems.command_line import Cli, new_run
+from problems.outputs import figure_texts
 from sklearn import metrics
 
 from bnncli.evaluation import curves
@@ -96,17 +97,13 @@ def test_the_ece_can_be_computed_from_the_reliability_curve() -> None:
 BINS = {"edges": [0, 0.25, 0.5, 0.75, 1], "count": [0, 3, 40, 500], "confidence": [None, 0.4, 0.6, 0.95], "accuracy": [None, 0.5, 0.5, 0.9]}  # fmt: skip
 
 
-def texts(figure: Any) -> str:
-    return "\n".join(text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text")))
-
-
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_a_reliability_diagram_has_two_axes_for_each_posterior_and_its_ece(count: int) -> None:
     names = [f"posterior-{place}" for place in range(count)]
     errors = {name: 0.01 * place for place, name in enumerate(names)}
     figure = reliability.draw(dict.fromkeys(names, BINS), split="test", errors=errors)
     assert len(figure.axes) == 2 * count
-    assert all(f"{name}\nECE {errors[name]:.4f}" in texts(figure) for name in names)
+    assert all(f"{name}\nECE {errors[name]:.4f}" in figure_texts(figure) for name in names)
     upper, lower = figure.axes[:2]
     heights = [bar.get_height() for bar in upper.patches]
     assert heights == pytest.approx([0, 0.5, 0.5, 0.9, 0, -0.1, 0.1, 0.05])  # accuracies, then gaps to the confidence
@@ -126,7 +123,7 @@ def test_overlaid_curves_are_all_drawn_and_named_and_told_apart_without_colour(c
         drawn = [one for one in figure.axes[0].lines if str(one.get_label()).startswith("posterior")]
         assert [str(one.get_label()).split()[0] for one in drawn] == names
         assert len({(str(one.get_color()), str(one._dash_pattern)) for one in drawn}) == count  # type: ignore[attr-defined]
-    assert "posterior-0  0.750" in texts(figure)
+    assert "posterior-0  0.750" in figure_texts(figure)
     assert "far" in figure.axes[0].get_xlabel()
 
 

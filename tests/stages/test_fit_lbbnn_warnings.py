@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli, new_run
+from problems.outputs import posterior_file
 from sklearn.metrics import log_loss
 
 from bnncli.cli.execute import run_command_line
@@ -23,10 +24,6 @@ from bnncli.stages.fit_lbbnn.underfitting import guessing, reach, rise, short_pl
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
-
-
-def posterior_file(run: Path, name: str) -> Path:
-    return run.with_name("small.bnn") / f"posteriors/{name}.safetensors"
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])

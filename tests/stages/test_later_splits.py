@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from problems.command_line import Cli
 
-from bnncli.evaluation import calibrated
 from bnncli.storage.predictions import read_predictions
 
 Arrays = dict[str, np.ndarray]
@@ -24,11 +23,7 @@ def make():
 """
 
 
-@pytest.fixture(autouse=True)
-def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How sure a score is, is not looked at here."""
-    monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
-    monkeypatch.setattr(calibrated, "NUM_DRAWS", 200)
+pytestmark = pytest.mark.usefixtures("few_replicates")
 
 
 def draw_images(folder: Path, count: int, seed: int) -> None:

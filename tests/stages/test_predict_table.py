@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from problems.command_line import Cli
+from problems.outputs import table_rows
 from scipy import stats
 
 from bnncli.errors import UsageError
@@ -19,11 +19,6 @@ from bnncli.storage.tables import TableBlock, write_table
 
 BRIDGE = ("--posterior", "laplace", "--integrator", "bridge", "--integrator", "mc")
 CLASSES = ["cat", "dog", "9", "car; red"]
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
 
 
 def make(cli: Cli, run: Path, name: str, *words: object) -> Path:
@@ -40,7 +35,7 @@ def prediction(run: Path, name: str, split: str) -> Any:
 
 def test_a_csv_table_has_every_prediction_of_the_command(cli: Cli, small_run: Path) -> None:
     words = ("--top-k", "best", "--merge", "ab=0,1", "--split", "test", "--split", "far")
-    rows = rows_of(make(cli, small_run, "t.csv", *BRIDGE, *words))
+    rows = table_rows(make(cli, small_run, "t.csv", *BRIDGE, *words))
     assert len(rows) == 2 * (120 + 60)
     for variant in ("bridge", "mc"):
         content = prediction(small_run, f"laplace.{variant}", "test")
@@ -60,7 +55,7 @@ def test_a_csv_table_has_every_prediction_of_the_command(cli: Cli, small_run: Pa
 
 def test_an_npz_table_says_the_same_as_the_csv_one(cli: Cli, small_run: Path) -> None:
     words = (*BRIDGE, "--top-k", "neighbor", "--merge", "ab=0,2", "--split", "test", "--split", "far")
-    rows = rows_of(make(cli, small_run, "t.csv", *words))
+    rows = table_rows(make(cli, small_run, "t.csv", *words))
     with np.load(make(cli, small_run, "t.npz", *words), allow_pickle=False) as file:
         table = dict(file)
     classes = [*table["classes"].tolist(), ""]
@@ -88,7 +83,7 @@ def test_an_npz_table_says_the_same_as_the_csv_one(cli: Cli, small_run: Path) ->
 @pytest.mark.parametrize("members", [[0, 2], [1]], ids=str)
 def test_the_interval_of_a_union_is_that_of_its_beta(cli: Cli, small_run: Path, members: list[int]) -> None:
     words = (*BRIDGE[:4], "--split", "test", "--merge", f"some={','.join(map(str, members))}")
-    rows = rows_of(make(cli, small_run, "t.csv", *words))
+    rows = table_rows(make(cli, small_run, "t.csv", *words))
     alpha = np.exp(prediction(small_run, "laplace.bridge", "test").log_concentration.astype(np.float64))
     union = alpha[:, members].sum(axis=1)
     for name, level in (("some_low", 0.025), ("some_high", 0.975)):
@@ -100,7 +95,7 @@ def test_a_table_says_what_its_intervals_hold(cli: Cli, small_run: Path) -> None
     words = ("--posterior", "laplace", "--split", "test", "--integrator", "mc", "--samples", 20, "--name", "few")
     path = small_run.with_name("few.csv")
     done = cli("predict", small_run, *words, "--table", path, "--json")
-    assert {row["level"] for row in rows_of(path)} == {format(19 / 21, ".9g")}
+    assert {row["level"] for row in table_rows(path)} == {format(19 / 21, ".9g")}
     output = done.json["outputs"][0]
     assert (output["draws"], output["interval_level"]) == (20, pytest.approx(19 / 21))
     again = cli("predict", small_run, *words)
@@ -116,7 +111,7 @@ def test_blocks_do_not_change_a_table(cli: Cli, small_run: Path, monkeypatch: py
 
 
 def test_the_ranked_classes_are_the_most_probable_ones(cli: Cli, small_run: Path) -> None:
-    rows = rows_of(make(cli, small_run, "t.csv", *BRIDGE[:4], "--split", "test", "--top-k", "best"))
+    rows = table_rows(make(cli, small_run, "t.csv", *BRIDGE[:4], "--split", "test", "--top-k", "best"))
     content = prediction(small_run, "laplace.bridge", "test")
     assert content.header.meta["top_k"] == {"rule": "best", "threshold": 0.05, "cap": 10}
     assert len(set(content.top_k.tolist())) > 1
@@ -131,7 +126,7 @@ def test_texts_are_quoted_so_that_they_come_back(tmp_path: Path) -> None:
     columns = {"sample_id": numbers, "predicted": numbers, "probability": numbers / 8, "entropy": np.full(5, np.nan)}
     block = TableBlock(("test", "laplace", "mc"), {**columns, "top_k": np.array([[0, 4]] * 5)})
     write_table(tmp_path / "t.csv", [block], names)
-    rows = rows_of(tmp_path / "t.csv")
+    rows = table_rows(tmp_path / "t.csv")
     assert [row["predicted"] for row in rows] == names
     assert (rows[0]["top_k"], rows[1]["entropy"], rows[1]["probability"]) == ("plain;a\\;b", "", "0.125")
 

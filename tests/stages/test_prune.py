@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli
+from problems.outputs import posterior_file
 from safetensors.torch import load_file
 from scipy import sparse as sparse_arrays
 from sklearn.metrics import accuracy_score, log_loss
@@ -48,10 +49,6 @@ def latent_run(fitted_run: Path, tmp_path: Path) -> Path:
     """A copy of fitted_run that a test may change."""
     shutil.copytree(fitted_run.with_name("small.bnn"), tmp_path / "small.bnn")
     return tmp_path / "small"
-
-
-def posterior_file(run: Path, name: str) -> Path:
-    return run.with_name("small.bnn") / f"posteriors/{name}.safetensors"
 
 
 def test_a_sparse_network_comes_back_whole_and_stores_no_zeros() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import os
 import shutil
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from problems.command_line import Cli, new_run
+from problems.outputs import table_rows
 
 from bnncli import data
 from bnncli.errors import DataError
@@ -23,11 +23,6 @@ from bnncli.storage.tables import is_table
 
 Arrays = dict[str, np.ndarray]
 ODD = ['a, "b".png', "ü 猫.png", "two\nlines.png", os.fsdecode(b"not-utf8-\xff.png"), "=1+1;.png"]
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
 
 
 def draw(folder: Path, names: list[str]) -> None:
@@ -65,7 +60,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 def test_the_names_of_image_files_stand_in_the_table(cli: Cli, run: Path) -> None:
     assert cli("predict", run, "--table", run.with_name("t.csv"), "--split", "new", "--split", "val").code == 0
-    rows = rows_of(run.with_name("t.csv"))
+    rows = table_rows(run.with_name("t.csv"))
     new = [row["name"] for row in rows if row["split"] == "new"]
     assert new == [name.encode("utf-8", "backslashreplace").decode() for name in sorted(ODD)]
     files = sorted(str(path.relative_to(run.with_name("train"))) for path in run.with_name("train").rglob("*.png"))
@@ -78,15 +73,15 @@ def test_the_names_of_image_files_stand_in_the_table(cli: Cli, run: Path) -> Non
 
 def test_a_split_without_names_has_empty_ones_beside_others_and_no_column_alone(cli: Cli, run: Path) -> None:
     assert cli("predict", run, "--table", run.with_name("t.csv")).code == 0
-    assert {row["name"] for row in rows_of(run.with_name("t.csv")) if row["split"] == "rows"} == {""}
+    assert {row["name"] for row in table_rows(run.with_name("t.csv")) if row["split"] == "rows"} == {""}
     assert cli("predict", run, "--table", run.with_name("t.csv"), "--split", "rows").code == 0
-    assert "name" not in rows_of(run.with_name("t.csv"))[0]
+    assert "name" not in table_rows(run.with_name("t.csv"))[0]
 
 
 def test_every_class_has_its_probability_in_both_kinds_of_table(cli: Cli, run: Path) -> None:
     words = ("predict", run, "--probabilities", "--merge", "some=cat,owl", "--table")
     assert cli(*words, run.with_name("t.csv")).code == cli(*words, run.with_name("t.npz")).code == 0
-    rows = rows_of(run.with_name("t.csv"))
+    rows = table_rows(run.with_name("t.csv"))
     texts = np.array([[row[f"p_{name}"] for name in ("cat", "dog; big", "owl")] for row in rows], dtype=np.float32)
     with np.load(run.with_name("t.npz"), allow_pickle=False) as file:
         table = dict(file)
@@ -154,7 +149,7 @@ def test_names_of_ready_features_travel_too(cli: Cli, arrays: Arrays, tmp_path: 
     names = np.array([f"row {number}" for number in range(120)])
     run = new_run(cli, tmp_path / "run", {**arrays, "names_test": names}, "--hold-out", "more=test:7")
     assert cli("predict", run, "--table", tmp_path / "t.csv", "--split", "more", "--split", "test").code == 0
-    rows = rows_of(tmp_path / "t.csv")
+    rows = table_rows(tmp_path / "t.csv")
     assert [row["name"] for row in rows] == [f"row {row['sample_id']}" for row in rows]
     np.savez(tmp_path / "b.npz", **arrays, names_test=np.arange(120))
     done = cli("extract-features", tmp_path / "other", "--from-npz", tmp_path / "b.npz")
