@@ -146,9 +146,10 @@ class Pretend:
     def place(self, tensor: Tensor) -> Tensor:
         """The tensor, which lies on the device from now on."""
         storage = _storage(tensor)
-        if storage.nbytes() > self.largest_tensor:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes")
-        self._tags.setdefault(storage._cdata, StorageWeakRef(storage))
+        if (size := storage.nbytes()) > self.largest_tensor:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+        if (key := storage._cdata) not in self._tags:
+            self._tags[key] = StorageWeakRef(storage)
         if len(self._tags) > _MAX_TAGS:
             self._forget_freed()
         return tensor
@@ -184,11 +185,6 @@ class Pretend:
             yield
         finally:
             self._placing -= 1
-
-    @property
-    def is_placing(self) -> bool:
-        """Whether they are."""
-        return self._placing > 0
 
     @contextmanager
     def hiding(self) -> Iterator[None]:
@@ -244,9 +240,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _listed(values: Any) -> list[Tensor]:
     """The same as a list, quickly: of arguments that are flat, or lists of tensors."""
-    found = [value for value in values if isinstance(value, Tensor)]
+    found: list[Tensor] = []
     for value in values:
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
             found += _tensors(value)
     return found
 
@@ -283,6 +281,8 @@ class _Kernel(NamedTuple):
 
     name: str
     is_launched: bool
+    may_wait: bool
+    is_watched: bool
 
 
 @cache
@@ -290,7 +290,8 @@ def _kernel_of(func: Any) -> _Kernel:
     name = func._schema.name.partition("::")[2]
     is_view = any(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns)
     is_view = is_view or name in _RESHAPING
-    return _Kernel(name, not is_view and name not in _ALLOCATING)
+    may_wait = name in _SYNCING or name in _INDEXING
+    return _Kernel(name, not is_view and name not in _ALLOCATING, may_wait, name in _WATCHED)
 
 
 class _Dispatch:
@@ -307,14 +308,17 @@ class _Dispatch:
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         pretend_, known = self.pretend, self.pretend._tags
-        tensors = _listed([*args, *kwargs.values()])
-        held = [_key_of(tensor) in known for tensor in tensors]
-        if not (any(held) or pretend_.is_placing):
+        tensors = _listed([*args, *kwargs.values()] if kwargs else args)
+        keys = [_key_of(tensor) for tensor in tensors]
+        held = [key in known for key in keys]
+        is_any_held = True in held
+        if not (is_any_held or pretend_._placing):
             return func(*args, **kwargs)
         kernel = _kernel_of(func)
-        if any(held):
-            self._look_at_devices(kernel.name, args, kwargs, tensors, held)
-            if kernel.name in _WATCHED:
+        if is_any_held:
+            if False in held or kernel.may_wait:
+                self._look_at_devices(kernel.name, args, kwargs, tensors, held)
+            if kernel.is_watched:
                 self._look_at_sums(kernel.name, args, kwargs)
         if kernel.is_launched:
             pretend_.kernels[kernel.name] += 1
@@ -322,7 +326,7 @@ class _Dispatch:
         if capture is not None and kernel.is_launched:
             return self._record(capture, func, args, kwargs)
         out = _as_on_a_gpu(func)(*args, **kwargs)
-        self._place(out, tensors)
+        self._place(out, keys)
         return out
 
     def _look_at_devices(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], held: list[bool]) -> None:
@@ -373,7 +377,7 @@ class _Dispatch:
         if not func._schema.is_mutable:
             kernel = _as_on_a_gpu(func)  # with the precision of now, whatever it is at a replay
             out = kernel(*args, **kwargs)
-            self._place(out, [*_tensors(args), *_tensors(kwargs)])
+            self._place(out, [_key_of(tensor) for tensor in (*_tensors(args), *_tensors(kwargs))])
             capture.records.append((kernel, _aliases(args), _aliases(kwargs), _aliases(out)))
             return out
         capture.records.append((func, _aliases(args), _aliases(kwargs), None))
@@ -386,14 +390,11 @@ class _Dispatch:
         returns = func._schema.returns
         return written[0] if len(returns) == 1 else tuple(written) if returns else None
 
-    def _place(self, out: Any, tensors: list[Tensor]) -> None:
-        """New tensors are where the others are."""
-        made = [out] if isinstance(out, Tensor) else _listed(out) if isinstance(out, (list, tuple)) else []
-        if made:
-            known = {_key_of(tensor) for tensor in tensors}
-            for tensor in made:
-                if _key_of(tensor) not in known:
-                    self.pretend.place(tensor)
+    def _place(self, out: Any, keys: list[int]) -> None:
+        """New tensors, on memory other than these keys', are where the others are."""
+        for tensor in [out] if isinstance(out, Tensor) else _listed(out) if isinstance(out, (list, tuple)) else []:
+            if _key_of(tensor) not in keys:
+                self.pretend.place(tensor)
 
 
 class _Kernels(_Dispatch, TorchDispatchMode):
@@ -404,11 +405,14 @@ class _Kernels(_Dispatch, TorchDispatchMode):
         self.pretend = pretend_
 
 
+_MM, _MM_TO = torch.ops.aten.mm.default, torch.ops.aten.mm.dtype  # looking them up takes longer than most of the rest
+
+
 def _as_on_a_gpu(func: Any) -> Callable[..., Any]:
     """The kernel with what a GPU's products can and a CPU's cannot: float32 sums of halves, and TF32 where it is on."""
-    if func is torch.ops.aten.mm.dtype:
+    if func is _MM_TO:
         return lambda left, right, dtype: torch.mm(left.to(dtype), right.to(dtype))
-    if func is torch.ops.aten.mm.default and torch.get_float32_matmul_precision() != "highest":
+    if func is _MM and torch.get_float32_matmul_precision() != "highest":
         return lambda left, right: torch.mm(_ten_bits(left), _ten_bits(right))
     return cast("Callable[..., Any]", func)
 
