@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.errors import DataError
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WHERE = "x"  # what the argument is called
 
@@ -19,7 +21,7 @@ def as_tensor(x: Any) -> Tensor:
     Raises:
         DataError: no array of numbers, fewer than two axes, no examples.
     """
-    tensor = _plain(x) if isinstance(x, Tensor) else _of_array(x)
+    tensor = _plain(x) if isinstance(x, torch.Tensor) else _of_array(x)
     if tensor.ndim < 2:
         message = f"{_WHERE}: expected features (N, D) or inputs (N, ...); got shape {tuple(tensor.shape)}"
         raise DataError(message, hint="a single example has N = 1: give x[None]", code="bad_shape")

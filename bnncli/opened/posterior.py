@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bnncli.numerics.seeds import stream
 from bnncli.opened.session import Session, checked_number
+from bnncli.run.predict_plan import num_stored
+from bnncli.run.predictor import Predictor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.run.predictor import Predictor
     from bnncli.theta.layout import ClassifierLayout
 
 
@@ -60,9 +62,6 @@ class OpenedPosterior:
             UsageError: num or seed are no whole numbers, or too small.
             DeviceError: they do not fit into memory.
         """
-        from bnncli.numerics.seeds import stream
-        from bnncli.run.predict_plan import num_stored
-
         with self._session.computing() as run:
             num = checked_number("num", num, least=1)
             chosen = run.compute.seed if seed is None else checked_number("seed", seed, least=0)

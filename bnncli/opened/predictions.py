@@ -12,15 +12,14 @@ from bnncli.errors import UsageError
 from bnncli.opened.session import checked_number, checked_text
 from bnncli.options.parts import settings_of
 from bnncli.options.predict import PredictOptions
+from bnncli.run.predict_plan import Choice, Plan
+from bnncli.run.predictor import Predictor
 from bnncli.storage.headers import Header
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from bnncli.run.predict_plan import Choice
-    from bnncli.run.predictor import Predictor
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +91,6 @@ def choose(options: PredictOptions, header: Header, num_classes: int) -> Choice:
     Raises:
         UsageError: it does not work for this posterior, or has not a setting that was given.
     """
-    from bnncli.run.predict_plan import Plan
-
     choices, refusals = Plan.of(options, [header]).choices(header, num_classes)
     if refusals:
         raise refusals[0]

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError
+from bnncli.opened.arrays import as_tensor, checked_features, described, is_features
 from bnncli.opened.metrics import metrics_of
 from bnncli.opened.posterior import OpenedPosterior
 from bnncli.opened.predictions import ClassProbabilities, check_request, choose, predict
 from bnncli.opened.session import Session, checked_text, open_session
+from bnncli.run.classes import posterior_classes
+from bnncli.run.inputs import load_split, posterior_source
+from bnncli.run.predictor import Predictor, TrainData, warn_of_default, warn_of_few_draws
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.opened.network import InputNetwork
-    from bnncli.run.predictor import Predictor
     from bnncli.run.session import Run
 
 
@@ -77,8 +80,6 @@ class OpenedRun:
             DataError: it is damaged, stale, or of another checkpoint.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            from bnncli.run.inputs import load_split
-
             content = load_split(run, checked_text("name", name)).content
             return SplitArrays(name, content.features, content.labels, tuple(content.classes), content.is_ood)
 
@@ -118,8 +119,6 @@ class OpenedRun:
             Untrusted: the network is code, and `open` was not told so.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            from bnncli.opened.arrays import as_tensor
-
             found: NDArray[np.floating[Any]] = self._input_network(run).features(as_tensor(inputs)).numpy()
             return found
 
@@ -151,9 +150,6 @@ class OpenedRun:
             Untrusted: the network is code, and `open` was not told so.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            from bnncli.run.classes import posterior_classes
-            from bnncli.run.predictor import warn_of_default, warn_of_few_draws
-
             options = check_request(integrator, samples, settings)
             predictor = self._predictor(run, posterior)
             header, layout = predictor.header, predictor.posterior.layout
@@ -166,8 +162,6 @@ class OpenedRun:
 
     def _features(self, run: Run, x: Any, num_features: int) -> Tensor:
         """What a posterior takes, (N, D), of features or inputs."""
-        from bnncli.opened.arrays import as_tensor, checked_features, described, is_features
-
         tensor = as_tensor(x)
         if is_features(tensor, num_features):
             return checked_features(tensor)
@@ -186,9 +180,6 @@ class OpenedRun:
 
     def _predictor(self, run: Run, name: str) -> Predictor:
         """What predicts with a posterior, opened once as long as its file is the same."""
-        from bnncli.run.inputs import posterior_source
-        from bnncli.run.predictor import Predictor, TrainData
-
         self._forget_other_weights()
         path = run.folder.find_posterior(
             checked_text("posterior", name), flag="‹posterior›", maker=run.suggest("status")
@@ -201,7 +192,7 @@ class OpenedRun:
 
     def _input_network(self, run: Run) -> InputNetwork:
         """The run's network, loaded once as long as its features are the same."""
-        from bnncli.opened.network import network_header, open_network
+        from bnncli.opened.network import network_header, open_network  # here, for torch
 
         self._forget_other_weights()
         header = network_header(run)

@@ -12,6 +12,7 @@ from typing import Any
 
 from bnncli import registry
 from bnncli.errors import MissingInput, UsageError
+from bnncli.machine.devices import configure_torch, select_device, settings_kept
 from bnncli.opened.messages import Listener, errors_in_python
 from bnncli.options import ComputeOptions, InputOptions, NameOptions, RecordOptions, RunOptions, WriteOptions
 from bnncli.options.command_line import CommandLine, Groups
@@ -55,13 +56,10 @@ class Session:
     @contextmanager
     def computing(self, *, allow_stale: bool = False) -> Iterator[Run]:
         """The same for a call that computes: torch is set as for a command, and afterwards as it was."""
-        with self.asking(allow_stale=allow_stale) as run:
-            from bnncli.machine.devices import configure_torch, select_device, settings_kept
-
-            with settings_kept():
-                configure_torch(threads=None, deterministic=False)
-                select_device(run.device)
-                yield run
+        with self.asking(allow_stale=allow_stale) as run, settings_kept():
+            configure_torch(threads=None, deterministic=False)
+            select_device(run.device)
+            yield run
 
     def _begun(self) -> Run:
         return Run(
