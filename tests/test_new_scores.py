@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from problems.command_line import Invocation
 from sklearn.metrics import roc_auc_score
 
 from bnncli import detectors
+from bnncli.errors import UsageError
+from bnncli.evaluation.score_options import ScoreOption, merged
 from bnncli.scores import declared
 from bnncli.storage.predictions import read_predictions
 
 SPHERICAL = '''"""The spherical score: the label's probability over the length of all of them."""
 
+from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
 
@@ -30,10 +34,18 @@ def of_split(split):
     one, examples = ScoreForm("spherical", {"classes": "all"}, True, bounds=(0.0, 1.0)), split.examples
     if examples.label_probability is None:
         return [ScoreGroup([one], None, NO_LABELS)]
-    return [means([one], [examples.label_probability / examples.squared_norm**0.5])]
+    return [means([one], [split.settings["stretch"] * examples.label_probability / examples.squared_norm**0.5])]
 
 
-SCORE = Score(title="spherical score", digits=5, is_shown=True, note="spherical: higher is better", of_split=of_split)
+STRETCH = ScoreOption(text="Times the spherical score.", in_compare="Times it.", type=float, default=1.0, maximum=1)
+SCORE = Score(
+    title="spherical score",
+    digits=5,
+    is_shown=True,
+    note="spherical: higher is better",
+    options={"stretch": STRETCH},
+    of_split=of_split,
+)
 '''
 RECOGNISED = '''"""The share of out-of-distribution examples below the threshold of FPR95."""
 
@@ -74,14 +86,17 @@ DETECTOR = Detector(of_predictions=lambda examples, values: examples.squared_nor
 FEATURE_LENGTH = '''"""How much shorter features are than the longest of the training split."""
 
 from bnncli.detectors import Detector, Fitted
+from bnncli.evaluation.score_options import ScoreOption
 
 
 def of_features(train):
-    longest = train.features.norm(dim=1).max()
-    return Fitted(lambda features: {"feature_length": longest - features.norm(dim=1)}, {"of": len(train.features)})
+    rows = train.features[: train.settings["first_rows"]]
+    longest, notes = rows.norm(dim=1).max(), [f"‹first_rows›: {len(rows)}"]
+    return Fitted(lambda features: {"feature_length": longest - features.norm(dim=1)}, {"of": len(rows)}, notes)
 
 
-DETECTOR = Detector(of_features=of_features)
+ROWS = ScoreOption(text="Rows of feature_length.", default=1000, minimum=1)
+DETECTOR = Detector(of_features=of_features, options={"first_rows": ROWS})
 '''
 FILES = {
     "detectors/concentration.py": CONCENTRATION,
@@ -111,6 +126,11 @@ def done(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[I
         ("compare", run, "--metric", "spherical", "--metric", "recognised", *detected, "--bootstrap", 100, "--json"),
         ("compare", run, "--metric", "largest_shift"),
         ("evaluate", run, "--posterior", "hmc"),
+        ("compare", "--help"),
+        ("evaluate", run, *own, "--stretch", 0.5),
+        ("evaluate", run, *own, "--stretch", 2),
+        ("evaluate", run, *own, "--stretch", 0.5, "--first-rows", 100, "--force", "--json"),
+        ("compare", run, "--metric", "spherical", "--stretch", 0.25, "--bootstrap", 100, "--json"),
     )
     return run_with_files(FILES, folder, lines)
 
@@ -192,6 +212,35 @@ def test_a_new_score_is_compared_where_it_pairs(done: list[Invocation], spherica
     assert found["spherical"]["integration_error"] > 0
     assert done[6].code == 2
     assert "unknown metric 'largest_shift'" in done[6].stderr
+
+
+def test_a_new_score_is_set_by_an_option_of_its_own(done: list[Invocation], spherical: float) -> None:
+    assert "--stretch" in done[0].stdout
+    assert "Times the spherical score. [default: 1.0]" in " ".join(done[0].stdout.split())
+    assert "Times it. [default: 1.0]" in " ".join(done[8].stdout.split())
+    assert (done[9].code, "stretch: 1.0 there, 0.5 asked" in done[9].stderr) == (73, True)
+    assert (done[10].code, "--stretch: expected a number of at most 1; got 2.0" in done[10].stderr) == (2, True)
+    rows = done[11].json["rows"]
+    own = next(row for row in rows if row["posterior"] == "laplace" and row["split"] == "test")
+    assert [m["value"] for m in own["metrics"] if m["name"] == "spherical"] == [pytest.approx(spherical / 2, rel=1e-6)]
+    score = next(row for row in done[12].json["rows"] if row["posterior"] == "laplace")["scores"][0]
+    assert score["value"] == pytest.approx(spherical / 4, rel=1e-6)
+    assert score["integration_error"] > 0
+
+
+def test_a_new_score_of_features_is_set_by_an_option_of_its_own(done: list[Invocation]) -> None:
+    assert "--first-rows" in done[0].stdout
+    assert "--first-rows" not in done[8].stdout
+    rows = [row for row in done[11].json["rows"] if row["posterior"] == "features"]
+    assert {m["of"] for row in rows for m in row["metrics"] if m["score"] == "feature_length"} == {100}
+    assert "--first-rows: 100" in done[11].json["warnings"]
+
+
+def test_two_scores_that_have_another_option_of_one_name_are_refused() -> None:
+    one = ScoreOption(text="Bins.", default=15)
+    assert merged("scores", {"ece": {"bins": one}, "mce": {"bins": one}}) == {"bins": one}
+    with pytest.raises(UsageError, match=r"mce.py: its option bins is not the one that another score has"):
+        merged("scores", {"ece": {"bins": one}, "mce": {"bins": replace(one, default=10)}})
 
 
 def test_a_score_of_an_installed_distribution_is_offered(tmp_path: Path) -> None:

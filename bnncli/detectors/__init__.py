@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
+from bnncli.evaluation.score_options import ScoreOption, merged
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +31,14 @@ class TrainingFeatures:
         features: (N, D) of the training split; may be mapped from a file.
         labels: (N,) classes, or None.
         generator: makes a stream of random numbers for a purpose.
-        num_neighbors: k of the nearest neighbours.
+        settings: values of the options that detectors bring.
     """
 
     features: Tensor
     labels: Tensor | None
     device: torch.device
     generator: Callable[[str], torch.Generator]
-    num_neighbors: int
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ class Fitted:
     Args:
         scores: features (n, D) to the scores (n,), by name.
         choices: what defines the number, in rows of each score.
+        notes: what a user should know of the fit, said as warnings.
     """
 
     scores: Callable[[Tensor], Mapping[str, Tensor]]
     choices: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,7 @@ class Detector:
         without: why there is no such score where predictions lack that array.
         of_features: fits it to the training split. Raises DataError, with the reason, where there is none.
         computed_by: the score of features whose file computes this one as well.
+        options: those that set it, by their names.
     """
 
     place: int = LAST
@@ -72,6 +76,7 @@ class Detector:
     without: str = ""
     of_features: Callable[[TrainingFeatures], Fitted] | None = None
     computed_by: str | None = None
+    options: Mapping[str, ScoreOption] = field(default_factory=dict)
 
 
 @cache
@@ -81,6 +86,12 @@ def declared() -> dict[str, Detector]:
         name.replace("-", "_"): registry.load_module("detectors", name).DETECTOR for name in registry.names("detectors")
     }
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+
+
+@cache
+def options() -> dict[str, ScoreOption]:
+    """The options that set detectors, by their names, in order."""
+    return merged("detectors", {name: detector.options for name, detector in declared().items()})
 
 
 def of_predictions() -> list[str]:

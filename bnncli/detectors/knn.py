@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bnncli.detectors import Detector, Fitted, TrainingFeatures
+from bnncli.evaluation.score_options import ScoreOption
 
 
 def of_features(train: TrainingFeatures) -> Fitted:
@@ -13,9 +14,14 @@ def of_features(train: TrainingFeatures) -> Fitted:
         train.features,
         device=train.device,
         generator=train.generator("evaluate/neighbors"),
-        num_neighbors=train.num_neighbors,
+        num_neighbors=train.settings["neighbors"],
     )
-    return Fitted(lambda features: {"knn": neighbors.scores(features)}, {"neighbors": neighbors.num_neighbors})
+    asked, found = train.settings["neighbors"], neighbors.num_neighbors
+    notes = [f"‹neighbors› {asked}: there are {found} training examples; k is that"] if found < asked else []
+    return Fitted(lambda features: {"knn": neighbors.scores(features)}, {"neighbors": found}, notes)
 
 
-DETECTOR = Detector(place=9, of_features=of_features)
+K = ScoreOption(
+    text="k of ‹score› knn: the distance to the k-th nearest training features.", default=50, minimum=1, place=1
+)  # as published for 50,000 training examples
+DETECTOR = Detector(place=9, of_features=of_features, options={"neighbors": K})

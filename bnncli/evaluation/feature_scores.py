@@ -20,7 +20,6 @@ from bnncli.targets.stream import FeatureBlocks, slices
 # rounding of float32 features that depend on one another.
 RANK_CUT = 1e-10
 _ROUNDING = torch.finfo(torch.float32).eps ** 2
-NUM_NEIGHBORS = 50  # as published for 50,000 training examples
 MAX_NEIGHBOR_ROWS = 100_000  # training examples that neighbours are looked for among
 _SIMILARITIES = {"cpu": 2**23, "cuda": 2**28}  # of one block
 
@@ -151,7 +150,7 @@ class Neighbors:
         *,
         device: torch.device,
         generator: torch.Generator,
-        num_neighbors: int = NUM_NEIGHBORS,
+        num_neighbors: int,
         max_rows: int = MAX_NEIGHBOR_ROWS,
     ) -> Neighbors:
         """All training features (N, D), or a random choice of `max_rows` of them; k is at most their number."""

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
 
-from bnncli.evaluation.calibration import NUM_BINS
 from bnncli.evaluation.example_statistics import Examples
-
-TOP_K = 5
 
 
 @dataclass(frozen=True)
 class ScoredSplit:
-    """What scores of one split are made of, and the numbers that some of them are set by.
+    """What scores of one split are made of.
 
     Args:
         probs: (N, C), what `examples` was made from; may be mapped from a file.
         examples: the numbers of each example.
         mutual_info: (N,) nats, or None.
         lengths: (N,) classes that the uncertainty-aware ranking keeps, or None. ranking: its rule, threshold and cap.
-        num_bins: bins of the calibration errors.
-        top_k: k of the top-k accuracy.
+        settings: values of the options that scores bring; what is not among them has its default.
     """
 
     probs: NDArray
@@ -32,5 +28,4 @@ class ScoredSplit:
     mutual_info: NDArray | None = None
     lengths: NDArray | None = None
     ranking: Mapping[str, Any] | None = None
-    num_bins: int = NUM_BINS
-    top_k: int = TOP_K
+    settings: Mapping[str, Any] = field(default_factory=dict)

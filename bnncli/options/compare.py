@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Quantity, parse_score
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import Checked, collected, option
+from bnncli.options.of_scores import of_compared_scores
 from bnncli.scores import declared
 
 
@@ -26,7 +28,7 @@ def _metric_help() -> str:
 
 @dataclass(frozen=True)
 class CompareOptions(Checked):
-    """Options of compare."""
+    """Options of compare, `settings` being those that scores bring."""
 
     metric: list[str] = option(
         [],
@@ -49,7 +51,7 @@ class CompareOptions(Checked):
         0.05, "Level of the tests, all of a column together; intervals have 1 - alpha.", minimum=1e-6, maximum=0.5
     )
     bootstrap: int = option(1000, "Bootstrap replicates over examples, where there is one checkpoint.", minimum=100)
-    bins: int = option(15, "Bins of calibration errors.", minimum=1)
+    settings: dict[str, Any] = collected(of_compared_scores)
     plot: str | None = option(
         None,
         "Draw the comparison into this folder, compare-SPLIT.png: a panel for each score, a dot for each checkpoint.",

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, field, fields, make_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, get_type_hints
 
 from bnncli import registry
@@ -28,6 +28,7 @@ def option(
     numeric: bool = True,
     env_common: bool = False,
     metavar: str = "",
+    check: Callable[[Any, str], object] | None = None,
 ) -> Any:
     """A dataclass field with what the command line needs to know about it.
 
@@ -37,6 +38,7 @@ def option(
         family: a registry folder whose file names are the choices.
         choices: the values allowed, when they are fixed, or a function that looks them up; beside a family, further ones.
         minimum, maximum: bounds of a number, inclusive.
+        check: raises UsageError for a value that is none, naming the option.
         numeric: False when the value changes no number of the artifact that records the options; groups that no artifact
             records say nothing of it.
     """
@@ -50,36 +52,45 @@ def option(
         "numeric": numeric,
         "env_common": env_common,
         "metavar": metavar,
+        "check": check,
     }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
 
 
-def collected(family: str, *, recorded: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that stands for an option a setting that parts of the family declare; its value has the given ones.
+Declared = dict[str, tuple["Field[Any]", Any]]  # options by name, each with its dataclass field and its resolved type
+
+
+def collected(source: str | Callable[[], Declared], *, recorded: tuple[str, ...] = (), numeric: bool = True) -> Any:
+    """A dataclass field that stands for several options, whose values it has by name.
 
     Args:
+        source: a family, for the settings that its parts declare: it has those that were given, and parts decide about the
+            others. Or a function that looks options up: it has all of them, each with its default where nothing was given.
         recorded: settings that artifacts record even where they are not given; the others are recorded where they are,
             so that another part makes no artifact another one.
+        numeric: as of option, for all of them.
     """
-    return field(default_factory=dict, metadata={"collected": family, "recorded": recorded, "numeric": False})
+    look_up = partial(_of_parts, source) if isinstance(source, str) else source
+    meta = {"collected": look_up, "is_complete": callable(source), "recorded": recorded, "numeric": numeric}
+    return field(default_factory=dict, metadata=meta)
 
 
 Options = TypeVar("Options")
 
 
-def declared(group: type) -> dict[str, tuple[Field[Any], Any]]:
+def declared(group: type) -> Declared:
     """Every option of a class of options by name, with its dataclass field and its resolved type."""
     return _declared(group)
 
 
 @cache
-def _declared(group: type) -> dict[str, tuple[Field[Any], Any]]:
+def _declared(group: type) -> Declared:
     """The same, found once: every command asks for the options of all, and resolving types is slow."""
-    hints, found = get_type_hints(group), dict[str, tuple[Field[Any], Any]]()
+    hints, found = get_type_hints(group), Declared()
     for spec in fields(group):
-        found |= _of_parts(spec.metadata["collected"]) if _is_collected(spec) else {spec.name: (spec, hints[spec.name])}
+        found |= spec.metadata["collected"]() if _is_collected(spec) else {spec.name: (spec, hints[spec.name])}
     return found
 
 
@@ -88,7 +99,7 @@ def made(group: type[Options], values: Mapping[str, Any]) -> Options:
     specs: tuple[Field[Any], ...] = fields(group)  # type: ignore[arg-type]
     own = {spec.name: values[spec.name] for spec in specs if spec.name in values}
     for spec in filter(_is_collected, specs):
-        given = {name: values.get(name) for name in _of_parts(spec.metadata["collected"])}
+        given = {name: values.get(name) for name in spec.metadata["collected"]()}
         own[spec.name] = {name: value for name, value in given.items() if value is not None and value is not False}
     return group(**own)
 
@@ -97,8 +108,13 @@ def _is_collected(spec: Field[Any]) -> bool:
     return "collected" in spec.metadata
 
 
+def declared_as(name: str, hint: Any, spec: Any) -> tuple[Field[Any], Any]:
+    """An option of this name and type, made by `option`."""
+    return fields(make_dataclass("_Option", [(name, hint, spec)]))[0], hint
+
+
 @cache
-def _of_parts(family: str) -> dict[str, tuple[Field[Any], Any]]:
+def _of_parts(family: str) -> Declared:
     """The options of a family's settings; None, or no flag, where the part decides."""
     found = {}
     for name, setting in settings_of(family).items():
@@ -112,7 +128,7 @@ def _of_parts(family: str) -> dict[str, tuple[Field[Any], Any]]:
             choices=setting.choices if setting.is_closed else (),
             metavar="NAME" if setting.choices and not setting.is_closed and setting.type is str else "",
         )
-        found[name] = (fields(make_dataclass("_Settings", [(name, hint, spec)]))[0], hint)
+        found[name] = declared_as(name, hint, spec)
     return found
 
 
@@ -174,6 +190,14 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
         raise UsageError(f"{where}: expected a number of {' and '.join(bounds)}; got {value}")
 
 
+def _check(spec: Field[Any], value: Any) -> None:
+    """Raise UsageError unless it is a value of the option."""
+    where = f"‹{spec.name}›"
+    check_value(spec, value, where)
+    if spec.metadata["check"] is not None:
+        spec.metadata["check"](value, where)
+
+
 def _is_choice(meta: Any, item: Any) -> bool:
     """Whether an option takes a value; of a family's parts those that are installed are looked at last."""
     choices = meta["choices"]() if callable(meta["choices"]) else meta["choices"]
@@ -189,11 +213,15 @@ class Checked:
         for spec in fields(self):  # type: ignore[arg-type]
             given = getattr(self, spec.name)
             if not _is_collected(spec):
-                check_value(spec, given, f"‹{spec.name}›")
+                _check(spec, given)
                 continue
-            known = _of_parts(spec.metadata["collected"]) if given else {}
+            is_complete = spec.metadata["is_complete"]
+            known: Declared = spec.metadata["collected"]() if given or is_complete else {}
+            if is_complete:
+                given = {name: one.default for name, (one, _) in known.items()} | given
+                object.__setattr__(self, spec.name, given)
             for name, value in given.items():
-                check_value(known[name][0], value, f"‹{name}›")
+                _check(known[name][0], value)
 
     def given(self) -> dict[str, Any]:
         """The options that have another value than their default, by name."""
@@ -201,19 +229,20 @@ class Checked:
         for spec in fields(self):  # type: ignore[arg-type]
             value = getattr(self, spec.name)
             if _is_collected(spec):
-                found |= value
+                known: Declared = spec.metadata["collected"]() if value else {}
+                found |= {name: one for name, one in value.items() if one != known[name][0].default}
             elif value != (spec.default if spec.default_factory is MISSING else spec.default_factory()):
                 found[spec.name] = value
         return found
 
     def params(self) -> dict[str, Any]:
         """The options that change numbers, as recorded and hashed in the artifact."""
-        found = {}
+        found: dict[str, Any] = {}
         for spec in fields(self):  # type: ignore[arg-type]
-            if spec.metadata["numeric"]:
-                found[spec.name] = getattr(self, spec.name)
-            elif _is_collected(spec):
+            if spec.metadata["numeric"] and _is_collected(spec):
                 found |= dict.fromkeys(spec.metadata["recorded"]) | getattr(self, spec.name)
+            elif spec.metadata["numeric"]:
+                found[spec.name] = getattr(self, spec.name)
         return found
 
 

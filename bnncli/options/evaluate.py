@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bnncli import detectors, registry
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Assertion, Quantity, parse_assertion
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import Checked, collected, option
+from bnncli.options.of_scores import of_detectors, of_scores
 from bnncli.scores import declared
 
 
@@ -25,7 +27,7 @@ FEATURES_NAME = "features"  # stands where a posterior's name does, for scores o
 
 @dataclass(frozen=True)
 class EvaluateOptions(Checked):
-    """Options of evaluate."""
+    """Options of evaluate, `settings` being those that scores bring, `detector_settings` those that scores of examples do."""
 
     posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
     integrator: list[str] = option(
@@ -66,16 +68,9 @@ class EvaluateOptions(Checked):
         "whatever the posterior (mahalanobis, relative_mahalanobis, knn). Repeatable.",
         choices=_scores,
     )
-    neighbors: int = option(50, "k of ‹score› knn: the distance to the k-th nearest training features.", minimum=1)
+    detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
     reference: str = option("hmc", "Sample posterior that MMD^2 and other distances are measured to.", metavar="NAME")
-    true_inputs: str | None = option(
-        None,
-        "Inputs of the truth, numbered from 1, as 1,3,7: adds the share of them, and of the others, whose inclusion "
-        "probability is above 1/2. For posteriors of fit-lbbnn with one layer and a single logit.",
-        metavar="N,...",
-    )
-    bins: int = option(15, "Bins of ECE and MCE.", minimum=1)
-    top_k: int = option(5, "k of the top-k accuracy, undefined for k classes or fewer.", minimum=1)
+    settings: dict[str, Any] = collected(of_scores)
     bootstrap: int = option(
         1000, "Bootstrap replicates of standard errors and intervals, over examples; 0 for none.", minimum=0
     )
@@ -83,7 +78,7 @@ class EvaluateOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.assertions, self.true_input_numbers  # wrong ones are told before any work
+        _ = self.assertions  # wrong ones are told before any work
         if self.level in (0, 1):
             raise UsageError(f"‹level›: expected a number between 0 and 1; got {self.level}")
         sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
@@ -112,19 +107,6 @@ class EvaluateOptions(Checked):
     def needs_features(self) -> bool:
         """Whether a score of the features is to be shown."""
         return not set(detectors.of_features()).isdisjoint(self.shown_scores)
-
-    @property
-    def true_input_numbers(self) -> tuple[int, ...]:
-        """The inputs of the truth, numbers from 1; none without --true-inputs."""
-        if self.true_inputs is None:
-            return ()
-        parts = [part.strip() for part in self.true_inputs.split(",")]
-        numbers = tuple(int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 10)
-        if len(numbers) < len(parts) or min(numbers) < 1 or len(set(numbers)) < len(numbers):
-            raise UsageError(
-                f"‹true_inputs›: expected different numbers from 1, joined by commas, as 1,3,7; got {self.true_inputs!r}"
-            )
-        return numbers
 
     @property
     def assertions(self) -> list[Assertion]:

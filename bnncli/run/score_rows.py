@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -57,11 +57,11 @@ class SplitPredictions:
             path = self.header.path
             raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
 
-    def scored(self, num_bins: int) -> ScoredSplit:
-        """What scores of the split are made of."""
+    def scored(self, settings: Mapping[str, Any]) -> ScoredSplit:
+        """What scores of the split are made of, set by the options that they bring."""
         file, ranking = self.file, self.header.meta.get("top_k")
         return ScoredSplit(
-            file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, num_bins=num_bins
+            file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, settings=settings
         )
 
     def detection_scores(self, names: Sequence[str]) -> ExampleScores:
@@ -142,8 +142,7 @@ def num_draws(group: Group, header: Header) -> int | None:
 
 def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> list[Row]:
     """The rows of one split's own scores."""
-    scored = replace(split.scored(options.bins), top_k=options.top_k)
-    scores = split_scores(scored)
+    scores = split_scores(split.scored(options.settings))
     run.console.poll()
     return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
 

@@ -7,11 +7,12 @@ Options, tables, JSON, assertions and compare have nothing else to go by.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from bnncli import registry
+from bnncli.evaluation.score_options import ScoreOption, merged
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
@@ -42,6 +43,7 @@ class Score:
         facts: further fields of its rows that tell of the number, and no form from another.
         has_floor: a calibrated model scores above 0 by chance: its rows have `floor` and `excess`.
         note: a line below the table that has it among the usual ones.
+        options: those that set it, by their names; their values are in the `settings` of a scored split.
         of_split: the score of one split's predictions.
         of_two_splits: its forms, of how well a score of each example tells two splits apart.
         of_other_split: the row of what predictions of an out-of-distribution split (named) say by themselves.
@@ -58,6 +60,7 @@ class Score:
     facts: tuple[str, ...] = ()
     has_floor: bool = False
     note: str | None = None
+    options: Mapping[str, ScoreOption] = field(default_factory=dict)
     of_split: Callable[[ScoredSplit], Sequence[ScoreGroup]] | None = None
     of_two_splits: Callable[[], Sequence[DetectionForm]] | None = None
     of_other_split: Callable[[Examples, str, Bootstrap | None], Row] | None = None
@@ -79,6 +82,12 @@ def declared() -> dict[str, Score]:
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
+@cache
+def options() -> dict[str, ScoreOption]:
+    """The options that set scores, by their names, in order."""
+    return merged("scores", {name: score.options for name, score in declared().items()})
+
+
 def further_names() -> list[str]:
     """The scores that have no place of their own: a metrics file without them is not up to date."""
     return [name for name, score in declared().items() if score.place == LAST]
@@ -87,6 +96,7 @@ def further_names() -> list[str]:
 def split_scores(split: ScoredSplit, names: Collection[str] | None = None) -> list[ScoreGroup]:
     """Every score of one split's predictions, or those of these names and what is computed with them."""
     scores = declared()
+    split = replace(split, settings={name: one.default for name, one in options().items()} | dict(split.settings))
     wanted = scores if names is None else {scores[name].computed_by or name for name in names}
     return [
         group

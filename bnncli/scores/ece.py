@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
@@ -16,8 +17,14 @@ def of_split(split: ScoredSplit) -> list[ScoreGroup]:
     from bnncli.evaluation.calibration import calibration_scores
     from bnncli.evaluation.class_wise import class_wise_scores
 
-    groups = calibration_scores(split.examples, num_bins=split.num_bins)
-    return [*groups, class_wise_scores(split.probs, split.examples.labels, num_bins=split.num_bins)]
+    num_bins = split.settings["bins"]
+    groups = calibration_scores(split.examples, num_bins=num_bins)
+    return [*groups, class_wise_scores(split.probs, split.examples.labels, num_bins=num_bins)]
+
+
+BINS = ScoreOption(
+    text="Bins of ECE and MCE.", in_compare="Bins of calibration errors.", default=15, minimum=1, place=2
+)  # the usual choice since Guo et al. (2017)
 
 
 SCORE = Score(
@@ -28,5 +35,6 @@ SCORE = Score(
     told_by=("strategy", "norm", "estimator"),
     facts=("num_used",),
     has_floor=True,
+    options={"bins": BINS},
     of_split=of_split,
 )

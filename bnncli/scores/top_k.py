@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
@@ -12,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def of_split(split: ScoredSplit) -> list[ScoreGroup]:
-    """Of the k of the split."""
+    """Of the k that is set."""
     from bnncli.evaluation.weighted_scores import NO_LABELS, ScoreForm, ScoreGroup, means
 
-    examples, k = split.examples, split.top_k
+    examples, k = split.examples, split.settings["top_k"]
     members = [ScoreForm("top_k", {"k": k}, True, bounds=(0.0, 1.0))]
     if examples.label_rank is None:
         return [ScoreGroup(members, None, NO_LABELS)]
@@ -24,4 +25,10 @@ def of_split(split: ScoredSplit) -> list[ScoreGroup]:
     return [means(members, [examples.label_rank < k])]
 
 
-SCORE = Score(title="top-{k}", place=2, of_split=of_split)
+K = ScoreOption(
+    text="k of the top-k accuracy, undefined for k classes or fewer.",
+    default=5,
+    minimum=1,
+    place=3,
+)
+SCORE = Score(title="top-{k}", place=2, options={"top_k": K}, of_split=of_split)

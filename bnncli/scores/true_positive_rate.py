@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
+from bnncli.errors import UsageError
+from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
-SCORE = Score(title="TPR", place=33, digits=3, is_shown=True, facts=("threshold",))
+
+def input_numbers(text: str | None, option: str = "‹true_inputs›") -> tuple[int, ...]:
+    """The inputs of the truth, numbers from 1; none without a text. Raises UsageError, naming the option."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    numbers = tuple(int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 10)
+    if len(numbers) < len(parts) or min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise UsageError(f"{option}: expected different numbers from 1, joined by commas, as 1,3,7; got {text!r}")
+    return numbers
+
+
+TRUE_INPUTS = ScoreOption(
+    text="Inputs of the truth, numbered from 1, as 1,3,7: adds the share of them, and of the others, whose inclusion "
+    "probability is above 1/2. For posteriors of fit-lbbnn with one layer and a single logit.",
+    default=None,
+    type=str,
+    metavar="N,...",
+    check=input_numbers,
+    place=1,
+)
+SCORE = Score(
+    title="TPR", place=33, digits=3, is_shown=True, facts=("threshold",), options={"true_inputs": TRUE_INPUTS}
+)

@@ -112,7 +112,8 @@ def test_k_is_at_most_the_number_of_training_examples() -> None:
 def test_many_training_examples_are_thinned_by_seed() -> None:
     train = make_split(500)[0]
     one, same, other = (
-        Neighbors.fit(train, device=CPU, generator=seeded(seed), max_rows=100).features for seed in (0, 0, 1)
+        Neighbors.fit(train, device=CPU, generator=seeded(seed), num_neighbors=50, max_rows=100).features
+        for seed in (0, 0, 1)
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -124,7 +125,7 @@ def test_blocks_do_not_change_the_scores(monkeypatch: pytest.MonkeyPatch) -> Non
     half = train.half()
 
     def everything() -> list[Tensor]:
-        neighbors = Neighbors.fit(half, device=CPU, generator=seeded())
+        neighbors = Neighbors.fit(half, device=CPU, generator=seeded(), num_neighbors=50)
         return [*Mahalanobis.fit(half, labels, device=CPU).scores(half).values(), neighbors.scores(half)]
 
     whole = everything()

@@ -32,7 +32,7 @@ def rows_of(
     bootstrap: Bootstrap | None = None,
     **settings: Any,
 ) -> list[Row]:
-    scores = split_scores(ScoredSplit(probs, examples_of(probs, labels), mutual_info, **settings))
+    scores = split_scores(ScoredSplit(probs, examples_of(probs, labels), mutual_info, settings=settings))
     return score_rows(scores, ("test", len(probs)), bootstrap)
 
 

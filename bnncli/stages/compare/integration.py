@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,19 +32,19 @@ _NOT_OF_PROBABILITIES = "this score is not made of the class probabilities alone
 
 
 def split_errors(
-    prediction: SplitPredictions, wanted: Sequence[Quantity], measured: Sequence[Measured], *, num_bins: int
+    prediction: SplitPredictions, wanted: Sequence[Quantity], measured: Sequence[Measured], settings: Mapping[str, Any]
 ) -> Known:
     """The integration errors of scores of one split.
 
     Args:
         measured: the scores wanted, as they were measured.
-        num_bins: of calibration errors.
+        settings: values of the options that scores bring.
     """
 
     names = [one.metric for one in wanted]
 
     def measure(examples: list[Examples], probs: list[np.ndarray]) -> list[Measured]:
-        scores = split_scores(ScoredSplit(probs[0], examples[0], num_bins=num_bins), names)
+        scores = split_scores(ScoredSplit(probs[0], examples[0], settings=settings), names)
         return measure_split([scores], wanted, split=("", len(examples[0])))[0]
 
     return _errors([prediction], measure, measured)

@@ -98,7 +98,7 @@ def _integration_errors(options: CompareOptions, group: Group, measured: Sequenc
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
     other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     own = [one for one in measured if "ood" not in one.row]
-    found = split_errors(inside, own_wanted, own, num_bins=options.bins) if own else {}
+    found = split_errors(inside, own_wanted, own, options.settings) if own else {}
     for name, header in group.splits(is_ood=True).items():
         others = [one for one in measured if one.row.get("ood") == name]
         found |= detection_errors(inside, SplitPredictions(header), other_wanted, others) if others else {}
@@ -116,7 +116,7 @@ def _measure_checkpoint(
     measured: list[list[Measured]] = [[] for _ in groups]
     if own_wanted:
         names = [wanted.metric for wanted in own_wanted]
-        scores = [split_scores(prediction.scored(options.bins), names) for prediction in inside]
+        scores = [split_scores(prediction.scored(options.settings), names) for prediction in inside]
         measured = measure_split(scores, own_wanted, split=split, bootstrap=bootstrap)
     others = dict.fromkeys(name for group in groups for name in group.splits(is_ood=True)) if other_wanted else {}
     for ood in others:

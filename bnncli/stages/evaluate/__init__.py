@@ -50,7 +50,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     skipped: list[Skipped] = []
     groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator, skipped=skipped)
     absent = [Absent(*one) for one in skipped]
-    check_true_inputs(groups, options.true_input_numbers)
+    check_true_inputs(groups, options.settings["true_inputs"])
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
     warn_of_rare_classes(run, options, groups)
@@ -87,7 +87,7 @@ def run(run: Run, options: EvaluateOptions) -> Result:
 
 def _with_curves(run: Run, options: EvaluateOptions, group: Group, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a group with their curves; those of splits that were not asked for as they are."""
-    found = curves_of(run, group, options.split, num_bins=options.bins)
+    found = curves_of(run, group, options.split, num_bins=options.settings["bins"])
     return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
 
 
@@ -108,10 +108,10 @@ def _row_names(options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
 def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
     """What the numbers of the table mean."""
     if options.metric:
-        lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.bins}"]
+        lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.settings['bins']}"]
     else:
         lines = [
-            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.bins} equal-width bins; detection by "
+            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.settings['bins']} equal-width bins; detection by "
             f"{', '.join(options.shown_scores)}, in-distribution positive; MMD^2: unbiased"
         ]
     scores = declared()
@@ -173,7 +173,6 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
     if posterior is not None and (reference.path is not None or is_thinned):
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
-    del params["neighbors"]  # of the features alone
     if further := further_names():
         params["further_scores"] = further
     target = run.folder.metrics(group.name)
@@ -189,7 +188,7 @@ def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Refer
             from bnncli.stages.evaluate.density import density_metrics, selection_metrics
 
             density, histograms = density_metrics(run, posterior, group.integrator)
-            density += selection_metrics(posterior, options.true_input_numbers) if is_latent(posterior) else []
+            density += selection_metrics(posterior, options.settings["true_inputs"]) if is_latent(posterior) else []
             rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
         predictions = [
             {

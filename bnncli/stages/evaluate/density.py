@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
 from bnncli.run.inputs import load_split, open_posterior
 from bnncli.run.session import Run
+from bnncli.scores.true_positive_rate import input_numbers
 
 DRAWN_NETWORKS = 10  # whose shares of weights are told
 
@@ -55,9 +55,10 @@ def _inclusions(run: Run, posterior: LatentBinary) -> tuple[list[Row], list[Row]
     return density_rows(inclusion, shares), histograms
 
 
-def selection_metrics(path: Path, true_inputs: Sequence[int]) -> list[Row]:
+def selection_metrics(path: Path, true_inputs: str | None) -> list[Row]:
     """Metric rows of the inputs that are in, all repeats; none without true inputs."""
-    return selection_rows(open_posterior(path)[0].model.factors.inclusion, true_inputs) if true_inputs else []
+    numbers = input_numbers(true_inputs)
+    return selection_rows(open_posterior(path)[0].model.factors.inclusion, numbers) if numbers else []
 
 
 def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Row | None:

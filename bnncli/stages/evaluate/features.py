@@ -47,7 +47,7 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
     train = load_split(run, "train")
     splits = {name: load_split(run, name) for name in [*inside, *outside]}
     sources = list(dict.fromkeys([train.source, *(split.source for split in splits.values())]))
-    params: dict[str, Any] = {"score": of_features(), "neighbors": options.neighbors}
+    params: dict[str, Any] = {"score": of_features(), **options.detector_settings}
     params |= {"bootstrap": options.bootstrap, "level": options.level, "seed": run.compute.seed}
     params |= {"further_scores": further} if (further := further_names()) else {}
     target = run.folder.metrics(_GROUP)
@@ -64,8 +64,6 @@ def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group
 
     def compute() -> Computed:
         scores, choices = _scores(run, options, train, splits)
-        if (found := choices["knn"].get("neighbors", options.neighbors)) < options.neighbors:
-            run.console.warn(f"--neighbors {options.neighbors}: there are {found} training examples; k is that")
         rows = [_row(run, options, scores, name, outside) for name in sorted(inside, key=lambda n: (n != "test", n))]
         for metric in (metric for row in rows for metric in row["metrics"]):
             metric |= choices[metric["score"]]
@@ -112,9 +110,11 @@ def _scores(
         None if labels is None else torch.from_numpy(labels),
         run.device,
         run.stream,
-        options.neighbors,
+        options.detector_settings,
     )
     fitted = {name: _fit(detector, given) for name, detector in declared().items() if detector.of_features is not None}
+    for note in (note for one in fitted.values() if isinstance(one, Fitted) for note in one.notes):
+        run.console.warn(note)
     makers = {name: fitted[declared()[name].computed_by or name] for name in of_features()}
     found: dict[str, Scores] = {}
     task = run.console.task("feature scores", len(splits))

@@ -9,6 +9,7 @@ from bnncli.errors import UsageError
 from bnncli.posteriors import LATENT_BINARY, SPARSE
 from bnncli.run.predict_plan import kind_of
 from bnncli.run.prediction_groups import Group
+from bnncli.scores.true_positive_rate import input_numbers
 from bnncli.storage.artifacts import read_header
 
 
@@ -22,8 +23,9 @@ def has_density(path: Path | None) -> bool:
     return path is not None and path.is_file() and kind_of(read_header(path)) in (LATENT_BINARY, SPARSE)
 
 
-def check_true_inputs(groups: Sequence[Group], numbers: Sequence[int]) -> None:
+def check_true_inputs(groups: Sequence[Group], true_inputs: str | None) -> None:
     """Raise UsageError unless every group is of a latent binary network of one layer and a single logit with such inputs."""
+    numbers = input_numbers(true_inputs)
     for group in groups if numbers else ():
         path = group.posterior_path
         sizes: list[int] = read_header(path).meta["sizes"] if path is not None and is_latent(path) else []
