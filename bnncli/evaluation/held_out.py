@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bnncli.evaluation.convergence import Convergence, convergence_of
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.likelihood import block_logits
+from bnncli.targets.logit_blocks import block_logits
 from bnncli.theta.head import HeadLayout
 
 MAX_ROWS = 512

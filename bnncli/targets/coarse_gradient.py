@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bnncli.targets.last_layer import LastLayerTarget, is_kept
-from bnncli.targets.likelihood import block_logits, draw_blocks, weighted_feature_sums
+from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.products import multiply_in
 
 GRADIENTS = ("float32", "tf32", "bfloat16")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bnncli.targets.likelihood import block_logits, draw_blocks, row_blocks
+from bnncli.targets.logit_blocks import block_logits, draw_blocks, row_blocks
 from bnncli.theta.head import HeadLayout
 
 

@@ -23,7 +23,7 @@ from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
 from bnncli.shapes import check_shapes
 from bnncli.targets.held_out import HeldOutFeatures
-from bnncli.targets.likelihood import block_logits, draw_blocks, weighted_feature_sums
+from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.stream import FeatureBlocks, Work
 from bnncli.targets.target import Curvature

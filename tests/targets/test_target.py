@@ -10,7 +10,7 @@ from problems.oracles import negative_log_likelihood
 from torch import Tensor
 
 from bnncli.errors import DataError
-from bnncli.targets import likelihood, stream
+from bnncli.targets import logit_blocks, stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
@@ -62,7 +62,7 @@ def test_small_blocks_give_the_same_as_one(layout: HeadLayout, monkeypatch: pyte
     target, theta = make_target(layout), draw_theta(layout, 5)
     whole = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     monkeypatch.setitem(stream.BLOCK_ELEMENTS, "cpu", 40)
-    monkeypatch.setitem(likelihood._MAX_ROWS, "cpu", 6)
+    monkeypatch.setitem(logit_blocks._MAX_ROWS, "cpu", 6)
     blocks = (*target.log_joint_and_grad(theta), target.hessian_vector_product(theta[0], theta))
     torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
 
