@@ -24,7 +24,7 @@ from bnncli.theta.prior import Prior
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.targets.last_layer import LastLayerTarget
+    from bnncli.targets.target import CurvedTarget
 
 _OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
 
@@ -41,10 +41,10 @@ class TrainData:
         return load_split(self.run, "train").check_labeled()
 
     @cached_property
-    def _target(self) -> LastLayerTarget:
+    def _target(self) -> CurvedTarget:
         return self.split.target(Prior(1.0), self.run.device)
 
-    def target(self, prior: Prior) -> LastLayerTarget:
+    def target(self, prior: Prior) -> CurvedTarget:
         """The log posterior under a prior."""
         return self._target.with_prior(prior)
 

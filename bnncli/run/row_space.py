@@ -38,6 +38,12 @@ def span_to_fit(run: Run, train: Split, *, structure: str = "auto", **sizes: Any
     return span if registry.declared("curvature", structure, "is_fitted_in_span") else None
 
 
+def span_of(meta: Mapping[str, Any]) -> HeadLayout | None:
+    """The layout inside the span of the features of a posterior that was fitted there, by its header; None for all of theta."""
+    rank = meta.get("row_space_rank")
+    return None if rank is None else reduced_layout(HeadLayout.from_meta(meta), int(rank))
+
+
 def row_space(target: LastLayerTarget) -> RowSpace:
     """The span of a target's features, on the device that it is computed on."""
     from bnncli.targets.row_space import RowSpace

@@ -154,3 +154,16 @@ def test_they_know_a_target_by_its_protocol_alone(name: str) -> None:
     protocols = {f"bnncli.{name}" for name in ("targets.own_gradient", "targets.target", "theta.layout", "theta.prior")}
     assert known <= protocols
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "features"]
+
+
+@pytest.mark.parametrize("room", ["inference", "flows", "covariances", "integrators", "evaluation"])
+def test_what_knows_the_last_layer_is_named(room: str) -> None:
+    own = {
+        "_row_space",
+        "row_lift",
+        "row_draws",
+        "held_out",
+    }  # the span of the features, and a last layer's held-out labels
+    for path in (ROOM.parent / room).glob("*.py"):
+        modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        assert path.stem in own or not modules & {"bnncli.targets.last_layer", "bnncli.theta.head"}, path

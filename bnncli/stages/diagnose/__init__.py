@@ -23,7 +23,7 @@ from bnncli.stages.diagnose.tables import diagnosis_tables
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import ClassifierLayout
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     )
 
 
-def _open(run: Run, options: DiagnoseOptions, layout: HeadLayout) -> dict[str, tuple[Path, Header, Source]]:
+def _open(run: Run, options: DiagnoseOptions, layout: ClassifierLayout) -> dict[str, tuple[Path, Header, Source]]:
     """The posteriors to judge, by name, or by path when they lie elsewhere; stale ones are skipped with a warning unless they were named."""
     if options.posterior:
         maker = run.suggest("status")
@@ -106,7 +106,7 @@ def _open(run: Run, options: DiagnoseOptions, layout: HeadLayout) -> dict[str, t
     return found
 
 
-def _check_is_of_head(path: Path, header: Header, layout: HeadLayout) -> None:
+def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> None:
     """Raise DataError for a network of its own: with hidden layers, or a single logit where the last layer has two."""
     sizes = header.meta.get("sizes", ())
     if len(sizes) > 2:

@@ -25,7 +25,7 @@ from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import CurvedTarget
 from bnncli.theta.prior import Prior
 
 VAL_DRAWS = 200
@@ -49,7 +49,7 @@ class Diagnosis:
 
 
 def diagnose(
-    run: Run, options: DiagnoseOptions, path: Path, *, name: str, train: LastLayerTarget, val: Split | None
+    run: Run, options: DiagnoseOptions, path: Path, *, name: str, train: CurvedTarget, val: Split | None
 ) -> Diagnosis:
     """The diagnosis of the posterior in a file, called `name` in all that is said of it.
 
@@ -113,7 +113,7 @@ def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
 
 
 def _importance(
-    run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: LastLayerTarget
+    run: Run, options: DiagnoseOptions, name: str, posterior: Any, header: Header, train: CurvedTarget
 ) -> dict[str, Any]:
     """ELBO, log-weight spread, Pareto k and evidence on the posterior's own target."""
     prior = recorded_prior(header)

@@ -23,7 +23,7 @@ from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes, warn_of_val
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.figures import check_figure_path, write_figure
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 
 COMMAND = Command(
     "Fit a Gaussian posterior over the last layer.",
@@ -141,7 +141,7 @@ def _criterion(run: Run, options: FitLaplaceOptions) -> str:
     return wanted if wanted in ("val", "marglik") else "number"
 
 
-def _span(options: FitLaplaceOptions, train: Split, run: Run) -> HeadLayout | None:
+def _span(options: FitLaplaceOptions, train: Split, run: Run) -> MatrixLayout | None:
     """The layout inside the span of the features where the fit runs there; elsewhere a checkpoint's head may lie."""
     if options.center != "mode":
         return None

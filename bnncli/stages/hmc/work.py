@@ -33,7 +33,7 @@ from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.coarse_gradient import choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
 
 Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
@@ -54,7 +54,7 @@ class Sampling:
     train: Split
     held_out: Split | None
     prior: Prior
-    span: HeadLayout | None
+    span: MatrixLayout | None
 
     def fit(self) -> Fitted:
         """Draw, judge, and say how to publish."""

@@ -19,13 +19,14 @@ from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split, posterior_prior, posterior_source
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
+from bnncli.run.row_space import span_of
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val, warn_if_worse, worse_than
 from bnncli.stages.refine.report import summary
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
-from bnncli.theta.head import HeadLayout, reduced_layout
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
 
 COMMAND = Command(
@@ -52,7 +53,7 @@ def run(run: Run, options: RefineOptions) -> Result:
         base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
-        structure, span = str(header.meta.get("structure")), _span(header)
+        structure, span = str(header.meta.get("structure")), span_of(header.meta)
         sources.append(source)
     layout, num_examples = span or train.layout, len(train.content.features)
     run.require_device()
@@ -101,13 +102,7 @@ def run(run: Run, options: RefineOptions) -> Result:
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
 
 
-def _span(header: Header) -> HeadLayout | None:
-    """The layout inside the span of the features where the base was fitted there; None for one over all of theta."""
-    rank = header.meta.get("row_space_rank")
-    return None if rank is None else reduced_layout(HeadLayout.from_meta(header.meta), int(rank))
-
-
-def _choose_scale(run: Run, options: RefineOptions, layout: HeadLayout, *, num_examples: int) -> RefineOptions:
+def _choose_scale(run: Run, options: RefineOptions, layout: MatrixLayout, *, num_examples: int) -> RefineOptions:
     """The options with the linear part of an affine flow that fits in memory, where none was asked for."""
     if options.flow != "affine" or {"scale", "rank"} & options.settings.keys():
         return options
@@ -126,7 +121,7 @@ def _choose_scale(run: Run, options: RefineOptions, layout: HeadLayout, *, num_e
     return replace(options, settings={**options.settings, "scale": "low-rank"})
 
 
-def _training_bytes(options: RefineOptions, layout: HeadLayout, num_layer_params: int, num_examples: int) -> int:
+def _training_bytes(options: RefineOptions, layout: MatrixLayout, num_layer_params: int, num_examples: int) -> int:
     """Bytes that the training takes with these options."""
     plan = choose_recipe(options.flow, batch_size=options.batch_size, num_draws=options.num_draws)
     batch_size = plan.batch_size if plan.batch_size < num_examples else 0
@@ -134,7 +129,7 @@ def _training_bytes(options: RefineOptions, layout: HeadLayout, num_layer_params
     return memory.training_bytes(layout, **sizes)
 
 
-def _resolve(options: RefineOptions, layout: HeadLayout) -> RefineOptions:
+def _resolve(options: RefineOptions, layout: MatrixLayout) -> RefineOptions:
     """The options with the flow's own choices in place of those that were left open."""
     settings = resolved_settings(options.flow, layout, **options.settings)
     own = choose_recipe(

@@ -25,13 +25,14 @@ from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
 from bnncli.targets.last_layer import LastLayerTarget
-from bnncli.theta.head import HeadLayout
+from bnncli.targets.target import Target
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
 
 IDLE_DRAWS = 64
 
 
-def num_layer_params(options: RefineOptions, layout: HeadLayout) -> int:
+def num_layer_params(options: RefineOptions, layout: MatrixLayout) -> int:
     """Numbers in all layers, as the fit will build them."""
     layer = build_layers(options.flow, layout, torch.Generator(), length=1, **options.settings)[0]
     return (options.length or 0) * sum(part.numel() for part in layer.parameters())
@@ -133,9 +134,7 @@ def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> Refine
     return replace(fit, posterior=Flow(base, flow.layers, flow.kind, flow.space))
 
 
-def _measure(
-    run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: LastLayerTarget
-) -> dict[str, Any]:
+def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: Target) -> dict[str, Any]:
     """ELBO before and after from fresh draws on the full data, both with the same noise, and what is to be said of it."""
     found = measure_gain(
         target,
