@@ -18,7 +18,6 @@ from bnncli.theta.prior import Prior
 
 NOISE_SD = 1.5
 STANDARD = Prior(1.0)
-CATEGORICAL = likelihood_of(3)
 
 
 class Pair:
@@ -115,21 +114,17 @@ class OwnCurvature:
         return {f"hessian.{self.structure}": found.diagonal().clone() if self.structure == "diag" else found}
 
 
-@dataclass(frozen=True)
+PARTS = consecutive([("V", (2, 2), False), ("c", (2,), True), ("W", (3, 2), False), ("b", (3,), True)])
+
+
 class TanhLayout:
-    """tanh(x V^T + c) W^T + b of D inputs, H hidden units and K outputs: V, c, W, b."""
+    """tanh(x V^T + c) W^T + b of two inputs, two hidden units and three outputs."""
 
-    num_features: int = 2
-    num_hidden: int = 2
-    num_outputs: int = 3
-    num_classes: int = 3
+    num_features, num_outputs, num_classes = 2, 3, 3
     head: None = None
-    likelihood: Likelihood = CATEGORICAL
+    likelihood: Likelihood = likelihood_of(3)
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        first, last = (self.num_hidden, self.num_features), (self.num_outputs, self.num_hidden)
-        return consecutive([("V", first, False), ("c", first[:1], True), ("W", last, False), ("b", last[:1], True)])
+    parts = PARTS
 
     @property
     def num_params(self) -> int:
@@ -139,19 +134,26 @@ class TanhLayout:
         return parts_to_json(self.parts)
 
     def to_meta(self) -> dict[str, object]:
-        return {"sizes": [self.num_features, self.num_hidden, self.num_outputs]}
+        return {"sizes": [2, 2, 3]}
+
+    def split(self, theta: Tensor) -> list[Tensor]:
+        """V, c, W and b, (..., *shape), of theta (..., P)."""
+        shapes = [part.shape for part in PARTS]
+        flat = theta.split([math.prod(shape) for shape in shapes], dim=-1)
+        return [part.unflatten(-1, shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def logits_of(self, theta: Tensor, inputs: Tensor) -> Tensor:
         """(N, K) under one theta (P,)."""
-        first, shift, last, bias = (theta[part.place].view(part.shape) for part in self.parts)
-        return (inputs @ first.T + shift).tanh() @ last.T + bias
+        return self.logits(inputs, theta.unsqueeze(0))[0]
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
-        return torch.stack([self.logits_of(one, features) for one in theta])
+        first, shift, last, bias = self.split(theta)
+        hidden = (features @ first.mT + shift.unsqueeze(1)).tanh()
+        return hidden @ last.mT + bias.unsqueeze(1)
 
     def jacobian(self, features: Tensor, theta: Tensor) -> Tensor:
         """Of W's rows and b the output's own alone, of V and c through W."""
-        first, shift, last, _ = (theta[part.place].view(part.shape) for part in self.parts)
+        first, shift, last, _ = self.split(theta)
         hidden = (features @ first.T + shift).tanh()
         outputs = torch.eye(self.num_outputs, dtype=theta.dtype).expand(len(features), -1, -1)
         through = last * (1 - hidden.square()).unsqueeze(1)
