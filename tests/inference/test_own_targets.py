@@ -1,4 +1,4 @@
-"""Mode, Laplace approximation, prior search and choice of structure on targets that are none of ours, against brute force."""
+"""Mode, Laplace approximation, prior search and choice of structure on targets that are none of ours, against autograd."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from own_targets import NOISE_SD, Banana, TanhTarget
+from problems.own_targets import NOISE_SD, Banana, TanhTarget
+from problems.seeds import seeded
 from torch import Tensor
 from torch.func import vmap
 
@@ -24,10 +25,6 @@ BOUNDS = (0.3, 3.0)
 jacobian = partial(torch.autograd.functional.jacobian, vectorize=True)
 every_target = pytest.mark.parametrize("name", ["banana", "network"])
 every_structure = pytest.mark.parametrize("structure", ["full", "diag"])
-
-
-def seeded(seed: int = 7) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def network(count: int, seed: int) -> TanhTarget:
@@ -101,7 +98,7 @@ def brute_criterion(name: str, structure: str, criterion: str, precision: float)
     if criterion == "marglik":
         value = target.with_prior(Prior(precision)).log_joint(mode[None]).item()
         return -value - 0.5 * len(mode) * math.log(math.tau) + 0.5 * torch.linalg.slogdet(matrix)[1].item()
-    noise = torch.randn(NUM_DRAWS, len(mode), generator=seeded(), dtype=torch.float64)
+    noise = torch.randn(NUM_DRAWS, len(mode), generator=seeded(7), dtype=torch.float64)
     draws = mode + noise @ torch.linalg.cholesky(torch.linalg.inv(matrix)).T
     if isinstance(target, Banana):
         center = (draws[:, 0] + draws[:, 1] ** 2).unsqueeze(1)
@@ -142,7 +139,7 @@ def test_its_laplace_approximation_is_that_of_autograd(name: str, structure: str
 def test_the_search_for_its_prior_is_that_of_fits_from_scratch(name: str, structure: str, criterion: str) -> None:
     target, held_out, start = make(name)
     found = search(
-        target, start=start, generator=seeded(), structure=structure, criterion=criterion, held_out=held_out,
+        target, start=start, generator=seeded(7), structure=structure, criterion=criterion, held_out=held_out,
         bounds=BOUNDS, tolerance=0.0,
     )  # fmt: skip
     assert len(found.curve) >= 5
@@ -156,7 +153,7 @@ def test_the_search_for_its_prior_is_that_of_fits_from_scratch(name: str, struct
 def test_under_every_prior_the_mode_is_looked_for_from_the_start_where_there_are_many() -> None:
     target, _, start = make("two modes")
     search_all = {"structure": "full", "criterion": "marglik", "bounds": (0.1, 1e3), "tolerance": 0.0}
-    found = search(target, start=start, generator=seeded(), **search_all)
+    found = search(target, start=start, generator=seeded(7), **search_all)
     assert (
         brute_mode("two modes", found.curve[0][0])[1] < -1
     )  # under a strong prior b is zero, a saddle under a weak one
@@ -168,7 +165,7 @@ def test_under_every_prior_the_mode_is_looked_for_from_the_start_where_there_are
 @every_target
 def test_structures_are_compared_on_its_held_out_examples(name: str) -> None:
     target, held_out, start = make(name)
-    found = search(target, start=start, generator=seeded(), held_out=held_out, bounds=BOUNDS, tolerance=0.0)
+    found = search(target, start=start, generator=seeded(7), held_out=held_out, bounds=BOUNDS, tolerance=0.0)
     at_best = target.with_prior(found.fit.gaussian.require_prior())
     choice = choose_structure(at_best, found.fit, ("full", "diag"), judge=found.judge)
     for structure, nll in choice.nll.items():
@@ -202,7 +199,7 @@ def test_its_logits_are_those_of_the_linearised_network() -> None:
     torch.testing.assert_close(mean, target.layout.logits_of(gaussian.mean, features))
     torch.testing.assert_close(covariance, rows @ sigma @ rows.mT)
     assert torch.equal(gaussian.logit_marginals(features)[1], gaussian.logits.spread.variance(features))
-    drawn = load_integrator("logit-mc").predict(gaussian, features, num_samples=4000, generator=seeded())
+    drawn = load_integrator("logit-mc").predict(gaussian, features, num_samples=4000, generator=seeded(7))
     noise = torch.randn(4000, 5, 3, generator=seeded(1), dtype=torch.float64)
     logits = mean + (torch.linalg.cholesky(covariance) @ noise.unsqueeze(3)).squeeze(3)
     torch.testing.assert_close(drawn.probs.double(), logits.softmax(dim=2).mean(dim=0), rtol=0, atol=0.03)

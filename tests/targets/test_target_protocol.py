@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from own_targets import NOISE_SD, Banana, Pair
+from problems.own_targets import NOISE_SD, Banana, Pair
 from problems.seeds import seeded
 from torch import Tensor
 
