@@ -42,7 +42,6 @@ def extract(
     head: Head | None,
     split: InputSplit,
     *,
-    name: str = "",
     batch_size: int = 512,
     num_workers: int = 0,
     device: torch.device | str = "cpu",
@@ -56,7 +55,6 @@ def extract(
     Args:
         model: the network; it is moved to the device and put in evaluation mode.
         head: its last linear layer; None when the model's output are the features.
-        name: the split's name, for messages.
         batch_size: examples a forward pass.
         dtype: what features are returned in, float32 or float16.
 
@@ -68,7 +66,7 @@ def extract(
     """
     model = model.to(device).eval()
     layer = None if head is None else linear_layers(model)[head.name]
-    label = name or split.spec
+    label = split.name or split.spec
     task = progress.task(f"extract {label}".strip(), len(split))
     start = 0
     for batch in split.batches(batch_size, device=device, num_workers=num_workers):

@@ -49,12 +49,12 @@ class InputNetwork:
             DataError, UsageError: the network cannot take them, or they are not finite.
         """
         check_finite(inputs)
-        dataset: Any = ArrayDataset(inputs, None)
+        dataset = ArrayDataset(inputs, None)
         split = data.InputSplit("x", dataset, torch.arange(len(inputs)), self._preprocess, is_labeled=False)
         try:
             head = self._network.head(split)
             self._check_head(head)
-            return self._network.features(split, head, name="x", batch_size=BATCH_SIZE, dtype=self._dtype).features
+            return self._network.features(split, head, batch_size=BATCH_SIZE, dtype=self._dtype).features
         except DataError as error:
             if error.code != "wrong_inputs":
                 raise

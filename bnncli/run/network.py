@@ -72,19 +72,17 @@ class Network:
         return head_of(self.module, find_last_linear(self.module, first.inputs))
 
     def features(
-        self, split: data.InputSplit, head: Head | None, *, name: str, batch_size: int, dtype: str, num_workers: int = 0
+        self, split: data.InputSplit, head: Head | None, *, batch_size: int, dtype: str, num_workers: int = 0
     ) -> ExtractedBatch:
         """Features, logits and labels of a whole split, on the CPU; raises as `extract` does.
 
         Args:
-            name: the split's, for messages.
             dtype: what features are stored in, float32 or float16.
         """
         batches = extract(
             self.module,
             head,
             split,
-            name=name,
             batch_size=batch_size,
             num_workers=num_workers,
             device=self.run.device,

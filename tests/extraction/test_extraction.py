@@ -176,7 +176,7 @@ def test_a_feature_that_is_not_finite_is_counted_and_its_row_named(split: InputS
     model.body = nn.Sequential(nn.Linear(6, 4))
     split.dataset.inputs[7, 2] = float("nan")  # type: ignore[attr-defined]
     with pytest.raises(DataError, match=r"split test: 4 feature values .* the first in row 7"):
-        run(model, split, batch_size=3, name="test")
+        run(model, replace(split, name="test"), batch_size=3)
 
 
 def test_large_finite_features_are_not_mistaken_for_infinite_ones(split: InputSplit) -> None:
@@ -232,7 +232,7 @@ def test_progress_counts_every_example(split: InputSplit) -> None:
         def advance(self, amount: int = 1, note: str = "") -> None:
             seen.append(amount)
 
-    run(Classifier(), split, batch_size=4, name="val", progress=Counter())
+    run(Classifier(), replace(split, name="val"), batch_size=4, progress=Counter())
     assert seen == [4, 4, 2]
 
 

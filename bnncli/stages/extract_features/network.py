@@ -70,7 +70,6 @@ class NetworkFeatures:
         whole = self.network.features(
             split,
             head,
-            name=split.name,
             batch_size=options.batch_size,
             num_workers=options.num_workers,
             dtype=options.dtype,
