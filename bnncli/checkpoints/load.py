@@ -21,7 +21,7 @@ from bnncli.checkpoints.sniff import HINTS, describe_wrong_kind, sniff, sniff_zi
 from bnncli.checkpoints.state_dicts import clean_names, select_state
 from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums
 from bnncli.errors import DataError, Untrusted
-from bnncli.machine.inputs import open_regular
+from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress

@@ -21,7 +21,7 @@ import torch
 
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import DataError, Untrusted, is_short_of_memory
-from bnncli.machine.inputs import is_failure
+from bnncli.machine.input_files import is_failure
 from bnncli.names import listed
 from bnncli.options.command_line import pasted
 

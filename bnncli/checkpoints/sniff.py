@@ -8,7 +8,7 @@ import zipfile
 from typing import IO
 
 from bnncli.errors import DataError
-from bnncli.machine.inputs import is_failure
+from bnncli.machine.input_files import is_failure
 from bnncli.names import listed, quoted
 
 # The integer 0x1950a86a20f9469cfc6c, pickled: what torch wrote at the start of every file before version 1.6.

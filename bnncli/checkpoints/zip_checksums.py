@@ -10,7 +10,7 @@ import zipfile
 from typing import IO
 
 from bnncli.errors import DataError
-from bnncli.machine.inputs import is_failure
+from bnncli.machine.input_files import is_failure
 from bnncli.names import quoted
 from bnncli.progress import SILENT, Progress
 

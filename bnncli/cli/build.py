@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from bnncli import __version__
 from bnncli.cli.commands import all_commands
-from bnncli.cli.settings import default_of, option_fields
+from bnncli.cli.option_values import default_of, option_fields
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 

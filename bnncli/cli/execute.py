@@ -15,7 +15,7 @@ from bnncli import registry
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, find_command
 from bnncli.cli.memory_advice import memory_advice
-from bnncli.cli.settings import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
+from bnncli.cli.option_values import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
 from bnncli.errors import (
@@ -44,7 +44,7 @@ from bnncli.options import (
 from bnncli.options.command import Command
 from bnncli.options.command_line import CommandLine
 from bnncli.options.declaration import made, spelled
-from bnncli.storage.checked import checks_remembered
+from bnncli.storage.known_files import checks_remembered
 
 
 def run_command_line(argv: list[str], results: TextIO) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnncli.cli.settings import option_fields
+from bnncli.cli.option_values import option_fields
 from bnncli.options.command import Command
 from bnncli.options.declaration import flag_of
 

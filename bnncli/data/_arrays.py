@@ -17,7 +17,7 @@ from torch import Tensor
 from bnncli.data._labels import check_labels
 from bnncli.errors import DataError, DeviceError, Untrusted
 from bnncli.machine.devices import available_memory
-from bnncli.machine.inputs import is_failure, open_regular
+from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import listed, quoted
 from bnncli.progress import Progress
 

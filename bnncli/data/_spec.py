@@ -11,7 +11,7 @@ from bnncli import registry
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._split import InputSplit
 from bnncli.errors import DataError, UsageError
-from bnncli.machine.inputs import reading
+from bnncli.machine.input_files import reading
 from bnncli.options.declaration import check_split_name
 from bnncli.options.parts import forms
 

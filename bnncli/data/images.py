@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, MissingInput
-from bnncli.machine.inputs import is_failure, open_regular, reading
+from bnncli.machine.input_files import is_failure, open_regular, reading
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form

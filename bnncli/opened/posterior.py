@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.numerics.seeds import stream
 from bnncli.opened.session import Session, checked_number
-from bnncli.run.predict_plan import num_stored
+from bnncli.run.integrator_choice import num_stored
 from bnncli.run.predictor import Predictor
 
 if TYPE_CHECKING:

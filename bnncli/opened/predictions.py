@@ -12,7 +12,7 @@ from bnncli.errors import UsageError
 from bnncli.opened.session import checked_number, checked_text
 from bnncli.options.parts import settings_of
 from bnncli.options.predict import PredictOptions
-from bnncli.run.predict_plan import Choice, Plan
+from bnncli.run.integrator_choice import Choice, Plan
 from bnncli.run.predictor import Predictor
 from bnncli.storage.headers import Header
 

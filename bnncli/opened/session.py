@@ -18,7 +18,7 @@ from bnncli.options import ComputeOptions, InputOptions, NameOptions, RecordOpti
 from bnncli.options.command_line import CommandLine, Groups
 from bnncli.options.parts import declaration
 from bnncli.run.session import Run
-from bnncli.storage.checked import State, checks_remembered, state_of
+from bnncli.storage.known_files import State, checks_remembered, state_of
 from bnncli.storage.run_folder import RunFolder
 
 

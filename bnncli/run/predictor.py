@@ -15,7 +15,7 @@ from bnncli.integrators._groups import Groups, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
 from bnncli.run.inputs import Split, feature_blocks, load_split, open_posterior, posterior_prior, require_draws
-from bnncli.run.predict_plan import Choice, default_integrator, num_stored
+from bnncli.run.integrator_choice import Choice, default_integrator, num_stored
 from bnncli.run.session import Run
 from bnncli.run.val_report import note_on_default
 from bnncli.storage.headers import Header

@@ -16,7 +16,7 @@ from bnncli.evaluation.example_statistics import Examples, check_labels, example
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.scored_split import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredSplit
 from bnncli.evaluation.split_detection import ExampleScores, detection_rows
 from bnncli.integrators import load_integrator
 from bnncli.options import EvaluateOptions

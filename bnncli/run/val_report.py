@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bnncli.integrators import load_integrator, supports
 from bnncli.lazy import torch
 from bnncli.run.inputs import Split, load_split
-from bnncli.run.predict_plan import default_integrator_of
+from bnncli.run.integrator_choice import default_integrator_of
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.example_statistics import Examples
     from bnncli.evaluation.metric_rows import Row
     from bnncli.evaluation.reference_distances import Distance
-    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredSplit
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 LAST = 1000

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredSplit
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 
 def of_split(split: ScoredSplit) -> list[ScoreGroup]:
     """AURC and E-AURC."""
-    from bnncli.evaluation.selective import selective_scores
+    from bnncli.evaluation.selective_prediction import selective_scores
 
     return [selective_scores(split.examples)]
 

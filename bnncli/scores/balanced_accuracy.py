@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredSplit
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 

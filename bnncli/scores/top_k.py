@@ -8,7 +8,7 @@ from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.scored_split import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredSplit
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 

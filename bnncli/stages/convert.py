@@ -7,7 +7,7 @@ from typing import Any
 
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
-from bnncli.machine.inputs import open_regular
+from bnncli.machine.input_files import open_regular
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options import CommonOptions, ConvertOptions, WriteOptions
 from bnncli.options.command import Argument, Command

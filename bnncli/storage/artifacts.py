@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bnncli.errors import DataError
-from bnncli.machine.inputs import reading
-from bnncli.storage.checked import is_settled, known_header, remember_header, state_of
+from bnncli.machine.input_files import reading
 from bnncli.storage.headers import Header, check_is_file
+from bnncli.storage.known_files import is_settled, known_header, remember_header, state_of
 from bnncli.storage.metrics import read_metrics_header
 from bnncli.storage.posteriors import read_posterior_header
 

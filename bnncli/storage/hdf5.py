@@ -21,12 +21,12 @@ import h5py
 import numpy as np
 
 from bnncli.errors import DataError
-from bnncli.machine.inputs import is_failure, read_error, reading
+from bnncli.machine.input_files import is_failure, read_error, reading
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish, publish_bytes
-from bnncli.storage.checked import State, is_checked, is_settled, known_header, remember, remember_header, state_of
 from bnncli.storage.hdf5_objects import check_objects, is_text
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_json
+from bnncli.storage.known_files import State, is_checked, is_settled, known_header, remember, remember_header, state_of
 from bnncli.storage.seal import is_sealed, make_seal
 
 IN_MEMORY_LIMIT = 1 << 27  # the image is held up to four times while it is made and sealed

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError, MissingInput
-from bnncli.machine.inputs import read_error
+from bnncli.machine.input_files import read_error
 from bnncli.numerics.digests import json_sha256
 from bnncli.storage.header_types import is_text, odd_field
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import DataError
-from bnncli.machine.inputs import reading
+from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import json_sha256
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, Header, check_header, check_is_file, parse_document, with_digest

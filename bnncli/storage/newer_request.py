@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError
-from bnncli.machine.inputs import read_error
+from bnncli.machine.input_files import read_error
 from bnncli.names import printable
 from bnncli.numerics.digests import canonical_json, json_sha256
 from bnncli.storage.atomic import publish_bytes, write_error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError
-from bnncli.machine.inputs import reading
+from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish_bytes
 from bnncli.storage.headers import SCHEMA, with_digest

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from bnncli.errors import DataError
-from bnncli.machine.inputs import reading
+from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import canonical_json
 
 MARK = b"\nbnncli-seal/1 "

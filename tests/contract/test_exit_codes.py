@@ -22,7 +22,7 @@ from problems.command_line import SCRIPT, Cli
 
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.memory_advice import memory_advice
-from bnncli.cli.settings import option_fields
+from bnncli.cli.option_values import option_fields
 from bnncli.inference import memory
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.machine.memory import SHARE

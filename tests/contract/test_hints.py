@@ -16,7 +16,7 @@ from bnncli import data
 from bnncli import options as o
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.cli.commands import COMMANDS
-from bnncli.cli.settings import option_fields
+from bnncli.cli.option_values import option_fields
 from bnncli.errors import DataError
 
 Arrays = dict[str, np.ndarray]

@@ -17,7 +17,7 @@ import torch
 from problems.command_line import Cli
 
 from bnncli.errors import WriteError
-from bnncli.machine.inputs import read_error
+from bnncli.machine.input_files import read_error
 from bnncli.storage.atomic import write_error
 
 CODES = {

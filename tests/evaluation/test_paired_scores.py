@@ -10,7 +10,7 @@ from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
 from bnncli.evaluation.example_statistics import Examples, examples_of
 from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.scored_split import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredSplit
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options.assertions import parse_score
 from bnncli.options.compare import compared

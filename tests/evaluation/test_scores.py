@@ -19,7 +19,7 @@ from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.ranking import NO_RANKING
-from bnncli.evaluation.scored_split import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredSplit
 from bnncli.evaluation.weighted_scores import nll, nll_per_example
 from bnncli.scores import declared, split_scores
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from bnncli.curvature import ggn
 from bnncli.errors import Interrupted
 from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.held_out import held_out_convergence
+from bnncli.evaluation.predictive_convergence import held_out_convergence
 from bnncli.inference.hmc import DrawStore, HmcRun, MemoryDraws, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.numerics import seeds

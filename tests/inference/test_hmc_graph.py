@@ -22,7 +22,7 @@ from bnncli.errors import Interrupted
 from bnncli.inference.dynamics import DYNAMICS, WhitenedPotential
 from bnncli.inference.hmc import HmcRun, MemoryDraws, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.row_draws import complete
+from bnncli.inference.row_space_draws import complete
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets import last_layer
 from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient

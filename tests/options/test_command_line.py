@@ -17,7 +17,7 @@ from recorded_lines import LINES
 from bnncli import options as o
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS
-from bnncli.cli.settings import _from_text, option_fields
+from bnncli.cli.option_values import _from_text, option_fields
 from bnncli.errors import Interrupted, UsageError
 from bnncli.options.command_line import CommandLine, own_command
 from bnncli.options.declaration import choices_of, flag_of, made

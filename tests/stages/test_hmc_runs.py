@@ -20,7 +20,7 @@ from problems.command_line import Cli
 from bnncli.errors import WriteError
 from bnncli.evaluation.bfmi import bfmi
 from bnncli.evaluation.convergence import convergence
-from bnncli.evaluation.held_out import log_probabilities
+from bnncli.evaluation.predictive_convergence import log_probabilities
 from bnncli.machine import signals
 from bnncli.options import HmcOptions
 from bnncli.run.resumable import ResumableDraws

@@ -18,7 +18,7 @@ from bnncli.figures.integrals import Panel, draw
 from bnncli.integrators import _exact, load_integrator, settings_of, supports
 from bnncli.integrators._exact import exact_probs
 from bnncli.registry import names
-from bnncli.stages.integrals.cases import cases_for, predict, sigmoid_posterior, softmax_posterior
+from bnncli.stages.integrals.gaussians import cases_for, predict, sigmoid_posterior, softmax_posterior
 
 COVARIANCE = [[2.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 1.0]]
 

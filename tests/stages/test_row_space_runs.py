@@ -19,7 +19,7 @@ from bnncli.cli.execute import run_command_line
 from bnncli.covariances._row_space import WithinRows
 from bnncli.inference import memory
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.row_draws import complete
+from bnncli.inference.row_space_draws import complete
 from bnncli.integrators import can_use
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian

@@ -10,7 +10,7 @@ import numpy as np
 from bnncli.detectors import example_scores, of_probabilities
 from bnncli.evaluation.example_statistics import Examples, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
-from bnncli.evaluation.scored_split import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredSplit
 from bnncli.integrators import load_integrator
 from bnncli.options.assertions import Quantity
 from bnncli.run.score_rows import SplitPredictions

@@ -10,8 +10,8 @@ import torch
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
 from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.input_selection import selection_rows
 from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.selection import selection_rows
 from bnncli.evaluation.weighted_scores import label_scores
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn

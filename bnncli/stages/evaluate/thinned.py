@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bnncli.errors import UsageError
 from bnncli.posteriors import LATENT_BINARY, SPARSE
-from bnncli.run.predict_plan import kind_of
+from bnncli.run.integrator_choice import kind_of
 from bnncli.run.prediction_groups import Group
 from bnncli.scores.true_positive_rate import input_numbers
 from bnncli.storage.artifacts import read_header

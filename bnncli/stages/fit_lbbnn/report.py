@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bnncli.errors import NumericError
 from bnncli.evaluation.density import used_density
-from bnncli.evaluation.selection import MAX_INPUTS, input_inclusions
+from bnncli.evaluation.input_selection import MAX_INPUTS, input_inclusions
 from bnncli.latent.divergence import bias_divergence
 from bnncli.latent.fit import averaged_divergence
 from bnncli.latent.scaling import Inputs, Scaling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.evaluation.selection import THRESHOLD
+from bnncli.evaluation.input_selection import THRESHOLD
 
 _NAMED = 20  # inputs in a line for people
 

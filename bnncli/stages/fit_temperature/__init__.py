@@ -12,7 +12,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import has_attribute, names
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.predict_plan import kind_of
+from bnncli.run.integrator_choice import kind_of
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows

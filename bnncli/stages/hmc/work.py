@@ -14,11 +14,11 @@ import torch
 
 from bnncli import __version__
 from bnncli.evaluation.convergence import Convergence, convergence
-from bnncli.evaluation.held_out import MAX_ROWS, held_out_convergence
+from bnncli.evaluation.predictive_convergence import MAX_ROWS, held_out_convergence
 from bnncli.inference import memory
 from bnncli.inference.hmc import Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.row_draws import complete
+from bnncli.inference.row_space_draws import complete
 from bnncli.machine.memory import budget
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet

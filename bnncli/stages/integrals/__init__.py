@@ -16,7 +16,7 @@ from bnncli.integrators.quadrature import binary_probs
 from bnncli.options import CommonOptions, ComputeOptions, IntegralsOptions
 from bnncli.options.command import Command
 from bnncli.run.session import Result, Run, Table
-from bnncli.stages.integrals.cases import Case, cases_for, predict, sigmoid_posterior, softmax_posterior
+from bnncli.stages.integrals.gaussians import Case, cases_for, predict, sigmoid_posterior, softmax_posterior
 from bnncli.storage.figures import check_figure_path, write_figure
 
 COMMAND = Command(

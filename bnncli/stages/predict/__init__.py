@@ -13,7 +13,7 @@ from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.predict_plan import ALL, Choice, Plan, num_stored
+from bnncli.run.integrator_choice import ALL, Choice, Plan, num_stored
 from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.lazy import torch
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.run.inputs import Split
-from bnncli.run.predict_plan import Choice
+from bnncli.run.integrator_choice import Choice
 from bnncli.run.predictor import Predicted, Predictor
 from bnncli.run.produce import Computed
 from bnncli.storage.predictions import PredictionFile, write_predictions

@@ -8,13 +8,13 @@ from typing import Any
 
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
-from bnncli.machine.inputs import open_regular
+from bnncli.machine.input_files import open_regular
 from bnncli.options import InputOptions, NameOptions, PruneOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors import LATENT_BINARY
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.predict_plan import kind_of
+from bnncli.run.integrator_choice import kind_of
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable

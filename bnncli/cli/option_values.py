@@ -15,7 +15,7 @@ from typing import Any
 
 from bnncli.cli.commands import all_commands
 from bnncli.errors import ConfigError, UsageError
-from bnncli.machine.inputs import read_error
+from bnncli.machine.input_files import read_error
 from bnncli.options.command import Command
 from bnncli.options.declaration import check_value, declared, flag_of
 

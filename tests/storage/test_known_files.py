@@ -16,10 +16,10 @@ import pytest
 from problems.command_line import Cli
 
 from bnncli.errors import BnnError, DataError, Untrusted
-from bnncli.storage import checked, hdf5, headers, metrics, posteriors
+from bnncli.storage import hdf5, headers, known_files, metrics, posteriors
 from bnncli.storage.artifacts import read_header
-from bnncli.storage.checked import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
 from bnncli.storage.hdf5 import open_hdf5, write_hdf5
+from bnncli.storage.known_files import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         check(path, file)
 
     monkeypatch.setattr(hdf5, "check_objects", count)
-    monkeypatch.setattr(checked, "STEP_NS", -(1 << 62))
-    monkeypatch.setattr(checked, "_SECOND_NS", 1 << 62)
+    monkeypatch.setattr(known_files, "STEP_NS", -(1 << 62))
+    monkeypatch.setattr(known_files, "_SECOND_NS", 1 << 62)
     return found
 
 
@@ -200,6 +200,6 @@ def test_what_is_remembered_ends_with_the_command(path: Path) -> None:
 
 @pytest.mark.usefixtures("command")
 def test_a_file_just_written_is_checked_every_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked, "STEP_NS", 1 << 62)
+    monkeypatch.setattr(known_files, "STEP_NS", 1 << 62)
     look(path)
     assert not is_checked(state_of(path.stat()))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.example_statistics import Examples
-from bnncli.evaluation.selective import selective_scores
+from bnncli.evaluation.selective_prediction import selective_scores
 
 
 def examples(confidence: Sequence[float] | NDArray, is_right: Sequence[bool] | NDArray) -> Examples:
