@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli
 
 import bnncli
 from bnncli.errors import BnnWarning, DataError, Untrusted, UsageError
@@ -167,6 +167,18 @@ def test_code_that_a_file_names_is_run_only_if_the_caller_names_it(coded: Path) 
     assert Path("was-run").exists()
     with pytest.raises(UsageError, match=r"^model: the features of this run were made by 'net.py:make'; got 'mlp'$"):
         bnncli.open("ckpt.pt", model="mlp").predict(x)
+
+
+def test_what_the_code_of_a_network_raises_is_the_cause(coded: Path) -> None:
+    Path("net.py").write_text(NETWORK + "def make(width):\n    raise ValueError('no')\n")
+    run = bnncli.open("ckpt.pt", model="net.py:make")
+    with (
+        pytest.warns(BnnWarning),
+        pytest.raises(DataError, match=r"^model: 'net.py:make' raised ValueError: no$") as caught,
+    ):
+        run.features(make_images()["train"]["x"], allow_stale=True)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert not hasattr(caught.value, "__notes__")  # a command says how its cause is shown
 
 
 def test_code_that_has_changed_since_is_refused(coded: Path) -> None:

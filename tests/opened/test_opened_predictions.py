@@ -10,7 +10,7 @@ import numpy as np
 import pretend_cuda
 import pytest
 import torch
-from conftest import Cli
+from problems.command_line import Cli
 from safetensors.numpy import load_file
 
 import bnncli

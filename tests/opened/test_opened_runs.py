@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Cli, make_arrays
+from problems.arrays import make_arrays
+from problems.command_line import Cli
 
 import bnncli
 from bnncli.errors import BnnWarning, DataError, DeviceError, MissingInput, UsageError
