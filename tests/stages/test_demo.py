@@ -1,25 +1,36 @@
-"""The whole pipeline on the embedded case, as the demo runs it: the numbers a user came for."""
+"""The whole pipeline on a third of the embedded case, as the demo runs it: the numbers a user came for."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bnncli.cli.execute import run_command_line
+from bnncli.stages import demo as demo_stage
+from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.artifacts import read_header
+
+NUM_TRAIN = 3000
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The demo's folder and its JSON result."""
-    folder = tmp_path_factory.mktemp("demo") / "bnncli-demo"
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The demo's folder and its JSON result, on few of its training examples."""
+    folder = tmp_path_factory.mktemp("demo")
+    with np.load(fixture_path("train.npz")) as file:
+        np.savez(folder / "train.npz", **{name: part[:NUM_TRAIN] for name, part in file.items()})
+    places = {"train.npz": folder / "train.npz"}
     results = io.StringIO()
-    assert run_command_line(["demo", "--dir", str(folder), "--json", "-q"], results) == 0
-    return folder, json.loads(results.getvalue())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_stage, "fixture_path", lambda name: places.get(name) or fixture_path(name))
+        assert run_command_line(["demo", "--dir", str(folder / "bnncli-demo"), "--json", "-q"], results) == 0
+        yield folder / "bnncli-demo", json.loads(results.getvalue())
 
 
 def value(result: dict[str, Any], posterior: str, name: str, **choices: str) -> float:
