@@ -205,27 +205,21 @@ def _make_map(
     run: Run, options: ExtractFeaturesOptions, content: FeatureSplit, checkpoint: dict[str, Any] | None
 ) -> Result:
     """The network as trained, as a posterior with all its mass at the head's weights."""
-    theta = head_theta(content.head_weight, content.head_bias)
-    if theta is None:
+    weight, bias = content.head_weight, content.head_bias
+    if weight is None:
         return Result()
-    num_features = content.features.shape[1]
-    num_outputs = theta.numel() // (num_features + (content.head_bias is not None))
-    layout = HeadLayout(num_outputs, num_features, content.head_bias is not None)
+    layout = HeadLayout(weight.shape[0], weight.shape[1], bias is not None)
+    size = 16 * layout.num_params
     target = run.folder.posterior("map")
     params = {"last_layer": options.last_layer}
     source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
     request = Request(
-        target,
-        "posterior",
-        "map",
-        params,
-        _revisions.EXTRACT_FEATURES,
-        [source],
-        checkpoint,
-        lambda: theta.numel() * 16,
+        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, lambda: size
     )
 
     def compute() -> Computed:
+        theta = head_theta(weight, bias)
+        assert theta is not None
         tensors, meta = Point(theta, layout).to_tensors()
         meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
 
