@@ -195,7 +195,7 @@ def test_nothing_asks_which_layout_it_has() -> None:
 LOOKS_AT_SIZES = {
     "data/_labels.py": "labels in a column",
     "extraction/features.py": "a network that returns its one output without an axis",
-    "stages/evaluate/density.py": "inputs can be told apart in networks of one output alone",
+    "stages/evaluate/thinned.py": "inputs can be told apart in networks of one output alone",
     "theta/head.py": "the plural of output",
 }
 _OUTPUTS = r"(\w+\.)*(num_)?outputs|len\([\w.]*(weight|logits|mean)\)"
@@ -240,14 +240,15 @@ def test_nothing_imports_click() -> None:
 
 
 def test_no_module_imports_what_is_slow_to_import() -> None:
-    """scipy.stats takes more than a second: scipy.special has its distributions, and a function may import it."""
+    """scipy.stats and sklearn take more than a second: a function may import them, and bnncli.lazy has scipy.special."""
     for path in MODULES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "scipy":
-                names = {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-                assert not any(str(name).startswith("scipy.stats") for name in names), path
-            if isinstance(node, ast.Import):
-                assert not any(name.name.startswith("scipy.stats") for name in node.names), path
+        found = set()
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").split(".")[0])
+            elif isinstance(node, ast.Import):
+                found |= {name.name.split(".")[0] for name in node.names}
+        assert not found & {"scipy", "sklearn", "pandas", "arviz_stats", "matplotlib", "pyro"}, path
 
 
 @pytest.mark.parametrize("words", [["--help"], ["refine", "--help"], ["--version"]], ids=" ".join)

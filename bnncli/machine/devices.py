@@ -13,14 +13,8 @@ from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import torch
 from bnncli.names import printable
 
-_GPU_FILES = (
-    "nvidia*",
-    "nvhost*",
-    "nvgpu*",
-    "nvmap",
-    "dxg",
-    "kfd",
-)  # in /dev, of any driver that PyTorch computes with
+DEVICE_FILES = Path("/dev")
+_GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # of every driver that PyTorch computes with
 
 
 def device_name(name: str) -> str:
@@ -29,7 +23,7 @@ def device_name(name: str) -> str:
     Raises:
         UsageError, DeviceError: as resolve_device.
     """
-    is_told = "torch" in sys.modules or any(any(Path("/dev").glob(pattern)) for pattern in _GPU_FILES)
+    is_told = "torch" in sys.modules or any(any(DEVICE_FILES.glob(pattern)) for pattern in _GPU_FILES)
     return "cpu" if name == "cpu" or (name == "auto" and not is_told) else str(resolve_device(name))
 
 

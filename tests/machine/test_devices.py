@@ -1,5 +1,6 @@
 """What the device code promises about precision and memory."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def test_a_gpu_is_found_by_its_number_and_made_the_current_one(monkeypatch: pyte
     for name in ("cuda:1", "cpu"):
         devices.select_device(devices.resolve_device(name))
     assert current == [torch.device("cuda:1")]
+
+
+def test_pytorch_is_asked_for_a_gpu_only_where_there_may_be_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "resolve_device", lambda name: f"asked for {name}")
+    assert devices.device_name("auto") == "asked for auto"  # imported already, as here
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    assert [devices.device_name(name) for name in ("auto", "cpu", "cuda:1")] == ["cpu", "cpu", "asked for cuda:1"]
+    (tmp_path / "nvidia0").touch()
+    assert [devices.device_name(name) for name in ("auto", "cpu")] == ["asked for auto", "cpu"]
 
 
 def test_why_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

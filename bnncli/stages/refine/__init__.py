@@ -56,7 +56,8 @@ def run(run: Run, options: RefineOptions) -> Result:
         structure, span = str(header.meta.get("structure")), span_of(header.meta)
         sources.append(source)
     layout, num_examples = span or train.layout, len(train.content.features)
-    run.require_device()
+    if base_path is not None:
+        run.require_device()
     options = _resolve(_choose_scale(run, options, layout, num_examples=num_examples), layout)
     prior = _prior(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
