@@ -13,7 +13,6 @@ import numpy as np
 
 from bnncli import data
 from bnncli.errors import BnnError, DataError
-from bnncli.likelihoods import likelihood_of
 from bnncli.numerics.digests import json_sha256
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command import COMPUTE, Command
@@ -242,7 +241,7 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     else:
         head = ReadyHead(arrays.head_weight, arrays.head_bias)
     if head is not None:
-        num_classes = likelihood_of(len(head.weight)).num_classes
+        num_classes = head.num_classes
     else:
         num_classes = max([2, *(int(one.labels.max()) + 1 for one in arrays.splits.values() if one.labels is not None)])
     names = [split.name for split in splits]

@@ -11,6 +11,7 @@ import torch
 
 from bnncli import data
 from bnncli.errors import UsageError
+from bnncli.likelihoods import likelihood_of
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.declaration import check_split_name
@@ -22,6 +23,11 @@ class ReadyHead:
 
     weight: np.ndarray
     bias: np.ndarray | None
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that its logits tell apart."""
+        return likelihood_of(len(self.weight)).num_classes
 
     @property
     def digest(self) -> str:
