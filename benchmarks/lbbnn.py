@@ -35,7 +35,7 @@ from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.steps import Settings
+from bnncli.latent.steps import EstimatorSettings
 from bnncli.machine.devices import configure_torch, resolve_device
 from bnncli.numerics.seeds import stream
 from bnncli.theta.network import NetworkLayout
@@ -151,7 +151,7 @@ def _latent(estimator: str, layout: NetworkLayout, data: Data, batch_size: int) 
     )
     prior = SpikeAndSlab.constant(layout.num_layers).to(device)
     model = LatentModel(layout, factors, prior, tuple(multipliers))
-    plan = Plan(epochs=1, batch_size=batch_size, learning_rate=1e-4, settings=Settings(estimator))
+    plan = Plan(epochs=1, batch_size=batch_size, learning_rate=1e-4, settings=EstimatorSettings(estimator))
     clock = _Clock(device)
     fit_latent(model, features, labels, plan, generator=generator, progress=clock)
     return clock.seconds

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bnncli.numerics.digests import json_sha256
-from bnncli.storage.features import CHECK_ROWS, FeatureSplit, read_features, write_features
+from bnncli.storage.features import CHECK_ROWS, FeatureFile, read_features, write_features
 from bnncli.storage.provenance import build_provenance
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -32,7 +32,7 @@ def write_split(path: Path, num_examples: int, layout: HeadLayout, *, seed: int)
         logits = torch.addmm(bias, block, weight.T)
         noise = torch.rand(logits.shape, generator=generator).clamp_(1e-20).log_().neg_().log_()  # Gumbel, negated
         labels[start : start + rows] = logits.sub_(noise).argmax(dim=1).numpy()
-    split = FeatureSplit(
+    split = FeatureFile(
         name="train",
         features=features,
         labels=labels,

@@ -25,7 +25,7 @@ from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.steps import Settings
+from bnncli.latent.steps import EstimatorSettings
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import open_samples
 from bnncli.storage.samples import SampleFile, write_samples
@@ -127,7 +127,7 @@ def _fit_network(sizes: tuple[int, ...], repeats: int, batch_size: int, estimato
     flows = [initial_model(n, repeats, generator) for _, n in layout.shapes] if estimator == "mnf" else []
     model = LatentModel(layout, factors, SpikeAndSlab.constant(layout.num_layers), tuple(flows))
     features, labels = torch.randn(2 * batch_size, sizes[0]), torch.randint(0, sizes[-1], (2 * batch_size,))
-    plan = Plan(epochs=2, batch_size=batch_size, learning_rate=1e-3, settings=Settings(estimator))
+    plan = Plan(epochs=2, batch_size=batch_size, learning_rate=1e-3, settings=EstimatorSettings(estimator))
     fit_latent(model, features, labels, plan, generator=generator)
 
 

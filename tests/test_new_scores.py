@@ -85,14 +85,14 @@ DETECTOR = Detector(of_predictions=lambda examples, values: examples.squared_nor
 '''
 FEATURE_LENGTH = '''"""How much shorter features are than the longest of the training split."""
 
-from bnncli.detectors import Detector, Fitted
+from bnncli.detectors import Detector, FittedDetector
 from bnncli.evaluation.score_options import ScoreOption
 
 
 def of_features(train):
     rows = train.features[: train.settings["first_rows"]]
     longest, notes = rows.norm(dim=1).max(), [f"‹first_rows›: {len(rows)}"]
-    return Fitted(lambda features: {"feature_length": longest - features.norm(dim=1)}, {"of": len(rows)}, notes)
+    return FittedDetector(lambda features: {"feature_length": longest - features.norm(dim=1)}, {"of": len(rows)}, notes)
 
 
 ROWS = ScoreOption(text="Rows of feature_length.", default=1000, minimum=1)

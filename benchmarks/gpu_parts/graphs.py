@@ -16,7 +16,7 @@ from bnncli.inference.dynamics import DYNAMICS
 from bnncli.inference.hmc import HmcRun, sample_hmc
 from bnncli.inference.refine import MIN_ROUND_STEPS, RefineFit, fit_flow
 from bnncli.latent.fit import Plan, fit_latent
-from bnncli.latent.steps import Settings
+from bnncli.latent.steps import EstimatorSettings
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.coarse_gradient import GRADIENTS, choose_gradient
@@ -125,7 +125,7 @@ def _latent_fits(device: torch.device, is_quick: bool) -> Iterator[Fit]:
 
 
 def _latent_fit(estimator: str, repeats: int, data: tuple[Tensor, Tensor], epochs: int = 3) -> Fit:
-    plan = Plan(epochs=epochs, batch_size=BATCH, learning_rate=0.01, settings=Settings(estimator))
+    plan = Plan(epochs=epochs, batch_size=BATCH, learning_rate=0.01, settings=EstimatorSettings(estimator))
     features, labels = data
 
     def run(state: Mapping[str, Tensor] | None, save: Save | None) -> Tensors:

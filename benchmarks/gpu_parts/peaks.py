@@ -16,7 +16,7 @@ from bnncli.inference.refine import fit_flow
 from bnncli.inference.row_lift import lift_fit
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.multiplier import num_params
-from bnncli.latent.steps import Settings
+from bnncli.latent.steps import EstimatorSettings
 from bnncli.machine.memory import bytes_text
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
@@ -117,7 +117,7 @@ def _check_network(
     layout = NetworkLayout(sizes)
     features, labels = examples(5 * batch_size, sizes[0], sizes[-1], gpu.device)
     flows = sum(num_params(inputs) for inputs in sizes[:-1]) if estimator == "mnf" else 0
-    plan = Plan(epochs=2, batch_size=batch_size, learning_rate=1e-3, settings=Settings(estimator))
+    plan = Plan(epochs=2, batch_size=batch_size, learning_rate=1e-3, settings=EstimatorSettings(estimator))
 
     def work() -> Any:
         model = latent_model(sizes, repeats, estimator, gpu.device)

@@ -15,7 +15,7 @@ from bnncli import registry
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, find_command
 from bnncli.cli.memory_advice import memory_advice
-from bnncli.cli.option_values import Setting, config_path, read_config, resolve, resolve_named, unknown_variables
+from bnncli.cli.option_values import OptionValue, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
 from bnncli.errors import (
@@ -82,7 +82,7 @@ class _Invocation:
         self.is_json = "--json" in argv
         self.started = time.monotonic()
         self.code: int = Exit.OK
-        self.settings: dict[str, Setting] = {}
+        self.settings: dict[str, OptionValue] = {}
 
     def run(self) -> int:
         try:

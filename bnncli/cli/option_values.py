@@ -23,7 +23,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Setting:
+class OptionValue:
     """A value and where it came from: default, config, or the environment variable's name."""
 
     value: Any
@@ -110,18 +110,18 @@ def _check_table(
 
 def resolve(
     command: Command, config: dict[str, dict[str, Any]], environ: typing.Mapping[str, str] | None = None
-) -> dict[str, Setting]:
+) -> dict[str, OptionValue]:
     """The value and source of each option of a command, before the command line is looked at."""
     environ = os.environ if environ is None else environ
     settings = {}
     for name, (spec, hint) in option_fields(command).items():
-        setting = Setting(default_of(spec), "default")
+        setting = OptionValue(default_of(spec), "default")
         for table in ("common", command.name):
             if name in config.get(table, {}):
-                setting = Setting(config[table][name], f"config [{table}]")
+                setting = OptionValue(config[table][name], f"config [{table}]")
         for variable in _variables(command, name, spec):
             if variable in environ and variable != "BNNCLI_CONFIG":
-                setting = Setting(_from_text(environ[variable], hint, variable), variable)
+                setting = OptionValue(_from_text(environ[variable], hint, variable), variable)
                 check_value(spec, setting.value, variable)
                 break
         settings[name] = setting
@@ -151,7 +151,7 @@ def unknown_variables(environ: typing.Mapping[str, str]) -> list[str]:
     ]
 
 
-def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, Setting]]:
+def resolve_named(name: str | None, config_file: str | None) -> dict[str, dict[str, OptionValue]]:
     """The settings of the command called `name`, or of all. Raises UsageError for an unknown one."""
     config = read_config(config_path(config_file, os.environ))
     wanted = [command for command in all_commands() if name in (None, command.name)]

@@ -45,7 +45,7 @@ class Covariance(Protocol):
         """A copy elsewhere or in another precision."""
 
 
-class Structure(Covariance, Protocol):
+class StructuredCovariance(Covariance, Protocol):
     """What a file of this folder has besides: how its covariance is made of a Hessian, and read from a file."""
 
     @classmethod

@@ -32,7 +32,7 @@ class Operations(NamedTuple):
     elementwise: float = 0.0
 
 
-class Structure(Curvature, Protocol):
+class StructuredCurvature(Curvature, Protocol):
     """What a file of this folder has besides: what it takes, and how it compares to the others."""
 
     order: ClassVar[int]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bnncli.evaluation.example_statistics import Examples
+    from bnncli.evaluation.example_statistics import ExampleStatistics
 
 LAST = 1000
 
@@ -42,7 +42,7 @@ class TrainingFeatures:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedDetector:
     """A detector by features, fitted.
 
     Args:
@@ -71,10 +71,10 @@ class Detector:
     """
 
     place: int = LAST
-    of_predictions: Callable[[Examples, NDArray | None], NDArray] | None = None
+    of_predictions: Callable[[ExampleStatistics, NDArray | None], NDArray] | None = None
     needs: str | None = None
     without: str = ""
-    of_features: Callable[[TrainingFeatures], Fitted] | None = None
+    of_features: Callable[[TrainingFeatures], FittedDetector] | None = None
     computed_by: str | None = None
     options: Mapping[str, ScoreOption] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ def of_probabilities() -> list[str]:
 
 
 def example_scores(
-    names: Sequence[str], examples: Examples, arrays: Callable[[str], NDArray | None]
+    names: Sequence[str], examples: ExampleStatistics, arrays: Callable[[str], NDArray | None]
 ) -> dict[str, NDArray | str]:
     """Scores of predictions (N,) by their names, or the reason why these predictions do not give one.
 
@@ -120,7 +120,9 @@ def example_scores(
     return {name: _example_score(declared()[name], examples, arrays) for name in names}
 
 
-def _example_score(detector: Detector, examples: Examples, arrays: Callable[[str], NDArray | None]) -> NDArray | str:
+def _example_score(
+    detector: Detector, examples: ExampleStatistics, arrays: Callable[[str], NDArray | None]
+) -> NDArray | str:
     assert detector.of_predictions is not None
     if detector.needs is None:
         return detector.of_predictions(examples, None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bnncli.detectors import Detector, Fitted, TrainingFeatures
+from bnncli.detectors import Detector, FittedDetector, TrainingFeatures
 from bnncli.evaluation.score_options import ScoreOption
 
 
-def of_features(train: TrainingFeatures) -> Fitted:
+def of_features(train: TrainingFeatures) -> FittedDetector:
     """Among the training features, at unit length."""
     from bnncli.evaluation.feature_scores import Neighbors
 
@@ -18,7 +18,7 @@ def of_features(train: TrainingFeatures) -> Fitted:
     )
     asked, found = train.settings["neighbors"], neighbors.num_neighbors
     notes = [f"‹neighbors› {asked}: there are {found} training examples; k is that"] if found < asked else []
-    return Fitted(lambda features: {"knn": neighbors.scores(features)}, {"neighbors": found}, notes)
+    return FittedDetector(lambda features: {"knn": neighbors.scores(features)}, {"neighbors": found}, notes)
 
 
 K = ScoreOption(

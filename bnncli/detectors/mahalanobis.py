@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bnncli.detectors import Detector, Fitted, TrainingFeatures
+from bnncli.detectors import Detector, FittedDetector, TrainingFeatures
 
 
-def of_features(train: TrainingFeatures) -> Fitted:
+def of_features(train: TrainingFeatures) -> FittedDetector:
     """This and the relative one: Gaussians of the same features."""
     from bnncli.errors import DataError
     from bnncli.evaluation.feature_scores import Mahalanobis
 
     if train.labels is None:
         raise DataError("the training split has no labels")
-    return Fitted(Mahalanobis.fit(train.features, train.labels, device=train.device).scores)
+    return FittedDetector(Mahalanobis.fit(train.features, train.labels, device=train.device).scores)
 
 
 DETECTOR = Detector(place=7, of_features=of_features)

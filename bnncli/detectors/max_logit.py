@@ -9,10 +9,10 @@ from bnncli.detectors import Detector
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bnncli.evaluation.example_statistics import Examples
+    from bnncli.evaluation.example_statistics import ExampleStatistics
 
 
-def of_predictions(examples: Examples, values: NDArray | None) -> NDArray:
+def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArray:
     """(N,), as it is."""
     import numpy as np
 

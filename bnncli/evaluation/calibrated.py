@@ -50,7 +50,7 @@ class Gaps:
 
 
 @dataclass(frozen=True)
-class Form:
+class CalibrationError:
     """One calibration error as a function of gaps.
 
     Args:
@@ -64,7 +64,7 @@ class Form:
     is_inverted: bool = True
 
 
-def against_chance(gaps: Gaps, form: Form, *, level: float) -> dict[str, Any]:
+def against_chance(gaps: Gaps, form: CalibrationError, *, level: float) -> dict[str, Any]:
     """What is known of a calibration error: its `floor`, `p_calibrated` and `interval`.
 
     Args:
@@ -79,7 +79,7 @@ def against_chance(gaps: Gaps, form: Form, *, level: float) -> dict[str, Any]:
     return {**found, "interval": {**ends, "replicates": len(gaps.calibrated)}}
 
 
-def floor_of(gaps: Gaps, form: Form) -> dict[str, float]:
+def floor_of(gaps: Gaps, form: CalibrationError) -> dict[str, float]:
     """The mean error of a calibrated model, `floor`, and how often it is at least what was observed, `p_calibrated`."""
     estimate = float(form.estimate(gaps.observed[None])[0])
     drawn = form.estimate(gaps.calibrated)
@@ -153,7 +153,7 @@ def _happened(size: NDArray, sums: NDArray, squares: NDArray, num_draws: int, ge
     return np.where(is_common, size - drawn, drawn)
 
 
-def _low(gaps: Gaps, form: Form, estimate: float, tail: float) -> float:
+def _low(gaps: Gaps, form: CalibrationError, estimate: float, tail: float) -> float:
     """The smallest size of shrunken gaps of which more than a share `tail` of samples reach the estimate.
 
     A bin without a gap has the noise of a calibrated model, so that no gaps at all are rejected where the test rejects.
@@ -172,7 +172,7 @@ def _low(gaps: Gaps, form: Form, estimate: float, tail: float) -> float:
     return form.size(at(_last_not(is_rejected)))
 
 
-def _high(gaps: Gaps, form: Form, estimate: float, tail: float) -> float:
+def _high(gaps: Gaps, form: CalibrationError, estimate: float, tail: float) -> float:
     """The largest size of gaps of which more than a share `tail` of samples stay at or below the estimate."""
     sign = np.where(gaps.observed < 0, -1.0, 1.0)
     found = [0.0]

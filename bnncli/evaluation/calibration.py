@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.calibrated import Form, against_chance, drawn_gaps, floor_of, largest_gap
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.calibrated import CalibrationError, against_chance, drawn_gaps, floor_of, largest_gap
+from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 
 NUM_BINS = 15  # the usual choice since Guo et al. (2017)
@@ -50,7 +50,7 @@ class Bins(NamedTuple):
     observed: Floats
 
 
-def reliability(examples: Examples, *, num_bins: int = NUM_BINS, strategy: str = "equal-width") -> Reliability:
+def reliability(examples: ExampleStatistics, *, num_bins: int = NUM_BINS, strategy: str = "equal-width") -> Reliability:
     """Counts, confidence and accuracy in bins of the confidence of labelled examples.
 
     Args:
@@ -70,7 +70,7 @@ def reliability(examples: Examples, *, num_bins: int = NUM_BINS, strategy: str =
     )
 
 
-def calibration_scores(examples: Examples, *, num_bins: int = NUM_BINS) -> list[ScoreGroup]:
+def calibration_scores(examples: ExampleStatistics, *, num_bins: int = NUM_BINS) -> list[ScoreGroup]:
     """ECE and MCE in bins of equal width and of equal mass, the debiased l2 error, and the published ECE."""
     if examples.is_right is None:
         nothing = np.zeros(0)
@@ -131,7 +131,9 @@ def binned(values: NDArray, events: NDArray, index: NDArray, *, num_bins: int) -
     return Bins(count[is_used].astype(np.float64), stated, squares, observed)
 
 
-def judged(bins: Bins, forms: list[Form], generator: np.random.Generator, level: float | None) -> list[dict[str, Any]]:
+def judged(
+    bins: Bins, forms: list[CalibrationError], generator: np.random.Generator, level: float | None
+) -> list[dict[str, Any]]:
     """Floor, test and, with a level, interval of the errors of these forms: ECE, MCE and the debiased one."""
     gaps = drawn_gaps(*bins, generator=generator)
     if level is None:
@@ -144,17 +146,19 @@ def judged(bins: Bins, forms: list[Form], generator: np.random.Generator, level:
     ]
 
 
-def total_form(size: float) -> Form:
+def total_form(size: float) -> CalibrationError:
     """The sum of absolute gaps, as a share of `size` examples."""
-    return Form(lambda x: np.abs(x).sum(axis=1) / size, lambda x: float(np.abs(x).sum() / size))
+    return CalibrationError(lambda x: np.abs(x).sum(axis=1) / size, lambda x: float(np.abs(x).sum() / size))
 
 
-def _largest_form(bins: Bins) -> Form:
+def _largest_form(bins: Bins) -> CalibrationError:
     size = bins.size
-    return Form(lambda x: (np.abs(x) / size).max(axis=1), lambda x: float((np.abs(x) / size).max()), is_inverted=False)
+    return CalibrationError(
+        lambda x: (np.abs(x) / size).max(axis=1), lambda x: float((np.abs(x) / size).max()), is_inverted=False
+    )
 
 
-def _debiased_form(bins: Bins) -> Form:
+def _debiased_form(bins: Bins) -> CalibrationError:
     """The signed root, so that samples below 0 are told apart."""
     size, stated = bins.size, bins.stated / bins.size
 
@@ -162,7 +166,7 @@ def _debiased_form(bins: Bins) -> Form:
         square = _debiased_square(size, np.abs(gaps) / size, np.clip(stated - gaps / size, 0.0, 1.0))
         return np.sign(square) * np.sqrt(np.abs(square))
 
-    return Form(estimate, lambda x: float(np.sqrt((x**2 / size).sum() / size.sum())))
+    return CalibrationError(estimate, lambda x: float(np.sqrt((x**2 / size).sum() / size.sum())))
 
 
 def _debiased(count: Floats, gap: Floats, accuracy: Floats) -> Floats:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import NUM_BINS, reliability
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 
 MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width
 _DIGITS = 6
@@ -21,7 +21,7 @@ _DIGITS = 6
 Curve = dict[str, list[Any]]
 
 
-def reliability_curve(examples: Examples, *, num_bins: int = NUM_BINS) -> Curve:
+def reliability_curve(examples: ExampleStatistics, *, num_bins: int = NUM_BINS) -> Curve:
     """edges (B + 1,), count, confidence and accuracy (B,) of equal-width bins; None in those that are empty.
 
     Args:

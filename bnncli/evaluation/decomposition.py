@@ -11,14 +11,14 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, brier_losses, log_losses
 from bnncli.lazy import special
 
 _COST = 4.0  # measured against a mean
 
 
-def decomposition_scores(examples: Examples) -> ScoreGroup:
+def decomposition_scores(examples: ExampleStatistics) -> ScoreGroup:
     """Miscalibration, discrimination and uncertainty of the Brier score and of the NLL; score = first - second + third."""
     members = [
         ScoreForm(name, {"of": of, "method": "CORP"}, higher, method=method)

@@ -16,7 +16,7 @@ from bnncli.lazy import special
 
 
 @dataclass(frozen=True)
-class Examples:
+class ExampleStatistics:
     """Predictions of a split, example by example.
 
     Args:
@@ -46,7 +46,7 @@ class Examples:
         return len(self.confidence)
 
 
-def examples_of(probs: NDArray, labels: NDArray | None = None, *, num_classes: int | None = None) -> Examples:
+def examples_of(probs: NDArray, labels: NDArray | None = None, *, num_classes: int | None = None) -> ExampleStatistics:
     """The numbers of each example of probs (N, C), which are read once, in blocks of rows, and checked.
 
     Args:
@@ -66,8 +66,8 @@ def examples_of(probs: NDArray, labels: NDArray | None = None, *, num_classes: i
     ]
     if not found:
         found = [_of_block(np.empty((0, size)), None if labels is None else np.empty(0, dtype=np.int64))]
-    names = [spec.name for spec in fields(Examples) if spec.name in found[0]]
-    return Examples(size, **{name: np.concatenate([part[name] for part in found]) for name in names})
+    names = [spec.name for spec in fields(ExampleStatistics) if spec.name in found[0]]
+    return ExampleStatistics(size, **{name: np.concatenate([part[name] for part in found]) for name in names})
 
 
 def check_labels(labels: NDArray, shape: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 from bnncli.lazy import sparse
 
@@ -22,7 +22,7 @@ _RANKING_COST = 40.0  # operations of an example, class and replicate
 _CHOICES = {"average": "macro", "classes": "present"}
 
 
-def per_class_scores(probs: NDArray, examples: Examples) -> list[ScoreGroup]:
+def per_class_scores(probs: NDArray, examples: ExampleStatistics) -> list[ScoreGroup]:
     """Balanced accuracy, macro F1 and precision; macro AUROC and average precision of each class against the rest.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, means
 from bnncli.numerics.top_k import cumulative_lengths
@@ -22,7 +22,7 @@ NO_RANKING = "the predictions have no ranking (predict ‹top_k› makes one)"
 
 
 def ranking_scores(
-    probs: NDArray, examples: Examples, lengths: NDArray | None, choices: Mapping[str, Any] | None
+    probs: NDArray, examples: ExampleStatistics, lengths: NDArray | None, choices: Mapping[str, Any] | None
 ) -> list[ScoreGroup]:
     """Mean length and accuracy of the ranking, accuracy of the plain rule at the same mean length, and the difference.
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 
 
 @dataclass(frozen=True)
-class ScoredSplit:
+class ScoredPredictions:
     """What scores of one split are made of.
 
     Args:
@@ -24,7 +24,7 @@ class ScoredSplit:
     """
 
     probs: NDArray
-    examples: Examples
+    examples: ExampleStatistics
     mutual_info: NDArray | None = None
     lengths: NDArray | None = None
     ranking: Mapping[str, Any] | None = None

@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
 from bnncli.lazy import special
 
 
-def selective_scores(examples: Examples) -> ScoreGroup:
+def selective_scores(examples: ExampleStatistics) -> ScoreGroup:
     """AURC and E-AURC by the largest probability, in [0, 1]."""
     choices = {"score": "max_prob"}
     members = [ScoreForm(name, choices, bounds=(0.0, 1.0)) for name in ("aurc", "e_aurc")]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 
 # The smallest probability that the log sees: float32 probabilities underflow to 0, whose log would be
 # infinite.
@@ -79,13 +79,13 @@ def means(members: Sequence[ScoreForm], values: Sequence[NDArray]) -> ScoreGroup
     return ScoreGroup(members, statistic)
 
 
-def confidence_scores(examples: Examples) -> list[ScoreGroup]:
+def confidence_scores(examples: ExampleStatistics) -> list[ScoreGroup]:
     """Mean confidence and mean entropy, which need no labels; nats."""
     confidence = ScoreForm("mean_confidence", {}, None, bounds=(0.0, 1.0))
     return [means([confidence, ScoreForm("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
 
 
-def label_scores(examples: Examples) -> list[ScoreGroup]:
+def label_scores(examples: ExampleStatistics) -> list[ScoreGroup]:
     """Accuracy, NLL and Brier score."""
     rank, probability = examples.label_rank, examples.label_probability
     is_clamped = np.zeros(0) if probability is None else probability < SMALLEST_PROBABILITY
@@ -104,7 +104,7 @@ def log_losses(label_probability: NDArray) -> Floats:
     return -np.log(np.maximum(label_probability.astype(np.float64), SMALLEST_PROBABILITY))
 
 
-def brier_losses(examples: Examples) -> Floats:
+def brier_losses(examples: ExampleStatistics) -> Floats:
     """Squared distance (N,) of the probabilities to the one-hot label, summed over classes; in [0, 2]."""
     assert examples.label_probability is not None
     return np.maximum(0.0, examples.squared_norm - 2 * examples.label_probability + 1)

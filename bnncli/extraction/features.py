@@ -26,10 +26,10 @@ from bnncli.extraction.head import (
 )
 from bnncli.progress import SILENT, Progress
 
-__all__ = ["ExtractedBatch", "Head", "collect", "extract", "find_last_linear", "head_of", "prove_head"]
+__all__ = ["Extracted", "Head", "collect", "extract", "find_last_linear", "head_of", "prove_head"]
 
 
-class ExtractedBatch(NamedTuple):
+class Extracted(NamedTuple):
     """Features (n, D) in the storage type, logits (n, K) float32 or None without a head, labels (n,) or None."""
 
     features: Tensor
@@ -47,7 +47,7 @@ def extract(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: Progress = SILENT,
-) -> Iterator[ExtractedBatch]:
+) -> Iterator[Extracted]:
     """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
 
     The first batch also proves the head, as `prove_head` does.
@@ -80,12 +80,12 @@ def extract(
                 _prove_head(model, head, batch.inputs, features, output)
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
-        yield ExtractedBatch(stored, None if logits is None else plain_copy(logits), batch.labels)
+        yield Extracted(stored, None if logits is None else plain_copy(logits), batch.labels)
         start += len(features)
         task.advance(len(features))
 
 
-def collect(batches: Iterator[ExtractedBatch], num_rows: int) -> ExtractedBatch:
+def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
     """All batches as one, each array allocated once."""
     whole: dict[str, Tensor] = {}
     start = 0
@@ -96,7 +96,7 @@ def collect(batches: Iterator[ExtractedBatch], num_rows: int) -> ExtractedBatch:
                 whole[name] = part.new_empty((num_rows, *part.shape[1:]))
             whole[name][start : start + len(part)] = part
         start += len(batch.features)
-    return ExtractedBatch(whole["features"], whole.get("logits"), whole.get("labels"))
+    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"))
 
 
 def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Tensor) -> tuple[Tensor, Tensor]:

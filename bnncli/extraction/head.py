@@ -135,7 +135,7 @@ def _explain(logits: Tensor, output: Tensor) -> str:
     """What the network does to the logits, when it is one of the usual things."""
     scale = (logits * output).sum() / logits.square().sum().clamp(min=1e-30)
     centered = logits - logits.mean(dim=1, keepdim=True)
-    candidates: Mapping[str, Tensor] = {
+    usual: Mapping[str, Tensor] = {
         "it is the softmax of the logits: remove the softmax": logits.softmax(1),
         "it is the log-softmax of the logits: remove the log-softmax": logits.log_softmax(1),
         "it is the sigmoid of the logits: remove the sigmoid": logits.sigmoid(),
@@ -143,8 +143,8 @@ def _explain(logits: Tensor, output: Tensor) -> str:
         "it is the logits less their mean: remove the centring": centered,
         f"it is the logits times {float(scale):.4g}: remove the scale": logits * scale,
     }
-    for text, candidate in candidates.items():
-        if (candidate - output).abs().max() <= HEAD_TOLERANCE * (1 + output.abs().max()):
+    for text, changed in usual.items():
+        if (changed - output).abs().max() <= HEAD_TOLERANCE * (1 + output.abs().max()):
             return text
     return "something comes after that layer"
 

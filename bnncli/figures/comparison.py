@@ -31,7 +31,7 @@ class Line(NamedTuple):
     is_marked: bool
 
 
-class Panel(NamedTuple):
+class ScorePanel(NamedTuple):
     """One score: what stands below its axis, and a line for each posterior."""
 
     title: str
@@ -39,7 +39,7 @@ class Panel(NamedTuple):
 
 
 def draw(
-    panels: Sequence[Panel],
+    panels: Sequence[ScorePanel],
     names: Sequence[str],
     *,
     title: str,

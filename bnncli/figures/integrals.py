@@ -22,7 +22,7 @@ _MOST_COLUMNS = 4
 _MARK = "#d62728"
 
 
-class Panel(NamedTuple):
+class ErrorPanel(NamedTuple):
     """An integrator: its names (those that err alike share one), absolute errors (sds, means), and (mean, sd) of the largest."""
 
     names: Sequence[str]
@@ -30,7 +30,7 @@ class Panel(NamedTuple):
     worst: tuple[float, float]
 
 
-def draw(panels: Sequence[Panel], means: NDArray[np.float64], sds: NDArray[np.float64], *, title: str) -> Figure:
+def draw(panels: Sequence[ErrorPanel], means: NDArray[np.float64], sds: NDArray[np.float64], *, title: str) -> Figure:
     """Error maps in rows of up to four, the largest error of each marked.
 
     Args:
@@ -64,7 +64,7 @@ def draw(panels: Sequence[Panel], means: NDArray[np.float64], sds: NDArray[np.fl
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Panel, means: NDArray[np.float64], sds: NDArray[np.float64], norm: Any) -> Any:
+def _draw_panel(axes: Axes, panel: ErrorPanel, means: NDArray[np.float64], sds: NDArray[np.float64], norm: Any) -> Any:
     """One error map; the image, for the colour bar."""
     from matplotlib import colormaps
 

@@ -80,7 +80,7 @@ class WhitenedPotential:
         return state._replace(potential=-self.target.log_joint(self.theta(state.z)))
 
 
-class Factors(NamedTuple):
+class StepFactors(NamedTuple):
     """What one integrator step multiplies by: numbers, or () float64 each on the device.
 
     Args:
@@ -94,13 +94,13 @@ class Factors(NamedTuple):
     sine: float | Tensor
 
     @classmethod
-    def of(cls, step_size: float) -> Factors:
+    def of(cls, step_size: float) -> StepFactors:
         """As numbers."""
         return cls(step_size, 0.5 * step_size, math.cos(step_size), math.sin(step_size))
 
 
 def integrate(
-    potential: WhitenedPotential, state: State, momentum: Tensor, factors: Factors, *, is_split: bool
+    potential: WhitenedPotential, state: State, momentum: Tensor, factors: StepFactors, *, is_split: bool
 ) -> tuple[State, Tensor]:
     """The chains and their momenta (C, P) one step later: half a kick, a rotation or a straight move, half a kick."""
     momentum = momentum - factors.half * _force(state, is_split)
@@ -128,7 +128,7 @@ def trajectory(
     split: half a kick by the gradient of potential - |z|^2 / 2, a rotation of (z, momentum) by step_size, half a kick.
     leapfrog: half a kick by the gradient of the potential, a straight move, half a kick.
     """
-    factors, is_split = Factors.of(step_size), dynamics == "split"
+    factors, is_split = StepFactors.of(step_size), dynamics == "split"
     for _ in range(num_steps):
         state, momentum = integrate(potential, state, momentum, factors, is_split=is_split)
     return state, momentum

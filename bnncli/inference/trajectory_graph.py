@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bnncli.inference.dynamics import Factors, State, WhitenedPotential, integrate
+from bnncli.inference.dynamics import State, StepFactors, WhitenedPotential, integrate
 from bnncli.training.step_graph import StepGraph
 
 
@@ -27,10 +27,10 @@ class _Phase:
     def __init__(self, potential: WhitenedPotential, state: State, momentum: Tensor, *, is_split: bool) -> None:
         self.potential, self.is_split = potential, is_split
         self.state, self.momentum = State(*(torch.empty_like(part) for part in state)), torch.empty_like(momentum)
-        self.numbers = torch.zeros(len(Factors._fields), dtype=torch.float64, device=momentum.device).unbind()
+        self.numbers = torch.zeros(len(StepFactors._fields), dtype=torch.float64, device=momentum.device).unbind()
         self.count = torch.zeros((), dtype=torch.int64, device=momentum.device)
 
-    def write(self, state: State, momentum: Tensor, factors: Factors) -> None:
+    def write(self, state: State, momentum: Tensor, factors: StepFactors) -> None:
         """Where a trajectory starts, and how it goes: numbers reach the device with their kernels, without a wait."""
         for own, given in zip((*self.state, self.momentum), (*state, momentum), strict=True):
             own.copy_(given)
@@ -40,7 +40,7 @@ class _Phase:
     def step(self) -> None:
         """One integrator step, which is counted."""
         state, momentum = integrate(
-            self.potential, self.state, self.momentum, Factors(*self.numbers), is_split=self.is_split
+            self.potential, self.state, self.momentum, StepFactors(*self.numbers), is_split=self.is_split
         )
         for own, new in zip((*self.state, self.momentum), (*state, momentum), strict=True):
             own.copy_(new)
@@ -82,7 +82,7 @@ class GraphMover:
             phase = _Phase(self.potential, state, momentum, is_split=self.is_split)
             self._moving = phase, StepGraph(phase.step, phase.num_done, momentum.device, warn=self.warn)
         phase, step = self._moving
-        phase.write(state, momentum, Factors.of(step_size))
+        phase.write(state, momentum, StepFactors.of(step_size))
         for _ in range(num_steps):
             step()
         return phase.state, phase.momentum

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from bnncli.errors import NumericError, UsageError
-from bnncli.integrators._groups import Groups
+from bnncli.integrators._groups import DrawPartition
 from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
@@ -98,7 +98,7 @@ def join(parts: Sequence[Prediction]) -> Prediction:
 class Ready(Protocol):
     """What predicts, block by block: everything that is the same for all features is done."""
 
-    groups: Groups | None = None
+    groups: DrawPartition | None = None
     """Of the draws; their means at some rows, asked for as `group_rows`, tell the Monte Carlo error. None without one."""
 
     @property

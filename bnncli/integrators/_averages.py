@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest
-from bnncli.integrators._groups import Groups
+from bnncli.integrators._groups import DrawPartition
 from bnncli.integrators._intervals import central_interval, tail_shares
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
@@ -61,7 +61,7 @@ def average(
     features: Tensor,
     *,
     weights: Tensor | None = None,
-    groups: Groups | None = None,
+    groups: DrawPartition | None = None,
     group_rows: Tensor | None = None,
     progress: Progress = SILENT,
 ) -> Prediction:
@@ -80,7 +80,7 @@ def average(
     """
     check_features(draws.layout, features)
     if group_rows is None or groups is None or len(groups) < 2:
-        groups, group_rows = Groups.of([draws.num_draws]), None
+        groups, group_rows = DrawPartition.of([draws.num_draws]), None
     num_examples, num_classes = features.shape[0], draws.layout.num_classes
     example_slices, draw_slices = chunks(features, draws)
     task = progress.task("predict", len(example_slices) * len(draw_slices))
@@ -147,7 +147,7 @@ class _Sums:
         kept: (S, n), of every draw so far.
     """
 
-    def __init__(self, center: Tensor, likelihood: Likelihood, num_draws: int, groups: Groups) -> None:
+    def __init__(self, center: Tensor, likelihood: Likelihood, num_draws: int, groups: DrawPartition) -> None:
         self.groups, self.likelihood = groups, likelihood
         self.by_group = center.new_zeros(len(groups), likelihood.num_classes, center.shape[1], dtype=torch.float64)
         self.entropy = center.new_zeros(center.shape[1], dtype=torch.float64)
@@ -184,7 +184,7 @@ class _Sums:
 class _GroupMeans:
     """Means (G, R, C) float32 of each group at the rows that are kept, filled block by block; None where none are."""
 
-    def __init__(self, groups: Groups, group_rows: Tensor | None, probs: Tensor) -> None:
+    def __init__(self, groups: DrawPartition, group_rows: Tensor | None, probs: Tensor) -> None:
         self.rows = group_rows
         self.found = None if group_rows is None else probs.new_empty(len(groups), len(group_rows), probs.shape[1])
         # A group that has no weight has no mean; zero in its place adds nothing.

@@ -24,7 +24,7 @@ MOST_BYTES = 64 << 20  # of the groups' probabilities in one file
 
 
 @dataclass(frozen=True)
-class Groups:
+class DrawPartition:
     """A partition of S draws into G contiguous groups.
 
     Args:
@@ -39,7 +39,7 @@ class Groups:
         return len(self.ends)
 
     @classmethod
-    def of(cls, ends: Sequence[int], weights: Tensor | None = None) -> Groups:
+    def of(cls, ends: Sequence[int], weights: Tensor | None = None) -> DrawPartition:
         """The groups with these ends, of draws with weights (S,) that sum to one; None for equal ones."""
         cuts = (0, *ends)
         sizes = torch.tensor([end - begin for begin, end in pairwise(cuts)], dtype=torch.float64)

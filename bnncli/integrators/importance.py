@@ -15,7 +15,7 @@ from bnncli.errors import UsageError
 from bnncli.inference.elbo import log_weights
 from bnncli.inference.importance import MIN_TAIL_DRAWS, diagnose_weights, pareto_smooth
 from bnncli.integrators import HasLayout, Prediction, Ready, SamplingIntegrator, require_support
-from bnncli.integrators._groups import Groups, group_ends
+from bnncli.integrators._groups import DrawPartition, group_ends
 from bnncli.integrators.mc import DrawnMc, check_num_samples
 from bnncli.lazy import torch
 from bnncli.options.parts import Draws
@@ -84,7 +84,7 @@ class Importance(SamplingIntegrator):
 
         theta = sample_from_noise(posterior, size, generator, also=weigh)
         weights, pareto_k, warning = importance_weights(torch.cat(found).cpu())
-        groups = Groups.of(group_ends(size), weights)
+        groups = DrawPartition.of(group_ends(size), weights)
         return WeightedMc(DrawnMc(posterior.layout, theta, groups, weights), pareto_k, warning)
 
 
@@ -103,7 +103,7 @@ class WeightedMc(Ready):
     warning: str | None
 
     @property
-    def groups(self) -> Groups:  # type: ignore[override]
+    def groups(self) -> DrawPartition:  # type: ignore[override]
         """Of the draws, with their weights."""
         return self.drawn.groups
 

@@ -25,7 +25,7 @@ from bnncli.integrators import (
     require_support,
 )
 from bnncli.integrators._averages import BlockDraws, average
-from bnncli.integrators._groups import Groups, group_ends, scramble_ends
+from bnncli.integrators._groups import DrawPartition, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators.mc import check_num_samples
 from bnncli.lazy import torch
@@ -94,9 +94,9 @@ class LogitMc(SamplingIntegrator):
             ends = scramble_ends(size)
             sizes = [end - begin for begin, end in pairwise((0, *ends))]
             noise = torch.cat([quasi_normal(part, num_outputs, generator) for part in sizes])
-            return DrawnLogitMc(noise, Groups.of(ends), warning=balance_warning(size, len(ends)))
+            return DrawnLogitMc(noise, DrawPartition.of(ends), warning=balance_warning(size, len(ends)))
         noise = standard_normal(size, num_outputs, generator, torch.device("cpu"))
-        return DrawnLogitMc(noise, Groups.of(group_ends(size)))
+        return DrawnLogitMc(noise, DrawPartition.of(group_ends(size)))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class DrawnLogitMc(Ready):
     """
 
     noise: Tensor
-    groups: Groups = field()  # has no default, although the protocol has
+    groups: DrawPartition = field()  # has no default, although the protocol has
     warning: str | None = None
 
     @property

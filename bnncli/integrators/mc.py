@@ -21,7 +21,7 @@ from bnncli.integrators import (
     require_support,
 )
 from bnncli.integrators._averages import average
-from bnncli.integrators._groups import Groups, group_ends, scramble_ends
+from bnncli.integrators._groups import DrawPartition, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
 from bnncli.integrators._theta_draws import ThetaDraws
 from bnncli.lazy import torch
@@ -115,9 +115,9 @@ class Mc(SamplingIntegrator):
         if self.qmc:
             size = num_samples or self.default_samples
             theta, ends = quasi_sample(posterior, size, generator), scramble_ends(size)
-            return DrawnMc(posterior.layout, theta, Groups.of(ends), warning=balance_warning(size, len(ends)))
+            return DrawnMc(posterior.layout, theta, DrawPartition.of(ends), warning=balance_warning(size, len(ends)))
         theta, starts = sample_in_runs(posterior, num_samples, generator)
-        return DrawnMc(posterior.layout, theta, Groups.of(group_ends(len(theta), starts=starts)))
+        return DrawnMc(posterior.layout, theta, DrawPartition.of(group_ends(len(theta), starts=starts)))
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class DrawnMc(Ready):
 
     layout: ClassifierLayout
     theta: Tensor
-    groups: Groups = field()  # has no default, although the protocol has
+    groups: DrawPartition = field()  # has no default, although the protocol has
     weights: Tensor | None = None
     warning: str | None = None
 

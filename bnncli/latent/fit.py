@@ -20,7 +20,7 @@ from bnncli.latent.learnt_prior import learnt_prior
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Inputs, Scaling
-from bnncli.latent.steps import Batch, Settings, differentiate, workspace_of
+from bnncli.latent.steps import EstimatorSettings, Minibatch, differentiate, workspace_of
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.stream import FeatureBlocks
@@ -55,7 +55,7 @@ class Plan:
     early_epochs: int = 0
     hyper_prior: bool = False
     prior_weight: float = 10.0
-    settings: Settings = field(default_factory=Settings)
+    settings: EstimatorSettings = field(default_factory=EstimatorSettings)
     shuffles: bool = True
 
 
@@ -199,7 +199,7 @@ class LatentLearner:
         """What the step saw: log likelihood of the batch, then the flows' part by layer, weighed as they are in it."""
         inputs, labels = parts
         share = len(labels) / self.num_examples
-        batch = Batch(inputs, labels, share)
+        batch = Minibatch(inputs, labels, share)
         step = differentiate(self.model, batch, self.plan.settings, self.generator, self.workspace)
         self.optimizer.step()
         return torch.cat([step.log_likelihood.double().unsqueeze(1), (step.flow * share).double()], dim=1)

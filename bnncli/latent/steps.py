@@ -21,7 +21,7 @@ from bnncli.latent.model import LatentModel
 from bnncli.latent.products import product
 
 
-class Batch(NamedTuple):
+class Minibatch(NamedTuple):
     """Examples of a step.
 
     Args:
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     flow: Tensor
 
 
-class Settings(NamedTuple):
+class EstimatorSettings(NamedTuple):
     """What the estimators can be told.
 
     Args:
@@ -64,8 +64,8 @@ class Settings(NamedTuple):
 
 def differentiate(
     model: LatentModel,
-    batch: Batch,
-    settings: Settings,
+    batch: Minibatch,
+    settings: EstimatorSettings,
     generator: torch.Generator,
     workspace: Workspace | None = None,
 ) -> Step:
@@ -156,7 +156,7 @@ def bias_leaves(factors: Factors) -> Biases:
 
 
 def _differentiate_moments(
-    model: LatentModel, batch: Batch, settings: Settings, generator: torch.Generator, space: Workspace
+    model: LatentModel, batch: Minibatch, settings: EstimatorSettings, generator: torch.Generator, space: Workspace
 ) -> Step:
     factors = model.factors
     weight = leaves(model, settings.variance, space)
@@ -202,7 +202,7 @@ def _differentiate_moments(
 
 
 def _differentiate_weights(
-    model: LatentModel, batch: Batch, settings: Settings, generator: torch.Generator, space: Workspace
+    model: LatentModel, batch: Minibatch, settings: EstimatorSettings, generator: torch.Generator, space: Workspace
 ) -> Step:
     """Weights drawn with relaxed inclusions, the same for all examples; Maddison et al. (2017), arXiv 1611.00712."""
     factors, layout = model.factors, model.layout

@@ -16,7 +16,7 @@ _WIDTHS = (16, 32, 64)
 _BLOCKS_PER_STAGE = 3
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two convolutions around which the input is added back."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -63,8 +63,8 @@ class Resnet20(nn.Module):
 
 
 def _stage(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
-    first = Block(inputs, outputs, stride)
-    return nn.Sequential(first, *(Block(outputs, outputs, 1) for _ in range(_BLOCKS_PER_STAGE - 1)))
+    first = BasicBlock(inputs, outputs, stride)
+    return nn.Sequential(first, *(BasicBlock(outputs, outputs, 1) for _ in range(_BLOCKS_PER_STAGE - 1)))
 
 
 def build(*, channels: int = 3, classes: int = 10) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bnncli.errors import UsageError
 
 
-class Block(nn.Module):
+class PreActivationBlock(nn.Module):
     """Normalise, ReLU, convolve, twice; the input is added back, through a 1 x 1 convolution where sizes change."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -37,8 +37,8 @@ class Stage(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, num_blocks: int, stride: int) -> None:
         super().__init__()
-        first = Block(inputs, outputs, stride)
-        self.layer = nn.Sequential(first, *(Block(outputs, outputs, 1) for _ in range(num_blocks - 1)))
+        first = PreActivationBlock(inputs, outputs, stride)
+        self.layer = nn.Sequential(first, *(PreActivationBlock(outputs, outputs, 1) for _ in range(num_blocks - 1)))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Maps (N, inputs, height, width) to (N, outputs, height / stride, width / stride)."""

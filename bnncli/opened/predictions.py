@@ -12,7 +12,7 @@ from bnncli.errors import UsageError
 from bnncli.opened.session import checked_number, checked_text
 from bnncli.options.parts import settings_of
 from bnncli.options.predict import PredictOptions
-from bnncli.run.integrator_choice import Choice, Plan
+from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice
 from bnncli.run.predictor import Predictor
 from bnncli.storage.headers import Header
 
@@ -85,19 +85,21 @@ def _value(name: str, value: object, kind: type) -> Any:
     return kind(value)
 
 
-def choose(options: PredictOptions, header: Header, num_classes: int) -> Choice:
+def choose(options: PredictOptions, header: Header, num_classes: int) -> IntegratorChoice:
     """The integrator that predicts with a posterior: the one named, else the posterior's default.
 
     Raises:
         UsageError: it does not work for this posterior, or has not a setting that was given.
     """
-    choices, refusals = Plan.of(options, [header]).choices(header, num_classes)
+    choices, refusals = AskedIntegrators.of(options, [header]).choices(header, num_classes)
     if refusals:
         raise refusals[0]
     return choices[0]
 
 
-def predict(predictor: Predictor, choice: Choice, features: Tensor, classes: tuple[str, ...]) -> ClassProbabilities:
+def predict(
+    predictor: Predictor, choice: IntegratorChoice, features: Tensor, classes: tuple[str, ...]
+) -> ClassProbabilities:
     """The probabilities for features (N, D)."""
     predicted = predictor.predict(choice, features)
     found, ready = predicted.prediction, predicted.integrator

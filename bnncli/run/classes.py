@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError
-from bnncli.storage.features import FeatureSplit, SplitClasses, head_digest, read_classes
+from bnncli.storage.features import FeatureFile, SplitClasses, head_digest, read_classes
 from bnncli.storage.headers import Header
 from bnncli.storage.run_folder import RunFolder
 
@@ -26,7 +26,7 @@ class RunClasses(NamedTuple):
 
 
 def run_classes(
-    folder: RunFolder, split: FeatureSplit, *, weights_digest: str | None, without: Collection[str] = ()
+    folder: RunFolder, split: FeatureFile, *, weights_digest: str | None, without: Collection[str] = ()
 ) -> RunClasses:
     """The classes of the run that a split belongs to.
 
@@ -89,7 +89,7 @@ def _source(asked: dict[Path, SplitClasses]) -> Path:
 
 
 def _others(
-    folder: RunFolder, split: FeatureSplit, weights_digest: str | None, without: Collection[str]
+    folder: RunFolder, split: FeatureFile, weights_digest: str | None, without: Collection[str]
 ) -> dict[Path, SplitClasses]:
     """What the run's other splits say of the classes, of those that have the same head."""
     digest, found = head_digest(split), {}

@@ -21,7 +21,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.run.classes import run_classes
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import FeatureSplit, head_digest, read_features
+from bnncli.storage.features import FeatureFile, head_digest, read_features
 from bnncli.storage.headers import Header
 from bnncli.storage.posteriors import read_posterior
 from bnncli.storage.provenance import Source
@@ -48,7 +48,7 @@ class Split:
         classes_source: the names of the classes, where they are another split's.
     """
 
-    content: FeatureSplit
+    content: FeatureFile
     source: Source
     checkpoint: dict[str, Any] | None
     classes_source: Source | None = None
@@ -205,11 +205,11 @@ def open_posterior(path: Path) -> tuple[Any, Header]:
     if header.kind == "samples":
         return open_samples(path)[0], header
     tensors, header = read_posterior(path)
-    kind = str(header.meta.get("type"))
-    if kind not in registry.names("posteriors"):
-        raise DataError(f"{path}: unknown posterior type {kind!r}", code="wrong_kind", path=path)
+    posterior_type = str(header.meta.get("type"))
+    if posterior_type not in registry.names("posteriors"):
+        raise DataError(f"{path}: unknown posterior type {posterior_type!r}", code="wrong_kind", path=path)
     try:
-        return registry.load_class("posteriors", kind).from_tensors(tensors, header.meta), header
+        return registry.load_class("posteriors", posterior_type).from_tensors(tensors, header.meta), header
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise _damaged(path, error) from None
 

@@ -22,7 +22,7 @@ PLUG_IN_METHODS = ("map", "temperature", "prune")
 
 
 @dataclass(frozen=True)
-class Choice:
+class IntegratorChoice:
     """An integrator with its settings, for one posterior.
 
     Attributes:
@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AskedIntegrators:
     """What the options ask of every posterior.
 
     Attributes:
@@ -65,30 +65,30 @@ class Plan:
     top_k: dict[str, Any] | None
 
     @classmethod
-    def of(cls, options: PredictOptions, headers: Iterable[Header]) -> Plan:
-        """The plan that the options make for posteriors with these headers.
+    def of(cls, options: PredictOptions, headers: Iterable[Header]) -> AskedIntegrators:
+        """What the options ask of posteriors with these headers.
 
         Raises:
             UsageError: a setting or --samples that no chosen integrator has, or a value that one refuses.
         """
         named = tuple(dict.fromkeys(name for name in options.integrator if name != ALL))
-        plan = cls(named, ALL in options.integrator, dict(options.settings), options.samples, _top_k(options))
-        chosen = {name for header in headers for name in plan._names(header)}
-        plan._check(chosen)
-        return plan
+        asked = cls(named, ALL in options.integrator, dict(options.settings), options.samples, _top_k(options))
+        chosen = {name for header in headers for name in asked._names(header)}
+        asked._check(chosen)
+        return asked
 
-    def choices(self, header: Header, num_classes: int) -> tuple[list[Choice], list[UsageError]]:
+    def choices(self, header: Header, num_classes: int) -> tuple[list[IntegratorChoice], list[UsageError]]:
         """The integrators for one posterior, and why each of those that were asked for and do not fit does not."""
-        kind = kind_of(header)
+        posterior_type = type_of(header)
         found, refusals = [], []
         for name in self._names(header):
             integrator = self._build(name)
             why = _why_unfit(name, integrator, header, num_classes)
             if why is None:
                 top_k = self.top_k if integrator.gives_dirichlet else None
-                found.append(Choice(name, integrator, self._samples(integrator, header), top_k))
+                found.append(IntegratorChoice(name, integrator, self._samples(integrator, header), top_k))
             elif name in self.named or not self.takes_all:
-                refusals.append(_refusal(why, kind, num_classes))
+                refusals.append(_refusal(why, posterior_type, num_classes))
         return found, refusals
 
     def _names(self, header: Header) -> list[str]:
@@ -140,7 +140,7 @@ def default_integrator_of(method: str) -> str:
     return "plug-in" if method in PLUG_IN_METHODS else "mc"
 
 
-def kind_of(header: Header) -> str:
+def type_of(header: Header) -> str:
     """The posterior's type: gaussian, samples, ..."""
     return "samples" if header.kind == "samples" else str(header.meta.get("type"))
 
@@ -169,22 +169,22 @@ def _top_k(options: PredictOptions) -> dict[str, Any] | None:
 
 def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: int) -> str | None:
     """Why the integrator cannot predict with this posterior; None where it can."""
-    kind = kind_of(header)
-    if not has_attribute("posteriors", kind, integrator.needs):
-        return f"‹integrator› {variant(name, settings_of(integrator))} does not work for a {kind} posterior ({header.path.stem})"
+    posterior_type = type_of(header)
+    if not has_attribute("posteriors", posterior_type, integrator.needs):
+        return f"‹integrator› {variant(name, settings_of(integrator))} does not work for a {posterior_type} posterior ({header.path.stem})"
     if num_classes > integrator.max_classes:
         return f"‹integrator› {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
     return None
 
 
-def _refusal(why: str, kind: str, num_classes: int) -> UsageError:
+def _refusal(why: str, posterior_type: str, num_classes: int) -> UsageError:
     fitting = []
     for name in names("integrators"):
         integrator = load_integrator(name)
-        if has_attribute("posteriors", kind, integrator.needs) and num_classes <= integrator.max_classes:
+        if has_attribute("posteriors", posterior_type, integrator.needs) and num_classes <= integrator.max_classes:
             fitting.append(name)
     return UsageError(
-        why, hint=f"integrators for a {kind} posterior: {', '.join(fitting)}", code="unsupported_integrator"
+        why, hint=f"integrators for a {posterior_type} posterior: {', '.join(fitting)}", code="unsupported_integrator"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from bnncli import data
 from bnncli.checkpoints.load import Checkpoint, load_checkpoint
 from bnncli.errors import UsageError
-from bnncli.extraction.features import ExtractedBatch, Head, collect, extract, find_last_linear, head_of
+from bnncli.extraction.features import Extracted, Head, collect, extract, find_last_linear, head_of
 from bnncli.networks import load_network
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.session import Run
@@ -73,7 +73,7 @@ class Network:
 
     def features(
         self, split: data.InputSplit, head: Head | None, *, batch_size: int, dtype: str, num_workers: int = 0
-    ) -> ExtractedBatch:
+    ) -> Extracted:
         """Features, logits and labels of a whole split, on the CPU; raises as `extract` does.
 
         Args:

@@ -16,7 +16,7 @@ from bnncli.storage.headers import Header
 
 
 @dataclass(frozen=True)
-class Group:
+class PredictionGroup:
     """The predictions of one posterior by one integrator: a header for each split, the posterior's own file."""
 
     name: str
@@ -66,7 +66,7 @@ class Skipped(NamedTuple):
 
 def open_groups(
     run: Run, *, posteriors: Sequence[str] = (), integrators: Sequence[str] = (), skipped: list[Skipped] | None = None
-) -> list[Group]:
+) -> list[PredictionGroup]:
     """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
 
     Args:
@@ -89,7 +89,7 @@ def open_groups(
             continue
         if header.kind == "predictions":
             found.setdefault(path.parent.name, []).append(header)
-    groups = [Group(name, headers) for name, headers in found.items()]
+    groups = [PredictionGroup(name, headers) for name, headers in found.items()]
     there = ", ".join(group.name for group in groups) or "none"
     for name in posteriors:
         if not any(group.is_named([name], []) for group in groups):
@@ -123,7 +123,7 @@ def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
     return bool(posteriors) and "." in group and {group, group.partition(".")[0]}.isdisjoint(posteriors)
 
 
-def _maker(run: Run, name: str, groups: Sequence[Group]) -> str:
+def _maker(run: Run, name: str, groups: Sequence[PredictionGroup]) -> str:
     """The command that predicts with a posterior of the run, or the name that was meant where there is none of this name."""
     known = {path.stem for path in run.folder.posteriors()}
     near = difflib.get_close_matches(
@@ -134,9 +134,12 @@ def _maker(run: Run, name: str, groups: Sequence[Group]) -> str:
     return run.suggest("predict", posterior=name)
 
 
-def _why_unusable(run: Run, group: Group, *, is_named: bool) -> str | None:
+def _why_unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> str | None:
     """Why a group is not fresh, None where it is; raises instead when it was named."""
-    makers = {(Group(group.name, [header]).posterior, Group(group.name, [header]).variant) for header in group.headers}
+    makers = {
+        (PredictionGroup(group.name, [header]).posterior, PredictionGroup(group.name, [header]).variant)
+        for header in group.headers
+    }
     if len(makers) > 1:
         made = " and ".join(f"{posterior} by {variant}" for posterior, variant in sorted(makers))
         raise DataError(

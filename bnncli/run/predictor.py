@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.integrators import Prediction, Ready, join
-from bnncli.integrators._groups import Groups, kept_rows
+from bnncli.integrators._groups import DrawPartition, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
 from bnncli.run.inputs import Split, feature_blocks, load_split, open_posterior, posterior_prior, require_draws
-from bnncli.run.integrator_choice import Choice, default_integrator, num_stored
+from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, num_stored
 from bnncli.run.session import Run
 from bnncli.run.val_report import note_on_default
 from bnncli.storage.headers import Header
@@ -89,7 +89,7 @@ class Predictor:
         """theta (P,) at which energy and the largest logit are taken."""
         return mean_theta(self.posterior, self.run.stream("predict/mean"))
 
-    def ready(self, choice: Choice) -> Ready:
+    def ready(self, choice: IntegratorChoice) -> Ready:
         """The integrator, with what is the same for all features done; warns once of what it has to say.
 
         The last one is kept: draws may be large, and whoever changes the integrator is done with the one before.
@@ -100,7 +100,7 @@ class Predictor:
             self._ready = key, self._prepare(choice)
         return self._ready[1]
 
-    def _prepare(self, choice: Choice) -> Ready:
+    def _prepare(self, choice: IntegratorChoice) -> Ready:
         if choice.integrator.needs in _OF_THETA or self.header.kind == "samples":
             used = None if choice.integrator.is_sampling and choice.samples is None else choice.samples or 0
             self.require_memory(used, option="‹samples›" if choice.integrator.is_sampling else None)
@@ -128,7 +128,7 @@ class Predictor:
         """
         require_draws(self.run, self.header, num_used=num_used, option=option)
 
-    def predict(self, choice: Choice, features: Tensor, *, keep_samples: bool = False) -> Predicted:
+    def predict(self, choice: IntegratorChoice, features: Tensor, *, keep_samples: bool = False) -> Predicted:
         """The predictions for features (N, D), wherever they lie, of the posterior's own D."""
         integrator, parts, kept, logit_scores = self.ready(choice), [], [], []
         groups, num_classes, start = _groups_of(integrator), self.posterior.layout.num_classes, 0
@@ -148,7 +148,7 @@ class Predictor:
         return Predicted(join(parts), energy, max_logit, group_rows, probs_samples, integrator)
 
 
-def _groups_of(integrator: Ready) -> Groups | None:
+def _groups_of(integrator: Ready) -> DrawPartition | None:
     """The groups of an integrator's draws; None without Monte Carlo error, and for a single draw."""
     return integrator.groups if integrator.groups is not None and len(integrator.groups) > 1 else None
 

@@ -12,15 +12,15 @@ import numpy as np
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.example_statistics import Examples, check_labels, examples_of
+from bnncli.evaluation.example_statistics import ExampleStatistics, check_labels, examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.scored_predictions import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredPredictions
 from bnncli.evaluation.split_detection import ExampleScores, detection_rows
 from bnncli.integrators import load_integrator
 from bnncli.options import EvaluateOptions
-from bnncli.run.prediction_groups import Group
+from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Run
 from bnncli.scores import detection_forms, other_split_rows, split_scores
 from bnncli.storage.artifacts import read_header
@@ -29,7 +29,7 @@ from bnncli.storage.predictions import PredictionFile, read_predictions
 
 
 @dataclass(frozen=True)
-class SplitPredictions:
+class PredictedSplit:
     """The predictions of a split, read and checked when first looked at.
 
     Args:
@@ -49,7 +49,7 @@ class SplitPredictions:
         return read_predictions(self.header.path)
 
     @cached_property
-    def examples(self) -> Examples:
+    def examples(self) -> ExampleStatistics:
         """The numbers of each example."""
         try:
             return examples_of(self.file.probs, self.file.labels, num_classes=len(self.file.classes))
@@ -57,10 +57,10 @@ class SplitPredictions:
             path = self.header.path
             raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
 
-    def scored(self, settings: Mapping[str, Any]) -> ScoredSplit:
+    def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
         """What scores of the split are made of, set by the options that they bring."""
         file, ranking = self.file, self.header.meta.get("top_k")
-        return ScoredSplit(
+        return ScoredPredictions(
             file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, settings=settings
         )
 
@@ -76,10 +76,10 @@ def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
     return Bootstrap(options.bootstrap, options.level, run.compute.seed)
 
 
-def group_rows(run: Run, options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
+def group_rows(run: Run, options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
     """A row for each in-distribution split, test first, with detection against every out-of-distribution split."""
-    outside = [SplitPredictions(header) for header in group.splits(is_ood=True).values()]
-    inside = [SplitPredictions(header) for header in group.splits(is_ood=False).values()]
+    outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
+    inside = [PredictedSplit(header) for header in group.splits(is_ood=False).values()]
     rows = []
     for split in sorted(inside, key=lambda split: (split.name != "test", split.name)):
         metrics = _split_rows(run, options, split)
@@ -91,13 +91,13 @@ def group_rows(run: Run, options: EvaluateOptions, group: Group) -> list[dict[st
     return rows
 
 
-def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[Group]) -> None:
+def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> None:
     """Warn of splits in which classes are missing or rare, once for all groups."""
     splits = {name: header for group in groups for name, header in group.splits(is_ood=False).items()}
     for name, header in splits.items():
         if not header.meta.get("is_labeled") or (options.split and name not in options.split):
             continue
-        file = SplitPredictions(header).file
+        file = PredictedSplit(header).file
         if file.labels is None or len(file.labels) == 0:
             continue
         check_labels(file.labels, (len(file.labels), len(file.classes)))
@@ -114,7 +114,7 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
     return ("class " if len(names) == 1 else "classes ") + ", ".join(names[:most]) + more
 
 
-def _described(group: Group, header: Header) -> dict[str, Any]:
+def _described(group: PredictionGroup, header: Header) -> dict[str, Any]:
     """What a row says of the predictions that it scores; `samples` is None where there are no draws."""
     return {
         "name": group.name,
@@ -127,7 +127,7 @@ def _described(group: Group, header: Header) -> dict[str, Any]:
     }
 
 
-def num_draws(group: Group, header: Header) -> int | None:
+def num_draws(group: PredictionGroup, header: Header) -> int | None:
     """Draws of a prediction: those that were asked for, but no more than a posterior that is draws has."""
     asked: int | None = header.meta["samples"]
     path = group.posterior_path
@@ -140,14 +140,14 @@ def num_draws(group: Group, header: Header) -> int | None:
     return stored if asked is None else min(asked, stored)
 
 
-def _split_rows(run: Run, options: EvaluateOptions, split: SplitPredictions) -> list[Row]:
+def _split_rows(run: Run, options: EvaluateOptions, split: PredictedSplit) -> list[Row]:
     """The rows of one split's own scores."""
     scores = split_scores(split.scored(options.settings))
     run.console.poll()
     return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
 
 
-def _detection_rows(run: Run, options: EvaluateOptions, split: SplitPredictions, other: SplitPredictions) -> list[Row]:
+def _detection_rows(run: Run, options: EvaluateOptions, split: PredictedSplit, other: PredictedSplit) -> list[Row]:
     """The rows of telling one split from another, and of how sure the predictions of the other are."""
     bootstrap, names = bootstrap_of(run, options), options.prediction_scores
     inside, outside = (side.detection_scores(names) for side in (split, other))
@@ -155,7 +155,7 @@ def _detection_rows(run: Run, options: EvaluateOptions, split: SplitPredictions,
     return [*rows, *other_split_rows(other.examples, other.name, bootstrap)]
 
 
-def _check_differs(split: SplitPredictions, other: SplitPredictions) -> None:
+def _check_differs(split: PredictedSplit, other: PredictedSplit) -> None:
     """Raise DataError when two splits are the same examples."""
     meta, others = split.header.meta, other.header.meta
     if meta.get("order_digest") != others.get("order_digest") or split.file.probs.shape != other.file.probs.shape:

@@ -17,10 +17,10 @@ from bnncli.evaluation.score_options import ScoreOption, merged
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
     from bnncli.evaluation.detection import DetectionForm
-    from bnncli.evaluation.example_statistics import Examples
+    from bnncli.evaluation.example_statistics import ExampleStatistics
     from bnncli.evaluation.metric_rows import Row
     from bnncli.evaluation.reference_distances import Distance
-    from bnncli.evaluation.scored_predictions import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredPredictions
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 LAST = 1000
@@ -61,9 +61,9 @@ class Score:
     has_floor: bool = False
     note: str | None = None
     options: Mapping[str, ScoreOption] = field(default_factory=dict)
-    of_split: Callable[[ScoredSplit], Sequence[ScoreGroup]] | None = None
+    of_split: Callable[[ScoredPredictions], Sequence[ScoreGroup]] | None = None
     of_two_splits: Callable[[], Sequence[DetectionForm]] | None = None
-    of_other_split: Callable[[Examples, str, Bootstrap | None], Row] | None = None
+    of_other_split: Callable[[ExampleStatistics, str, Bootstrap | None], Row] | None = None
     of_draws: Callable[[], Distance] | None = None
     computed_by: str | None = None
 
@@ -93,7 +93,7 @@ def further_names() -> list[str]:
     return [name for name, score in declared().items() if score.place == LAST]
 
 
-def split_scores(split: ScoredSplit, names: Collection[str] | None = None) -> list[ScoreGroup]:
+def split_scores(split: ScoredPredictions, names: Collection[str] | None = None) -> list[ScoreGroup]:
     """Every score of one split's predictions, or those of these names and what is computed with them."""
     scores = declared()
     split = replace(split, settings={name: one.default for name, one in options().items()} | dict(split.settings))
@@ -111,7 +111,7 @@ def detection_forms() -> dict[str, Sequence[DetectionForm]]:
     return {name: score.of_two_splits() for name, score in declared().items() if score.of_two_splits is not None}
 
 
-def other_split_rows(examples: Examples, ood: str, bootstrap: Bootstrap | None) -> list[Row]:
+def other_split_rows(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> list[Row]:
     """The rows of what predictions of an out-of-distribution split say by themselves."""
     makers = [score.of_other_split for score in declared().values()]
     return [make(examples, ood, bootstrap) for make in makers if make is not None]

@@ -8,11 +8,11 @@ from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.scored_predictions import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredPredictions
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 
-def of_split(split: ScoredSplit) -> list[ScoreGroup]:
+def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     """ECE and MCE of the largest probability, and the class-wise ECE."""
     from bnncli.evaluation.calibration import calibration_scores
     from bnncli.evaluation.class_wise import class_wise_scores

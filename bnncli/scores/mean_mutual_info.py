@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.scored_predictions import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredPredictions
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 
-def of_split(split: ScoredSplit) -> list[ScoreGroup]:
+def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     """Of predictions that have it."""
     from bnncli.evaluation.weighted_scores import ScoreForm, ScoreGroup, means
 

@@ -8,11 +8,11 @@ from bnncli.scores import Score
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
-    from bnncli.evaluation.example_statistics import Examples
+    from bnncli.evaluation.example_statistics import ExampleStatistics
     from bnncli.evaluation.metric_rows import Row
 
 
-def of_other_split(examples: Examples, ood: str, bootstrap: Bootstrap | None) -> Row:
+def of_other_split(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap | None) -> Row:
     """Of its examples alone."""
     from bnncli.evaluation.split_detection import mmc_row
 

@@ -8,11 +8,11 @@ from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
 if TYPE_CHECKING:
-    from bnncli.evaluation.scored_predictions import ScoredSplit
+    from bnncli.evaluation.scored_predictions import ScoredPredictions
     from bnncli.evaluation.weighted_scores import ScoreGroup
 
 
-def of_split(split: ScoredSplit) -> list[ScoreGroup]:
+def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     """Of the k that is set."""
     from bnncli.evaluation.weighted_scores import NO_LABELS, ScoreForm, ScoreGroup, means
 

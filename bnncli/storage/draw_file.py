@@ -30,14 +30,14 @@ BUFFER_BYTES = 64 << 20  # draws stay on their device until there are so many, o
 QUEUED = 2  # batches that wait for the writer, beside the one that it writes
 
 
-class _Batch(NamedTuple):
+class _PendingDraws(NamedTuple):
     """Draws (C, P) or (S, C, P) in the CPU's memory, and the event that says they have arrived; None where they have."""
 
     records: list[Tensor]
     arrival: Any = None
 
     @classmethod
-    def of(cls, records: list[Tensor]) -> _Batch:
+    def of(cls, records: list[Tensor]) -> _PendingDraws:
         """The draws; from a GPU by a copy into pinned memory that nobody waits for yet."""
         device = records[0].device
         if device.type != "cuda":
@@ -60,18 +60,18 @@ class _Writer:
 
     def __init__(self, stream: BinaryIO, digest: Any) -> None:
         self._stream, self._digest = stream, digest
-        self._queue: queue.Queue[_Batch | None] = queue.Queue(QUEUED)
+        self._queue: queue.Queue[_PendingDraws | None] = queue.Queue(QUEUED)
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="draws", daemon=True)
         self._thread.start()
 
-    def put(self, batch: _Batch) -> None:
-        """Have the batch written; waits while too many do already. Raises what writing an earlier one failed with."""
-        self._queue.put(batch)
+    def put(self, pending: _PendingDraws) -> None:
+        """Have them written; waits while too many do already. Raises what writing an earlier one failed with."""
+        self._queue.put(pending)
         self._raise()
 
     def settle(self) -> None:
-        """Wait until every batch is with the system. Raises what writing failed with."""
+        """Wait until all are with the system. Raises what writing failed with."""
         self._queue.join()
         self._raise()
         self._stream.flush()
@@ -86,10 +86,10 @@ class _Writer:
             raise self._failure
 
     def _run(self) -> None:
-        while (batch := self._queue.get()) is not None:
+        while (pending := self._queue.get()) is not None:
             try:
                 if self._failure is None:  # what comes after a hole would be read as what was to be there
-                    self._write(batch)
+                    self._write(pending)
             except Exception as error:  # of any kind: it belongs to the main thread
                 self._failure = error
             except BaseException as error:  # a thread that ended would be waited for without end
@@ -98,10 +98,10 @@ class _Writer:
             finally:
                 self._queue.task_done()
 
-    def _write(self, batch: _Batch) -> None:
-        if batch.arrival is not None:
-            batch.arrival.synchronize()
-        for record in batch.records:
+    def _write(self, pending: _PendingDraws) -> None:
+        if pending.arrival is not None:
+            pending.arrival.synchronize()
+        for record in pending.records:
             content = record.float().contiguous().numpy().astype("<f4", copy=False).data
             self._stream.write(content)
             self._digest.update(content)
@@ -199,7 +199,7 @@ class DrawFile:
         if self._buffer:
             records, self._buffer = self._buffer, []
             self._written += len(records)
-            self._writer.put(_Batch.of(records))
+            self._writer.put(_PendingDraws.of(records))
         return self._writer
 
     @contextmanager

@@ -15,12 +15,20 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import own_digest, published_meanwhile
 
-RECIPE = ("model", "model_arg", "last_layer", "mean", "std", "resize", "crop")  # parameters that all splits share
+SHARED_PARAMS = (
+    "model",
+    "model_arg",
+    "last_layer",
+    "mean",
+    "std",
+    "resize",
+    "crop",
+)  # parameters that all splits share
 
 
-def differences(theirs: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+def differences(theirs: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
     """The names of the parameters in which a split's differ from what all splits of a run share."""
-    return [name for name in recipe if theirs.get(name) != recipe[name]]
+    return [name for name in shared if theirs.get(name) != shared[name]]
 
 
 def replaced_in_part(header: Header) -> Header | None:
@@ -41,18 +49,18 @@ def of_another_recipe(header: Header) -> tuple[Header, str] | None:
     params = header.provenance["params"]
     if "model" not in params:
         return None
-    recipe, found = {name: params.get(name) for name in RECIPE}, []
+    shared, found = {name: params.get(name) for name in SHARED_PARAMS}, []
     for path in sorted(header.path.parent.glob("[!.]*.h5")):
         other = _read(header, path.stem)
         if other is None or other.kind != "features" or other.weights_digest != header.weights_digest:
             continue
         theirs = other.provenance["params"]
-        if "model" in theirs and differences(theirs, recipe):
+        if "model" in theirs and differences(theirs, shared):
             found.append(other)
     if not found:
         return None
     newest = max(found, key=lambda other: str(other.provenance.get("created_at")))
-    name = differences(newest.provenance["params"], recipe)[0]
+    name = differences(newest.provenance["params"], shared)[0]
     there, here = (_said(one.provenance["params"].get(name)) for one in (newest, header))
     return (
         newest,

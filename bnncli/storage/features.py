@@ -25,7 +25,7 @@ CHECK_TOLERANCE = {"float32": 1e-3, "float16": 2e-2}
 
 
 @dataclass(frozen=True)
-class FeatureSplit:
+class FeatureFile:
     """One split's features.
 
     Attributes:
@@ -54,7 +54,7 @@ class FeatureSplit:
 
 def write_features(
     target: Path,
-    split: FeatureSplit,
+    split: FeatureFile,
     *,
     preprocess: Mapping[str, Any],
     layer: str | None,
@@ -92,7 +92,7 @@ def write_features(
     return write_hdf5(target, arrays, texts, kind="features", meta=meta, provenance=made_from, may_replace=may_replace)
 
 
-def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:
+def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
     """The features of a split, after the self-check (and the digest, with is_full_check).
 
     Raises:
@@ -110,7 +110,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:
         if name not in arrays:
             raise DataError(f"{path}: has no {name}", code="damaged", path=path)
     classes = texts.get("classes", [])
-    split = FeatureSplit(
+    split = FeatureFile(
         name=str(header.meta.get("split", path.stem)),
         features=arrays["features"],
         labels=arrays.get("labels"),
@@ -127,7 +127,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureSplit:
     return split
 
 
-def check_split(path: Path, split: FeatureSplit) -> None:
+def check_split(path: Path, split: FeatureFile) -> None:
     """Raise DataError unless shapes agree, values are finite, labels are classes, and features give the logits."""
     rows, labels = len(split.features) if split.features.ndim == 2 else 0, split.labels
     if rows == 0 or split.sample_id.shape != (rows,):
@@ -195,7 +195,7 @@ def encoded_names(names: Sequence[str] | None) -> Array | None:
     return None if names is None else np.array([name.encode("utf-8", "backslashreplace") for name in names], dtype="S")
 
 
-def head_digest(split: FeatureSplit) -> str:
+def head_digest(split: FeatureFile) -> str:
     """Identity of the head that a split's features belong to."""
     parts = {"weight": split.head_weight, "bias": split.head_bias}
     return tensor_digest({name: part for name, part in parts.items() if part is not None})

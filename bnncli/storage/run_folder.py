@@ -130,17 +130,17 @@ class RunFolder:
                 return Path(name_or_file)
             raise MissingInput(f"{flag}: no file {name_or_file}", path=name_or_file)
         check_artifact_name(name_or_file, flag)
-        candidates = [self.posterior(name_or_file, suffix=suffix) for suffix in POSTERIOR_SUFFIXES]
-        for path in candidates:
+        places = [self.posterior(name_or_file, suffix=suffix) for suffix in POSTERIOR_SUFFIXES]
+        for path in places:
             if path.is_file():
                 return path
         names = [path.stem for path in self.posteriors()]
         near = difflib.get_close_matches(name_or_file, names, n=1)
         there, maker = ", ".join(names) or "none", f"did you mean {near[0]!r}?" if near else maker
         raise MissingInput(
-            f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {candidates[0]}; there: {there})",
+            f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {places[0]}; there: {there})",
             hint=maker,
-            path=candidates[0],
+            path=places[0],
         )
 
 

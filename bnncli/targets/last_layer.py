@@ -191,10 +191,10 @@ class LastLayerTarget:
         """Of the rows in index (B,): features (B, D) and label indicators (B, K), in the products' precision."""
         return self.rows(index), self.likelihood.indicators(self.labels[index], self.dtype).T
 
-    def minibatch(self, *examples: Tensor) -> Minibatch:
+    def minibatch(self, *examples: Tensor) -> MinibatchTarget:
         """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""
         features, indicators = examples
-        return Minibatch(self, features, indicators.T)
+        return MinibatchTarget(self, features, indicators.T)
 
     def with_prior(self, prior: Prior) -> LastLayerTarget:
         """The same data under another prior."""
@@ -258,7 +258,7 @@ def is_kept(num_bytes: int, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Minibatch:
+class MinibatchTarget:
     """What some examples tell of a target, in few operations and without checks, for steps of many.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of
-from bnncli.theta.layout import LogitMaker, Part, consecutive, parts_to_json
+from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +126,7 @@ class HeadLayout:
         return self == head
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ParamPart, ...]:
         """The weight, and the bias where there is one."""
         weight = ("head.weight", (self.num_outputs, self.num_features), False)
         return consecutive([weight, ("head.bias", (self.num_outputs,), True)] if self.has_bias else [weight])

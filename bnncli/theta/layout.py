@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bnncli.theta.head import HeadLayout
 
 
-class Part(NamedTuple):
+class ParamPart(NamedTuple):
     """A weight or a bias in theta.
 
     Args:
@@ -43,7 +43,7 @@ class ParamLayout(Protocol):
         """P."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ParamPart, ...]:
         """All of theta, in order."""
 
     def to_json(self) -> list[dict[str, object]]:
@@ -126,16 +126,16 @@ class LogitLayout(ParamLayout, Protocol):
         """The logits' derivatives by theta, (N, K, P), at inputs (N, ...) and one theta (P,)."""
 
 
-def consecutive(parts: Sequence[tuple[str, tuple[int, ...], bool]]) -> tuple[Part, ...]:
+def consecutive(parts: Sequence[tuple[str, tuple[int, ...], bool]]) -> tuple[ParamPart, ...]:
     """Parts that lie one behind the other, of their names, shapes, and whether they are biases."""
     offsets = [0]
     for _, shape, _ in parts:
         offsets.append(offsets[-1] + math.prod(shape))
     return tuple(
-        Part(name, shape, offset, is_bias) for (name, shape, is_bias), offset in zip(parts, offsets, strict=False)
+        ParamPart(name, shape, offset, is_bias) for (name, shape, is_bias), offset in zip(parts, offsets, strict=False)
     )
 
 
-def parts_to_json(parts: Sequence[Part]) -> list[dict[str, object]]:
+def parts_to_json(parts: Sequence[ParamPart]) -> list[dict[str, object]]:
     """Parts as posterior files state them: name, shape and offset of each."""
     return [{"name": part.name, "shape": list(part.shape), "offset": part.offset} for part in parts]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.layout import LogitMaker, Part, consecutive, parts_to_json
+from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +87,7 @@ class NetworkLayout:
         return HeadLayout(self.num_outputs, self.num_features) if self.num_layers == 1 else None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ParamPart, ...]:
         """Weight and bias of each layer."""
         found: list[tuple[str, tuple[int, ...], bool]] = []
         for index, shape in enumerate(self.shapes):

@@ -18,7 +18,7 @@ from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.model import LatentModel
 from bnncli.latent.multiplier import initial_model
 from bnncli.latent.prior import SpikeAndSlab
-from bnncli.latent.steps import Settings
+from bnncli.latent.steps import EstimatorSettings
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.coarse_gradient import choose_gradient
 from bnncli.targets.last_layer import LastLayerTarget
@@ -63,7 +63,7 @@ def fit_lbbnn(num_steps: int, *, estimator: str, is_streamed: bool, shuffles: bo
         multipliers = (initial_model(4, 2, seeded(), length=2, hidden=(5,), device=GPU),)
     factors = initial_factors(layout, 2, seeded(), device=GPU)
     model = LatentModel(layout, factors, SpikeAndSlab.constant(1).to(GPU), multipliers)
-    plan = Plan(1, batch_size=8, learning_rate=0.01, settings=Settings(estimator), shuffles=shuffles)
+    plan = Plan(1, batch_size=8, learning_rate=0.01, settings=EstimatorSettings(estimator), shuffles=shuffles)
     features, labels = examples(8 * num_steps)
     features = features if is_streamed else features.to(GPU)
     fitted, _ = fit_latent(model, features, labels, plan, generator=seeded())

@@ -12,7 +12,7 @@ from bnncli.evaluation import probabilities
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.calibration import Reliability, calibration_scores, reliability
 from bnncli.evaluation.class_wise import class_wise_scores
-from bnncli.evaluation.example_statistics import Examples, examples_of
+from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 
 
@@ -47,11 +47,11 @@ def bins_of(probs: NDArray, labels: NDArray, **settings: object) -> Reliability:
     return reliability(examples_of(probs, labels), **settings)
 
 
-def with_confidence(confidence: NDArray) -> Examples:
+def with_confidence(confidence: NDArray) -> ExampleStatistics:
     """Examples that are all right, with these confidences."""
     nothing = np.zeros(len(confidence))
     whole = np.zeros(len(confidence), dtype=int)
-    return Examples(2, confidence, whole, nothing, nothing, whole, whole == 0, confidence, whole)
+    return ExampleStatistics(2, confidence, whole, nothing, nothing, whole, whole == 0, confidence, whole)
 
 
 def predictions(num_classes: int, *, count: int = 400, seed: int = 0) -> tuple[NDArray, NDArray]:

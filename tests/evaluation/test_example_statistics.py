@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bnncli.errors import DataError
 from bnncli.evaluation import probabilities
-from bnncli.evaluation.example_statistics import Examples, examples_of
+from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 
 
 def predictions(num_classes: int, *, count: int = 300) -> tuple[NDArray, NDArray]:
@@ -23,7 +23,7 @@ def predictions(num_classes: int, *, count: int = 300) -> tuple[NDArray, NDArray
     return probs, generator.integers(num_classes, size=count)
 
 
-def vectors(examples: Examples) -> dict[str, NDArray]:
+def vectors(examples: ExampleStatistics) -> dict[str, NDArray]:
     return {spec.name: getattr(examples, spec.name) for spec in fields(examples) if spec.name != "num_classes"}
 
 

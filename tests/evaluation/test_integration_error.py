@@ -16,7 +16,7 @@ from bnncli.errors import DataError
 from bnncli.evaluation.integration_error import DrawGroups, balanced_halves, integration_error, integration_errors
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator
-from bnncli.integrators._groups import Groups, group_ends
+from bnncli.integrators._groups import DrawPartition, group_ends
 from bnncli.integrators.mc import DrawnMc
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
@@ -131,7 +131,7 @@ def test_chains_that_are_correlated_have_the_variance_of_their_theory() -> None:
     lags = np.arange(1, num_draws)
     theory = (1 + 2 * ((1 - lags / num_draws) * rho**lags).sum()) / (num_chains * num_draws)
     ends = group_ends(num_chains * num_draws, starts=range(0, num_chains * num_draws, num_draws))
-    groups = Groups.of(ends)
+    groups = DrawPartition.of(ends)
     told = []
     for repeat in chains.flatten(1).numpy():
         means = np.array([part.mean() for part in np.split(repeat, ends[:-1])])
@@ -149,7 +149,7 @@ def test_importance_weights_enter_the_variance() -> None:
     found = []
     for theta in theta_of:
         weights = (0.7 * theta[:, 0] + 0.5 * theta[:, 1]).double().softmax(dim=0)
-        groups = Groups.of(group_ends(300), weights)
+        groups = DrawPartition.of(group_ends(300), weights)
         drawn = DrawnMc(LAYOUT, theta, groups, weights)
         part = drawn.predict(None, features, group_rows=torch.arange(120)).group_probs  # type: ignore[arg-type]
         assert part is not None

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.detection import Ranking
-from bnncli.evaluation.example_statistics import Examples, examples_of
+from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.scored_predictions import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredPredictions
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.options.assertions import parse_score
 from bnncli.options.compare import compared
@@ -24,7 +24,7 @@ def wanted(*texts: str) -> list:
     return [parse_score(text, "--metric", compared()) for text in texts]
 
 
-def predictions(seed: int, labels: NDArray) -> tuple[NDArray, Examples]:
+def predictions(seed: int, labels: NDArray) -> tuple[NDArray, ExampleStatistics]:
     logits = np.random.default_rng(seed).normal(size=(len(labels), 4)) + 1.5 * np.eye(4)[labels]
     probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     return probs, examples_of(probs, labels)
@@ -36,7 +36,7 @@ def labels() -> NDArray:
 
 
 def test_scores_and_their_standard_errors_are_those_of_evaluate(labels: NDArray) -> None:
-    groups = [split_scores(ScoredSplit(*predictions(seed, labels))) for seed in (1, 2, 3)]
+    groups = [split_scores(ScoredPredictions(*predictions(seed, labels))) for seed in (1, 2, 3)]
     resampling = Bootstrap(50, seed=3)
     found = measure_split(
         groups, wanted("nll", "ece:equal-mass", "accuracy", "ece"), split=("test", SIZE), bootstrap=resampling
@@ -52,7 +52,7 @@ def test_scores_and_their_standard_errors_are_those_of_evaluate(labels: NDArray)
 
 
 def test_replicates_are_paired_between_predictions(labels: NDArray) -> None:
-    scores = split_scores(ScoredSplit(*predictions(1, labels)))
+    scores = split_scores(ScoredPredictions(*predictions(1, labels)))
     one, same = measure_split([scores, scores], wanted("brier"), split=("test", SIZE), bootstrap=Bootstrap(20))
     np.testing.assert_array_equal(one[0].replicates, same[0].replicates)
     assert one[0].key == same[0].key
@@ -65,7 +65,7 @@ def test_differences_below_the_rounding_of_float32_keep_their_digits() -> None:
     for shift in (0.0, 1e-6):
         shifted = logits + shift * generator.normal(size=logits.shape)
         probs = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
-        groups.append(split_scores(ScoredSplit(probs, examples_of(probs, labels))))
+        groups.append(split_scores(ScoredPredictions(probs, examples_of(probs, labels))))
         losses.append(-np.log(probs[np.arange(5000), labels]))
     resampling = Bootstrap(50)
     one, other = measure_split(groups, wanted("nll"), split=("test", 5000), bootstrap=resampling)
@@ -79,7 +79,9 @@ def test_differences_below_the_rounding_of_float32_keep_their_digits() -> None:
 def test_an_undefined_score_has_its_reason(labels: NDArray) -> None:
     probs, _ = predictions(1, labels)
     (found,) = measure_split(
-        [split_scores(ScoredSplit(probs, examples_of(probs)))], wanted("nll", "mean_entropy"), split=("test", SIZE)
+        [split_scores(ScoredPredictions(probs, examples_of(probs)))],
+        wanted("nll", "mean_entropy"),
+        split=("test", SIZE),
     )
     assert [(one.value is None, one.undefined) for one in found] == [(True, "no labels"), (False, None)]
     assert found[1].replicates is None

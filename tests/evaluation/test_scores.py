@@ -19,7 +19,7 @@ from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.ranking import NO_RANKING
-from bnncli.evaluation.scored_predictions import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredPredictions
 from bnncli.evaluation.weighted_scores import nll, nll_per_example
 from bnncli.scores import declared, split_scores
 
@@ -32,7 +32,7 @@ def rows_of(
     bootstrap: Bootstrap | None = None,
     **settings: Any,
 ) -> list[Row]:
-    scores = split_scores(ScoredSplit(probs, examples_of(probs, labels), mutual_info, settings=settings))
+    scores = split_scores(ScoredPredictions(probs, examples_of(probs, labels), mutual_info, settings=settings))
     return score_rows(scores, ("test", len(probs)), bootstrap)
 
 

@@ -10,18 +10,18 @@ import pytest
 from numpy.typing import NDArray
 
 from bnncli.evaluation.bootstrap import Bootstrap
-from bnncli.evaluation.example_statistics import Examples
+from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.selective_prediction import selective_scores
 
 
-def examples(confidence: Sequence[float] | NDArray, is_right: Sequence[bool] | NDArray) -> Examples:
+def examples(confidence: Sequence[float] | NDArray, is_right: Sequence[bool] | NDArray) -> ExampleStatistics:
     """Examples with these confidences, right or wrong."""
     level, right = np.asarray(confidence, dtype=float), np.asarray(is_right, dtype=bool)
     whole = np.where(right, 0, 1)
-    return Examples(2, level, 0 * whole, level, level, whole, right, level, whole)
+    return ExampleStatistics(2, level, 0 * whole, level, level, whole, right, level, whole)
 
 
-def areas(one: Examples, weights: NDArray | None = None) -> NDArray:
+def areas(one: ExampleStatistics, weights: NDArray | None = None) -> NDArray:
     statistic = selective_scores(one).statistic
     assert statistic is not None
     return statistic(np.ones((1, len(one))) if weights is None else weights)

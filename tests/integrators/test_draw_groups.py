@@ -17,7 +17,7 @@ from scipy import special
 from bnncli import integrators
 from bnncli.errors import DataError
 from bnncli.integrators import _averages, _groups, load_integrator
-from bnncli.integrators._groups import Groups, group_ends, kept_rows, scramble_ends
+from bnncli.integrators._groups import DrawPartition, group_ends, kept_rows, scramble_ends
 from bnncli.integrators.mc import FEWEST_DRAWS, DrawnMc, sample_in_runs
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.model import LatentModel
@@ -83,7 +83,7 @@ def test_group_means_are_those_of_their_draws(
     monkeypatch.setattr(_averages, "_CHUNK_EXAMPLES", 5)
     theta, features = torch.randn(47, layout.num_params, generator=seeded()), torch.randn(18, 4, generator=seeded(1))
     weights = torch.rand(47, generator=seeded(2), dtype=torch.float64).softmax(dim=0) if is_weighted else None
-    groups, rows = Groups.of(group_ends(47), weights), torch.tensor([0, 3, 4, 11, 17])
+    groups, rows = DrawPartition.of(group_ends(47), weights), torch.tensor([0, 3, 4, 11, 17])
     found = DrawnMc(layout, theta, groups, weights).predict(None, features, group_rows=rows)  # type: ignore[arg-type]
     logits = layout.logits(features.double(), theta.double()).numpy()
     if layout.num_outputs == 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import load_integrator
-from bnncli.integrators._groups import Groups
+from bnncli.integrators._groups import DrawPartition
 from bnncli.integrators.importance import WeightedMc, importance_weights
 from bnncli.integrators.mc import DrawnMc
 from bnncli.posteriors.flow import Flow
@@ -86,7 +86,7 @@ def test_weights_enter_every_average() -> None:
     theta = 3 * torch.randn(40, LAYOUT.num_params, generator=seeded(), dtype=torch.float64)
     weights = torch.softmax(2 * torch.randn(40, generator=seeded(1), dtype=torch.float64), dim=0)
     features = torch.randn(9, 2, generator=seeded(2), dtype=torch.float64)
-    found = DrawnMc(LAYOUT, theta, Groups.of([40], weights), weights).predict(None, features)  # type: ignore[arg-type]
+    found = DrawnMc(LAYOUT, theta, DrawPartition.of([40], weights), weights).predict(None, features)  # type: ignore[arg-type]
     probs = special.softmax(LAYOUT.logits(features, theta).numpy(), axis=2)
     mean = np.tensordot(weights.numpy(), probs, 1)
     entropy = special.entr(mean).sum(axis=1)

@@ -27,8 +27,8 @@ from bnncli.latent.multiplier import Coupling, MultiplierModel, initial_model
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Inputs
 from bnncli.latent.steps import (
-    Batch,
-    Settings,
+    EstimatorSettings,
+    Minibatch,
     Step,
     differentiate,
     draw_logits,
@@ -379,7 +379,7 @@ def test_flows_learn_at_their_own_rate() -> None:
     multipliers = tuple(initial_model(i, 2, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
     model = LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2), multipliers)
     before = {name: part.detach().clone() for name, part in model.tensors()}
-    plan = Plan(epochs=1, batch_size=8, learning_rate=0.01, flow_rate=0.002, settings=Settings("mnf"))
+    plan = Plan(epochs=1, batch_size=8, learning_rate=0.01, flow_rate=0.002, settings=EstimatorSettings("mnf"))
     after = dict(fit_latent(model, features.float(), labels, plan, generator=generator(3))[0].tensors())
     for name, part in after.items():
         # The first step of Adam is the rate, with the gradient's sign.
@@ -400,17 +400,20 @@ def copy_with_grad(model: LatentModel) -> LatentModel:
     return LatentModel(model.layout, factors, model.prior, multipliers)
 
 
-def batch_of(layout: NetworkLayout, count: int = 7) -> Batch:
+def batch_of(layout: NetworkLayout, count: int = 7) -> Minibatch:
     features = torch.randn(count, layout.num_features, generator=generator(11), dtype=torch.float64)
     labels = torch.randint(0, layout.num_classes, (count,), generator=generator(12))
-    return Batch(features, labels, 0.2)
+    return Minibatch(features, labels, 0.2)
 
 
 @pytest.mark.parametrize("has_multipliers", [False, True])
 @pytest.mark.parametrize("variance", ["exact", "published"])
 def test_a_step_has_the_gradient_of_the_whole_bound(has_multipliers: bool, variance: str) -> None:
     model = model_of(SMALL, has_multipliers=has_multipliers, needs_grad=True)
-    batch, settings = batch_of(SMALL), Settings("mnf" if has_multipliers else "lrt", variance, multiplier_draws=3)
+    batch, settings = (
+        batch_of(SMALL),
+        EstimatorSettings("mnf" if has_multipliers else "lrt", variance, multiplier_draws=3),
+    )
     differentiate(model, batch, settings, generator(7))
 
     other = copy_with_grad(model)
@@ -450,7 +453,7 @@ def test_a_step_in_memory_of_the_step_before_has_the_same_gradient(estimator: st
     model = model_of(SMALL, has_multipliers=estimator == "mnf", needs_grad=True)
     space, gradients = workspace_of(model), []
     for seed in (1, 2, 1):
-        differentiate(model, batch_of(SMALL), Settings(estimator, temperature=0.5), generator(seed), space)
+        differentiate(model, batch_of(SMALL), EstimatorSettings(estimator, temperature=0.5), generator(seed), space)
         gradients.append([t.grad.clone() for name, t in model.tensors() if t.grad is not None])
     assert all(torch.equal(first, last) for first, last in zip(gradients[0], gradients[2], strict=True))
     assert not any(torch.equal(first, other) for first, other in zip(gradients[0], gradients[1], strict=True))
@@ -487,10 +490,10 @@ def test_a_step_never_waits_for_the_device(estimator: str, variance: str) -> Non
     learnt = [factors.bias_mean, factors.bias_rho, *moved.multiplier_parameters()]
     for tensor in learnt:
         tensor.requires_grad_()
-    batch = Batch(*(part.to("meta") for part in batch_of(SMALL)[:2]), 0.2)
+    batch = Minibatch(*(part.to("meta") for part in batch_of(SMALL)[:2]), 0.2)
     space = workspace_of(moved)
     for _ in range(2):
-        step = differentiate(moved, batch, Settings(estimator, variance), generator(1), space)
+        step = differentiate(moved, batch, EstimatorSettings(estimator, variance), generator(1), space)
     assert {step.log_likelihood.device.type, step.flow.device.type} == {"meta"}
     for tensor in (factors.mean, factors.rho, factors.logit, *learnt):
         assert tensor.grad is not None
@@ -500,7 +503,7 @@ def test_a_step_never_waits_for_the_device(estimator: str, variance: str) -> Non
 def test_a_step_with_relaxed_inclusions_has_the_gradient_of_its_bound() -> None:
     model = model_of(SMALL, needs_grad=True)
     batch = batch_of(SMALL)
-    differentiate(model, batch, Settings("concrete", temperature=0.5), generator(7))
+    differentiate(model, batch, EstimatorSettings("concrete", temperature=0.5), generator(7))
     other, rng = copy_with_grad(model), generator(7)
     factors = other.factors
     uniform = torch.rand(factors.mean.shape, generator=rng).double()
@@ -592,7 +595,7 @@ def test_the_bound_lies_below_the_log_evidence_and_close_to_it_where_the_factors
 def test_an_interrupted_fit_continues_to_the_same_bits() -> None:
     def fit(epochs_first: int | None) -> dict[str, Tensor]:
         features, labels, _ = batch_of(SMALL, 30)
-        plan = Plan(epochs=4, batch_size=8, learning_rate=0.01, settings=Settings("mnf", multiplier_draws=2))
+        plan = Plan(epochs=4, batch_size=8, learning_rate=0.01, settings=EstimatorSettings("mnf", multiplier_draws=2))
         states: list[dict[str, Tensor]] = []
 
         def start() -> LatentModel:
@@ -646,7 +649,7 @@ def test_a_learnt_prior_is_frozen_after_the_early_epochs() -> None:
     features, labels, _ = batch_of(SMALL, 30)
     model = LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2))
     states: list[dict[str, Tensor]] = []
-    plan = Plan(4, 8, 0.01, early_epochs=2, hyper_prior=True, prior_weight=2.0, settings=Settings("concrete"))
+    plan = Plan(4, 8, 0.01, early_epochs=2, hyper_prior=True, prior_weight=2.0, settings=EstimatorSettings("concrete"))
     fit_latent(
         model, features.float(), labels, plan,
         generator=generator(3), save=lambda state, is_last: states.append(dict(state)),
@@ -682,7 +685,7 @@ def test_batches_of_an_epoch_are_all_examples_once_each_with_its_share(
     layout, batches = NetworkLayout((1, 2)), []
     fits: list[float] = []
 
-    def watched(model: LatentModel, batch: Batch, *rest: Any) -> Step:
+    def watched(model: LatentModel, batch: Minibatch, *rest: Any) -> Step:
         batches.append(batch)
         step = differentiate(model, batch, *rest)
         fits.append(float(step.log_likelihood))

@@ -17,7 +17,7 @@ from bnncli.latent.fit import LatentLearner, Plan
 from bnncli.latent.model import LatentModel
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Inputs
-from bnncli.latent.steps import Batch, Settings, differentiate, workspace_of
+from bnncli.latent.steps import EstimatorSettings, Minibatch, differentiate, workspace_of
 from bnncli.targets.stream import FeatureBlocks
 from bnncli.theta import network as layouts
 from bnncli.theta.network import NetworkLayout
@@ -51,7 +51,9 @@ def step_of(layout: NetworkLayout, prior: SpikeAndSlab, estimator: str, variance
     model = LatentModel(layout, factors_of(layout), prior)
     features = torch.randn(7, layout.num_features, generator=seeded(11), dtype=torch.float64)
     labels = torch.randint(0, layout.num_classes, (7,), generator=seeded(12))
-    differentiate(model, Batch(features, labels, 0.2), Settings(estimator, variance), seeded(7), workspace_of(model))
+    differentiate(
+        model, Minibatch(features, labels, 0.2), EstimatorSettings(estimator, variance), seeded(7), workspace_of(model)
+    )
     return {name: part.grad for name, part in model.tensors() if part.grad is not None}
 
 
@@ -150,11 +152,11 @@ def test_a_layer_more_costs_the_operations_of_its_activations_alone(estimator: s
     for num_layers in (2, 6):
         layout = NetworkLayout((4,) * (num_layers + 1))
         model = LatentModel(layout, factors_of(layout), prior_of(num_layers))
-        batch = Batch(torch.ones(7, 4, dtype=torch.float64), torch.arange(7) % 4, 0.2)
+        batch = Minibatch(torch.ones(7, 4, dtype=torch.float64), torch.arange(7) % 4, 0.2)
         space = workspace_of(model)
         for _ in range(2):
             with Operations() as operations:
-                differentiate(model, batch, Settings(estimator), seeded(7), space)
+                differentiate(model, batch, EstimatorSettings(estimator), seeded(7), space)
         counts.append(operations.count)
     assert (counts[1] - counts[0]) / 4 <= most
 

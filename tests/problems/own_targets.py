@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 from bnncli.errors import UsageError
 from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.targets.target import LogJoint
-from bnncli.theta.layout import Part, consecutive, parts_to_json
+from bnncli.theta.layout import ParamPart, consecutive, parts_to_json
 from bnncli.theta.prior import Prior
 
 NOISE_SD = 1.5
@@ -24,7 +24,7 @@ class Pair:
     """theta = (a, b)."""
 
     num_params = 2
-    parts: tuple[Part, ...] = consecutive([("a", (), False), ("b", (), False)])
+    parts: tuple[ParamPart, ...] = consecutive([("a", (), False), ("b", (), False)])
 
     def to_json(self) -> list[dict[str, object]]:
         return parts_to_json(self.parts)

@@ -13,7 +13,7 @@ from scipy import stats
 
 from bnncli.errors import WriteError
 from bnncli.evaluation.paired import Sample, integration
-from bnncli.figures.comparison import Line, Panel, draw
+from bnncli.figures.comparison import Line, ScorePanel, draw
 
 LINES = [
     Line((0.30, 0.32), 0.31, (0.28, 0.34), False),
@@ -24,7 +24,7 @@ LINES = [
 
 def figure_of(panels: int = 1, zero: str | None = None) -> Any:
     names = ["map", "laplace", "hmc"]
-    shown = [Panel(f"score {place}", LINES) for place in range(panels)]
+    shown = [ScorePanel(f"score {place}", LINES) for place in range(panels)]
     return draw(shown, names, title="t", marked="best", plain="worse", tests="tests", zero=zero)
 
 

@@ -22,7 +22,7 @@ from bnncli.options import FitLbbnnOptions
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.run.inputs import open_posterior
 from bnncli.stages.fit_lbbnn import work
-from bnncli.stages.fit_lbbnn.report import Data, measure
+from bnncli.stages.fit_lbbnn.report import TrainingData, measure
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 from bnncli.theta.network import NetworkLayout
@@ -370,7 +370,7 @@ def test_the_expected_log_likelihood_is_that_of_the_best_repeat(best: int) -> No
     factors.bias_mean.zero_()
     factors.bias_rho.fill_(-50.0)
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)), best=best)
-    data = Data(torch.tensor([[1.0, 0.0], [2.0, 5.0]]), torch.tensor([1, 0]), None)
+    data = TrainingData(torch.tensor([[1.0, 0.0], [2.0, 5.0]]), torch.tensor([1, 0]), None)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None), device=torch.device("cpu"))
     run.stream = lambda name: generator_of(1)
     found = measure(run, posterior, data, variance="exact", estimator="lrt")

@@ -14,11 +14,11 @@ from PIL import Image
 from problems.command_line import Cli
 from scipy import integrate, special, stats
 
-from bnncli.figures.integrals import Panel, draw
+from bnncli.figures.integrals import ErrorPanel, draw
 from bnncli.integrators import _exact, load_integrator, settings_of, supports
 from bnncli.integrators._exact import exact_probs
 from bnncli.registry import names
-from bnncli.stages.integrals.gaussians import cases_for, predict, sigmoid_posterior, softmax_posterior
+from bnncli.stages.integrals.gaussians import integrators_for, predict, sigmoid_posterior, softmax_posterior
 
 COVARIANCE = [[2.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 1.0]]
 
@@ -95,13 +95,13 @@ def test_a_case_hands_integrators_exactly_its_moments() -> None:
 
 def test_every_registered_integrator_and_setting_is_judged() -> None:
     posterior = sigmoid_posterior(matrix([0.0, 1.0]), matrix([1.0, 2.0]))
-    judged = {case.name for case in cases_for(posterior, [])}
+    judged = {case.name for case in integrators_for(posterior, [])}
     fit = {name for name in names("integrators") if supports(name, posterior)}
     assert judged == {name for name in fit if not load_integrator(name).needs_target}
-    variants = {case.variant for case in cases_for(posterior, [])}
+    variants = {case.variant for case in integrators_for(posterior, [])}
     assert {"bridge-none", "bridge-conditional", "probit-difference", "mean-field-2", "logit-mc-qmc"} <= variants
     for name in judged:
-        changed = {setting for case in cases_for(posterior, [name]) for setting in case.settings}
+        changed = {setting for case in integrators_for(posterior, [name]) for setting in case.settings}
         assert changed == set(settings_of(load_integrator(name))) - {"points"}
 
 
@@ -127,9 +127,9 @@ def test_the_grid_ends_where_it_is_told(cli: Cli, extent: int, largest: float) -
 
 
 def test_draws_are_new_in_every_row(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Panel] = []
+    shown: list[ErrorPanel] = []
 
-    def keep(panels: list[Panel], *rest: Any, **words: Any) -> Any:
+    def keep(panels: list[ErrorPanel], *rest: Any, **words: Any) -> Any:
         shown.extend(panels)
         return draw(panels, *rest, **words)
 
@@ -144,7 +144,7 @@ def test_draws_are_new_in_every_row(cli: Cli, tmp_path: Path, monkeypatch: pytes
 
 def test_draws_are_new_in_every_cell() -> None:
     posterior = sigmoid_posterior(torch.zeros(200).double(), torch.full((200,), 9.0).double())
-    (case,) = [case for case in cases_for(posterior, ["mc"]) if not case.settings]
+    (case,) = [case for case in integrators_for(posterior, ["mc"]) if not case.settings]
     probs = predict(case, posterior, num_samples=100, generator=torch.Generator().manual_seed(0)).probs[:, 1]
     deviation = math.sqrt(exact_second_moment() - 0.25)
     assert probs.std().item() == pytest.approx(deviation / 10, rel=4 / math.sqrt(400))
@@ -229,7 +229,7 @@ def test_the_map_shows_the_errors_where_they_are() -> None:
     errors = np.full((3, 4), 1e-3)
     errors[2, 1] = 0.1
     means, sds = np.linspace(-3, 3, 4), np.linspace(1, 3, 3)
-    figure = draw([Panel(["one", "two"], errors, (-1.0, 3.0)), Panel(["best"], 0 * errors, (0.0, 1.0))], means, sds, title="t")  # fmt: skip
+    figure = draw([ErrorPanel(["one", "two"], errors, (-1.0, 3.0)), ErrorPanel(["best"], 0 * errors, (0.0, 1.0))], means, sds, title="t")  # fmt: skip
     first, second, bar = figure.axes
     assert first.images[0].get_array().argmax() == 9
     assert first.images[0].origin == "lower"

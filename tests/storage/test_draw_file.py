@@ -96,7 +96,7 @@ def test_the_writer_waits_for_a_copy_before_it_reads_it(tmp_path: Path) -> None:
 
     store = open_file(tmp_path)
     for place, record in enumerate(late):
-        store._send().put(draw_file._Batch([record], Arrival(place)))
+        store._send().put(draw_file._PendingDraws([record], Arrival(place)))
     store.flush()
     assert store.digest == digest_of(expected)
     store.remove()

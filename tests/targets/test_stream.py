@@ -17,7 +17,7 @@ from bnncli.errors import DataError, DeviceError
 from bnncli.machine import devices
 from bnncli.storage import features as feature_files
 from bnncli.storage import hdf5
-from bnncli.storage.features import FeatureSplit, read_features, write_features
+from bnncli.storage.features import FeatureFile, read_features, write_features
 from bnncli.targets import last_layer, pinned_rows, stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.pinned_rows import PinnedRows
@@ -32,7 +32,7 @@ N = 3000
 def write_split(path: Path, features: np.ndarray) -> None:
     rows = len(features)
     labels, ids = np.arange(rows) % 3, np.arange(rows)
-    split = FeatureSplit("train", features, labels, ids, ["a", "b", "c"], None, None, None, is_ood=False)
+    split = FeatureFile("train", features, labels, ids, ["a", "b", "c"], None, None, None, is_ood=False)
     provenance = {"params_hash": "", "params": {}, "algo_rev": 1, "command": ["bnncli"], "inputs": []}
     nothing: dict[str, Any] = {"layer": None, "order_digest": "", "source": "", "may_replace": False}
     write_features(path, split, preprocess={}, provenance=provenance, **nothing)

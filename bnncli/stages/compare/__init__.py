@@ -13,7 +13,7 @@ from bnncli.evaluation.standings import standings
 from bnncli.options import CompareOptions, InputOptions, WriteOptions
 from bnncli.options.assertions import Quantity
 from bnncli.options.command import READ, Argument, Command
-from bnncli.run.prediction_groups import Group, open_groups
+from bnncli.run.prediction_groups import PredictionGroup, open_groups
 from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Result, Run, source_json
 from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
@@ -89,10 +89,12 @@ def _runs(run: Run) -> list[Run]:
     return runs
 
 
-def _shared(runs: Sequence[Run], found: Sequence[Sequence[Group]], split: str) -> dict[str, list[Group]]:
+def _shared(
+    runs: Sequence[Run], found: Sequence[Sequence[PredictionGroup]], split: str
+) -> dict[str, list[PredictionGroup]]:
     """The groups that every run has with predictions of the split, by name, one for each run."""
     labels = {(group.name, group.posterior, group.variant): None for groups in found for group in groups}
-    shared: dict[str, list[Group]] = {}
+    shared: dict[str, list[PredictionGroup]] = {}
     left_out: dict[str, list[str]] = {}  # by the checkpoints that lack them
     for label in labels:
         own = [
@@ -124,7 +126,7 @@ def _shared(runs: Sequence[Run], found: Sequence[Sequence[Group]], split: str) -
     return shared
 
 
-def _baseline(run: Run, options: CompareOptions, groups: list[Group]) -> int | None:
+def _baseline(run: Run, options: CompareOptions, groups: list[PredictionGroup]) -> int | None:
     """The place of the posterior that --baseline names. Raises MissingInput or UsageError where there is not one."""
     name = options.baseline
     if name is None:
@@ -143,7 +145,9 @@ def _baseline(run: Run, options: CompareOptions, groups: list[Group]) -> int | N
     return found[0]
 
 
-def _check_same_examples(runs: Sequence[Run], options: CompareOptions, groups: dict[str, list[Group]]) -> None:
+def _check_same_examples(
+    runs: Sequence[Run], options: CompareOptions, groups: dict[str, list[PredictionGroup]]
+) -> None:
     """Raise DataError unless all posteriors of a checkpoint predict the same examples; warn where checkpoints differ."""
     identities: dict[str, set[Any]] = {}
     for place in range(len(next(iter(groups.values())))):
@@ -167,7 +171,7 @@ def _check_same_examples(runs: Sequence[Run], options: CompareOptions, groups: d
             runs[0].console.warn(f"split {name!r} holds other examples for some checkpoints than for others")
 
 
-def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[Group]) -> None:
+def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> None:
     """Raise when a score that was asked for by name is not there, or undefined for every posterior."""
     for text, wanted in zip(options.metric, options.scores, strict=False):
         own = [column for column in columns if column.answers(wanted)]
@@ -180,7 +184,7 @@ def _check_wanted(options: CompareOptions, columns: Sequence[Column], groups: Se
             )
 
 
-def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[Group]) -> str:
+def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[PredictionGroup]) -> str:
     """What could have been meant, in brackets: the columns of the metric, or the splits and scores of a detection."""
     there = [column.form for column in columns if column.row["name"] == wanted.metric]
     if there:
@@ -192,7 +196,7 @@ def _in_its_place(wanted: Quantity, columns: Sequence[Column], groups: Sequence[
 
 
 def _compare(
-    options: CompareOptions, groups: dict[str, list[Group]], columns: Sequence[Column], baseline: int | None
+    options: CompareOptions, groups: dict[str, list[PredictionGroup]], columns: Sequence[Column], baseline: int | None
 ) -> Comparison:
     judged = [
         standings(
@@ -217,14 +221,14 @@ def _compare(
     )
 
 
-def _name(groups: Sequence[Group], split: str) -> Name:
+def _name(groups: Sequence[PredictionGroup], split: str) -> Name:
     """What the predictions of one posterior, for each checkpoint, are called."""
     draws = {num_draws(group, group.splits(is_ood=False)[split]) for group in groups}
     own = groups[0]
     return Name(own.name, own.posterior, own.integrator, own.variant, draws.pop() if len(draws) == 1 else None)
 
 
-def _inputs(groups: dict[str, list[Group]]) -> list[dict[str, str]]:
+def _inputs(groups: dict[str, list[PredictionGroup]]) -> list[dict[str, str]]:
     return [
         source_json(Source(f"predictions.{label}.{header.meta['split']}", header.path, header.content_digest))
         for label, own in groups.items()

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from bnncli.detectors import example_scores, of_probabilities
-from bnncli.evaluation.example_statistics import Examples, examples_of
+from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.integration_error import DrawGroups, IntegrationError, integration_errors
-from bnncli.evaluation.scored_predictions import ScoredSplit
+from bnncli.evaluation.scored_predictions import ScoredPredictions
 from bnncli.integrators import load_integrator
 from bnncli.options.assertions import Quantity
-from bnncli.run.score_rows import SplitPredictions
+from bnncli.run.score_rows import PredictedSplit
 from bnncli.scores import split_scores
 from bnncli.stages.compare.paired_scores import Measured, measure_detection, measure_split
 from bnncli.storage.headers import Header
@@ -21,7 +21,7 @@ from bnncli.storage.headers import Header
 Key = tuple[tuple[str, str], ...]
 # Of each score: its error, or the reason why it is not known.
 Known = dict[Key, IntegrationError | str]
-Measure = Callable[[list[Examples], list[np.ndarray]], list[Measured]]
+Measure = Callable[[list[ExampleStatistics], list[np.ndarray]], list[Measured]]
 
 _NO_DRAWS = IntegrationError(0.0, 1.0)
 _NO_GROUPS = (
@@ -32,7 +32,7 @@ _NOT_OF_PROBABILITIES = "this score is not made of the class probabilities alone
 
 
 def split_errors(
-    prediction: SplitPredictions, wanted: Sequence[Quantity], measured: Sequence[Measured], settings: Mapping[str, Any]
+    prediction: PredictedSplit, wanted: Sequence[Quantity], measured: Sequence[Measured], settings: Mapping[str, Any]
 ) -> Known:
     """The integration errors of scores of one split.
 
@@ -43,19 +43,19 @@ def split_errors(
 
     names = [one.metric for one in wanted]
 
-    def measure(examples: list[Examples], probs: list[np.ndarray]) -> list[Measured]:
-        scores = split_scores(ScoredSplit(probs[0], examples[0], settings=settings), names)
+    def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[Measured]:
+        scores = split_scores(ScoredPredictions(probs[0], examples[0], settings=settings), names)
         return measure_split([scores], wanted, split=("", len(examples[0])))[0]
 
     return _errors([prediction], measure, measured)
 
 
 def detection_errors(
-    inside: SplitPredictions, outside: SplitPredictions, wanted: Sequence[Quantity], measured: Sequence[Measured]
+    inside: PredictedSplit, outside: PredictedSplit, wanted: Sequence[Quantity], measured: Sequence[Measured]
 ) -> Known:
     """The integration errors of scores of telling one split from another, by scores of the class probabilities."""
 
-    def measure(examples: list[Examples], probs: list[np.ndarray]) -> list[Measured]:
+    def measure(examples: list[ExampleStatistics], probs: list[np.ndarray]) -> list[Measured]:
         vectors = [example_scores(of_probabilities(), one, _no_array) for one in examples]
         ood = (outside.name, len(examples[1]))
         return measure_detection([(vectors[0], vectors[1])], wanted, split=("", len(examples[0])), ood=ood)[0]
@@ -63,7 +63,7 @@ def detection_errors(
     return _errors([inside, outside], measure, measured)
 
 
-def _errors(splits: Sequence[SplitPredictions], measure: Measure, measured: Sequence[Measured]) -> Known:
+def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequence[Measured]) -> Known:
     """The errors of what a measure finds in the predictions of halves of the draws."""
     keys = [one.key for one in measured]
     if not load_integrator(str(splits[0].header.meta["integrator"])).is_sampling:

@@ -15,9 +15,9 @@ from bnncli.evaluation.paired import Sample, integration
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import CompareOptions
 from bnncli.options.assertions import Quantity
-from bnncli.run.prediction_groups import Group
+from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_assertions import find_metric, forms
-from bnncli.run.score_rows import SplitPredictions
+from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Run
 from bnncli.scores import declared, split_scores
 from bnncli.stages.compare.integration import Known, detection_errors, split_errors
@@ -60,7 +60,7 @@ class Column:
         return bool(find_metric([self.row], wanted))
 
 
-def measure(run: Run, options: CompareOptions, groups: dict[str, list[Group]]) -> list[Column]:
+def measure(run: Run, options: CompareOptions, groups: dict[str, list[PredictionGroup]]) -> list[Column]:
     """The scores wanted of every posterior, in the order wanted; groups has a group for each checkpoint."""
     num_checkpoints = len(next(iter(groups.values())))
     bootstrap = Bootstrap(options.bootstrap, 1 - options.alpha, options.seed) if num_checkpoints == 1 else None
@@ -92,26 +92,26 @@ def measure(run: Run, options: CompareOptions, groups: dict[str, list[Group]]) -
     return columns
 
 
-def _integration_errors(options: CompareOptions, group: Group, measured: Sequence[Measured]) -> Known:
+def _integration_errors(options: CompareOptions, group: PredictionGroup, measured: Sequence[Measured]) -> Known:
     """Those of all scores of one posterior."""
-    inside = SplitPredictions(group.splits(is_ood=False)[options.split])
+    inside = PredictedSplit(group.splits(is_ood=False)[options.split])
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
     other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
     own = [one for one in measured if "ood" not in one.row]
     found = split_errors(inside, own_wanted, own, options.settings) if own else {}
     for name, header in group.splits(is_ood=True).items():
         others = [one for one in measured if one.row.get("ood") == name]
-        found |= detection_errors(inside, SplitPredictions(header), other_wanted, others) if others else {}
+        found |= detection_errors(inside, PredictedSplit(header), other_wanted, others) if others else {}
     return found
 
 
 def _measure_checkpoint(
-    run: Run, options: CompareOptions, groups: Sequence[Group], bootstrap: Bootstrap | None
+    run: Run, options: CompareOptions, groups: Sequence[PredictionGroup], bootstrap: Bootstrap | None
 ) -> list[list[Measured]]:
     """The scores wanted of each posterior of one checkpoint."""
     own_wanted = [wanted for wanted in options.scores if wanted.metric not in OF_TWO_SPLITS]
     other_wanted = [wanted for wanted in options.scores if wanted.metric in OF_TWO_SPLITS]
-    inside = [SplitPredictions(group.splits(is_ood=False)[options.split]) for group in groups]
+    inside = [PredictedSplit(group.splits(is_ood=False)[options.split]) for group in groups]
     split = (options.split, len(inside[0].examples))
     measured: list[list[Measured]] = [[] for _ in groups]
     if own_wanted:
@@ -122,7 +122,7 @@ def _measure_checkpoint(
     for ood in others:
         run.console.poll(f"compare {ood}")
         places = [place for place, group in enumerate(groups) if ood in group.splits(is_ood=True)]
-        outside = [SplitPredictions(groups[place].splits(is_ood=True)[ood]) for place in places]
+        outside = [PredictedSplit(groups[place].splits(is_ood=True)[ood]) for place in places]
         names = needed_scores(of_predictions(), other_wanted, ood)
         vectors = [
             (inside[place].detection_scores(names), far.detection_scores(names))

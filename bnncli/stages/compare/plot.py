@@ -74,7 +74,7 @@ def _draw(comparison: Comparison) -> Figure:
     shown = "means" if many else "values"
     subject = f"{shown} of scores" if zero is None else f"differences from {zero}"
     panels = [
-        figure.Panel(
+        figure.ScorePanel(
             title + _BETTER[column.row["higher_is_better"]],
             [_line(comparison, column, place, row) for row in range(len(comparison.names))],
         )

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from bnncli.evaluation.paired import Sample
 from bnncli.evaluation.standings import Standing, fewest_replicates
 from bnncli.options import CompareOptions
-from bnncli.run.prediction_groups import Group
+from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Run
 from bnncli.stages.compare.tables import Comparison
 
 _MOST_DRAWS = 10_000  # suggested: where more would be needed the posteriors hardly differ but for the draws
 
 
-def power_warnings(run: Run, options: CompareOptions, comparison: Comparison, groups: Sequence[Group]) -> list[str]:
+def power_warnings(
+    run: Run, options: CompareOptions, comparison: Comparison, groups: Sequence[PredictionGroup]
+) -> list[str]:
     """Warnings, a line each.
 
     Args:
@@ -70,7 +72,7 @@ def _ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Sta
     return min(ratios, default=0.0)
 
 
-def _too_few_draws(run: Run, group: Group, draws: int | None, ratios: dict[str, float]) -> str:
+def _too_few_draws(run: Run, group: PredictionGroup, draws: int | None, ratios: dict[str, float]) -> str:
     """The warning that a posterior's draws limit its comparison, and how many would make its error half of the examples'."""
     header = group.headers[0]
     text = (

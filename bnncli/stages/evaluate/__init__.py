@@ -10,7 +10,7 @@ from bnncli.options import EvaluateOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import spelled
 from bnncli.run import revisions as _revisions
-from bnncli.run.prediction_groups import Group, Skipped, open_groups
+from bnncli.run.prediction_groups import PredictionGroup, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_assertions import Absent, check_names, failure_text, hold_against
 from bnncli.run.score_rows import group_rows, warn_of_rare_classes
@@ -85,7 +85,9 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     return total
 
 
-def _with_curves(run: Run, options: EvaluateOptions, group: Group, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_curves(
+    run: Run, options: EvaluateOptions, group: PredictionGroup, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The rows of a group with their curves; those of splits that were not asked for as they are."""
     found = curves_of(run, group, options.split, num_bins=options.settings["bins"])
     return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
@@ -97,7 +99,7 @@ def _without_classes(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "metrics": metrics}
 
 
-def _row_names(options: EvaluateOptions, group: Group) -> list[dict[str, Any]]:
+def _row_names(options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
     """What the rows of a group, and those of its features, are called, before their scores are known."""
     names = {"name": group.name, "posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
     splits = list(group.splits(is_ood=False))
@@ -162,7 +164,7 @@ def _check_defined(options: EvaluateOptions, rows: list[dict[str, Any]]) -> None
                 raise DataError(f"--metric {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
 
 
-def _evaluate(run: Run, options: EvaluateOptions, group: Group, reference: Reference) -> Result:
+def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, reference: Reference) -> Result:
     sources = [
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
     ]

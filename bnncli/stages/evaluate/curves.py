@@ -11,9 +11,9 @@ from bnncli.errors import WriteError
 from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
 from bnncli.names import posterior_title
 from bnncli.options.assertions import Quantity
-from bnncli.run.prediction_groups import Group
+from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.score_assertions import find_metric
-from bnncli.run.score_rows import SplitPredictions
+from bnncli.run.score_rows import PredictedSplit
 from bnncli.run.session import Result, Run
 from bnncli.stages.evaluate.thinned import is_latent
 from bnncli.storage.figures import check_figure_path, write_figure
@@ -36,20 +36,20 @@ class Plot:
     ood: str | None = None
 
 
-def curves_of(run: Run, group: Group, splits: Sequence[str], *, num_bins: int) -> dict[str, Row]:
+def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bins: int) -> dict[str, Row]:
     """The curves of one posterior's predictions of each in-distribution split (all when none is named), by split.
 
     `reliability` and `risk_coverage` are None without labels; `roc` has a curve for each out-of-distribution split. A split
     without examples has none of them.
     """
-    outside = [SplitPredictions(header) for header in group.splits(is_ood=True).values()]
+    outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     latent = group.posterior_path if is_latent(group.posterior_path) else None
     found = {}
     for name, header in group.splits(is_ood=False).items():
         if splits and name not in splits:
             continue
         run.console.poll(f"curves of {group.name}")
-        examples = SplitPredictions(header).examples
+        examples = PredictedSplit(header).examples
         is_labeled = examples.is_right is not None and len(examples) > 0
         curves: Row = {"reliability": None, "risk_coverage": None, "roc": {}}
         if is_labeled and examples.is_right is not None:
@@ -66,7 +66,7 @@ def curves_of(run: Run, group: Group, splits: Sequence[str], *, num_bins: int) -
     return found
 
 
-def planned_plots(run: Run, groups: Sequence[Group], splits: Sequence[str], folder: Path) -> list[Plot]:
+def planned_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[str], folder: Path) -> list[Plot]:
     """The figures that --plot will make, once their paths are known to be free.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from bnncli.detectors import Detector, Fitted, TrainingFeatures, declared, of_features
+from bnncli.detectors import Detector, FittedDetector, TrainingFeatures, declared, of_features
 from bnncli.errors import DataError
 from bnncli.evaluation.split_detection import detection_rows
 from bnncli.lazy import torch
@@ -18,7 +18,7 @@ from bnncli.options import EvaluateOptions
 from bnncli.options.evaluate import FEATURES_NAME
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
-from bnncli.run.prediction_groups import Group
+from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_rows import bootstrap_of
 from bnncli.run.session import Result, Run
@@ -31,7 +31,7 @@ _GROUP = f"{FEATURES_NAME}.{_INTEGRATOR}"  # what its metrics file is called
 Scores = dict[str, NDArray | str]
 
 
-def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[Group]) -> Result:
+def evaluate_features(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> Result:
     """Detection by every feature score between the splits that the groups have predictions of.
 
     Raises:
@@ -113,7 +113,7 @@ def _scores(
         options.detector_settings,
     )
     fitted = {name: _fit(detector, given) for name, detector in declared().items() if detector.of_features is not None}
-    for note in (note for one in fitted.values() if isinstance(one, Fitted) for note in one.notes):
+    for note in (note for one in fitted.values() if isinstance(one, FittedDetector) for note in one.notes):
         run.console.warn(note)
     makers = {name: fitted[declared()[name].computed_by or name] for name in of_features()}
     found: dict[str, Scores] = {}
@@ -127,7 +127,7 @@ def _scores(
     return found, {score: {} if isinstance(one, str) else one.choices for score, one in makers.items()}
 
 
-def _fit(detector: Detector, train: TrainingFeatures) -> Fitted | str:
+def _fit(detector: Detector, train: TrainingFeatures) -> FittedDetector | str:
     """The detector, or the reason why there is none."""
     assert detector.of_features is not None
     try:

@@ -7,23 +7,23 @@ from pathlib import Path
 
 from bnncli.errors import UsageError
 from bnncli.posteriors import LATENT_BINARY, SPARSE
-from bnncli.run.integrator_choice import kind_of
-from bnncli.run.prediction_groups import Group
+from bnncli.run.integrator_choice import type_of
+from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.scores.true_positive_rate import input_numbers
 from bnncli.storage.artifacts import read_header
 
 
 def is_latent(path: Path | None) -> bool:
     """Whether the posterior in a file is a latent binary network."""
-    return path is not None and path.is_file() and kind_of(read_header(path)) == LATENT_BINARY
+    return path is not None and path.is_file() and type_of(read_header(path)) == LATENT_BINARY
 
 
 def has_density(path: Path | None) -> bool:
     """Whether the posterior in a file is a network of which weights are out."""
-    return path is not None and path.is_file() and kind_of(read_header(path)) in (LATENT_BINARY, SPARSE)
+    return path is not None and path.is_file() and type_of(read_header(path)) in (LATENT_BINARY, SPARSE)
 
 
-def check_true_inputs(groups: Sequence[Group], true_inputs: str | None) -> None:
+def check_true_inputs(groups: Sequence[PredictionGroup], true_inputs: str | None) -> None:
     """Raise UsageError unless every group is of a latent binary network of one layer and a single logit with such inputs."""
     numbers = input_numbers(true_inputs)
     for group in groups if numbers else ():

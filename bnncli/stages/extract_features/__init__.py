@@ -34,7 +34,7 @@ from bnncli.storage.atomic import check_free_space
 from bnncli.storage.feature_set import differences
 from bnncli.storage.features import (
     CHECK_ROWS,
-    FeatureSplit,
+    FeatureFile,
     check_split,
     encoded_names,
     head_digest,
@@ -75,7 +75,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
         for one in splits
     ]
     note_changed(run, requests)
-    heads: dict[str, FeatureSplit] = {}
+    heads: dict[str, FeatureFile] = {}
     works = [
         Work(request, partial(_extract, run, network, split, names, heads))
         for split, request in zip(splits, requests, strict=True)
@@ -89,11 +89,11 @@ def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
 
 
 def _extract(
-    run: Run, network: NetworkFeatures, split: data.InputSplit, names: list[str], heads: dict[str, FeatureSplit]
+    run: Run, network: NetworkFeatures, split: data.InputSplit, names: list[str], heads: dict[str, FeatureFile]
 ) -> Computed:
     content, preprocess, layer = network.features(split)
     heads[split.name] = _without_rows(content)
-    _check_same_head(run, content, names, network.record, network.recipe)
+    _check_same_head(run, content, names, network.record, network.shared_params)
     return _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
 
 
@@ -135,7 +135,7 @@ def _request(
 
 
 def _publishable(
-    run: Run, content: FeatureSplit, preprocess: dict[str, Any], layer: str | None, order_digest: str, source: str
+    run: Run, content: FeatureFile, preprocess: dict[str, Any], layer: str | None, order_digest: str, source: str
 ) -> Computed:
     """A feature split that has passed its own check and fits the run's other splits."""
     target = run.folder.features(content.name)
@@ -162,7 +162,7 @@ def _publishable(
 
 
 def _check_same_head(
-    run: Run, content: FeatureSplit, names: list[str], record: dict[str, Any] | None, recipe: dict[str, Any]
+    run: Run, content: FeatureFile, names: list[str], record: dict[str, Any] | None, shared_params: dict[str, Any]
 ) -> None:
     """Splits of a run that this command does not make have its head, classes and preprocessing, unless they are stale."""
     weights_digest = record["weights_digest"] if record else None
@@ -172,10 +172,10 @@ def _check_same_head(
         if header.weights_digest != weights_digest:
             continue
         theirs = header.provenance.get("params", {})
-        for option in differences(theirs, recipe):
+        for option in differences(theirs, shared_params):
             raise DataError(
                 f"split {name!r} of this run was made with another --{option.replace('_', '-')} "
-                f"({theirs.get(option)} there, {recipe[option]} now)",
+                f"({theirs.get(option)} there, {shared_params[option]} now)",
                 code="mixed_options",
                 path=path,
                 hint="give the same options, all splits in one command with --force, or another --run-dir",
@@ -190,18 +190,18 @@ def _check_same_head(
     run_classes(run.folder, content, weights_digest=weights_digest, without=names)
 
 
-def _without_rows(content: FeatureSplit) -> FeatureSplit:
+def _without_rows(content: FeatureFile) -> FeatureFile:
     """A split's head, classes and width, without its examples."""
     return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
 
 
-def _head_of(run: Run, split: str, made: Mapping[str, FeatureSplit]) -> FeatureSplit:
+def _head_of(run: Run, split: str, made: Mapping[str, FeatureFile]) -> FeatureFile:
     """The head of a split: as this command has made it, or as it was there."""
     return made[split] if split in made else read_features(run.folder.features(split))
 
 
 def _make_map(
-    run: Run, options: ExtractFeaturesOptions, content: FeatureSplit, checkpoint: dict[str, Any] | None
+    run: Run, options: ExtractFeaturesOptions, content: FeatureFile, checkpoint: dict[str, Any] | None
 ) -> Result:
     """The network as trained, as a posterior with all its mass at the head's weights."""
     weight, bias = content.head_weight, content.head_bias
@@ -257,7 +257,7 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
         source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
         requests.append(_request(run, split.name, None, params, [source], len(split)))
     note_changed(run, requests)
-    heads: dict[str, FeatureSplit] = {}
+    heads: dict[str, FeatureFile] = {}
     works = [
         Work(request, partial(_ready, run, options, split, head, num_classes, names, heads))
         for split, request in zip(splits, requests, strict=True)
@@ -311,10 +311,10 @@ def _ready(
     head: ReadyHead | None,
     num_classes: int,
     names: list[str],
-    heads: dict[str, FeatureSplit],
+    heads: dict[str, FeatureFile],
 ) -> Computed:
     features = split.dataset.read(split.rows)[0].numpy()
-    content = FeatureSplit(
+    content = FeatureFile(
         name=split.name,
         features=features.astype(options.dtype, copy=False),
         labels=None if split.labels is None else split.labels.numpy(),

@@ -9,13 +9,13 @@ import numpy as np
 from torch import Tensor
 
 from bnncli.data import InputSplit
-from bnncli.extraction.features import ExtractedBatch, Head
+from bnncli.extraction.features import Extracted, Head
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.network import Network
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.splits import class_names, model_identity
-from bnncli.storage.feature_set import RECIPE
-from bnncli.storage.features import CHECK_ROWS, FeatureSplit, encoded_names
+from bnncli.storage.feature_set import SHARED_PARAMS
+from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
 
 
 class NetworkFeatures:
@@ -43,10 +43,10 @@ class NetworkFeatures:
         }
 
     @property
-    def recipe(self) -> dict[str, Any]:
+    def shared_params(self) -> dict[str, Any]:
         """The options that all splits of a run must share."""
         own = model_identity(self.options)
-        return {name: own[name] if name in own else getattr(self.options, name) for name in RECIPE}
+        return {name: own[name] if name in own else getattr(self.options, name) for name in SHARED_PARAMS}
 
     @cached_property
     def head(self) -> Head | None:
@@ -64,7 +64,7 @@ class NetworkFeatures:
         counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
-    def features(self, split: InputSplit) -> tuple[FeatureSplit, dict[str, Any], str | None]:
+    def features(self, split: InputSplit) -> tuple[FeatureFile, dict[str, Any], str | None]:
         """One split's features, what was done to its inputs, and the name of the last layer."""
         options, head = self.options, self.head
         whole = self.network.features(
@@ -75,7 +75,7 @@ class NetworkFeatures:
             dtype=options.dtype,
         )
         weight, bias = (None, None) if head is None else (head.weight, head.bias)
-        content = FeatureSplit(
+        content = FeatureFile(
             name=split.name,
             features=whole.features.numpy(),
             labels=_labels(split, whole),
@@ -107,7 +107,7 @@ def _largest_label(split: InputSplit) -> int:
     return max(int(batch.labels.max()) for batch in split.batches(512) if batch.labels is not None)
 
 
-def _labels(split: InputSplit, whole: ExtractedBatch) -> np.ndarray | None:
+def _labels(split: InputSplit, whole: Extracted) -> np.ndarray | None:
     known = split.labels if split.labels is not None else whole.labels
     return None if known is None or split.is_ood else known.numpy().astype(np.int64)
 

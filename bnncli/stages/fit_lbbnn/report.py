@@ -25,7 +25,7 @@ NUM_PASSES = 8  # over the data, for the expected log likelihood
 FLOW_DRAWS = 64  # of multipliers and weights, NUM_PASSES at once
 
 
-class Data(NamedTuple):
+class TrainingData(NamedTuple):
     """What a fit is measured on: features (N, D) wherever they lie, labels (N,) on the device, and how inputs are scaled."""
 
     features: Tensor
@@ -39,7 +39,7 @@ class Data(NamedTuple):
 
 
 @torch.no_grad()
-def measure(run: Run, posterior: LatentBinary, data: Data, *, variance: str, estimator: str) -> dict[str, Any]:
+def measure(run: Run, posterior: LatentBinary, data: TrainingData, *, variance: str, estimator: str) -> dict[str, Any]:
     """The bound of the best repeat on all data, part by part, nats, and the density of its layers.
 
     The expected log likelihood is that under exact draws of the weights; beside it, where activations were drawn in
@@ -91,7 +91,7 @@ def densities(posterior: LatentBinary) -> dict[str, Any]:
     }
 
 
-def _by_weights(run: Run, posterior: LatentBinary, data: Data, generator: torch.Generator) -> Tensor:
+def _by_weights(run: Run, posterior: LatentBinary, data: TrainingData, generator: torch.Generator) -> Tensor:
     """Log likelihood of all data (S,) under exact draws of the weights."""
     model = posterior.model
     repeats = torch.full((NUM_PASSES,), posterior.best, device=model.device)
@@ -104,7 +104,9 @@ def _by_weights(run: Run, posterior: LatentBinary, data: Data, generator: torch.
     return total
 
 
-def _by_activations(run: Run, posterior: LatentBinary, data: Data, variance: str, generator: torch.Generator) -> Tensor:
+def _by_activations(
+    run: Run, posterior: LatentBinary, data: TrainingData, variance: str, generator: torch.Generator
+) -> Tensor:
     """The same under drawn activations."""
     model = posterior.model
     weight = leaves(model, variance)

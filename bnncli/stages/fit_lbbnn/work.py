@@ -19,7 +19,7 @@ from bnncli.latent.multiplier import initial_model, num_params
 from bnncli.latent.prior import SpikeAndSlab
 from bnncli.latent.scaling import Scaling
 from bnncli.latent.search import CANDIDATES, nll_of_repeats, search_epochs
-from bnncli.latent.steps import Settings
+from bnncli.latent.steps import EstimatorSettings
 from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
@@ -28,7 +28,7 @@ from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Run
-from bnncli.stages.fit_lbbnn.report import Data, measure
+from bnncli.stages.fit_lbbnn.report import TrainingData, measure
 from bnncli.stages.fit_lbbnn.underfitting import guessing, poor_fit, rise, short_plan, still_rising
 from bnncli.theta.network import NetworkLayout
 
@@ -103,11 +103,11 @@ def _plan(options: FitLbbnnOptions, num_examples: int) -> Plan:
         early_epochs=options.early_epochs or 0,
         hyper_prior=options.estimator == "concrete",
         prior_weight=Plan.prior_weight if options.prior_weight is None else options.prior_weight,
-        settings=Settings(
+        settings=EstimatorSettings(
             options.estimator,
             options.variance or "exact",
-            options.temperature or Settings().temperature,
-            options.multiplier_draws or Settings().multiplier_draws,
+            options.temperature or EstimatorSettings().temperature,
+            options.multiplier_draws or EstimatorSettings().multiplier_draws,
         ),
         shuffles=not options.no_shuffle,
     )
@@ -119,7 +119,9 @@ def fit(
     """The networks, with what is told of them."""
     _check_memory(run, options, layout, num_examples=len(train.content.features), is_searched=val is not None)
     features = train.resident(run.device)
-    data = Data(features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None)
+    data = TrainingData(
+        features, train.labels(run.device), Scaling.of(features, run.device) if options.standardize else None
+    )
     plan = _plan(options, len(features))
     _warn(run, short_plan(options, plan, len(features)))
     resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
@@ -169,7 +171,7 @@ def _warn(run: Run, warning: str | None) -> None:
 
 
 def _slab_sd(
-    run: Run, options: FitLbbnnOptions, data: Data, val: Split | None, layout: NetworkLayout
+    run: Run, options: FitLbbnnOptions, data: TrainingData, val: Split | None, layout: NetworkLayout
 ) -> tuple[float, list[dict[str, float]] | None]:
     """The slab's standard deviation, and where it was searched for the val NLL of each candidate."""
     if val is None:

@@ -12,7 +12,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import has_attribute, names
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.integrator_choice import kind_of
+from bnncli.run.integrator_choice import type_of
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
@@ -76,11 +76,11 @@ def _val(run: Run) -> Split:
 
 
 def _check_has_center(path: Path, header: Header) -> None:
-    kind = kind_of(header)
-    if not has_attribute("posteriors", kind, "center"):
+    posterior_type = type_of(header)
+    if not has_attribute("posteriors", posterior_type, "center"):
         having = [name for name in names("posteriors") if has_attribute("posteriors", name, "center")]
         raise UsageError(
-            f"--base: a {kind} posterior ({path.stem}) has no mean to scale; these have: {', '.join(having)}",
+            f"--base: a {posterior_type} posterior ({path.stem}) has no mean to scale; these have: {', '.join(having)}",
             code="wrong_type",
         )
 

@@ -16,7 +16,13 @@ from bnncli.integrators.quadrature import binary_probs
 from bnncli.options import CommonOptions, ComputeOptions, IntegralsOptions
 from bnncli.options.command import Command
 from bnncli.run.session import Result, Run, Table
-from bnncli.stages.integrals.gaussians import Case, cases_for, predict, sigmoid_posterior, softmax_posterior
+from bnncli.stages.integrals.gaussians import (
+    ConfiguredIntegrator,
+    integrators_for,
+    predict,
+    sigmoid_posterior,
+    softmax_posterior,
+)
 from bnncli.storage.figures import check_figure_path, write_figure
 
 COMMAND = Command(
@@ -52,13 +58,13 @@ def _single(run: Run, options: IntegralsOptions) -> Result:
     exact = exact_probs(mean, covariance, seed=run.compute.seed)
     posterior = posterior.to(run.device)
     rows = []
-    for case in cases_for(posterior, options.integrator):
-        generator = run.stream(f"integrals/{case.variant}")
-        prediction = predict(case, posterior, num_samples=options.samples, generator=generator)
+    for configured in integrators_for(posterior, options.integrator):
+        generator = run.stream(f"integrals/{configured.variant}")
+        prediction = predict(configured, posterior, num_samples=options.samples, generator=generator)
         probs = prediction.probs[0].double().cpu()
         errors = probs - exact.probs
         rows.append(
-            _row(case, options)
+            _row(configured, options)
             | {
                 "probs": probs.tolist(),
                 "errors": errors.tolist(),
@@ -107,7 +113,7 @@ def _single_table(rows: list[dict[str, Any]], exact: Exact, num_logits: int, sam
 class _Map:
     """Absolute errors (sds, means) of one integrator over the grid."""
 
-    case: Case
+    configured: ConfiguredIntegrator
     errors: NDArray[np.float64]
 
     def worst(self, means: NDArray[np.float64], sds: NDArray[np.float64]) -> tuple[float, float]:
@@ -128,7 +134,7 @@ def _grid(run: Run, options: IntegralsOptions) -> Result:
     for entry in maps:
         mean, sd = entry.worst(means, sds)
         rows.append(
-            _row(entry.case, options)
+            _row(entry.configured, options)
             | {"largest_error": float(entry.errors.max()), "mean_error": float(entry.errors.mean())}
             | {"at": {"mean": mean, "sd": sd}}
         )
@@ -156,28 +162,28 @@ def _maps(run: Run, options: IntegralsOptions, means: NDArray[np.float64], sds: 
     mean = torch.from_numpy(means).to(run.device)
     variances = [torch.full_like(mean, sd**2) for sd in sds]
     exact = [binary_probs(mean, variance)[0][:, 1] for variance in variances]
-    cases = cases_for(sigmoid_posterior(mean, variances[0]), options.integrator)
-    task = run.console.task("integrals", len(cases) * len(sds))
+    integrators = integrators_for(sigmoid_posterior(mean, variances[0]), options.integrator)
+    task = run.console.task("integrals", len(integrators) * len(sds))
     maps = []
-    for case in cases:
-        generator = run.stream(f"integrals/{case.variant}")  # goes on from row to row: draws are new in each
+    for configured in integrators:
+        generator = run.stream(f"integrals/{configured.variant}")  # goes on from row to row: draws are new in each
         errors = []
         for variance, expected in zip(variances, exact, strict=True):
             posterior = sigmoid_posterior(mean, variance)
-            prediction = predict(case, posterior, num_samples=options.samples, generator=generator)
+            prediction = predict(configured, posterior, num_samples=options.samples, generator=generator)
             errors.append((prediction.probs[:, 1].double().to(expected) - expected).abs())
             task.advance()
-        maps.append(_Map(case, torch.stack(errors).cpu().numpy()))
+        maps.append(_Map(configured, torch.stack(errors).cpu().numpy()))
     return maps
 
 
-def _row(case: Case, options: IntegralsOptions) -> dict[str, Any]:
+def _row(configured: ConfiguredIntegrator, options: IntegralsOptions) -> dict[str, Any]:
     """Which integrator a row of the result is about."""
     return {
-        "integrator": case.name,
-        "variant": case.variant,
-        "settings": case.settings,
-        "samples": options.samples if case.integrator.is_sampling else None,
+        "integrator": configured.name,
+        "variant": configured.variant,
+        "settings": configured.settings,
+        "samples": options.samples if configured.integrator.is_sampling else None,
     }
 
 
@@ -221,16 +227,16 @@ def _plot(
 ) -> list[dict[str, Any]]:
     """The figure, published; as the result's outputs."""
     from bnncli.figures import render
-    from bnncli.figures.integrals import Panel, draw
+    from bnncli.figures.integrals import ErrorPanel, draw
 
-    panels: list[Panel] = []
+    panels: list[ErrorPanel] = []
     for entry in maps:
         same = next((p for p in panels if np.allclose(p.errors, entry.errors, rtol=0, atol=5e-7)), None)
         if same is not None:
-            if entry.case.name not in same.names:  # "probit" stands for its variants that err as it does
-                panels[panels.index(same)] = same._replace(names=[*same.names, entry.case.variant])
+            if entry.configured.name not in same.names:  # "probit" stands for its variants that err as it does
+                panels[panels.index(same)] = same._replace(names=[*same.names, entry.configured.variant])
         else:
-            panels.append(Panel([entry.case.variant], entry.errors, entry.worst(means, sds)))
+            panels.append(ErrorPanel([entry.configured.variant], entry.errors, entry.worst(means, sds)))
     title = f"Distance from the exact probability of two classes ({options.samples} draws where there are any)"
     digest = write_figure(path, render(draw(panels, means, sds, title=title), path.suffix[1:].lower()))
     return [{"role": "integrals.plot", "path": str(path), "content_digest": digest}]

@@ -24,7 +24,7 @@ from bnncli.theta.head import HeadLayout
 
 
 @dataclass(frozen=True)
-class Case:
+class ConfiguredIntegrator:
     """An integrator with settings, under the name of its predictions."""
 
     name: str
@@ -41,13 +41,13 @@ class Case:
         return load_integrator(self.name, **self.settings)
 
 
-def cases_for(posterior: Gaussian, wanted: Sequence[str]) -> list[Case]:
+def integrators_for(posterior: Gaussian, wanted: Sequence[str]) -> list[ConfiguredIntegrator]:
     """Every integrator (or those wanted) that fits the posterior and needs no training data, with every setting once.
 
     Raises:
         UsageError: one that was wanted does not fit.
     """
-    cases = []
+    integrators = []
     for name in wanted or names("integrators"):
         needs_target = load_integrator(name).needs_target
         if needs_target or not supports(name, posterior):
@@ -55,8 +55,12 @@ def cases_for(posterior: Gaussian, wanted: Sequence[str]) -> list[Case]:
             if wanted:
                 raise UsageError(f"--integrator {name}: it {why}, and cannot be judged on a Gaussian alone")
             continue
-        cases += [case for settings in _settings(name) if _works(case := Case(name, settings), posterior)]
-    return cases
+        integrators += [
+            configured
+            for settings in _settings(name)
+            if _works(configured := ConfiguredIntegrator(name, settings), posterior)
+        ]
+    return integrators
 
 
 def _settings(name: str) -> Iterator[dict[str, Any]]:
@@ -67,19 +71,21 @@ def _settings(name: str) -> Iterator[dict[str, Any]]:
         yield from ({setting: value} for value in choices if value != spec.default)
 
 
-def _works(case: Case, posterior: Gaussian) -> bool:
+def _works(configured: ConfiguredIntegrator, posterior: Gaussian) -> bool:
     """Whether the integrator takes these settings, and this number of classes with them."""
     try:
-        predict(case, posterior, num_samples=1, generator=torch.Generator().manual_seed(0))
+        predict(configured, posterior, num_samples=1, generator=torch.Generator().manual_seed(0))
     except UsageError:
         return False
     return True
 
 
-def predict(case: Case, posterior: Gaussian, *, num_samples: int, generator: torch.Generator) -> Prediction:
+def predict(
+    configured: ConfiguredIntegrator, posterior: Gaussian, *, num_samples: int, generator: torch.Generator
+) -> Prediction:
     """The prediction at every row of the identity, in float64 as far as the integrator keeps it."""
     features = torch.eye(posterior.layout.num_features, dtype=torch.float64, device=posterior.mean.device)
-    integrator = case.integrator
+    integrator = configured.integrator
     draws = num_samples if integrator.is_sampling else None
     ready = integrator.prepare(posterior, num_samples=draws, generator=generator)
     return ready.predict(posterior, features, num_samples=draws, generator=generator)

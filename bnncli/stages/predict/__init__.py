@@ -13,7 +13,7 @@ from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.integrator_choice import ALL, Choice, Plan, num_stored
+from bnncli.run.integrator_choice import ALL, AskedIntegrators, IntegratorChoice, num_stored
 from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
@@ -39,7 +39,7 @@ COMMAND = Command(
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PosteriorFile:
     """A posterior to predict with."""
 
     path: Path
@@ -51,31 +51,31 @@ def run(run: Run, options: PredictOptions) -> Result:
     """Predict what was asked for; what cannot be used is skipped with a warning unless it was named."""
     options.check_together()
     splits = [load_split(run, name) for name in _split_names(run, options)]
-    candidates = _candidates(run, options)
-    plan = Plan.of(options, [candidate.header for candidate in candidates])
+    posteriors = _posteriors(run, options)
+    asked = AskedIntegrators.of(options, [posterior.header for posterior in posteriors])
     classes = splits[0].content.classes
     merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
     if options.table is not None:
-        inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in candidates))]
+        inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]
         check_table_path(run, Path(options.table), inputs)
     train, total = TrainData(run), Result()
-    for candidate in candidates:
-        choices, refusals = plan.choices(candidate.header, len(classes))
+    for posterior in posteriors:
+        choices, refusals = asked.choices(posterior.header, len(classes))
         for refusal in refusals:
             if options.posterior:
                 raise refusal
-            run.console.warn(f"skipping {candidate.path.stem}: {refusal.message}")
-        warn_of_few_draws(run, candidate.path, candidate.header, options.samples)
+            run.console.warn(f"skipping {posterior.path.stem}: {refusal.message}")
+        warn_of_few_draws(run, posterior.path, posterior.header, options.samples)
         if not options.integrator:
-            warn_of_default(run, candidate.path, candidate.header)
-        predictor = Predictor(run, candidate.path, candidate.header, train)
+            warn_of_default(run, posterior.path, posterior.header)
+        predictor = Predictor(run, posterior.path, posterior.header, train)
         for choice in choices:
             try:
-                total.add(_predict(run, options, predictor, choice, candidate.source, splits))
+                total.add(_predict(run, options, predictor, choice, posterior.source, splits))
             except (UsageError, MissingInput) as error:
                 if not _may_skip(options, choice, error):
                     raise
-                run.console.warn(f"skipping {candidate.path.stem} with {choice.variant}: {error.message}")
+                run.console.warn(f"skipping {posterior.path.stem} with {choice.variant}: {error.message}")
     if not total.outputs:
         raise DataError(
             "no posterior of the run can be used: each is stale, or does not fit the integrator",
@@ -109,7 +109,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
-def _may_skip(options: PredictOptions, choice: Choice, error: BnnError) -> bool:
+def _may_skip(options: PredictOptions, choice: IntegratorChoice, error: BnnError) -> bool:
     """Whether nobody named this pair of posterior and integrator, and the error is that they do not fit."""
     is_named = choice.name in options.integrator
     if error.code == "unsupported_integrator":
@@ -138,12 +138,12 @@ def _split_names(run: Run, options: PredictOptions) -> list[str]:
     return names
 
 
-def _candidates(run: Run, options: PredictOptions) -> list[Candidate]:
+def _posteriors(run: Run, options: PredictOptions) -> list[PosteriorFile]:
     """The posteriors to predict with; a stale one is skipped with a warning unless it was named."""
     found = []
     for path in _posterior_paths(run, options):
         try:
-            found.append(Candidate(path, *posterior_source(run, path, "posterior")))
+            found.append(PosteriorFile(path, *posterior_source(run, path, "posterior")))
         except DataError as error:
             if options.posterior:
                 raise
@@ -169,7 +169,12 @@ def _posterior_paths(run: Run, options: PredictOptions) -> list[Path]:
 
 
 def _predict(
-    run: Run, options: PredictOptions, predictor: Predictor, choice: Choice, source: Source, splits: list[Split]
+    run: Run,
+    options: PredictOptions,
+    predictor: Predictor,
+    choice: IntegratorChoice,
+    source: Source,
+    splits: list[Split],
 ) -> Result:
     """The predictions of one posterior by one integrator on every split; opened only when there is work."""
     sources = [source]
@@ -191,7 +196,9 @@ def _predict(
     return total
 
 
-def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, sources: list[Source]) -> Request:
+def _request(
+    run: Run, options: PredictOptions, choice: IntegratorChoice, split: Split, sources: list[Source]
+) -> Request:
     posterior, name = sources[0].path.stem, split.content.name
     label = run.naming.name or f"{posterior}.{choice.variant}"
     is_sampling, header = choice.integrator.is_sampling, read_header(sources[0].path)
@@ -224,7 +231,7 @@ def _request(run: Run, options: PredictOptions, choice: Choice, split: Split, so
     )
 
 
-def _estimated_bytes(split: Split, choice: Choice, *, keep_samples: bool, num_stored: int) -> int:
+def _estimated_bytes(split: Split, choice: IntegratorChoice, *, keep_samples: bool, num_stored: int) -> int:
     num_examples, num_classes = len(split.content.features), len(split.content.classes)
     size = num_examples * (8 * num_classes + 64)
     num_draws = choice.samples or num_stored

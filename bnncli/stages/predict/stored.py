@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.lazy import torch
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.run.inputs import Split
-from bnncli.run.integrator_choice import Choice
+from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predicted, Predictor
 from bnncli.run.produce import Computed
 from bnncli.storage.predictions import PredictionFile, write_predictions
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 RANKED_CONCENTRATIONS = 1 << 22  # in float64 at once
 
 
-def predict_split(predictor: Predictor, choice: Choice, split: Split, target: Path, *, keep_samples: bool) -> Computed:
+def predict_split(
+    predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
+) -> Computed:
     """The predictions of one split, ready to be published at `target`."""
     split.check_fits(predictor.posterior.layout)
     predicted = predictor.predict(choice, torch.from_numpy(split.content.features), keep_samples=keep_samples)
@@ -39,7 +41,7 @@ def facts_of(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: meta.get(name) for name in ("draws", "interval_level")}
 
 
-def _content(predicted: Predicted, split: Split, choice: Choice) -> PredictionFile:
+def _content(predicted: Predicted, split: Split, choice: IntegratorChoice) -> PredictionFile:
     """The arrays of a prediction file."""
     prediction, groups = predicted.prediction, predicted.integrator.groups
     return PredictionFile(
@@ -61,7 +63,7 @@ def _content(predicted: Predicted, split: Split, choice: Choice) -> PredictionFi
     )
 
 
-def _meta(predictor: Predictor, choice: Choice, split: Split) -> dict[str, Any]:
+def _meta(predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[str, Any]:
     return {
         "posterior": predictor.path.stem,
         "integrator": choice.name,

@@ -14,7 +14,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors import LATENT_BINARY
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
-from bnncli.run.integrator_choice import kind_of
+from bnncli.run.integrator_choice import type_of
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable
@@ -40,9 +40,9 @@ def run(run: Run, options: PruneOptions) -> Result:
     """Prune and publish; the result's metrics have the density, and the accuracy before and after."""
     path = run.folder.find_posterior(options.posterior, flag="--posterior", maker=run.suggest("fit-lbbnn"))
     header, source = posterior_source(run, path, "posterior")
-    if kind_of(header) != LATENT_BINARY:
+    if type_of(header) != LATENT_BINARY:
         raise UsageError(
-            f"--posterior: expected a latent-binary posterior; {path.stem} is of type {kind_of(header)}",
+            f"--posterior: expected a latent-binary posterior; {path.stem} is of type {type_of(header)}",
             hint=run.suggest("fit-lbbnn"),
             code="wrong_type",
         )

@@ -124,9 +124,9 @@ def _choose_scale(run: Run, options: RefineOptions, layout: MatrixLayout, *, num
 
 def _training_bytes(options: RefineOptions, layout: MatrixLayout, num_layer_params: int, num_examples: int) -> int:
     """Bytes that the training takes with these options."""
-    plan = choose_recipe(options.flow, batch_size=options.batch_size, num_draws=options.num_draws)
-    batch_size = plan.batch_size if plan.batch_size < num_examples else 0
-    sizes = {"num_layer_params": num_layer_params, "num_draws": plan.num_draws, "batch_size": batch_size}
+    recipe = choose_recipe(options.flow, batch_size=options.batch_size, num_draws=options.num_draws)
+    batch_size = recipe.batch_size if recipe.batch_size < num_examples else 0
+    sizes = {"num_layer_params": num_layer_params, "num_draws": recipe.num_draws, "batch_size": batch_size}
     return memory.training_bytes(layout, **sizes)
 
 
