@@ -28,7 +28,9 @@ def errors_in_python() -> Iterator[None]:
         yield
     except BnnError as error:
         error.message = keywords(error.message)
-        shown = error.__cause__ is not None and error.code == "user_code"  # by Python itself, whatever a command would show
+        shown = (
+            error.__cause__ is not None and error.code == "user_code"
+        )  # by Python itself, whatever a command would show
         error.hint = None if error.hint is None or shown else keywords(error.hint)
         error.args = (error.message,)
         note = error.advice.removeprefix("; ")

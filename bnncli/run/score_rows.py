@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError
-from bnncli.evaluation.bootstrap import Bootstrap
 from bnncli.evaluation.example_statistics import ExampleStatistics, check_labels, examples_of
-from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
-from bnncli.evaluation.scored_predictions import ScoredPredictions
-from bnncli.evaluation.split_detection import ExampleScores, detection_rows
 from bnncli.integrators import load_integrator
 from bnncli.options import EvaluateOptions
 from bnncli.run.prediction_groups import PredictionGroup
@@ -26,6 +22,12 @@ from bnncli.scores import detection_forms, other_split_rows, split_scores
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.predictions import PredictionFile, read_predictions
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.bootstrap import Bootstrap
+    from bnncli.evaluation.metric_rows import Row
+    from bnncli.evaluation.scored_predictions import ScoredPredictions
+    from bnncli.evaluation.split_detection import ExampleScores
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class PredictedSplit:
 
     def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
         """What scores of the split are made of, set by the options that they bring."""
+        from bnncli.evaluation.scored_predictions import ScoredPredictions
+
         file, ranking = self.file, self.header.meta.get("top_k")
         return ScoredPredictions(
             file.probs, self.examples, file.mutual_info, lengths=file.top_k, ranking=ranking, settings=settings
@@ -71,6 +75,8 @@ class PredictedSplit:
 
 def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
     """How scores are resampled; None with `--bootstrap 0`."""
+    from bnncli.evaluation.bootstrap import Bootstrap
+
     if options.bootstrap == 0:
         return None
     return Bootstrap(options.bootstrap, options.level, run.compute.seed)
@@ -142,6 +148,8 @@ def num_draws(group: PredictionGroup, header: Header) -> int | None:
 
 def _split_rows(run: Run, options: EvaluateOptions, split: PredictedSplit) -> list[Row]:
     """The rows of one split's own scores."""
+    from bnncli.evaluation.metric_rows import score_rows
+
     scores = split_scores(split.scored(options.settings))
     run.console.poll()
     return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
@@ -149,6 +157,8 @@ def _split_rows(run: Run, options: EvaluateOptions, split: PredictedSplit) -> li
 
 def _detection_rows(run: Run, options: EvaluateOptions, split: PredictedSplit, other: PredictedSplit) -> list[Row]:
     """The rows of telling one split from another, and of how sure the predictions of the other are."""
+    from bnncli.evaluation.split_detection import detection_rows
+
     bootstrap, names = bootstrap_of(run, options), options.prediction_scores
     inside, outside = (side.detection_scores(names) for side in (split, other))
     rows = detection_rows(inside, outside, detection_forms(), split=split.name, ood=other.name, bootstrap=bootstrap)

@@ -18,8 +18,8 @@ from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
 from bnncli.scores import declared, further_names
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
-from bnncli.stages.evaluate.distances import Reference, distance_rows, open_reference
 from bnncli.stages.evaluate.features import evaluate_features, row_name
+from bnncli.stages.evaluate.reference import Reference, open_reference
 from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_latent
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -184,6 +184,8 @@ def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, refere
     )
 
     def compute() -> Computed:
+        from bnncli.stages.evaluate.distances import distance_rows
+
         distance = distance_rows(run, reference, posterior)
         rows = [{**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group))]
         if is_thinned and posterior is not None:

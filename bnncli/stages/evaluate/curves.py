@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import WriteError
-from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
 from bnncli.names import posterior_title
 from bnncli.options.assertions import Quantity
 from bnncli.run.prediction_groups import PredictionGroup
@@ -42,6 +41,8 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bi
     `reliability` and `risk_coverage` are None without labels; `roc` has a curve for each out-of-distribution split. A split
     without examples has none of them.
     """
+    from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
+
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     latent = group.posterior_path if is_latent(group.posterior_path) else None
     found = {}

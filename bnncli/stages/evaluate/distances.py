@@ -2,85 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import DataError, DeviceError, MissingInput
-from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows
 from bnncli.lazy import torch
-from bnncli.run.inputs import open_posterior, recorded_prior, require_draws
+from bnncli.run.inputs import open_posterior, recorded_prior
 from bnncli.run.session import Run
 from bnncli.scores import distances
-from bnncli.storage.artifacts import read_header
+from bnncli.stages.evaluate.reference import Reference, effective_size
 from bnncli.storage.headers import Header
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The draws that distances are measured to, opened when first needed.
-
-    Args:
-        name: of the posterior.
-        path: None where the run has none.
-        measured: rows by the posterior's file; all integrators of one posterior share them.
-    """
-
-    name: str
-    path: Path | None
-    measured: dict[Path, list[Row]] = field(default_factory=dict)
-
-    @cached_property
-    def header(self) -> Header:
-        """Of the file; there must be one."""
-        assert self.path is not None
-        return read_header(self.path)
-
-    @cached_property
-    def draws(self) -> WeightDraws:
-        """Every draw, and about how many of them are independent."""
-        assert self.path is not None
-        posterior, header = open_posterior(self.path)
-        return WeightDraws(posterior.draws, num_independent=_effective_size(header))
-
-    def doubts(self) -> list[str]:
-        """What the reference's own diagnostics say against it."""
-        if self.path is None:
-            return []
-        metrics = self.header.meta.get("metrics", {})
-        r_hat, lowest = metrics.get("max_rhat"), metrics.get("lowest_chain_acceptance")
-        if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
-            return []
-        shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
-        return [f"{self.name} has not converged (R-hat {shown}): do not trust its row, nor distances measured to it"]
-
-
-def open_reference(run: Run, name: str) -> Reference:
-    """The reference of the run; one without a file (and a reason in the rows) when the run has no hmc draws.
-
-    Raises:
-        MissingInput: another one was named, and is not there.
-    """
-    path = run.folder.posterior(name, suffix=".nc")
-    if path.is_file():
-        header = read_header(path)
-        try:
-            run.use(header)
-            require_draws(run, header, num_used=0)
-        except (DataError, DeviceError) as error:
-            if error.code not in ("stale_input", "out_of_memory"):  # damaged: what else was made of it is no truer
-                raise
-            run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
-            return Reference(name, None)
-        return Reference(name, path)
-    if name != "hmc":
-        raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", name=name), path=path)
-    return Reference(name, None)
 
 
 def distance_rows(run: Run, reference: Reference, posterior: Path | None) -> list[Row]:
@@ -120,16 +54,9 @@ def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
     The centre of a latent binary network is its median probability model, and its mean that of one repeat.
     """
     if header.kind == "samples":
-        return WeightDraws(posterior.draws, num_independent=_effective_size(header))
+        return WeightDraws(posterior.draws, num_independent=effective_size(header))
     count = num_draws_for(posterior.layout.num_params)
     mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
     with torch.no_grad():
         draws: Tensor = posterior.to(run.device).sample(count, run.stream("evaluate/mmd")).cpu()
     return WeightDraws(draws, mean=mean)
-
-
-def _effective_size(header: Header) -> int:
-    """The smallest effective number of draws over all parameters, as hmc has recorded it; 0 where it is unknown."""
-    metrics = header.meta.get("metrics", {})
-    sizes = [metrics.get(name) for name in ("min_ess_bulk", "min_ess_tail")]
-    return min((int(size) for size in sizes if size is not None), default=0)
