@@ -205,7 +205,9 @@ def test_a_run_of_raw_inputs_has_its_inputs_for_features(tmp_path: Path, cli: Cl
     assert cli("fit-laplace", name, "--prior-precision", 1).code == 0
     run = bnncli.open(name)
     assert np.array_equal(run.features(x), x.reshape(90, 16) / np.float32(255))
-    assert np.array_equal(run.predict(x).probs, run.predict(run.split("train").features).probs)
+    expected = run.predict(run.split("train").features).probs
+    assert np.array_equal(run.predict(x).probs, expected)
+    assert np.array_equal(run.predict(x.reshape(90, 16)).probs, expected)  # as wide as features, and bytes
 
 
 def test_the_lines_of_the_readme_run(images: Path, capsys: pytest.CaptureFixture[str]) -> None:

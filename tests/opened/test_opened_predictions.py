@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import bnncli
 from bnncli.errors import BnnError, BnnWarning, DataError, UsageError
+from bnncli.machine.devices import configure_torch, settings_kept
 from bnncli.storage.predictions import read_predictions
 
 ARRAYS = ("probs", "entropy", "mutual_info", "interval")
@@ -128,6 +129,22 @@ def test_more_draws_than_there_are_give_all_with_a_warning(finished_run: Path) -
     with pytest.warns(BnnWarning, match=r"^hmc has 128 draws, fewer than samples 500: all are used$") as caught:
         assert run.predict(run.split("test").features, posterior="hmc", samples=500).draws == 128
     assert caught[0].filename == __file__
+
+
+def test_inside_a_call_torch_is_as_in_a_command_and_afterwards_as_it_was() -> None:
+    def found() -> tuple[object, ...]:
+        tf32 = torch.backends.cudnn.allow_tf32
+        return torch.get_default_dtype(), torch.get_float32_matmul_precision(), tf32, torch.is_grad_enabled()
+
+    before = found()
+    torch.set_default_dtype(torch.float64)  # sparse posteriors are not read under it
+    try:
+        with settings_kept():
+            configure_torch(threads=None, deterministic=False)
+            assert found() == (torch.float32, "highest", False, False)
+        assert found() == (torch.float64, *before[1:])
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_torch_is_left_as_it_was(finished_run: Path) -> None:
