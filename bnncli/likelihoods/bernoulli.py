@@ -19,7 +19,7 @@ _TWO = Categorical(2)
 
 @dataclass(frozen=True)
 class Bernoulli:
-    """The logit of label 1 against label 0; what is what says bnncli.likelihoods.Likelihood."""
+    """The logit of label 1 against label 0; its methods are those of bnncli.likelihoods.Likelihood."""
 
     num_outputs: ClassVar[int] = 1
     num_classes: ClassVar[int] = 2

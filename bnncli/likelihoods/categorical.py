@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Categorical:
-    """K >= 2 classes by as many logits; what is what says bnncli.likelihoods.Likelihood."""
+    """K >= 2 classes by as many logits; its methods are those of bnncli.likelihoods.Likelihood."""
 
     num_outputs: int
     is_shift_invariant: ClassVar[bool] = True
