@@ -33,8 +33,8 @@ class BnnError(Exception):
     """An expected failure: one clear line, an optional hint (a command to run), an exit code.
 
     Args:
-        message: what was expected, what came. An option is meant by its field, as ‹prior_precision›: below the stages nothing
-            knows a command line, which writes it as --prior-precision.
+        message: what was expected, what came. An option is meant by its field between two NULs, as \\0prior_precision\\0,
+            which no name of a file can hold: below the stages nothing knows a command line, which writes --prior-precision.
         hint: what to do, best a command that can be pasted; fields as in the message.
         code: stable name for scripts; the class's own when not given.
         path: the file that the error is about.

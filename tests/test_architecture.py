@@ -150,8 +150,9 @@ def test_below_the_stages_options_are_meant_by_their_fields() -> None:
         assert not {flag for text in said for flag in re.findall(r"--[a-z][a-z-]*", text)} & FLAGS, path
         own = SPELLING.get(path.name, []) if own_part(path) == "options" else []
         assert own_part(path) == "figures" or [text for text in said if text.endswith("--")] == own, path
-        fields = {field for text in said for field in re.findall(r"‹(\w*)›", text)}
+        fields = {field for text in said for field in re.findall(r"\0(\w*)\0", text)}
         assert {flag_of(field) for field in fields} <= FLAGS, path
+        assert not [text for text in said if "‹" in text], path
 
 
 def test_below_the_stages_no_text_is_a_command_line() -> None:

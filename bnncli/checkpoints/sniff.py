@@ -142,5 +142,5 @@ HINTS = {
     "git-lfs": "git lfs pull",
     "html": "download the file itself",
     "gzip": "gunzip it first",
-    "npz": "features and labels of your own are read with ‹from_npz› FILE",
+    "npz": "features and labels of your own are read with \0from_npz\0 FILE",
 }

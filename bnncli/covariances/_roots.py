@@ -41,7 +41,7 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
                 return root, added
     raise NumericError(
         "the posterior precision is not positive definite",
-        hint="use a larger ‹prior_precision›, or ‹structure› kron",
+        hint="use a larger \0prior_precision\0, or \0structure\0 kron",
     )
 
 

@@ -30,14 +30,14 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
     """
     match = re.fullmatch(r"([^=]+)=([^:]+):(\d+)", text)
     if match is None:
-        raise UsageError(f"‹hold_out›: expected NEW=OLD:N, as val=test:2000; got {text!r}")
-    new, old, count = check_split_name(match[1], "‹hold_out›"), match[2], int(match[3])
+        raise UsageError(f"\0hold_out\0: expected NEW=OLD:N, as val=test:2000; got {text!r}")
+    new, old, count = check_split_name(match[1], "\0hold_out\0"), match[2], int(match[3])
     if old not in sizes:
-        raise UsageError(f"‹hold_out›: expected one of {', '.join(sizes)} before the colon; got {old!r}")
+        raise UsageError(f"\0hold_out\0: expected one of {', '.join(sizes)} before the colon; got {old!r}")
     if new in sizes:
-        raise UsageError(f"‹hold_out›: there is a split {new!r} already")
+        raise UsageError(f"\0hold_out\0: there is a split {new!r} already")
     if not 0 < count < sizes[old]:
-        raise UsageError(f"‹hold_out›: {old!r} has {sizes[old]} rows, expected fewer to move; got {count}")
+        raise UsageError(f"\0hold_out\0: {old!r} has {sizes[old]} rows, expected fewer to move; got {count}")
     return new, old, count
 
 

@@ -35,9 +35,9 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         if self.std is not None and min(self.std) <= 0:
-            raise UsageError(f"‹std›: expected numbers above 0, got {self.std}")
+            raise UsageError(f"\0std\0: expected numbers above 0, got {self.std}")
         if self.mean and self.std and len(self.mean) != len(self.std):
-            raise UsageError(f"‹mean› has {len(self.mean)} values and ‹std› has {len(self.std)}, expected as many")
+            raise UsageError(f"\0mean\0 has {len(self.mean)} values and \0std\0 has {len(self.std)}, expected as many")
 
     @classmethod
     def parse(
@@ -53,7 +53,7 @@ class Preprocess:
         Raises:
             UsageError: not numbers, not as many of both, or a deviation that is not positive.
         """
-        return cls(_numbers(mean, "‹mean›"), _numbers(std, "‹std›"), resize, crop)
+        return cls(_numbers(mean, "\0mean\0"), _numbers(std, "\0std\0"), resize, crop)
 
     def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:
         """Float32 inputs (n, ...) from stored ones (n, ...), on the same device; token ids stay whole numbers.
@@ -70,11 +70,11 @@ class Preprocess:
         inputs = _scale(raw)
         if not inputs.is_floating_point() and (self.mean or self.std):
             raise UsageError(
-                "‹mean› and ‹std› normalise pixels and real numbers; the inputs are whole numbers (token ids?)"
+                "\0mean\0 and \0std\0 normalise pixels and real numbers; the inputs are whole numbers (token ids?)"
             )
         if not is_sized and (self.resize or self.crop):
             if inputs.ndim != 4:
-                raise UsageError(f"‹resize› and ‹crop› need images (N, C, H, W), got {tuple(inputs.shape)}")
+                raise UsageError(f"\0resize\0 and \0crop\0 need images (N, C, H, W), got {tuple(inputs.shape)}")
             inputs = self._size(inputs)
         return self._normalise(inputs)
 
@@ -102,7 +102,7 @@ class Preprocess:
         if self.crop is None:
             return 0, 0
         if min(height, width) < self.crop:
-            raise DataError(f"‹crop› {self.crop}: the image is only {height} x {width}", hint="‹resize› it first")
+            raise DataError(f"\0crop\0 {self.crop}: the image is only {height} x {width}", hint="\0resize\0 it first")
         return (height - self.crop) // 2, (width - self.crop) // 2
 
     def _size(self, images: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ class Preprocess:
         return images[..., top : top + self.crop, left : left + self.crop]
 
     def _normalise(self, inputs: Tensor) -> Tensor:
-        for values, option in ((self.mean, "‹mean›"), (self.std, "‹std›")):
+        for values, option in ((self.mean, "\0mean\0"), (self.std, "\0std\0")):
             if values is None:
                 continue
             if len(values) != 1 and (inputs.ndim < 3 or inputs.shape[1] != len(values)):
                 raise UsageError(f"{option} has {len(values)} values, the inputs have shape {tuple(inputs.shape)}")
             shape = (1, -1) + (1,) * (inputs.ndim - 2)
             scale = torch.tensor(values, dtype=inputs.dtype, device=inputs.device).reshape(shape)
-            inputs = inputs - scale if option == "‹mean›" else inputs / scale
+            inputs = inputs - scale if option == "\0mean\0" else inputs / scale
         return inputs
 
 

@@ -18,7 +18,7 @@ from bnncli.options.parts import forms
 _FAMILY = "data"
 
 
-def parse_split(text: str, *, option: str = "‹data›") -> tuple[str, str]:
+def parse_split(text: str, *, option: str = "\0data\0") -> tuple[str, str]:
     """Name and spec out of `SPLIT=SPEC`.
 
     Raises:
@@ -48,7 +48,7 @@ def load_split(spec: str, *, name: str = "", preprocess: Preprocess | None = Non
     """
     kind, colon, place = spec.partition(":")
     if not colon or not place or not registry.has_name(_FAMILY, kind):
-        raise UsageError(f"‹data›: expected {_forms()}; got {spec!r}")
+        raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}")
     module = registry.load_module(_FAMILY, kind)
     match = re.fullmatch(r"(.+)@(\d+)", place)
     count = None

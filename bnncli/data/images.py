@@ -70,7 +70,7 @@ class ImageDataset:
                 raise DataError(
                     f"images differ in size: {quoted(self.files[row])} is {_size(arrays[-1])}, "
                     f"{quoted(self.files[int(rows[0])])} is {_size(arrays[0])}",
-                    hint="‹resize› N ‹crop› N makes them equal",
+                    hint="\0resize\0 N \0crop\0 N makes them equal",
                 )
         return torch.from_numpy(np.stack(arrays)), None if self.labels is None else self.labels[rows]
 

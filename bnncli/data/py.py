@@ -77,13 +77,13 @@ def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
         MissingInput: the Python file does not exist.
         DataError: the first item is not an input, or an input and a label.
     """
-    factory = user_code.load_factory(place, option="‹data› py")
-    user_code.check_arguments(factory, {}, option="‹data› py")
-    with user_code.running(f"‹data› py: {place!r}"):
+    factory = user_code.load_factory(place, option="\0data\0 py")
+    user_code.check_arguments(factory, {}, option="\0data\0 py")
+    with user_code.running(f"\0data\0 py: {place!r}"):
         dataset = factory()
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_items:
-        raise UsageError(f"‹data› py: {place!r} returned {type(dataset).__name__}, expected a map-style Dataset")
+        raise UsageError(f"\0data\0 py: {place!r} returned {type(dataset).__name__}, expected a map-style Dataset")
     with user_code.running(f"py:{place} len()"):
         size = len(dataset)
     if size == 0:

@@ -17,11 +17,11 @@ def of_features(train: TrainingFeatures) -> FittedDetector:
         num_neighbors=train.settings["neighbors"],
     )
     asked, found = train.settings["neighbors"], neighbors.num_neighbors
-    notes = [f"‹neighbors› {asked}: there are {found} training examples; k is that"] if found < asked else []
+    notes = [f"\0neighbors\0 {asked}: there are {found} training examples; k is that"] if found < asked else []
     return FittedDetector(lambda features: {"knn": neighbors.scores(features)}, {"neighbors": found}, notes)
 
 
 K = ScoreOption(
-    text="k of ‹score› knn: the distance to the k-th nearest training features.", default=50, minimum=1, place=1
+    text="k of \0score\0 knn: the distance to the k-th nearest training features.", default=50, minimum=1, place=1
 )  # as published for 50,000 training examples
 DETECTOR = Detector(place=9, of_features=of_features, options={"neighbors": K})

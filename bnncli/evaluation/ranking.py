@@ -18,7 +18,7 @@ from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, means
 from bnncli.numerics.top_k import cumulative_lengths
 
-NO_RANKING = "the predictions have no ranking (predict ‹top_k› makes one)"
+NO_RANKING = "the predictions have no ranking (predict \0top_k\0 makes one)"
 
 
 def ranking_scores(

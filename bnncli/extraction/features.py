@@ -117,7 +117,7 @@ def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Tens
     if len(captured) != 1:
         raise DataError(
             f"the last linear layer is called {len(captured)} times in one forward pass, expected once",
-            code="not_the_head", hint="name another layer with ‹last_layer›",
+            code="not_the_head", hint="name another layer with \0last_layer\0",
         )  # fmt: skip
     return captured[0], output
 
@@ -149,7 +149,7 @@ def _check_features(features: Tensor, *, where: str, first_row: int) -> None:
         raise DataError(
             f"{where}: {len(bad)} feature values are NaN or infinite in this batch, the first in row "
             f"{first_row + int(bad[0, 0])}",
-            code="not_finite", hint="look at that input, and at ‹mean› and ‹std›",
+            code="not_finite", hint="look at that input, and at \0mean\0 and \0std\0",
         )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> No
         raise DataError(
             f"{where}: the label of row {first_row + row} is {int(batch.labels[row])}, the head has classes 0 to "
             f"{num_classes - 1}",
-            code="bad_labels", hint="give data of other classes with ‹ood›, which stores no labels",
+            code="bad_labels", hint="give data of other classes with \0ood\0, which stores no labels",
         )  # fmt: skip
 
 
@@ -174,6 +174,6 @@ def _store(features: Tensor, dtype: torch.dtype, where: str) -> Tensor:
         raise NumericError(
             f"{where}: a feature of {float(features.abs().max()):.3g} is beyond {largest:.3g}, the range of "
             f"{str(dtype).removeprefix('torch.')}",
-            hint="store features with ‹dtype› float32",
+            hint="store features with \0dtype\0 float32",
         )  # fmt: skip
     return plain_copy(features, dtype)

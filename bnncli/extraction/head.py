@@ -54,7 +54,7 @@ def find_last_linear(model: nn.Module, example: Tensor) -> str:
         has = f"its linear layers are {listed(linear)}" if linear else "it has none"
         raise DataError(
             f"the network calls no linear layer (torch.nn.Linear); {has}", code="no_head",
-            hint="the last layer must be linear; ‹model› flatten uses raw inputs as features",
+            hint="the last layer must be linear; \0model\0 flatten uses raw inputs as features",
         )  # fmt: skip
     return called[-1]
 
@@ -68,7 +68,7 @@ def head_of(model: nn.Module, name: str) -> Head:
     linear = linear_layers(model)
     if name not in linear:
         raise UsageError(
-            f"‹last_layer›: expected one of {listed(linear, limit=20) or 'none: there is no torch.nn.Linear'}; "
+            f"\0last_layer\0: expected one of {listed(linear, limit=20) or 'none: there is no torch.nn.Linear'}; "
             f"got {name!r}"
         )
     layer = linear[name]
@@ -90,7 +90,7 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
         raise DataError(
             f"the network's output has shape {tuple(output.shape)}, its linear layer {quoted(head.name)} gives "
             f"{tuple(logits.shape)}: that layer is not the last step",
-            code="not_the_head", hint="name another layer with ‹last_layer›, or return its output as it is",
+            code="not_the_head", hint="name another layer with \0last_layer\0, or return its output as it is",
         )  # fmt: skip
     actual = actual.reshape(logits.shape)
     error = (actual - logits).abs().max()
@@ -120,8 +120,8 @@ def advise_layer(error: DataError, model: nn.Module, inputs: Tensor) -> DataErro
     same = [name for name, output in outputs.items() if output.shape == logits.shape and bool((output == logits).all())]
     if same:
         message = f"{error.message}; {parts}that output is what its linear layer {quoted(same[-1])} gives"
-        return DataError(message, code=error.code, hint=f"add ‹last_layer› {same[-1]}")
-    others = f"; ‹last_layer› NAME names another linear layer (there: {listed(outputs, limit=20)})"
+        return DataError(message, code=error.code, hint=f"add \0last_layer\0 {same[-1]}")
+    others = f"; \0last_layer\0 NAME names another linear layer (there: {listed(outputs, limit=20)})"
     hint = f"{error.hint}{others if len(outputs) > 1 else ''}"
     return DataError(error.message + (f"; {parts.removesuffix('; ')}" if parts else ""), code=error.code, hint=hint)
 
@@ -172,7 +172,7 @@ def run_network(model: nn.Module, inputs: Tensor) -> Any:
         first_line = str(error).strip().split("\n")[0][:200]
         raise DataError(
             f"the network cannot take inputs of shape {tuple(inputs.shape)}: {first_line}",
-            code="wrong_inputs", hint="is it the right ‹data› for this ‹model›? ‹resize› and ‹crop› change sizes",
+            code="wrong_inputs", hint="is it the right \0data\0 for this \0model\0? \0resize\0 and \0crop\0 change sizes",
         ) from error  # fmt: skip
 
 

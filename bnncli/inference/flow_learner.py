@@ -122,7 +122,7 @@ class FlowLearner:
         if len(bad):
             raise NumericError(
                 f"the ELBO is not finite in epoch {first + int(bad[0]) + 1}",
-                hint=f"use a ‹learning_rate› below {self.sizes.learning_rate:g}",
+                hint=f"use a \0learning_rate\0 below {self.sizes.learning_rate:g}",
             )
 
     def state(self) -> dict[str, Tensor]:

@@ -324,7 +324,7 @@ class KeptDraws:
         if tensors["diverging"].all():
             raise NumericError(
                 "every trajectory of every chain diverged after warm-up",
-                hint="use more ‹warmup›, or a larger ‹prior_precision›",
+                hint="use more \0warmup\0, or a larger \0prior_precision\0",
             )
         num_steps = tensors.pop("num_steps").repeat(tensors["diverging"].shape[0], 1)
         return HmcRun(draws=self.store.draws(), step_size=step_size, n_steps=num_steps, **tensors)

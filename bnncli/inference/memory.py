@@ -124,7 +124,7 @@ def require_fit(structure: str, layout: MatrixLayout, device: torch.device | str
     there = budget(device)
     fitting = [name for name in structures() if fit_bytes(name, layout, **sizes) <= there]
     hint = (
-        f"use ‹structure› {fitting[0]}, the largest that fits" if fitting else "no structure fits: use fewer features"
+        f"use \0structure\0 {fitting[0]}, the largest that fits" if fitting else "no structure fits: use fewer features"
     )
     what = f"a {structure} covariance of {layout.num_params} parameters"
     require(fit_bytes(structure, layout, **sizes), device, what=what, hint=hint)
@@ -138,7 +138,7 @@ def require_sampling(
     whitening = automatic_structure(layout, there, whole=whole)
     one, more = (sampling_bytes(whitening, layout, num_chains=count, whole=whole) for count in (1, 2))
     most = 1 + (there - one) // (more - one)
-    hint = f"use at most ‹chains› {most}" if most > 0 else "no chain fits: use a head with fewer features"
+    hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: use a head with fewer features"
     needed = sampling_bytes(whitening, layout, num_chains=num_chains, whole=whole)
     require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
 
@@ -155,8 +155,8 @@ def require_refinement(
     there = budget(device)
     sizes = {**sizes, "training": training}
     fitting = [name for name in structures() if refinement_bytes(name, layout, **sizes) <= there]
-    less = "use ‹flow› radial" if training > there else "use fewer ‹elbo_draws›"
-    hint = f"refine a base made by fit-laplace ‹structure› {fitting[0]}" if fitting else less
+    less = "use \0flow\0 radial" if training > there else "use fewer \0elbo_draws\0"
+    hint = f"refine a base made by fit-laplace \0structure\0 {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
 
@@ -189,7 +189,7 @@ def require_draws(
         DeviceError: they have none; names how many do, where fewer do.
     """
     what = f"{num_stored or num_used} draws of {num_params} parameters"
-    fewer = "make fewer draws: hmc with fewer ‹chains› or ‹draws›" if num_stored else None
+    fewer = "make fewer draws: hmc with fewer \0chains\0 or \0draws\0" if num_stored else None
     if str(device) != "cpu":
         require(4 * num_stored * num_params, "cpu", what=f"reading {what}", hint=fewer)
 

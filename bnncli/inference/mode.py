@@ -110,7 +110,7 @@ def find_mode(
             before = whitening if whitening.saves_work else before
     raise NumericError(
         f"no mode after {max_iterations} Newton steps: {decrement:.2g} standard deviations away, asked for {tolerance:g}",
-        hint="use a larger ‹prior_precision›",
+        hint="use a larger \0prior_precision\0",
     )
 
 

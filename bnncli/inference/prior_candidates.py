@@ -136,7 +136,7 @@ class Candidates:
     def best(self) -> float:
         """The log precision of the lowest value."""
         if not self.known:
-            raise NumericError("no prior precision gave a finite criterion", hint="give ‹prior_precision›")
+            raise NumericError("no prior precision gave a finite criterion", hint="give \0prior_precision\0")
         return min(self.known, key=lambda key: self.known[key].value)
 
     def judge(self, log_precision: float) -> None:

@@ -87,7 +87,7 @@ def search(
     if criterion == "val" and held_out is None:
         raise UsageError(
             "tuning the prior precision on validation data needs a labelled val split",
-            hint="extract one (‹hold_out› val=test:2000), give ‹prior_precision›, or tune by marglik",
+            hint="extract one (\0hold_out\0 val=test:2000), give \0prior_precision\0, or tune by marglik",
         )
     grid = _grid(*bounds)
     layout = target.layout if lift is None else lift.layout

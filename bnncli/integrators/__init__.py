@@ -133,8 +133,8 @@ class Ready(Protocol):
             UsageError: there are no draws, or they are weighted, so that their mean is not the prediction.
         """
         raise UsageError(
-            "‹keep_samples› needs draws of equal weight",
-            hint="leave it out, or use ‹integrator› mc",
+            "\0keep_samples\0 needs draws of equal weight",
+            hint="leave it out, or use \0integrator\0 mc",
             code="unsupported_integrator",
         )
 
@@ -214,7 +214,7 @@ class SamplingIntegrator(Integrator, Protocol):
 
 def load_integrator(name: str, **settings: Any) -> Integrator:
     """The integrator called `name` with settings of its own. Raises UsageError with the choices when there is none."""
-    check_name("integrators", name, option="‹integrator›")
+    check_name("integrators", name, option="\0integrator\0")
     integrator: Integrator = load_class("integrators", name)(**settings)
     return integrator
 
@@ -266,7 +266,7 @@ def require_support(name: str, posterior: HasLayout) -> None:
         whose += f" of {num_classes} classes"
     choices = [choice for choice in names("integrators") if supports(choice, posterior)]
     raise UsageError(
-        f"‹integrator› {name} {problem}",
+        f"\0integrator\0 {name} {problem}",
         hint=f"integrators for {whose}: {', '.join(choices) or 'none'}",
         code="unsupported_integrator",
     )

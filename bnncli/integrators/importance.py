@@ -74,7 +74,7 @@ class Importance(SamplingIntegrator):
         require_support("importance", posterior)
         check_num_samples(num_samples)
         if target is None:
-            raise UsageError("‹integrator› importance needs the features of the training split")
+            raise UsageError("\0integrator\0 importance needs the features of the training split")
         size = num_samples or self.default_samples
         task = progress.task("importance weights", size)
         found: list[Tensor] = []

@@ -202,8 +202,8 @@ def quasi_sample(posterior: Any, num_samples: int, generator: torch.Generator) -
     if not hasattr(posterior, "quasi_noise"):
         kind = getattr(posterior, "type", type(posterior).__name__.lower())
         raise UsageError(
-            f"‹qmc› needs a posterior made from standard normals (gaussian, flow), not {kind}",
-            hint="leave ‹qmc› out",
+            f"\0qmc\0 needs a posterior made from standard normals (gaussian, flow), not {kind}",
+            hint="leave \0qmc\0 out",
             code="unsupported_integrator",
         )
     sizes = [end - begin for begin, end in pairwise((0, *scramble_ends(num_samples)))]

@@ -77,7 +77,7 @@ class Probit(Integrator):
         if self.projection == "difference" and layout.num_classes > 2:
             raise UsageError(
                 f"probit, projection difference: expected two classes, the head has {layout.num_classes}",
-                hint="use ‹projection› sum-zero",
+                hint="use \0projection\0 sum-zero",
             )
         is_projected = self.projection != "none" and layout.likelihood.is_shift_invariant
         is_binary = self.projection == "difference" or not layout.likelihood.is_shift_invariant

@@ -229,9 +229,9 @@ class LatentLearner:
         if not torch.isfinite(self.history.last_bound()).all():
             raise NumericError(
                 f"the bound is not finite in epoch {self.num_epochs}",
-                hint=f"use a ‹learning_rate› below {plan.learning_rate:g}"
-                + (f", a ‹flow_rate› below {plan.flow_rate:g}" if plan.flow_rate is not None else "")
-                + (", ‹standardize›, or another ‹slab_sd› or ‹slab_mean›" if self.num_epochs == 1 else ""),
+                hint=f"use a \0learning_rate\0 below {plan.learning_rate:g}"
+                + (f", a \0flow_rate\0 below {plan.flow_rate:g}" if plan.flow_rate is not None else "")
+                + (", \0standardize\0, or another \0slab_sd\0 or \0slab_mean\0" if self.num_epochs == 1 else ""),
             )
 
     def state(self) -> dict[str, Tensor]:

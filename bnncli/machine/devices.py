@@ -39,12 +39,12 @@ def resolve_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if re.fullmatch(r"cuda(:[0-9]{1,4})?", name) is None:
-        raise UsageError(f"‹device›: expected auto, cpu, cuda or cuda:N; got {name!r}")
+        raise UsageError(f"\0device\0: expected auto, cpu, cuda or cuda:N; got {name!r}")
     index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         found = f"there are {count} CUDA devices, from cuda:0" if count else f"no CUDA device: {_why_no_gpu()}"
-        raise DeviceError(f"‹device› {name}: {found}", hint="use ‹device› auto or ‹device› cpu")
+        raise DeviceError(f"\0device\0 {name}: {found}", hint="use \0device\0 auto or \0device\0 cpu")
     return torch.device("cuda", index)
 
 

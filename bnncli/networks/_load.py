@@ -33,13 +33,13 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
         DataError: names or shapes of `state` do not fit the network.
     """
     factory, inferred = _factory(spec, state or {})
-    given = user_code.convert_arguments(factory, model_args, option=f"‹model_arg› of {spec}")
+    given = user_code.convert_arguments(factory, model_args, option=f"\0model_arg\0 of {spec}")
     arguments = {**inferred, **given}
-    user_code.check_arguments(factory, arguments, option=f"‹model_arg› of {spec}")
-    with user_code.running(f"‹model›: {spec!r}"):
+    user_code.check_arguments(factory, arguments, option=f"\0model_arg\0 of {spec}")
+    with user_code.running(f"\0model\0: {spec!r}"):
         network = factory(**arguments)
     if not isinstance(network, nn.Module):
-        raise UsageError(f"‹model›: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
+        raise UsageError(f"\0model\0: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
     network = network.float()
     if state is not None and (state or network.state_dict()):
         _fill(network, state, spec)
@@ -49,10 +49,12 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
 def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The factory and the arguments that the checkpoint's shapes imply."""
     if ":" in spec:
-        return user_code.load_factory(spec, option="‹model›"), {}
+        return user_code.load_factory(spec, option="\0model\0"), {}
     if not registry.has_name(_FAMILY, spec):
         choices = ", ".join(registry.names(_FAMILY))
-        raise UsageError(f"‹model›: expected one of {choices}, package.module:factory or file.py:factory; got {spec!r}")
+        raise UsageError(
+            f"\0model\0: expected one of {choices}, package.module:factory or file.py:factory; got {spec!r}"
+        )
     module = registry.load_module(_FAMILY, spec)
     infer: Callable[[Mapping[str, Tensor]], dict[str, Any]] = getattr(module, "arguments_from", lambda state: {})
     return module.build, infer(state)
@@ -73,7 +75,7 @@ def _fill(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> None:
             raise DataError(
                 f"{quoted(name)} has shape {tuple(state[name].shape)} in the checkpoint "
                 f"and {tuple(tensor.shape)} in the network {spec!r}",
-                hint="pass the network's sizes with ‹model_arg› NAME=VALUE",
+                hint="pass the network's sizes with \0model_arg\0 NAME=VALUE",
             )
     network.load_state_dict(dict(state), strict=True)
 

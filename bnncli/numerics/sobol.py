@@ -36,8 +36,8 @@ def quasi_normal(num_samples: int, dim: int, generator: torch.Generator) -> Tens
 
     if dim > MOST_DIMENSIONS:
         raise UsageError(
-            f"‹qmc›: Sobol points have at most {MOST_DIMENSIONS} dimensions, {dim} are needed",
-            hint="for a gaussian posterior ‹integrator› logit-mc ‹qmc› needs one per logit; else leave ‹qmc› out",
+            f"\0qmc\0: Sobol points have at most {MOST_DIMENSIONS} dimensions, {dim} are needed",
+            hint="for a gaussian posterior \0integrator\0 logit-mc \0qmc\0 needs one per logit; else leave \0qmc\0 out",
         )
     seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     sequence = qmc.Sobol(dim, scramble=True, bits=_BITS, rng=seed)
@@ -55,6 +55,6 @@ def balance_warning(num_samples: int, num_scrambles: int = 1) -> str | None:
         return None
     lower = num_scrambles << (size.bit_length() - 1)
     return (
-        f"‹qmc› spreads {num_samples} draws less evenly than {num_scrambles} times a power of two: "
-        f"take {lower} or {2 * lower} ‹samples›"
+        f"\0qmc\0 spreads {num_samples} draws less evenly than {num_scrambles} times a power of two: "
+        f"take {lower} or {2 * lower} \0samples\0"
     )

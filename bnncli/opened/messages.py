@@ -17,7 +17,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def keywords(text: str) -> str:
-    """A message with a keyword for each option that it means: samples for ‹samples›."""
+    """A message with a keyword for each option that it means: as samples."""
     return str(spelled(text, str))
 
 

@@ -70,7 +70,7 @@ class InputNetwork:
             raise DataError(
                 f"the last linear layer of {self._network.spec!r} is not the head of {self.header.path}",
                 code="wrong_head",
-                hint="its code has changed since: extract the features again, with ‹force›",
+                hint="its code has changed since: extract the features again, with \0force\0",
                 path=self.header.path,
             )
 
@@ -127,7 +127,7 @@ def _check_same_code(spec: str, named: str) -> None:
     """Pass when the same factory of a file is named by another path. Raises UsageError otherwise."""
     (place, _, factory), (own, _, recorded) = named.rpartition(":"), spec.rpartition(":")
     if not (place.endswith(".py") and own.endswith(".py") and factory == recorded):
-        raise UsageError(f"‹model›: the features of this run were made by {spec!r}; got {named!r}")
+        raise UsageError(f"\0model\0: the features of this run were made by {spec!r}; got {named!r}")
 
 
 def _check_unchanged(run: Run, header: Header, named: str) -> None:
@@ -138,5 +138,5 @@ def _check_unchanged(run: Run, header: Header, named: str) -> None:
         return
     message = f"{code} is not as it was when {header.path} was made from it"
     if not run.inputs.allow_stale:
-        raise DataError(message, code="stale_input", hint="extract the features again, with ‹force›", path=code)
-    run.console.warn(f"{message}; used all the same (‹allow_stale›)")
+        raise DataError(message, code="stale_input", hint="extract the features again, with \0force\0", path=code)
+    run.console.warn(f"{message}; used all the same (\0allow_stale\0)")

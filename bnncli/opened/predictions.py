@@ -59,7 +59,7 @@ def check_request(integrator: str | None, samples: int | None, settings: Mapping
         UsageError: an integrator or a setting that there is not, or a value that it does not take.
     """
     if integrator is not None:
-        registry.check_name("integrators", checked_text("integrator", integrator), option="‹integrator›")
+        registry.check_name("integrators", checked_text("integrator", integrator), option="\0integrator\0")
     if samples is not None:
         samples = checked_number("samples", samples, least=1)
     known = settings_of("integrators")
@@ -75,13 +75,13 @@ def _value(name: str, value: object, kind: type) -> Any:
     """A setting's value in its own type. Raises UsageError unless it is of that type."""
     if kind is bool:
         if not isinstance(value, bool):
-            raise UsageError(f"‹{name}›: expected True or False; got {value!r}"[:300])
+            raise UsageError(f"\0{name}\0: expected True or False; got {value!r}"[:300])
         return value
     if kind is str:
         return checked_text(name, value)
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
         expected = "a whole number" if kind is int else "a number"
-        raise UsageError(f"‹{name}›: expected {expected}; got {value!r}"[:300])
+        raise UsageError(f"\0{name}\0: expected {expected}; got {value!r}"[:300])
     return kind(value)
 
 

@@ -182,7 +182,7 @@ class OpenedRun:
         """What predicts with a posterior, opened once as long as its file is the same."""
         self._forget_other_weights()
         path = run.folder.find_posterior(
-            checked_text("posterior", name), flag="‹posterior›", maker=run.suggest("status")
+            checked_text("posterior", name), flag="\0posterior\0", maker=run.suggest("status")
         )
         header, _ = posterior_source(run, path, "posterior")
         known = self._predictors.get(path)

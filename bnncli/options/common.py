@@ -100,8 +100,8 @@ class NameOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name is not None and self.out is not None:
-            raise UsageError("‹name› and ‹out› exclude each other: give one")
+            raise UsageError("\0name\0 and \0out\0 exclude each other: give one")
         if self.out is not None and Path(self.out).name in ("", ".."):
-            raise UsageError(f"‹out›: expected a file; got {self.out!r}", hint="add a file name: ‹out› FOLDER/NAME")
+            raise UsageError(f"\0out\0: expected a file; got {self.out!r}", hint="add a file name: \0out\0 FOLDER/NAME")
         if self.name is not None:
-            check_artifact_name(self.name, "‹name›")
+            check_artifact_name(self.name, "\0name\0")

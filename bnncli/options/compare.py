@@ -64,9 +64,9 @@ class CompareOptions(Checked):
         super().__post_init__()
         _ = self.scores  # wrong ones are told before any work
         if len(set(self.metric)) < len(self.metric):
-            raise UsageError("‹metric›: the same score is named twice")
+            raise UsageError("\0metric\0: the same score is named twice")
 
     @property
     def scores(self) -> list[Quantity]:
         """What --metric asks for."""
-        return [parse_score(text, "‹metric›", compared()) for text in self.metric or _default_metrics()]
+        return [parse_score(text, "\0metric\0", compared()) for text in self.metric or _default_metrics()]

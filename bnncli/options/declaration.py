@@ -13,7 +13,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.parts import settings_of
 
-_FIELD = re.compile("‹([a-z][a-z0-9_]*)›")
+_FIELD = re.compile("\0([a-z][a-z0-9_]*)\0")
 
 
 def option(
@@ -143,28 +143,18 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-_FILES = ("path", "removed")  # in what a command prints: names of files, which are nobody's to change
-
-
 def spelled(value: Any, spell: Callable[[str], str] = flag_of) -> Any:
-    """A text of a room below the stages, with the options that it means: ‹prior_precision› there is --prior-precision here.
+    """A text of a room below the stages, with the options that it means (errors.BnnError) as they are written.
 
     Args:
         value: a text, or lists and dicts of anything in which texts are.
         spell: a field as whoever reads it writes it; as an option of a command by default.
     """
     if isinstance(value, str):
-        return _FIELD.sub(lambda found: spell(found[1]) if _is_option(found[1]) else found[0], value)
+        return _FIELD.sub(lambda found: spell(found[1]), value)
     if isinstance(value, list):
         return [spelled(one, spell) for one in value]
-    if isinstance(value, dict):
-        return {name: one if name in _FILES else spelled(one, spell) for name, one in value.items()}
-    return value
-
-
-def _is_option(name: str) -> bool:
-    """Whether some command has it: others are words of the user's, in a name that is quoted."""
-    return any(name in declared(group) for group in Checked.__subclasses__())
+    return {name: spelled(one, spell) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def choices_of(meta: Any) -> list[str]:
@@ -192,7 +182,7 @@ def check_value(spec: Field[Any], value: Any, where: str) -> None:
 
 def _check(spec: Field[Any], value: Any) -> None:
     """Raise UsageError unless it is a value of the option."""
-    where = f"‹{spec.name}›"
+    where = f"\0{spec.name}\0"
     check_value(spec, value, where)
     if spec.metadata["check"] is not None:
         spec.metadata["check"](value, where)

@@ -55,10 +55,10 @@ class EvaluateOptions(Checked):
         metavar="DIR",
         numeric=False,
     )
-    curves: bool = option(False, "Add these curves to the rows of ‹json›, at most 200 points each.", numeric=False)
+    curves: bool = option(False, "Add these curves to the rows of \0json\0, at most 200 points each.", numeric=False)
     per_class: bool = option(
         False,
-        "Add the values of every class to the rows of ‹json›: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest.",
+        "Add the values of every class to the rows of \0json\0: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest.",
         numeric=False,
     )
     intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
@@ -80,16 +80,18 @@ class EvaluateOptions(Checked):
         super().__post_init__()
         _ = self.assertions  # wrong ones are told before any work
         if self.level in (0, 1):
-            raise UsageError(f"‹level›: expected a number between 0 and 1; got {self.level}")
+            raise UsageError(f"\0level\0: expected a number between 0 and 1; got {self.level}")
         sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
         if self.bootstrap == 0 and any(side.part in ("low", "high") for side in sides):
-            raise UsageError("‹assert_›: there are no intervals with ‹bootstrap› 0")
+            raise UsageError("\0assert_\0: there are no intervals with \0bootstrap\0 0")
         if self.intervals and self.bootstrap == 0:
-            raise UsageError("‹intervals›: there are none with ‹bootstrap› 0")
+            raise UsageError("\0intervals\0: there are none with \0bootstrap\0 0")
         families = registry.names("integrators")
         for name in self.integrator:
             if not any(name == family or name.startswith(f"{family}-") for family in families):
-                message = f"‹integrator›: expected one of {', '.join(families)}, or one with its settings; got {name!r}"
+                message = (
+                    f"\0integrator\0: expected one of {', '.join(families)}, or one with its settings; got {name!r}"
+                )
                 raise UsageError(message)
 
     @property
@@ -111,4 +113,4 @@ class EvaluateOptions(Checked):
     @property
     def assertions(self) -> list[Assertion]:
         """What --assert asks for."""
-        return [parse_assertion(text, "‹assert_›", _metrics()) for text in self.assert_]
+        return [parse_assertion(text, "\0assert_\0", _metrics()) for text in self.assert_]

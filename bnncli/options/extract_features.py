@@ -43,7 +43,7 @@ class ExtractFeaturesOptions(Checked):
     )
     ood: list[str] = option(
         [],
-        "An out-of-distribution split, stored without labels; SPEC as for ‹data› (with ‹from_npz› the name alone). Repeatable.",
+        "An out-of-distribution split, stored without labels; SPEC as for \0data\0 (with \0from_npz\0 the name alone). Repeatable.",
         metavar="SPLIT=SPEC",
     )
     hold_out: list[str] = option(
@@ -70,8 +70,8 @@ class ExtractFeaturesOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.model is None) == (self.from_npz is None):
-            raise UsageError("give either ‹model› MODEL with ‹data› SPLIT=SPEC, or ‹from_npz› FILE")
+            raise UsageError("give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE")
         if self.model is not None and ":" not in self.model:
-            check_name("networks", self.model, option="‹model›")
+            check_name("networks", self.model, option="\0model\0")
         if self.model is not None and not (self.data or self.ood):
-            raise UsageError("‹data›: give at least one split, as ‹data› train=npz:train.npz")
+            raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")

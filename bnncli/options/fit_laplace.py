@@ -39,7 +39,7 @@ class FitLaplaceOptions(Checked):
     )
     prior_precision: str = option(
         "auto",
-        "Of the weights (and of the biases, see ‹bias_precision›): a number; val (lowest NLL on the val split, which must be data the network was not trained on); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
+        "Of the weights (and of the biases, see \0bias_precision\0): a number; val (lowest NLL on the val split, which must be data the network was not trained on); marglik (log marginal likelihood); auto is val where there is a val split, else marglik.",
         metavar="NUMBER|val|marglik|auto",
     )
     bias_precision: str = option(
@@ -57,13 +57,13 @@ class FitLaplaceOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.plot is not None:
-            check_suffix(self.plot, "‹plot›", ("png", "svg", "pdf"))
+            check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
         if self.bias_precision != "same":
-            parse_positive(self.bias_precision, "‹bias_precision›", "same or a positive number")
+            parse_positive(self.bias_precision, "\0bias_precision\0", "same or a positive number")
         if self.prior_precision not in ("auto", "val", "marglik"):
-            parse_positive(self.prior_precision, "‹prior_precision›", "auto, val, marglik or a positive number")
+            parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, marglik or a positive number")
             if self.plot is not None:
-                raise UsageError("‹plot› draws the search for the prior precision; there is none with a number given")
+                raise UsageError("\0plot\0 draws the search for the prior precision; there is none with a number given")
 
     @property
     def own_bias_precision(self) -> float | None:

@@ -50,13 +50,13 @@ class FitLbbnnOptions(Checked):
     )
     epochs: int | None = option(
         None,
-        "Passes over the training split; 250 by default with ‹hidden›, without it 60, or as many as make 6,000 steps.",
+        "Passes over the training split; 250 by default with \0hidden\0, without it 60, or as many as make 6,000 steps.",
         minimum=1,
     )
     batch_size: int = option(100, "Examples a step, all where it is larger than the split.", minimum=1)
     learning_rate: float | None = option(
         None,
-        "Learning rate of Adam; by default 0.01 without ‹hidden›, and with it the estimator's own (lrt 0.001, mnf and concrete 0.0001).",
+        "Learning rate of Adam; by default 0.01 without \0hidden\0, and with it the estimator's own (lrt 0.001, mnf and concrete 0.0001).",
         minimum=1e-12,
     )
     flow_rate: float | None = option(
@@ -67,17 +67,17 @@ class FitLbbnnOptions(Checked):
     )
     schedule: str | None = option(
         None,
-        "Course of the learning rate; constant by default with ‹hidden›, falling along a cosine without.",
+        "Course of the learning rate; constant by default with \0hidden\0, falling along a cosine without.",
         choices=("constant", "cosine"),
     )
     inclusion_rate: float | None = option(
         None,
-        "Learning rate of the inclusion logits during ‹early_epochs›; the learning rate by default.",
+        "Learning rate of the inclusion logits during \0early_epochs\0; the learning rate by default.",
         minimum=1e-12,
     )
     early_epochs: int | None = option(
         None,
-        "Epochs with ‹inclusion_rate›, and in which concrete learns its prior; 20 by default, 0 to keep the prior as it is.",
+        "Epochs with \0inclusion_rate\0, and in which concrete learns its prior; 20 by default, 0 to keep the prior as it is.",
         minimum=0,
     )
     variance: str | None = option(
@@ -90,7 +90,7 @@ class FitLbbnnOptions(Checked):
     slab_mean: float = option(0.0, "Prior mean of a weight that is in.")
     slab_sd: str = option(
         "auto",
-        "Prior standard deviation of a weight that is in: a number; auto is 1 with ‹hidden› or without a labelled val split, "
+        "Prior standard deviation of a weight that is in: a number; auto is 1 with \0hidden\0 or without a labelled val split, "
         "and else what the val split prefers, found by a short fit of ten candidates at once.",
         metavar="NUMBER|auto",
     )
@@ -111,7 +111,7 @@ class FitLbbnnOptions(Checked):
     )
     prior_weight: float | None = option(
         None,
-        "Weight of ‹prior_inclusion› and ‹slab_sd› where concrete learns its prior, in times the layer's own weights; 10 by "
+        "Weight of \0prior_inclusion\0 and \0slab_sd\0 where concrete learns its prior, in times the layer's own weights; 10 by "
         "default. With 0, the thesis's Beta(1, 1), the prior goes where the inclusions start.",
         minimum=0.0,
     )
@@ -128,7 +128,7 @@ class FitLbbnnOptions(Checked):
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
     save_every: float = option(
         60.0,
-        "Seconds between the states that ‹resume› continues from; 0 saves after every epoch.",
+        "Seconds between the states that \0resume\0 continues from; 0 saves after every epoch.",
         minimum=0,
         numeric=False,
     )
@@ -136,15 +136,17 @@ class FitLbbnnOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.hidden_sizes, self.start_logits  # wrong ones are told before any work
-        _sizes("‹flow_hidden›", self.flow_hidden)
+        _sizes("\0flow_hidden\0", self.flow_hidden)
         if self.slab_sd != "auto":
-            parse_positive(self.slab_sd, "‹slab_sd›", "auto or a positive number")
+            parse_positive(self.slab_sd, "\0slab_sd\0", "auto or a positive number")
         for name, estimators in _ONLY.items():
             if getattr(self, name) is not None and self.estimator not in estimators:
                 whose = " and ".join(estimators)
-                raise UsageError(f"‹{name}› is for ‹estimator› {whose}; the estimator is {self.estimator}")
+                raise UsageError(f"\0{name}\0 is for \0estimator\0 {whose}; the estimator is {self.estimator}")
         if self.early_epochs is not None and self.inclusion_rate is None and self.estimator != "concrete":
-            raise UsageError("‹early_epochs›: nothing differs in them without ‹inclusion_rate› or ‹estimator› concrete")
+            raise UsageError(
+                "\0early_epochs\0: nothing differs in them without \0inclusion_rate\0 or \0estimator\0 concrete"
+            )
 
     def resolved(self, num_examples: int) -> FitLbbnnOptions:
         """The options with the estimator's own choices in place of those that were left open."""
@@ -167,12 +169,12 @@ class FitLbbnnOptions(Checked):
     @property
     def hidden_sizes(self) -> tuple[int, ...]:
         """Outputs of each hidden layer."""
-        return _sizes("‹hidden›", self.hidden)
+        return _sizes("\0hidden\0", self.hidden)
 
     @property
     def flow_sizes(self) -> tuple[int, ...]:
         """Hidden units of the coupling layers' networks."""
-        return _sizes("‹flow_hidden›", self.flow_hidden)
+        return _sizes("\0flow_hidden\0", self.flow_hidden)
 
     @property
     def start_logits(self) -> tuple[float, float]:
@@ -182,7 +184,7 @@ class FitLbbnnOptions(Checked):
         except ValueError:
             low, high = 1.0, 0.0
         if not -80 <= low <= high <= 80:
-            raise UsageError(f"‹start_inclusion›: expected LOW,HIGH, as 0,1; got {self.start_inclusion!r}")
+            raise UsageError(f"\0start_inclusion\0: expected LOW,HIGH, as 0,1; got {self.start_inclusion!r}")
         return low, high
 
 

@@ -22,11 +22,11 @@ class HmcOptions(Checked):
     draws: int = option(260, "Draws kept of each chain.", minimum=4)
     until: str | None = option(
         None,
-        "After ‹draws› keep drawing, ‹draws› / 2 at a time, until these hold for every parameter, as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when ‹max_draws› come first. The numbers that chose the stop flatter the run, and it says so.",
+        "After \0draws\0 keep drawing, \0draws\0 / 2 at a time, until these hold for every parameter, as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when \0max_draws\0 come first. The numbers that chose the stop flatter the run, and it says so.",
         metavar="CONDITIONS",
     )
     max_draws: int | None = option(
-        None, "Draws of each chain at which ‹until› gives up; 20 times ‹draws› by default.", minimum=4
+        None, "Draws of each chain at which \0until\0 gives up; 20 times \0draws\0 by default.", minimum=4
     )
     target_accept: float = option(0.9, "Acceptance that the step size aims at.", minimum=0.1, maximum=0.99)
     dynamics: str = option(
@@ -44,7 +44,7 @@ class HmcOptions(Checked):
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
     save_every: float = option(
         60.0,
-        "Seconds between the states that ‹resume› continues from; 0 saves after every draw.",
+        "Seconds between the states that \0resume\0 continues from; 0 saves after every draw.",
         minimum=0,
         numeric=False,
     )
@@ -52,17 +52,17 @@ class HmcOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampler == "nuts" and self.dynamics != "split":
-            raise UsageError("‹dynamics› is for ‹sampler› hmc; nuts has its own")
+            raise UsageError("\0dynamics\0 is for \0sampler\0 hmc; nuts has its own")
         if self.sampler == "nuts" and self.gradients != "float32":
-            raise UsageError("‹gradients› is for ‹sampler› hmc; nuts takes exact ones")
+            raise UsageError("\0gradients\0 is for \0sampler\0 hmc; nuts takes exact ones")
         if self.sampler == "nuts" and (self.until is not None or self.resume):
-            raise UsageError("‹until› and ‹resume› are for ‹sampler› hmc; nuts runs one chain after the other")
+            raise UsageError("\0until\0 and \0resume\0 are for \0sampler\0 hmc; nuts runs one chain after the other")
         if self.max_draws is not None and self.max_draws < self.draws:
-            raise UsageError(f"‹max_draws›: expected at least ‹draws› ({self.draws}); got {self.max_draws}")
+            raise UsageError(f"\0max_draws\0: expected at least \0draws\0 ({self.draws}); got {self.max_draws}")
         if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:
-            raise UsageError("‹until›: rhat needs at least two ‹chains›")
+            raise UsageError("\0until\0: rhat needs at least two \0chains\0")
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
         """What --until asks for; nothing without it."""
-        return () if self.until is None else parse_until(self.until, "‹until›")
+        return () if self.until is None else parse_until(self.until, "\0until\0")

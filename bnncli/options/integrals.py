@@ -34,7 +34,7 @@ class IntegralsOptions(Checked):
     samples: int = option(100, "Draws of the sampling integrators.", minimum=1)
     grid_size: int = option(
         80,
-        "Without ‹mean›: standard deviations on the grid; means are one more, from -max to max.",
+        "Without \0mean\0: standard deviations on the grid; means are one more, from -max to max.",
         minimum=2,
         maximum=1000,
     )
@@ -47,37 +47,39 @@ class IntegralsOptions(Checked):
         "Draw the grid's errors, a panel for each integrator, as .png, .svg or .pdf.",
         metavar="FILE",
     )
-    force: bool = option(False, "Let ‹plot› replace a file that is no figure of bnncli.", short="-f")
+    force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.plot is not None:
-            check_suffix(self.plot, "‹plot›", ("png", "svg", "pdf"))
+            check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
 
     def check_together(self) -> None:
         """Pass when the options that are given belong together. Raises UsageError otherwise."""
         if self.mean is None and (self.variance is not None or self.covariance is not None):
-            raise UsageError("‹mean›: needed with ‹variance› or ‹covariance›; without any of them a grid is computed")
+            raise UsageError(
+                "\0mean\0: needed with \0variance\0 or \0covariance\0; without any of them a grid is computed"
+            )
         if self.mean is not None and self.plot is not None:
-            raise UsageError("‹plot› draws the grid; there is none with ‹mean›")
+            raise UsageError("\0plot\0 draws the grid; there is none with \0mean\0")
         if self.mean is not None and (self.variance is None) == (self.covariance is None):
-            raise UsageError("‹mean›: give either ‹variance› or ‹covariance› with it")
+            raise UsageError("\0mean\0: give either \0variance\0 or \0covariance\0 with it")
 
     @property
     def moments(self) -> tuple[list[float], list[list[float]]]:
         """Means (K) and covariance (K, K) of the logits; that it has no negative eigenvalue is not checked here."""
-        mean = _numbers(self.mean or "", "‹mean›")
+        mean = _numbers(self.mean or "", "\0mean\0")
         if len(mean) > MAX_LOGITS:
-            raise UsageError(f"‹mean›: expected at most {MAX_LOGITS} logits; got {len(mean)}")
+            raise UsageError(f"\0mean\0: expected at most {MAX_LOGITS} logits; got {len(mean)}")
         if self.variance is not None:
-            return mean, _diagonal(_numbers(self.variance, "‹variance›"), len(mean))
-        rows = [_numbers(row, "‹covariance›") for row in (self.covariance or "").split(";")]
+            return mean, _diagonal(_numbers(self.variance, "\0variance\0"), len(mean))
+        rows = [_numbers(row, "\0covariance\0") for row in (self.covariance or "").split(";")]
         if len(rows) != len(mean) or any(len(row) != len(mean) for row in rows):
             raise UsageError(
-                f"‹covariance›: expected {len(mean)} rows of {len(mean)} numbers, as ‹mean› has; got {self.covariance!r}"
+                f"\0covariance\0: expected {len(mean)} rows of {len(mean)} numbers, as \0mean\0 has; got {self.covariance!r}"
             )
         if any(abs(rows[i][j] - rows[j][i]) > 1e-9 * abs(rows[i][j]) for i in range(len(rows)) for j in range(i)):
-            raise UsageError("‹covariance›: expected a symmetric matrix")
+            raise UsageError("\0covariance\0: expected a symmetric matrix")
         return mean, rows
 
 
@@ -85,9 +87,9 @@ def _diagonal(variances: list[float], count: int) -> list[list[float]]:
     if len(variances) == 1:
         variances = variances * count
     if len(variances) != count:
-        raise UsageError(f"‹variance›: expected one number, or {count} as ‹mean› has; got {len(variances)}")
+        raise UsageError(f"\0variance\0: expected one number, or {count} as \0mean\0 has; got {len(variances)}")
     if min(variances) < 0:
-        raise UsageError(f"‹variance›: expected numbers of at least 0; got {min(variances):g}")
+        raise UsageError(f"\0variance\0: expected numbers of at least 0; got {min(variances):g}")
     return [[variances[i] if i == j else 0.0 for j in range(count)] for i in range(count)]
 
 

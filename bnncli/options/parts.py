@@ -66,7 +66,7 @@ class Draws(NamedTuple):
     note: str = ""
 
     def __str__(self) -> str:
-        notes = [f"{self.quasi} with ‹qmc›"] if self.quasi is not None else []
+        notes = [f"{self.quasi} with \0qmc\0"] if self.quasi is not None else []
         notes += [self.note] if self.note else []
         return f"{self.default} ({'; '.join(notes)})" if notes else str(self.default)
 

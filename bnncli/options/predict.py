@@ -17,7 +17,7 @@ PROJECTION = Setting("What the logits are reduced to first", place=20)
 def _samples_help() -> str:
     defaults = ", ".join(f"{part} {draws}" for part, draws in declarations("integrators", "DRAWS").items())
     return (
-        f"Draws of a sampling integrator; by default {defaults}, what fit-lbbnn wrote with ‹hidden›, and all draws of a "
+        f"Draws of a sampling integrator; by default {defaults}, what fit-lbbnn wrote with \0hidden\0, and all draws of a "
         "posterior that is draws (hmc)."
     )
 
@@ -58,9 +58,9 @@ class PredictOptions(Checked):
         choices=("neighbor", "best"),
     )
     top_k_threshold: float | None = option(
-        None, "Mass left outside the two quantiles that ‹top_k› compares; 0.05 by default, less keeps more classes."
+        None, "Mass left outside the two quantiles that \0top_k\0 compares; 0.05 by default, less keeps more classes."
     )
-    top_k_cap: int | None = option(None, "Most classes that ‹top_k› keeps; 10 by default.", minimum=1)
+    top_k_cap: int | None = option(None, "Most classes that \0top_k\0 keeps; 10 by default.", minimum=1)
     table: str | None = option(
         None,
         "Write everything that was predicted as one table, a row an example, with the names of the examples (such as image files) where the features have them: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws.",
@@ -82,17 +82,19 @@ class PredictOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.table is not None:
-            check_suffix(self.table, "‹table›", ("csv", "npz"))
+            check_suffix(self.table, "\0table\0", ("csv", "npz"))
         for text in self.merge:
             if not re.fullmatch(r"[^=,\s][^=,]*=[^=]*[^=\s]", text) or not text.isprintable():
-                raise UsageError(f"‹merge›: expected NAME=CLASS,CLASS; got {text!r}")
+                raise UsageError(f"\0merge\0: expected NAME=CLASS,CLASS; got {text!r}")
         if self.top_k_threshold is not None and not 0 < self.top_k_threshold < 1:
-            raise UsageError(f"‹top_k_threshold›: expected a number between 0 and 1; got {self.top_k_threshold}")
+            raise UsageError(f"\0top_k_threshold\0: expected a number between 0 and 1; got {self.top_k_threshold}")
 
     def check_together(self) -> None:
         """Raise UsageError for an option that only means something beside another one."""
-        for flag, is_given in (("‹merge›", self.merge), ("‹probabilities›", self.probabilities)):
+        for flag, is_given in (("\0merge\0", self.merge), ("\0probabilities\0", self.probabilities)):
             if is_given and self.table is None:
-                raise UsageError(f"{flag} gives the table columns: add ‹table› FILE")
+                raise UsageError(f"{flag} gives the table columns: add \0table\0 FILE")
         if self.top_k is None and (self.top_k_threshold, self.top_k_cap) != (None, None):
-            raise UsageError("‹top_k_threshold› and ‹top_k_cap› say how ‹top_k› ranks: add ‹top_k› neighbor or best")
+            raise UsageError(
+                "\0top_k_threshold\0 and \0top_k_cap\0 say how \0top_k\0 ranks: add \0top_k\0 neighbor or best"
+            )

@@ -16,11 +16,11 @@ class PruneOptions(Checked):
     rule: str = option(
         "median",
         "Which weights stay: those that are in with probability above 1/2 (median), or the most probable ones, as many "
-        "as ‹density› says (density).",
+        "as \0density\0 says (density).",
         choices=("median", "density"),
     )
     density: float | None = option(
-        None, "Share of the weights that stays, with ‹rule› density.", minimum=0.0, maximum=1.0
+        None, "Share of the weights that stays, with \0rule\0 density.", minimum=0.0, maximum=1.0
     )
     split: str | None = option(
         None, "Labelled split that accuracy is measured on; test by default, else val.", metavar="SPLIT"
@@ -35,4 +35,4 @@ class PruneOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.rule == "density") != (self.density is not None):
-            raise UsageError("‹rule› density and ‹density› go together: give both or neither")
+            raise UsageError("\0rule\0 density and \0density\0 go together: give both or neither")

@@ -67,13 +67,13 @@ class RefineOptions(Checked):
     )
     prior_precision: float | None = option(
         None,
-        "Prior precision of the target, biases included; the base's prior by default (needed with ‹base› prior and no laplace).",
+        "Prior precision of the target, biases included; the base's prior by default (needed with \0base\0 prior and no laplace).",
         minimum=1e-30,
     )
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
     save_every: float = option(
         60.0,
-        "Seconds between the states that ‹resume› continues from; 0 saves after every round.",
+        "Seconds between the states that \0resume\0 continues from; 0 saves after every round.",
         minimum=0,
         numeric=False,
     )

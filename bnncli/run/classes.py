@@ -15,7 +15,7 @@ from bnncli.storage.features import FeatureFile, SplitClasses, head_digest, read
 from bnncli.storage.headers import Header
 from bnncli.storage.run_folder import RunFolder
 
-_HINT = "give all splits in one command with ‹force›, or use another ‹run_dir›"
+_HINT = "give all splits in one command with \0force\0, or use another \0run_dir\0"
 
 
 class RunClasses(NamedTuple):

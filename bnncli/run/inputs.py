@@ -175,7 +175,7 @@ def load_split(run: Run, name: str) -> Split:
         raise DataError(
             f"splits {first[0]!r} and {name!r} have different heads: they come from different networks",
             code="wrong_head",
-            hint="extract all splits again in one command, with ‹force›",
+            hint="extract all splits again in one command, with \0force\0",
             path=path,
         )
     classes = run_classes(run.folder, content, weights_digest=content.header.weights_digest)
@@ -261,7 +261,7 @@ def posterior_prior(path: Path, header: Header) -> Prior:
     if prior is None:
         raise DataError(
             f"{path}: has no prior precision",
-            hint="give ‹prior_precision› NUMBER, or ‹base› with a fitted posterior",
+            hint="give \0prior_precision\0 NUMBER, or \0base\0 with a fitted posterior",
             path=path,
         )
     return prior

@@ -102,7 +102,7 @@ class AskedIntegrators:
         try:
             return load_integrator(name, **chosen)
         except ValueError as error:
-            raise UsageError(f"‹integrator› {name}: {error}") from None
+            raise UsageError(f"\0integrator\0 {name}: {error}") from None
 
     def _samples(self, integrator: Integrator, header: Header) -> int | None:
         if not integrator.is_sampling:
@@ -118,16 +118,16 @@ class AskedIntegrators:
             if not any(setting in settings_of(integrator) for integrator in built.values()):
                 having = [name for name in names("integrators") if setting in settings_of(load_integrator(name))]
                 raise UsageError(
-                    f"‹{setting}›: {_listed(built)} no such setting; integrators that have it: {', '.join(having)}",
-                    hint=f"add ‹integrator› {having[0]}",
+                    f"\0{setting}\0: {_listed(built)} no such setting; integrators that have it: {', '.join(having)}",
+                    hint=f"add \0integrator\0 {having[0]}",
                 )
         if self.samples is not None and not any(integrator.is_sampling for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).is_sampling]
-            raise UsageError(f"‹samples›: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
+            raise UsageError(f"\0samples\0: {_listed(built)} no draws; integrators that draw: {', '.join(having)}")
         if self.top_k is not None and not any(integrator.gives_dirichlet for integrator in built.values()):
             having = [name for name in names("integrators") if load_integrator(name).gives_dirichlet]
-            message = f"‹top_k›: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
-            raise UsageError(message, hint=f"add ‹integrator› {having[0]}")
+            message = f"\0top_k\0: {_listed(built)} no Dirichlet; integrators that give one: {', '.join(having)}"
+            raise UsageError(message, hint=f"add \0integrator\0 {having[0]}")
 
 
 def default_integrator(header: Header) -> str:
@@ -171,9 +171,9 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     """Why the integrator cannot predict with this posterior; None where it can."""
     posterior_type = type_of(header)
     if not has_attribute("posteriors", posterior_type, integrator.needs):
-        return f"‹integrator› {variant(name, settings_of(integrator))} does not work for a {posterior_type} posterior ({header.path.stem})"
+        return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for a {posterior_type} posterior ({header.path.stem})"
     if num_classes > integrator.max_classes:
-        return f"‹integrator› {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
+        return f"\0integrator\0 {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
     return None
 
 

@@ -52,7 +52,7 @@ class Network:
         for text in self.arguments:
             key, equals, value = text.partition("=")
             if not equals or not key:
-                raise UsageError(f"‹model_arg›: expected KEY=VALUE, got {text!r}")
+                raise UsageError(f"\0model_arg\0: expected KEY=VALUE, got {text!r}")
             arguments[key] = value
         state = None if self.checkpoint is None else self.checkpoint.state
         return load_network(self.spec, arguments, state).to(self.run.device)

@@ -103,7 +103,7 @@ class Predictor:
     def _prepare(self, choice: IntegratorChoice) -> Ready:
         if choice.integrator.needs in _OF_THETA or self.header.kind == "samples":
             used = None if choice.integrator.is_sampling and choice.samples is None else choice.samples or 0
-            self.require_memory(used, option="‹samples›" if choice.integrator.is_sampling else None)
+            self.require_memory(used, option="\0samples\0" if choice.integrator.is_sampling else None)
         target = None
         if choice.integrator.needs_target:
             target = self.train.target(posterior_prior(self.path, self.header))
@@ -170,7 +170,7 @@ def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None)
     """Say so when more draws are asked for than a posterior that is draws has."""
     there = num_stored(header) if header.kind == "samples" else 0
     if samples is not None and 0 < there < samples:
-        run.console.warn(f"{path.stem} has {there} draws, fewer than ‹samples› {samples}: all are used")
+        run.console.warn(f"{path.stem} has {there} draws, fewer than \0samples\0 {samples}: all are used")
 
 
 def warn_of_default(run: Run, path: Path, header: Header) -> None:

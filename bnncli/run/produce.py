@@ -149,7 +149,7 @@ def make(
 
 def _decide(run: Run, request: Request) -> Decision:
     if is_same_file(request.target, run.checkpoint_path):
-        raise UsageError(f"the output {request.target} is the checkpoint; choose another with ‹name› or ‹out›")
+        raise UsageError(f"the output {request.target} is the checkpoint; choose another with \0name\0 or \0out\0")
     return decide(
         request.target,
         kind=request.kind,

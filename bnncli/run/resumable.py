@@ -61,7 +61,9 @@ class Resumable:
         console = self._run.console
         if not self._resume:
             if self.is_stored:
-                console.info(f"{self._path}: an interrupted run can be continued with ‹resume›; this one starts afresh")
+                console.info(
+                    f"{self._path}: an interrupted run can be continued with \0resume\0; this one starts afresh"
+                )
             return None
         state = read_state(self._path, self._identity)
         if state is None:

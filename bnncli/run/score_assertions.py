@@ -175,7 +175,7 @@ def _checks(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
             check["holds"] = assertion.holds(one, other)
         found.append(check)
     if not found:
-        raise UsageError(f"‹assert_› {assertion}: there is no posterior but the reference itself")
+        raise UsageError(f"\0assert_\0 {assertion}: there is no posterior but the reference itself")
     return found
 
 
@@ -199,9 +199,9 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
         ):
             return (None, f"it has no {label}") if named else (None, None)
         choices = ", ".join(dict.fromkeys(forms(named) or [metric["name"] for metric in row["metrics"]])) or "none"
-        raise UsageError(f"‹assert_›: {_label(row)} has no score {label} (there: {choices})")
+        raise UsageError(f"\0assert_\0: {_label(row)} has no score {label} (there: {choices})")
     if len(found) > 1:
-        raise UsageError(f"‹assert_›: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")
+        raise UsageError(f"\0assert_\0: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")
     if wanted.posterior is None and found[0].get("reference") == row["posterior"]:
         return None, None  # a distance to itself
     return _part(found[0], wanted.part)
@@ -227,7 +227,9 @@ def _left_rows(assertion: Assertion, rows: Sequence[Row]) -> list[Row]:
         others = _named(right, rows)
         found = [row for row in found if row not in others]
         if not found:
-            raise MissingInput(f"‹assert_› {assertion}: there is no other posterior to compare {right.posterior} with")
+            raise MissingInput(
+                f"\0assert_\0 {assertion}: there is no other posterior to compare {right.posterior} with"
+            )
     return found
 
 
@@ -246,7 +248,7 @@ def _right_row(right: Quantity, rows: Sequence[Row], left: Row) -> Row:
             found = [row for row in found if rule(row)] or found
     if len(found) > 1:
         choices = ", ".join(f"{_name(row)}.{right.metric}" for row in found)
-        raise UsageError(f"‹assert_›: {right} may mean {choices}; name one")
+        raise UsageError(f"\0assert_\0: {right} may mean {choices}; name one")
     return found[0]
 
 
@@ -258,14 +260,14 @@ def _named(wanted: Quantity, rows: Sequence[Row]) -> list[Row]:
         is_of_features = not set(of_features()).isdisjoint(wanted.choices)
         found = [row for row in rows if (row["posterior"] == FEATURES_NAME) == is_of_features]
         if is_of_features and not found:
-            raise MissingInput(f"‹assert_› {wanted}: scores of the features are not evaluated here; add ‹score›")
+            raise MissingInput(f"\0assert_\0 {wanted}: scores of the features are not evaluated here; add \0score\0")
     if wanted.integrator is not None:
         found = [row for row in found if wanted.integrator in (row["integrator"], row.get("variant"))]
     if found:
         return found
     there = ", ".join(dict.fromkeys(map(_name, rows))) or "none"
     name = ".".join(part for part in (wanted.posterior, wanted.integrator) if part is not None)
-    raise MissingInput(f"‹assert_› {wanted}: {quoted(name)} is not evaluated here (there: {there})")
+    raise MissingInput(f"\0assert_\0 {wanted}: {quoted(name)} is not evaluated here (there: {there})")
 
 
 def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]:
@@ -273,9 +275,9 @@ def _of_split(wanted: Quantity, rows: list[Row], other: str | None) -> list[Row]
     there = list(dict.fromkeys(str(row["split"]) for row in rows))
     split = wanted.split or (other if other in there else "test" if "test" in there else there[0])
     if split not in there:
-        raise MissingInput(f"‹assert_› {wanted}: no predictions of split {split!r} (there: {', '.join(there)})")
+        raise MissingInput(f"\0assert_\0 {wanted}: no predictions of split {split!r} (there: {', '.join(there)})")
     if wanted.split is None and split not in ("test", other) and len(there) > 1:
-        raise UsageError(f"‹assert_› {wanted}: of which split? Add @SPLIT, one of {', '.join(there)}")
+        raise UsageError(f"\0assert_\0 {wanted}: of which split? Add @SPLIT, one of {', '.join(there)}")
     return [row for row in rows if row["split"] == split]
 
 

@@ -231,7 +231,7 @@ class Run:
         except DataError as error:
             if not self.inputs.allow_stale or error.code != "stale_input":
                 raise
-            self.console.warn(f"{error.message}; used all the same (‹allow_stale›)")
+            self.console.warn(f"{error.message}; used all the same (\0allow_stale\0)")
 
     def _current_weights(self, recorded: dict[str, Any]) -> str:
         """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""

@@ -156,7 +156,7 @@ def note_on_default(metrics: Mapping[str, Any], integrator: str) -> str | None:
     own = next((entry["nll"] for entry in entries.values() if entry.get("integrator") == integrator), math.nan)
     return (
         f"on val {better} predicted better than {integrator} (NLL {entries[better]['nll']:.4f} against {own:.4f}): "
-        f"add ‹integrator› {better}"
+        f"add \0integrator\0 {better}"
     )
 
 

@@ -7,7 +7,7 @@ from bnncli.evaluation.score_options import ScoreOption
 from bnncli.scores import Score
 
 
-def input_numbers(text: str | None, option: str = "‹true_inputs›") -> tuple[int, ...]:
+def input_numbers(text: str | None, option: str = "\0true_inputs\0") -> tuple[int, ...]:
     """The inputs of the truth, numbers from 1; none without a text. Raises UsageError, naming the option."""
     if text is None:
         return ()

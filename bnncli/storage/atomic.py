@@ -39,7 +39,7 @@ def write_error(error: OSError, path: Path) -> BnnError:
     if error.errno in _NOT_WRITABLE:
         message = f"cannot write {path}: {reason}"
         return OutputExists(
-            message, hint="choose another place with ‹run_dir› or ‹out›", code="not_writable", path=path
+            message, hint="choose another place with \0run_dir\0 or \0out\0", code="not_writable", path=path
         )
     if error.errno == errno.ELOOP:
         return OutputExists(
@@ -174,7 +174,7 @@ def _sync_name(target: Path) -> None:
         raise WriteError(
             f"{target} is written and in place, but its folder could not be synced: {reason}; "
             "the file may be gone after a power failure",
-            hint="check the file system, and run the command again with ‹force›",
+            hint="check the file system, and run the command again with \0force\0",
             path=target,
         ) from None
 
@@ -215,12 +215,12 @@ def check_free_space(folder: Path, size: int) -> None:
         raise WriteError(
             f"{folder}: about {needed >> 20} MiB are needed, {SPARE_BYTES >> 20} of them to spare, and {free >> 20} MiB are free"
             f"{_UNCHANGED}",
-            hint="free space, or choose another place with ‹run_dir›",
+            hint="free space, or choose another place with \0run_dir\0",
             path=folder,
         )
 
 
-_ELSEWHERE = "choose another place with ‹run_dir› DIR: a copy of the run folder, where there is one already"
+_ELSEWHERE = "choose another place with \0run_dir\0 DIR: a copy of the run folder, where there is one already"
 
 
 def check_writable(folder: Path, *, hint: str = _ELSEWHERE) -> None:

@@ -174,7 +174,7 @@ def check_split(path: Path, split: FeatureFile) -> None:
         raise DataError(
             f"{path}: features times head differs from the network's logits by {error:.3g} (tolerance {tolerance:.3g})",
             code="self_check",
-            hint="the file is damaged or mixed up: run extract-features ‹force›",
+            hint="the file is damaged or mixed up: run extract-features \0force\0",
             path=path,
         )
 

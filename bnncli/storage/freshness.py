@@ -20,7 +20,7 @@ from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import newer_request
 from bnncli.storage.provenance import Source, params_hash
 
-_KEEP_BOTH = {"features": ", or ‹run_dir› DIR to keep both", "metrics": ""}  # they have no --name
+_KEEP_BOTH = {"features": ", or \0run_dir\0 DIR to keep both", "metrics": ""}  # they have no --name
 _ANOTHER_REVISION = "made by another revision of the algorithm"
 _MARKS = ((0, b"\x89HDF\r\n\x1a\n", b"bnncli_"), (8, b"{", b'"bnncli"'), (0, b"{", b'"bnncli.'))
 _MARK_WINDOW = 1 << 20
@@ -53,19 +53,19 @@ def decide(
     """
     for source in sources:
         if is_same_file(target, source.path):
-            raise UsageError(f"the output {target} is also an input; choose another with ‹name› or ‹out›")
+            raise UsageError(f"the output {target} is also an input; choose another with \0name\0 or \0out\0")
     if not target.exists() and not target.is_symlink():
         return Decision("compute")
     header = _header_or_refuse(target, kind, force)
     if header is None or force:
-        return Decision("replace", "‹force›", header)
+        return Decision("replace", "\0force\0", header)
     recorded = _recorded_params(header)
     if params_hash(recorded) != params_hash(params):
         differences = _differences(recorded, params)
         raise OutputExists(
             f"{target} exists and was made with other options ({differences})",
             path=target,
-            hint="add ‹force› to replace it" + _KEEP_BOTH.get(kind, ", or ‹name› NAME to keep both"),
+            hint="add \0force\0 to replace it" + _KEEP_BOTH.get(kind, ", or \0name\0 NAME to keep both"),
         )
     changes = _changes(header, algo_rev, sources, weights_digest)
     return Decision("replace", "; ".join(changes), header) if changes else Decision("skip", "up to date", header)
@@ -85,12 +85,12 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
     except BnnError as error:
         if force and carries_our_mark(target):
             return None
-        hint = "add ‹force› to replace it" if carries_our_mark(target) else "move it away, or use ‹name› or ‹out›"
+        hint = "add \0force\0 to replace it" if carries_our_mark(target) else "move it away, or use \0name\0 or \0out\0"
         raise OutputExists(f"{target} exists and cannot be used: {error.message}", hint=hint, path=target) from None
     if header.kind != kind:
         raise OutputExists(
             f"{target} exists and is of kind {header.kind}, not {kind}",
-            hint="use ‹name› or ‹out›",
+            hint="use \0name\0 or \0out\0",
             path=target,
         )
     return header

@@ -60,7 +60,7 @@ def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None])
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 message = f"the file system of {path} has no file locks"
-                raise WriteError(message, hint="choose another place with ‹run_dir›", path=path) from None
+                raise WriteError(message, hint="choose another place with \0run_dir\0", path=path) from None
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise OutputExists(f"cannot lock {path}: {os.strerror(error.errno)}", path=path) from None
             if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
@@ -69,7 +69,7 @@ def _acquire(descriptor: int, path: Path, wait: float, poll: Callable[[], None])
         if time.monotonic() >= deadline:
             raise Locked(
                 f"another bnncli is writing this artifact ({_holder(descriptor)})",
-                hint="wait for it, or use ‹wait› SECONDS",
+                hint="wait for it, or use \0wait\0 SECONDS",
                 path=path,
             )
         time.sleep(POLL_SECONDS)

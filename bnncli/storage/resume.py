@@ -126,7 +126,7 @@ def remove_state(path: Path) -> None:
 
 def unusable(path: Path, why: str, *, code: str = "damaged") -> DataError:
     """The error for a state that cannot be continued."""
-    hint = f"start again without ‹resume›; to discard the state: rm {shlex.quote(str(path))}"
+    hint = f"start again without \0resume\0; to discard the state: rm {shlex.quote(str(path))}"
     return DataError(f"cannot resume from {path}: {why}", hint=hint, code=code, path=path)
 
 

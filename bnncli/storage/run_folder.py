@@ -42,7 +42,7 @@ class RunFolder:
             raise MissingInput(
                 f"expected a checkpoint; {checkpoint} lies in a run folder",
                 path=checkpoint,
-                hint="give the checkpoint first, and the artifact by name (‹base›, ‹posterior›)",
+                hint="give the checkpoint first, and the artifact by name (\0base\0, \0posterior\0)",
             )
         if run_dir is not None:
             return cls(checkpoint, Path(run_dir))
@@ -53,7 +53,8 @@ class RunFolder:
 
     def features(self, split: str) -> Path:
         """features/<split>.h5"""
-        return self.root / "features" / f"{check_split_name(split, '‹split›')}.h5"
+        name = check_split_name(split, "\0split\0")
+        return self.root / "features" / f"{name}.h5"
 
     def posterior(self, name: str, *, suffix: str = ".safetensors") -> Path:
         """posteriors/<name>.safetensors, or .nc for draws."""
@@ -69,14 +70,14 @@ class RunFolder:
         """
         network = self.posterior("map")
         if target.with_suffix(network.suffix).absolute() == network.absolute():
-            raise UsageError(f"{network} is the network as trained, which later commands need; choose another ‹name›")
+            raise UsageError(f"{network} is the network as trained, which later commands need; choose another \0name\0")
         if target.with_suffix("").absolute() == self.posterior(FEATURES_NAME, suffix="").absolute():
-            raise UsageError(f"{FEATURES_NAME!r} is the name of scores that need no posterior; choose another ‹name›")
+            raise UsageError(f"{FEATURES_NAME!r} is the name of scores that need no posterior; choose another \0name\0")
         for suffix in POSTERIOR_SUFFIXES:
             other = target.with_suffix(suffix)
             if suffix != target.suffix and other.exists():
                 raise OutputExists(
-                    f"{other} has the same name as {target.name}", hint="choose another ‹name›", path=other
+                    f"{other} has the same name as {target.name}", hint="choose another \0name\0", path=other
                 )
 
     def predictions(self, name: str, split: str) -> Path:

@@ -90,9 +90,9 @@ def test_neither_workers_nor_batch_size_change_the_batches(tmp_path: Path) -> No
 
 
 PREPROCESS_ERRORS = {
-    (("mean", "x"),): "‹mean›: expected numbers like",
-    (("mean", "1,2"), ("std", "1")): "‹mean› has 2 values and ‹std› has 1",
-    (("std", "0"),): "‹std›: expected numbers above 0",
+    (("mean", "x"),): "\0mean\0: expected numbers like",
+    (("mean", "1,2"), ("std", "1")): "\0mean\0 has 2 values and \0std\0 has 1",
+    (("std", "0"),): "\0std\0: expected numbers above 0",
 }
 
 
@@ -103,7 +103,7 @@ def test_impossible_normalisation_is_a_usage_error(options: tuple[tuple[str, str
 
 
 def test_normalisation_for_other_channels_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match=r"‹mean› has 3 values, the inputs have shape \(12, 1, 5, 4\)"):
+    with pytest.raises(UsageError, match=r"\0mean\0 has 3 values, the inputs have shape \(12, 1, 5, 4\)"):
         Preprocess(mean=(0.1, 0.2, 0.3)).apply(torch.from_numpy(GREY))
 
 
@@ -283,7 +283,7 @@ def test_images_of_unequal_size_are_refused_with_the_remedy(tmp_path: Path) -> N
     Image.new("RGB", (9, 6)).save(tmp_path / "zebra" / "1.png")
     with pytest.raises(DataError, match=r"'zebra/1.png' is 6 x 9") as caught:
         inputs_of(load_split(f"images:{tmp_path}"), 12)
-    assert "‹resize›" in str(caught.value.hint)
+    assert "\0resize\0" in str(caught.value.hint)
 
 
 def test_a_colour_image_among_grey_ones_is_refused(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ def test_what_a_class_declares_is_read_without_it(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "said"),
     [
-        ("radial", {"rank": 2}, "‹rank›: radial layers have none; flows that take it: affine, sylvester"),
-        ("affine", {"rank": 2}, "‹rank›: ‹scale› kron has none; give ‹scale› low-rank"),
-        ("affine", {"scale": "low-rank", "rank": 31}, "‹rank›: expected 1 to 30, the number of parameters; got 31"),
-        ("sylvester", {"rank": 0}, "‹rank›: expected 1 to 30, the number of parameters; got 0"),
+        ("radial", {"rank": 2}, "\0rank\0: radial layers have none; flows that take it: affine, sylvester"),
+        ("affine", {"rank": 2}, "\0rank\0: \0scale\0 kron has none; give \0scale\0 low-rank"),
+        ("affine", {"scale": "low-rank", "rank": 31}, "\0rank\0: expected 1 to 30, the number of parameters; got 31"),
+        ("sylvester", {"rank": 0}, "\0rank\0: expected 1 to 30, the number of parameters; got 0"),
     ],
 )
 def test_a_wrong_setting_is_told_alike_with_and_without_a_layer(kind: str, given: dict[str, Any], said: str) -> None:

@@ -228,10 +228,10 @@ def test_affine_learns_correlations_of_either_sign(scale: str, correlation: floa
 @pytest.mark.parametrize(
     ("kind", "settings", "why"),
     [
-        ("radial", {"rank": 3}, "‹rank›: radial layers have none; flows that take it: affine"),
-        ("affine", {"rank": 3}, "‹rank›: ‹scale› kron has none"),
-        ("sylvester", {"rank": 31}, "‹rank›: expected 1 to 30, the number of parameters; got 31"),
-        ("affine", {"scale": "low-rank", "rank": 31}, "‹rank›: expected 1 to 30, the number of parameters; got 31"),
+        ("radial", {"rank": 3}, "\0rank\0: radial layers have none; flows that take it: affine"),
+        ("affine", {"rank": 3}, "\0rank\0: \0scale\0 kron has none"),
+        ("sylvester", {"rank": 31}, "\0rank\0: expected 1 to 30, the number of parameters; got 31"),
+        ("affine", {"scale": "low-rank", "rank": 31}, "\0rank\0: expected 1 to 30, the number of parameters; got 31"),
     ],
 )
 def test_settings_that_a_flow_does_not_take_are_refused(kind: str, settings: dict[str, Any], why: str) -> None:

@@ -94,7 +94,7 @@ def test_stored_draws_that_cannot_be_read_are_to_be_made_anew(monkeypatch: pytes
     memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=2560, option="--samples")
     with pytest.raises(DeviceError, match=r"6400 draws of 2050000 .* 42\.0 GiB can be used on cpu") as caught:
         memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=6400, option="--samples")
-    assert caught.value.hint == "make fewer draws: hmc with fewer ‹chains› or ‹draws›"
+    assert caught.value.hint == "make fewer draws: hmc with fewer \0chains\0 or \0draws\0"
 
 
 @pytest.mark.parametrize("case", LATENT, ids=str)
@@ -131,7 +131,7 @@ def test_a_flow_too_large_to_train_is_refused(monkeypatch: pytest.MonkeyPatch) -
     training = memory.training_bytes(layout, num_layer_params=2 * num_elements(layout, "kron"), num_draws=8)
     with pytest.raises(DeviceError, match=r"refining a diag Gaussian of 50010 .* needs about 1\.9 GiB") as caught:
         memory.require_refinement("diag", layout, device, num_draws=8, training=training)
-    assert caught.value.hint == "use ‹flow› radial"
+    assert caught.value.hint == "use \0flow\0 radial"
     batches = memory.training_bytes(layout, num_layer_params=0, num_draws=8, batch_size=1000)
     assert batches - memory.training_bytes(layout, num_layer_params=0, num_draws=8) == 4 * 1000 * (5000 + 4 * 8 * 10)
 
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: py
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 4 << 30)
     with pytest.raises(DeviceError, match=r"full covariance of 10000 .* needs about 4.5 GiB .* 2.8 GiB") as caught:
         memory.require_fit("full", HeadLayout(100, 99), torch.device("cpu"))
-    assert caught.value.hint == "use ‹structure› block, the largest that fits"
+    assert caught.value.hint == "use \0structure\0 block, the largest that fits"
     assert caught.value.exit == 69
 
 
@@ -192,7 +192,7 @@ def test_a_base_too_large_to_refine_is_refused_with_one_that_is_not(monkeypatch:
     monkeypatch.setattr("bnncli.machine.memory.available_memory", lambda device: 2 << 30)
     with pytest.raises(DeviceError, match="refining a full Gaussian of 10000") as caught:
         memory.require_refinement("full", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
-    assert caught.value.hint == "refine a base made by fit-laplace ‹structure› block"
+    assert caught.value.hint == "refine a base made by fit-laplace \0structure\0 block"
     memory.require_refinement("block", HeadLayout(100, 99), torch.device("cpu"), num_draws=256)
 
 

@@ -198,7 +198,7 @@ def test_a_flow_draws_from_sobol_points_too() -> None:
 
 def test_stored_draws_have_no_sobol_points() -> None:
     posterior = Samples(torch.zeros(1, 4, LAYOUTS[2].num_params), LAYOUTS[2])
-    with pytest.raises(UsageError, match=r"‹qmc› needs a posterior made from standard normals .*, not samples"):
+    with pytest.raises(UsageError, match=r"\0qmc\0 needs a posterior made from standard normals .*, not samples"):
         load_integrator("mc", qmc=True).prepare(posterior, num_samples=4, generator=seeded())
 
 

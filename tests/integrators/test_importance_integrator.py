@@ -166,5 +166,5 @@ def test_a_posterior_that_is_not_finite_is_an_error_with_any_weights() -> None:
 def test_weighted_draws_are_not_kept() -> None:
     target = make_target(BINARY)
     posterior = laplace(target, shift=0.4)
-    with pytest.raises(UsageError, match="‹keep_samples› needs draws of equal weight"):
+    with pytest.raises(UsageError, match="\0keep_samples\0 needs draws of equal weight"):
         ready(target, posterior).probs_of_draws(posterior, torch.zeros(1, 1))

@@ -60,4 +60,4 @@ def test_more_dimensions_than_there_are_direction_numbers_are_refused() -> None:
 
 def test_only_powers_of_two_are_balanced() -> None:
     assert [size for size in range(1, 40) if balance_warning(size) is None] == [1, 2, 4, 8, 16, 32]
-    assert "take 16 or 32 ‹samples›" in str(balance_warning(20))
+    assert "take 16 or 32 \0samples\0" in str(balance_warning(20))

@@ -251,7 +251,7 @@ def test_the_failure_names_every_number_that_failed() -> None:
 @pytest.mark.parametrize("text", ["nobody.nll<1", "nll<nobody.nll", "map.mc.nll<1", "nll@tst<1"])
 def test_names_that_are_not_there_are_told_before_there_are_scores(text: str) -> None:
     names = [{key: value for key, value in one.items() if key != "metrics"} for one in ROWS]
-    with pytest.raises(MissingInput, match="‹assert_›"):
+    with pytest.raises(MissingInput, match="\0assert_\0"):
         check_names([assertion(text)], names)
 
 

@@ -145,7 +145,7 @@ def test_a_read_only_file_system_is_refused_before_the_work(small_disk: Path) ->
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(OutputExists, match="not writable") as caught:
         check_writable(small_disk / "runs")
-    assert "‹run_dir›" in str(caught.value.hint)
+    assert "\0run_dir\0" in str(caught.value.hint)
     with pytest.raises(OutputExists, match="Read-only file system"):
         publish_bytes(small_disk / "new", NEW, may_replace=False)
 

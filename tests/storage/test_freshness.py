@@ -64,7 +64,7 @@ def test_other_parameters_are_refused_with_the_fields_that_differ(tmp_path: Path
     with pytest.raises(OutputExists, match=r"epochs: 3 there, 4 asked") as caught:
         ask(tmp_path / "x", params={"epochs": 4})
     assert caught.value.exit == 73
-    assert caught.value.hint == "add ‹force› to replace it"  # metrics have no name of their own
+    assert caught.value.hint == "add \0force\0 to replace it"  # metrics have no name of their own
     assert ask(tmp_path / "x", params={"epochs": 4}, force=True).action == "replace"
 
 
@@ -94,7 +94,7 @@ def test_a_foreign_file_is_never_replaced(tmp_path: Path, content: bytes, force:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(OutputExists, match="cannot be used") as caught:
         ask(tmp_path / "x", force=force)
-    assert "‹force›" not in str(caught.value.hint)
+    assert "\0force\0" not in str(caught.value.hint)
 
 
 def test_a_damaged_artifact_is_replaced_only_with_force(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_damaged_artifact_is_replaced_only_with_force(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(OutputExists, match="cannot be used") as caught:
         ask(path)
-    assert "‹force›" in str(caught.value.hint)
+    assert "\0force\0" in str(caught.value.hint)
     assert ask(path, force=True).action == "replace"
 
 

@@ -51,7 +51,7 @@ def test_a_held_lock_is_refused_and_its_holder_is_named(tmp_path: Path) -> None:
     finally:
         holder.communicate()
     assert caught.value.exit == 75
-    assert "‹wait›" in str(caught.value.hint)
+    assert "\0wait\0" in str(caught.value.hint)
 
 
 def test_the_lock_of_a_killed_holder_is_free_and_its_file_stays(tmp_path: Path) -> None:
