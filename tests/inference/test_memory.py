@@ -89,7 +89,7 @@ def test_no_content_depends_on_how_much_memory_is_free(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_stored_draws_that_cannot_be_read_are_to_be_made_anew(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(
-        "bnncli.machine.memory.available_memory", lambda device: (60 if device.type == "cpu" else 900) << 30
+        "bnncli.machine.memory.available_memory", lambda device: (60 if str(device) == "cpu" else 900) << 30
     )
     memory.require_draws(2_050_000, torch.device(device), num_used=10, num_stored=2560, option="--samples")
     with pytest.raises(DeviceError, match=r"6400 draws of 2050000 .* 42\.0 GiB can be used on cpu") as caught:
