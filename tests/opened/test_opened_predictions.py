@@ -102,6 +102,15 @@ def test_a_seed_gives_the_same_draws_and_another_others(finished_run: Path) -> N
     assert not torch.equal(posterior.sample(7), posterior.sample(7, seed=6))
 
 
+def test_a_run_predicts_with_as_many_draws_as_each_call_asks_for(finished_run: Path) -> None:
+    run = bnncli.open(finished_run)
+    features = run.split("test").features
+    found = [run.predict(features, integrator="mc", samples=size) for size in (5, 9, 5)]
+    assert [one.draws for one in found] == [5, 9, 5]
+    assert np.array_equal(found[0].probs, found[2].probs)
+    assert not np.array_equal(found[0].probs, found[1].probs)
+
+
 def test_the_mean_is_that_of_the_file(finished_run: Path) -> None:
     run, folder = bnncli.open(finished_run), finished_run.with_name("small.bnn")
     for name in ("map", "laplace"):
