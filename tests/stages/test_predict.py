@@ -138,6 +138,16 @@ def test_more_draws_than_there_are_is_all_of_them_and_is_told(cli: Cli, small_ru
     assert (meta(read(small_run, "few"))["samples"], "fewer than" in done.stderr) == (100, False)
 
 
+def test_what_an_integrator_warns_of_is_stored_as_it_is_said(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--integrator", "mc", "--qmc", "--samples", 40, "--split", "test")
+    done = cli("predict", small_run, *words)
+    expected = "--qmc spreads 40 draws less evenly than 8 times a power of two: take 32 or 64 --samples"
+    assert f"WARNING predict laplace: {expected}\n" in done.stderr
+    stored = read_predictions(small_run.with_name("small.bnn") / "predictions/laplace.mc-qmc/test.h5")
+    assert stored.header is not None
+    assert stored.header.meta["warning"] == expected
+
+
 def test_a_setting_goes_to_the_integrators_that_have_it_and_into_their_name(cli: Cli, small_run: Path) -> None:
     words = ("--posterior", "laplace", "--split", "test", "--integrator", "probit", "--integrator", "mean-field")
     done = cli("predict", small_run, *words, "--projection", "sum-zero", "--order", 2, "--json")

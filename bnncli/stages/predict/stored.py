@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
 from bnncli.numerics.top_k import ranked_lengths
+from bnncli.options.declaration import spelled
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import IntegratorChoice
 from bnncli.run.predictor import Predicted, Predictor
@@ -26,7 +27,8 @@ def predict_split(
     split.check_fits(predictor.posterior.layout)
     predicted = predictor.predict(choice, torch.from_numpy(split.content.features), keep_samples=keep_samples)
     content = _content(predicted, split, choice)
-    meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **predicted.integrator.notes()}
+    notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
+    meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
     meta["draws"] = predicted.integrator.num_draws
     meta["interval_level"] = None if content.interval is None else predicted.integrator.interval_level
 
