@@ -22,6 +22,7 @@ from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.network import Network
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.freshness import UNKNOWN_MAKER
 from bnncli.storage.headers import Header, interpreting
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default: sums depend on it
@@ -70,7 +71,7 @@ class InputNetwork:
             raise DataError(
                 f"the last linear layer of {self._network.spec!r} is not the head of {self.header.path}",
                 code="wrong_head",
-                hint="its code has changed since: extract the features again, with \0force\0",
+                hint=self._network.run.remake(self.header, force=True) or UNKNOWN_MAKER,
                 path=self.header.path,
             )
 
@@ -138,5 +139,6 @@ def _check_unchanged(run: Run, header: Header, named: str) -> None:
         return
     message = f"{code} is not as it was when {header.path} was made from it"
     if not run.inputs.allow_stale:
-        raise DataError(message, code="stale_input", hint="extract the features again, with \0force\0", path=code)
+        hint = run.remake(header, force=True) or UNKNOWN_MAKER
+        raise DataError(message, code="stale_input", hint=hint, path=code)
     run.console.warn(f"{message}; used all the same (\0allow_stale\0)")

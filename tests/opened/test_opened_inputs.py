@@ -181,21 +181,43 @@ def test_what_the_code_of_a_network_raises_is_the_cause(coded: Path) -> None:
     assert not hasattr(caught.value, "__notes__")  # a command says how its cause is shown
 
 
+AGAIN = (
+    "run: bnncli extract-features ckpt.pt --model net.py:make --model-arg width=5 --data train=npz:train.npz "
+    "--dtype float16 --force"
+)
+
+
 def test_code_that_has_changed_since_is_refused(coded: Path) -> None:
     x = make_images()["train"]["x"]
     features = bnncli.open("ckpt.pt").split("train").features
     Path("net.py").write_text(NETWORK + "\n# another\n")
     run = bnncli.open("ckpt.pt", model="net.py:make")
-    with pytest.raises(DataError, match=r"net.py is not as it was when ckpt.pt.bnn/features/train.h5 was made from it"):
+    changed = r"net.py is not as it was when ckpt.pt.bnn/features/train.h5 was made from it"
+    with pytest.raises(DataError, match=changed) as refused:
         run.features(x)
+    assert refused.value.__notes__ == [AGAIN]
     with pytest.warns(BnnWarning, match=r"net.py is not as it was .*used all the same \(allow_stale\)") as caught:
         assert np.array_equal(run.features(x, allow_stale=True), features)
     assert caught[0].filename == __file__
-    Path("net.py").write_text(
-        NETWORK.replace("nn.Flatten()", "nn.Flatten(), nn.ReLU()").replace("width, 3)", "width, 3, bias=False)")
-    )
-    with pytest.warns(BnnWarning), pytest.raises(DataError, match=r"does not fit the network"):
-        bnncli.open("ckpt.pt", model="net.py:make").features(x, allow_stale=True)
+
+
+DOUBLED = """
+class Doubled(nn.Sequential):
+    def load_state_dict(self, state, strict=True):
+        return super().load_state_dict({name: 2 * tensor for name, tensor in state.items()}, strict)
+
+def make(width):
+    return Doubled(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 3))
+"""
+
+
+def test_a_network_that_gives_another_head_is_refused_whatever_is_allowed(coded: Path) -> None:
+    Path("net.py").write_text(NETWORK + DOUBLED)
+    run = bnncli.open("ckpt.pt", model="net.py:make")
+    expected = r"the last linear layer of 'net.py:make' is not the head of ckpt.pt.bnn/features/train.h5"
+    with pytest.warns(BnnWarning), pytest.raises(DataError, match=expected) as caught:
+        run.features(make_images()["train"]["x"], allow_stale=True)
+    assert (caught.value.code, caught.value.__notes__) == ("wrong_head", [AGAIN])
 
 
 def test_a_run_of_raw_inputs_has_its_inputs_for_features(tmp_path: Path, cli: Cli) -> None:
