@@ -26,7 +26,7 @@ CHECK_TOLERANCE = {"float32": 1e-3, "float16": 2e-2}
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """One split's features.
+    """What the file of a split's features holds.
 
     Attributes:
         features: (N, D) float32 or float16; of a file, its pages.

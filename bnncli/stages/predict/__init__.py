@@ -40,7 +40,7 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class PosteriorFile:
-    """A posterior to predict with."""
+    """The file of a posterior to predict with."""
 
     path: Path
     header: Header
