@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from problems.seeds import seeded
 from scipy import integrate, stats
 from torch import Tensor, nn
 from torch.nn.functional import softplus
@@ -48,12 +49,8 @@ from bnncli.training.loop import train
 SMALL = NetworkLayout((4, 3, 2))
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def factors_of(layout: NetworkLayout, num_repeats: int = 2, *, needs_grad: bool = False) -> Factors:
-    found = initial_factors(layout, num_repeats, generator(1), logit_range=(-2, 2), mean_range=1.0)
+    found = initial_factors(layout, num_repeats, seeded(1), logit_range=(-2, 2), mean_range=1.0)
     tensors = {name: part.double() for name, part in found.tensors().items()}
     tensors["rho"] += 4
     tensors["bias_rho"] += 4
@@ -132,9 +129,9 @@ def test_gradients_of_the_factors_are_those_of_autograd(variance: str, has_multi
     factors, prior = factors_of(SMALL, needs_grad=True), prior_of(2)
     multipliers = None
     if has_multipliers:
-        drawn = [torch.rand(2, 5, size, generator=generator(size), dtype=torch.float64) for size in (4, 3)]
+        drawn = [torch.rand(2, 5, size, generator=seeded(size), dtype=torch.float64) for size in (4, 3)]
         multipliers = [Multiplier(z.mean(dim=1), z.square().mean(dim=1)) for z in drawn]
-    weights = [torch.randn(2, SMALL.num_weights, generator=generator(i), dtype=torch.float64) for i in range(3)]
+    weights = [torch.randn(2, SMALL.num_weights, generator=seeded(i), dtype=torch.float64) for i in range(3)]
 
     def loss(parts: Moments) -> Tensor:
         total = (parts.mean.sin() * weights[0]).sum() + (parts.noise.exp() * weights[1]).sum()
@@ -165,7 +162,7 @@ def model_of(layout: NetworkLayout, *, has_multipliers: bool = False, needs_grad
     multipliers = []
     if has_multipliers:
         for _, inputs in layout.shapes:
-            start = initial_model(inputs, 2, generator(inputs), hidden=(5, 5))
+            start = initial_model(inputs, 2, seeded(inputs), hidden=(5, 5))
             tensors = {name: part.double() for name, part in start.tensors()}
             tensors["start_log_var"] += 8
             tensors |= {name: part * 20 for name, part in tensors.items() if name.endswith("weight.2")}
@@ -181,12 +178,12 @@ def test_drawn_weights_have_the_moments_that_activations_are_drawn_with(has_mult
     layout = NetworkLayout((4, 3))
     model = model_of(layout, has_multipliers=has_multipliers)
     count = 40_000
-    weights, biases = model.draw_weights(torch.ones(count, dtype=torch.int64), generator(5))
+    weights, biases = model.draw_weights(torch.ones(count, dtype=torch.int64), seeded(5))
     theta = layout.join(weights, biases)
     features = torch.tensor([[0.5, -1.0, 2.0, 0.1]], dtype=torch.float64)
     by_weights = layout.logits(features, theta)[:, 0]
     repeated = features.expand(count, -1)
-    by_activations = draw_logits(model, repeated, leaves(model, "exact"), generator(6), multiplier_draws=count)[1]
+    by_activations = draw_logits(model, repeated, leaves(model, "exact"), seeded(6), multiplier_draws=count)[1]
     error = by_weights.std(dim=0) / math.sqrt(count)
     assert ((by_weights.mean(dim=0) - by_activations.mean(dim=0)).abs() < 6 * error).all()
     # A variance's standard error is var sqrt((kurtosis - 1) / S); six of them for a kurtosis of 6.
@@ -202,7 +199,7 @@ def test_drawn_weights_have_the_moments_that_activations_are_drawn_with(has_mult
 
 
 def test_activations_are_mean_plus_standard_deviation_times_noise() -> None:
-    rng = generator(3)
+    rng = seeded(3)
     inputs, z = torch.randn(2, 5, 4, generator=rng), torch.rand(2, 5, 4, generator=rng)
     weight = Moments(*(torch.rand(2, 3, 4, generator=rng) for _ in range(3)))
     mean, sd, noise = (torch.rand(*shape, generator=rng) for shape in ((2, 3), (2, 3), (2, 5, 3)))
@@ -227,8 +224,8 @@ def test_with_every_weight_in_the_activations_are_those_of_ordinary_mean_field()
 def test_logits_are_those_of_the_network_with_these_parameters() -> None:
     layout = NetworkLayout((4, 5, 3, 2))
     network = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
-    theta = torch.randn(6, layout.num_params, generator=generator(2))
-    features = torch.randn(7, 4, generator=generator(3))
+    theta = torch.randn(6, layout.num_params, generator=seeded(2))
+    features = torch.randn(7, 4, generator=seeded(3))
     found = layout.logits(features, theta)
     for one, logits in zip(theta, found, strict=True):
         nn.utils.vector_to_parameters(one, network.parameters())
@@ -241,7 +238,7 @@ def test_logits_are_those_of_the_network_with_these_parameters() -> None:
 def test_a_coupling_layer_is_invertible_and_knows_its_determinant() -> None:
     model = model_of(NetworkLayout((5, 2)), has_multipliers=True).multipliers[0]
     for layer in model.flow:
-        z = torch.randn(2, 3, 5, generator=generator(4), dtype=torch.float64)
+        z = torch.randn(2, 3, 5, generator=seeded(4), dtype=torch.float64)
         moved, log_det = layer(z)
         torch.testing.assert_close(layer.inverse(moved), z, rtol=1e-9, atol=1e-9)
         for r, m in itertools.product(range(2), range(3)):
@@ -257,7 +254,7 @@ def test_a_coupling_layer_is_invertible_and_knows_its_determinant() -> None:
 
 def test_the_layers_of_a_flow_move_every_input_in_turn() -> None:
     for size, length in ((6, 2), (5, 3), (1, 2)):
-        start = initial_model(size, 2, generator(size), length=length, hidden=(3,))
+        start = initial_model(size, 2, seeded(size), length=length, hidden=(3,))
         for layers in (start.flow, start.inverse_flow):
             masks = [layer.mask for layer in layers]
             assert len(masks) == length
@@ -269,7 +266,7 @@ def test_the_layers_of_a_flow_move_every_input_in_turn() -> None:
 def test_the_published_coupling_layer_has_another_determinant_than_it_says() -> None:
     """Equation (3.6) adds the shift to the coordinates that condition as well; (3.7) is then wrong."""
     layer = model_of(NetworkLayout((5, 2)), has_multipliers=True).multipliers[0].flow[0]
-    z = torch.randn(5, generator=generator(4), dtype=torch.float64)
+    z = torch.randn(5, generator=seeded(4), dtype=torch.float64)
 
     def published(point: Tensor) -> Tensor:
         batch = point.expand(2, 1, 5)
@@ -285,7 +282,7 @@ def test_the_published_coupling_layer_has_another_determinant_than_it_says() -> 
 
 def test_the_density_of_multipliers_integrates_to_one_and_is_that_of_the_draws() -> None:
     model = model_of(NetworkLayout((2, 1)), has_multipliers=True).multipliers[0]
-    z, log_density = model.draw(torch.randn(2, 4, 2, generator=generator(1), dtype=torch.float64))
+    z, log_density = model.draw(torch.randn(2, 4, 2, generator=seeded(1), dtype=torch.float64))
     torch.testing.assert_close(model.log_density(z), log_density, rtol=1e-8, atol=1e-8)
     axis = torch.linspace(-6, 8, 281, dtype=torch.float64)
     grid = torch.cartesian_prod(axis, axis).expand(2, -1, -1)
@@ -295,7 +292,7 @@ def test_the_density_of_multipliers_integrates_to_one_and_is_that_of_the_draws()
 
 def test_the_auxiliary_density_is_a_gaussian_pulled_through_its_flow() -> None:
     model = model_of(NetworkLayout((3, 4)), has_multipliers=True).multipliers[0]
-    rng = generator(9)
+    rng = seeded(9)
     weight = Moments(*(torch.rand(2, 4, 3, generator=rng, dtype=torch.float64) for _ in range(3)))
     z = torch.randn(2, 5, 3, generator=rng, dtype=torch.float64)
     noise = torch.randn(2, 5, 4, generator=rng, dtype=torch.float64)
@@ -334,10 +331,10 @@ def test_the_flow_part_of_the_reported_bound_is_of_weights_that_are_drawn(
     monkeypatch.setattr(report, "FLOW_DRAWS", count)
     monkeypatch.setattr(report, "NUM_PASSES", count // 4)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
-    found = report._flow_divergences(run, LatentBinary(model, best=1), generator(2))
+    found = report._flow_divergences(run, LatentBinary(model, best=1), seeded(2))
     assert found.shape == (count, 1)
 
-    part, factors, rng = model.multipliers[0], model.factors, generator(3)
+    part, factors, rng = model.multipliers[0], model.factors, seeded(3)
     z, log_q = part.draw(torch.randn(2, count, 4, generator=rng, dtype=torch.float64))
     z, shape = z[1], (count, 2, 4)
     mean, sd, alpha = (layout.weights(each)[0][1] for each in (factors.mean, factors.sd, factors.inclusion))
@@ -360,27 +357,27 @@ def test_the_flow_part_of_the_reported_bound_is_of_weights_that_are_drawn(
 
 
 def test_no_networks_of_a_flow_make_it_run_away() -> None:
-    tame = initial_model(6, 3, generator(0), hidden=(8, 8))
+    tame = initial_model(6, 3, seeded(0), hidden=(8, 8))
     wild = MultiplierModel.from_tensors({n: p if "mask" in n or "start" in n else 1e4 * p for n, p in tame.tensors()})
-    noise = torch.randn(3, 200, 6, generator=generator(1))
+    noise = torch.randn(3, 200, 6, generator=seeded(1))
     z = wild.start_mean.unsqueeze(1) + (0.5 * wild.start_log_var).exp().unsqueeze(1) * noise
     assert not torch.allclose(wild.draw(noise)[0], z)
     for layer in wild.flow + wild.inverse_flow:
         z = layer(z)[0]
         assert bool((z.abs() <= 10 * (1 + 1e-6)).all())
-    weight = Moments(*(torch.rand(3, 4, 6, generator=generator(2)) for _ in range(3)))
+    weight = Moments(*(torch.rand(3, 4, 6, generator=seeded(2)) for _ in range(3)))
     drawn, log_density = wild.draw(noise)
     assert bool(torch.isfinite(log_density).all())
-    assert bool(torch.isfinite(wild.log_auxiliary(drawn, weight, torch.randn(3, 200, 4, generator=generator(3)))).all())
+    assert bool(torch.isfinite(wild.log_auxiliary(drawn, weight, torch.randn(3, 200, 4, generator=seeded(3)))).all())
 
 
 def test_flows_learn_at_their_own_rate() -> None:
     features, labels, _ = batch_of(SMALL, 8)
-    multipliers = tuple(initial_model(i, 2, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
-    model = LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2), multipliers)
+    multipliers = tuple(initial_model(i, 2, seeded(i), hidden=(5,)) for _, i in SMALL.shapes)
+    model = LatentModel(SMALL, initial_factors(SMALL, 2, seeded(1)), prior_of(2), multipliers)
     before = {name: part.detach().clone() for name, part in model.tensors()}
     plan = Plan(epochs=1, batch_size=8, learning_rate=0.01, flow_rate=0.002, settings=EstimatorSettings("mnf"))
-    after = dict(fit_latent(model, features.float(), labels, plan, generator=generator(3))[0].tensors())
+    after = dict(fit_latent(model, features.float(), labels, plan, generator=seeded(3))[0].tensors())
     for name, part in after.items():
         # The first step of Adam is the rate, with the gradient's sign.
         moved = float((part.detach() - before[name]).abs().max())
@@ -401,8 +398,8 @@ def copy_with_grad(model: LatentModel) -> LatentModel:
 
 
 def batch_of(layout: NetworkLayout, count: int = 7) -> Minibatch:
-    features = torch.randn(count, layout.num_features, generator=generator(11), dtype=torch.float64)
-    labels = torch.randint(0, layout.num_classes, (count,), generator=generator(12))
+    features = torch.randn(count, layout.num_features, generator=seeded(11), dtype=torch.float64)
+    labels = torch.randint(0, layout.num_classes, (count,), generator=seeded(12))
     return Minibatch(features, labels, 0.2)
 
 
@@ -414,10 +411,10 @@ def test_a_step_has_the_gradient_of_the_whole_bound(has_multipliers: bool, varia
         batch_of(SMALL),
         EstimatorSettings("mnf" if has_multipliers else "lrt", variance, multiplier_draws=3),
     )
-    differentiate(model, batch, settings, generator(7))
+    differentiate(model, batch, settings, seeded(7))
 
     other = copy_with_grad(model)
-    factors, rng = other.factors, generator(7)
+    factors, rng = other.factors, seeded(7)
     alpha, sd = torch.sigmoid(factors.logit), softplus(factors.rho)
     noise = (alpha * sd).square() if variance == "published" else alpha * sd.square()
     switching = None if variance == "published" else alpha * (1 - alpha) * factors.mean.square()
@@ -453,7 +450,7 @@ def test_a_step_in_memory_of_the_step_before_has_the_same_gradient(estimator: st
     model = model_of(SMALL, has_multipliers=estimator == "mnf", needs_grad=True)
     space, gradients = workspace_of(model), []
     for seed in (1, 2, 1):
-        differentiate(model, batch_of(SMALL), EstimatorSettings(estimator, temperature=0.5), generator(seed), space)
+        differentiate(model, batch_of(SMALL), EstimatorSettings(estimator, temperature=0.5), seeded(seed), space)
         gradients.append([t.grad.clone() for name, t in model.tensors() if t.grad is not None])
     assert all(torch.equal(first, last) for first, last in zip(gradients[0], gradients[2], strict=True))
     assert not any(torch.equal(first, other) for first, other in zip(gradients[0], gradients[1], strict=True))
@@ -472,13 +469,13 @@ def without_values(model: LatentModel) -> LatentModel:
 def test_draws_and_flows_stay_where_the_model_is(has_multipliers: bool) -> None:
     moved = without_values(model_of(SMALL, has_multipliers=has_multipliers))
     scaling = [torch.ones(4, dtype=torch.float64, device="meta") for _ in range(2)]
-    posterior = LatentBinary(moved, tuple(moved.multiplier_means(generator(0))), 1, *scaling)
+    posterior = LatentBinary(moved, tuple(moved.multiplier_means(seeded(0))), 1, *scaling)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None))
-    found = [posterior.sample(3, generator(1)), posterior.center, posterior.mean_theta, posterior.pruned(0.3)]
-    found.append(latent_fit.averaged_divergence(moved, generator(2), 4))
+    found = [posterior.sample(3, seeded(1)), posterior.center, posterior.mean_theta, posterior.pruned(0.3)]
+    found.append(latent_fit.averaged_divergence(moved, seeded(2), 4))
     found.append(layer_moments(leaves(moved, "exact"), SMALL)[0].mean)
     if has_multipliers:
-        found.append(report._flow_divergences(run, posterior, generator(3)))
+        found.append(report._flow_divergences(run, posterior, seeded(3)))
     assert {part.device.type for part in found} == {"meta"}
 
 
@@ -493,7 +490,7 @@ def test_a_step_never_waits_for_the_device(estimator: str, variance: str) -> Non
     batch = Minibatch(*(part.to("meta") for part in batch_of(SMALL)[:2]), 0.2)
     space = workspace_of(moved)
     for _ in range(2):
-        step = differentiate(moved, batch, EstimatorSettings(estimator, variance), generator(1), space)
+        step = differentiate(moved, batch, EstimatorSettings(estimator, variance), seeded(1), space)
     assert {step.log_likelihood.device.type, step.flow.device.type} == {"meta"}
     for tensor in (factors.mean, factors.rho, factors.logit, *learnt):
         assert tensor.grad is not None
@@ -503,8 +500,8 @@ def test_a_step_never_waits_for_the_device(estimator: str, variance: str) -> Non
 def test_a_step_with_relaxed_inclusions_has_the_gradient_of_its_bound() -> None:
     model = model_of(SMALL, needs_grad=True)
     batch = batch_of(SMALL)
-    differentiate(model, batch, EstimatorSettings("concrete", temperature=0.5), generator(7))
-    other, rng = copy_with_grad(model), generator(7)
+    differentiate(model, batch, EstimatorSettings("concrete", temperature=0.5), seeded(7))
+    other, rng = copy_with_grad(model), seeded(7)
     factors = other.factors
     uniform = torch.rand(factors.mean.shape, generator=rng).double()
     relaxed = torch.sigmoid((factors.logit - torch.logit(uniform)) / 0.5)
@@ -520,7 +517,7 @@ def test_a_step_with_relaxed_inclusions_has_the_gradient_of_its_bound() -> None:
 
 @pytest.mark.parametrize("num_outputs", [1, 3])
 def test_log_likelihood_sums_over_examples(num_outputs: int) -> None:
-    logits = torch.randn(2, 5, num_outputs, generator=generator(1), dtype=torch.float64)
+    logits = torch.randn(2, 5, num_outputs, generator=seeded(1), dtype=torch.float64)
     labels = torch.tensor([0, 1, 1, 0, 1])
     both = torch.cat([torch.zeros_like(logits), logits], dim=2) if num_outputs == 1 else logits
     expected = both.log_softmax(dim=2).gather(2, labels.expand(2, -1).unsqueeze(2)).sum(dim=(1, 2))
@@ -571,14 +568,14 @@ def test_the_bound_lies_below_the_log_evidence_and_close_to_it_where_the_factors
     ]
     evidence = math.log(sum(models))
     prior = SpikeAndSlab.constant(1, inclusion=inclusion, slab_sd=slab_sd, bias_sd=1e-4)
-    start = initial_factors(layout, 1, generator(0))
+    start = initial_factors(layout, 1, seeded(0))
     start.bias_rho.fill_(math.log(math.expm1(1e-4)))
     start.bias_mean.zero_()
     model = LatentModel(layout, start, prior)
     data = torch.from_numpy(features).float(), torch.from_numpy(labels)
     plan = Plan(epochs=300, batch_size=12, learning_rate=0.06, schedule="cosine")
-    fitted, _ = fit_latent(model, *data, plan, generator=generator(1))
-    weights, biases = fitted.draw_weights(torch.zeros(20_000, dtype=torch.int64), generator(2))
+    fitted, _ = fit_latent(model, *data, plan, generator=seeded(1))
+    weights, biases = fitted.draw_weights(torch.zeros(20_000, dtype=torch.int64), seeded(2))
     logits = layout.logits(data[0], layout.join(weights, biases))
     drawn = layout.likelihood.log_likelihoods(logits, data[1]).sum(dim=1).double()
     divergence = (
@@ -599,15 +596,15 @@ def test_an_interrupted_fit_continues_to_the_same_bits() -> None:
         states: list[dict[str, Tensor]] = []
 
         def start() -> LatentModel:
-            multipliers = tuple(initial_model(i, 2, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
-            return LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2), multipliers)
+            multipliers = tuple(initial_model(i, 2, seeded(i), hidden=(5,)) for _, i in SMALL.shapes)
+            return LatentModel(SMALL, initial_factors(SMALL, 2, seeded(1)), prior_of(2), multipliers)
 
         data = features.float(), labels
         model, history = fit_latent(
-            start(), *data, plan, generator=generator(3), save=lambda state, is_last: states.append(dict(state))
+            start(), *data, plan, generator=seeded(3), save=lambda state, is_last: states.append(dict(state))
         )
         if epochs_first is not None:
-            model, history = fit_latent(start(), *data, plan, generator=generator(99), state=states[epochs_first - 1])
+            model, history = fit_latent(start(), *data, plan, generator=seeded(99), state=states[epochs_first - 1])
         return {**dict(model.tensors()), **history.tensors()}
 
     whole, resumed = fit(None), fit(2)
@@ -620,10 +617,10 @@ def test_an_interrupted_fit_continues_to_the_same_bits() -> None:
 def test_learning_rates_follow_the_plan(schedule: str) -> None:
     features, labels, _ = batch_of(SMALL, 30)
     plan = Plan(3, 8, 0.01, schedule=schedule, inclusion_rate=0.1, flow_rate=0.002, early_epochs=2)
-    multipliers = tuple(initial_model(i, 1, generator(i), hidden=(5,)) for _, i in SMALL.shapes)
-    model = LatentModel(SMALL, initial_factors(SMALL, 1, generator(1)), prior_of(2), multipliers)
+    multipliers = tuple(initial_model(i, 1, seeded(i), hidden=(5,)) for _, i in SMALL.shapes)
+    model = LatentModel(SMALL, initial_factors(SMALL, 1, seeded(1)), prior_of(2), multipliers)
     inputs = Inputs(FeatureBlocks(features.float(), features.device))
-    learner = latent_fit.LatentLearner(model, inputs, labels, plan, generator(2))
+    learner = latent_fit.LatentLearner(model, inputs, labels, plan, seeded(2))
     rates: list[list[float]] = []
 
     class Watched(SilentProgress):
@@ -647,12 +644,12 @@ def test_learning_rates_follow_the_plan(schedule: str) -> None:
 
 def test_a_learnt_prior_is_frozen_after_the_early_epochs() -> None:
     features, labels, _ = batch_of(SMALL, 30)
-    model = LatentModel(SMALL, initial_factors(SMALL, 2, generator(1)), prior_of(2))
+    model = LatentModel(SMALL, initial_factors(SMALL, 2, seeded(1)), prior_of(2))
     states: list[dict[str, Tensor]] = []
     plan = Plan(4, 8, 0.01, early_epochs=2, hyper_prior=True, prior_weight=2.0, settings=EstimatorSettings("concrete"))
     fit_latent(
         model, features.float(), labels, plan,
-        generator=generator(3), save=lambda state, is_last: states.append(dict(state)),
+        generator=seeded(3), save=lambda state, is_last: states.append(dict(state)),
     )  # fmt: skip
     for name in ("inclusion", "slab_sd"):
         first, second, *frozen = (state[f"prior.{name}"] for state in states)
@@ -667,8 +664,8 @@ def test_a_learnt_prior_is_frozen_after_the_early_epochs() -> None:
 
 def test_the_divergence_with_multipliers_is_its_mean_over_them() -> None:
     model, count = model_of(SMALL, has_multipliers=True), 9
-    found = latent_fit.averaged_divergence(model, generator(4), count)
-    rng, total = generator(4), torch.zeros(2, 2, dtype=torch.float64)
+    found = latent_fit.averaged_divergence(model, seeded(4), count)
+    rng, total = seeded(4), torch.zeros(2, 2, dtype=torch.float64)
     draws = [part.draw(torch.randn(2, count, part.start_mean.shape[1], generator=rng))[0] for part in model.multipliers]
     for index in range(count):
         mean = model.factors.mean.clone()
@@ -692,10 +689,10 @@ def test_batches_of_an_epoch_are_all_examples_once_each_with_its_share(
         return step._replace(flow=torch.full((1, 1), float(len(batch.features))))
 
     monkeypatch.setattr(latent_fit, "differentiate", watched)
-    model = LatentModel(layout, initial_factors(layout, 1, generator(1)), prior_of(1))
+    model = LatentModel(layout, initial_factors(layout, 1, seeded(1)), prior_of(1))
     plan = Plan(epochs=2, batch_size=8, learning_rate=0.01, shuffles=shuffles)
     labels = torch.arange(30) % 2
-    _, history = fit_latent(model, torch.arange(30.0).unsqueeze(1), labels, plan, generator=generator(2))
+    _, history = fit_latent(model, torch.arange(30.0).unsqueeze(1), labels, plan, generator=seeded(2))
     parts = {name: torch.stack(values) for name, values in history.parts.items()}
     assert parts["log_likelihood"].tolist() == [[pytest.approx(sum(fits[:4]))], [pytest.approx(sum(fits[4:]))]]
     assert parts["flow_divergence"].tolist() == 2 * [[[pytest.approx((3 * 8**2 + 6**2) / 30)]]]  # weighted by share
@@ -713,13 +710,13 @@ def test_batches_of_an_epoch_are_all_examples_once_each_with_its_share(
 
 def test_batches_make_up_the_bound_whatever_their_size() -> None:
     features, labels, _ = batch_of(SMALL, 30)
-    model = LatentModel(SMALL, initial_factors(SMALL, 1, generator(1)), prior_of(2))
+    model = LatentModel(SMALL, initial_factors(SMALL, 1, seeded(1)), prior_of(2))
     bounds = []
     for size in (30, 7):  # 20 repeats of one network are as good as 20 times the epochs
         parts = {name: part.repeat(20, 1) for name, part in model.factors.tensors().items()}
         plan = Plan(epochs=10, batch_size=size, learning_rate=1e-9)
         start = replace(model, factors=Factors(**parts))
-        _, history = fit_latent(start, features.float(), labels, plan, generator=generator(2))
+        _, history = fit_latent(start, features.float(), labels, plan, generator=seeded(2))
         bounds.append(history.bound().flatten())
     means, errors = [b.mean() for b in bounds], [b.std() / math.sqrt(len(b)) for b in bounds]
     assert abs(float(means[0] - means[1])) < 5 * float(errors[0] + errors[1])
@@ -727,9 +724,9 @@ def test_batches_make_up_the_bound_whatever_their_size() -> None:
 
 def test_the_posterior_keeps_everything_and_its_networks_are_what_they_say() -> None:
     model = model_of(SMALL, has_multipliers=True)
-    posterior = LatentBinary(model, tuple(model.multiplier_means(generator(0))), best=1)
+    posterior = LatentBinary(model, tuple(model.multiplier_means(seeded(0))), best=1)
     again = LatentBinary.from_tensors(*posterior.to_tensors())
-    assert torch.equal(again.sample(3, generator(4)), posterior.sample(3, generator(4)))
+    assert torch.equal(again.sample(3, seeded(4)), posterior.sample(3, seeded(4)))
     assert torch.equal(again.center, posterior.center)
     factors = model.factors
     mean, z = SMALL.weights(factors.mean)[0][1], posterior.multiplier_means[0][1]
@@ -738,6 +735,6 @@ def test_the_posterior_keeps_everything_and_its_networks_are_what_they_say() -> 
     torch.testing.assert_close(first, alpha * mean * z)
     torch.testing.assert_close(SMALL.split(posterior.center)[0][0], mean * z * (alpha > 0.5))
     torch.testing.assert_close(SMALL.split(posterior.pruned(0.8))[1][1], SMALL.biases(factors.bias_mean)[1][1])
-    drawn = posterior.sample(20_000, generator(8))[1::2]
+    drawn = posterior.sample(20_000, seeded(8))[1::2]
     error = drawn.std(dim=0) / math.sqrt(len(drawn))
     assert ((drawn.mean(dim=0) - posterior.mean_theta).abs() < 6 * error + 1e-3).all()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli, new_run
+from problems.seeds import seeded
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
@@ -26,11 +27,6 @@ from bnncli.stages.fit_lbbnn.report import TrainingData, measure
 from bnncli.storage.features import read_features
 from bnncli.storage.predictions import read_predictions
 from bnncli.theta.network import NetworkLayout
-
-
-def generator_of(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
 
 QUICK = ("--epochs", "4", "--learning-rate", "0.02")
 
@@ -94,7 +90,7 @@ def test_a_prediction_has_a_network_of_each_repeat_at_least(cli: Cli, small_run:
     file = read_predictions(small_run.with_name("small.bnn") / "predictions/lbbnn.mc/test.h5")
     posterior = open_posterior(small_run.with_name("small.bnn") / "posteriors/lbbnn.safetensors")[0]
     assert file.header.meta["samples"] == 1008  # a multiple of 12
-    drawn = posterior.sample(12, generator_of(0))
+    drawn = posterior.sample(12, seeded(0))
     # Each draw lies nearest to the mean of its own repeat: biases have hardly a spread.
     biases, means = drawn[:, -3:], posterior.model.factors.bias_mean
     assert torch.cdist(biases, means).argmin(dim=1).tolist() == list(range(12))
@@ -289,12 +285,12 @@ def test_without_hidden_layers_the_val_split_chooses_the_slab(cli: Cli, small_ru
 @pytest.mark.parametrize("num_outputs", [1, 3])
 def test_the_nll_of_repeats_is_that_of_the_mean_probability(num_outputs: int) -> None:
     layout = NetworkLayout((4, num_outputs))
-    start = initial_factors(layout, 2, generator_of(0), mean_range=2)
+    start = initial_factors(layout, 2, seeded(0), mean_range=2)
     model = LatentModel(layout, start, SpikeAndSlab.constant(1))
-    features = torch.randn(7, 4, generator=generator_of(1))
+    features = torch.randn(7, 4, generator=seeded(1))
     labels = torch.arange(7) % layout.num_classes
-    found = nll_of_repeats(model, features, labels, generator_of(2))
-    rng = generator_of(2)
+    found = nll_of_repeats(model, features, labels, seeded(2))
+    rng = seeded(2)
     for repeat, value in enumerate(found.tolist()):
         theta = layout.join(*model.draw_weights(torch.full((10,), repeat), rng))
         logits = layout.logits(features, theta).double()
@@ -346,7 +342,7 @@ def test_the_slab_of_standardised_inputs_is_chosen_on_a_val_split_scaled_alike(c
 
 def test_the_repeat_of_the_highest_bound_stands_for_all() -> None:
     layout = NetworkLayout((4, 3))
-    model = LatentModel(layout, initial_factors(layout, 3, generator_of(0)), SpikeAndSlab.constant(1))
+    model = LatentModel(layout, initial_factors(layout, 3, seeded(0)), SpikeAndSlab.constant(1))
     history, nothing = History(), torch.zeros(3, 1)
     for fit in ([0.0, 50.0, 0.0], [0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [5.0, 1.0, 3.0]):
         history.add(
@@ -356,14 +352,14 @@ def test_the_repeat_of_the_highest_bound_stands_for_all() -> None:
             flow_divergence=nothing,
             density=nothing,
         )
-    run: Any = SimpleNamespace(stream=lambda name: generator_of(1))
+    run: Any = SimpleNamespace(stream=lambda name: seeded(1))
     assert work._posterior(run, model, history).best == 2
 
 
 @pytest.mark.parametrize("best", [0, 1])
 def test_the_expected_log_likelihood_is_that_of_the_best_repeat(best: int) -> None:
     layout = NetworkLayout((2, 1))
-    factors = initial_factors(layout, 2, generator_of(0))
+    factors = initial_factors(layout, 2, seeded(0))
     factors.logit.fill_(50.0)
     factors.rho.fill_(-50.0)
     factors.mean[0], factors.mean[1] = torch.tensor([0.0, 0.0]), torch.tensor([3.0, 0.0])
@@ -372,7 +368,7 @@ def test_the_expected_log_likelihood_is_that_of_the_best_repeat(best: int) -> No
     posterior = LatentBinary(LatentModel(layout, factors, SpikeAndSlab.constant(1)), best=best)
     data = TrainingData(torch.tensor([[1.0, 0.0], [2.0, 5.0]]), torch.tensor([1, 0]), None)
     run: Any = SimpleNamespace(console=SimpleNamespace(poll=lambda: None), device=torch.device("cpu"))
-    run.stream = lambda name: generator_of(1)
+    run.stream = lambda name: seeded(1)
     found = measure(run, posterior, data, variance="exact", estimator="lrt")
     expected = [2 * np.log(0.5), -np.log1p(np.exp(-3.0)) - np.log1p(np.exp(6.0))][best]
     for name in ("expected_log_likelihood", "expected_log_likelihood_of_activations"):
