@@ -66,6 +66,22 @@ def test_a_new_file_has_the_mode_that_the_umask_gives(tmp_path: Path, mask: int)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
+@pytest.mark.parametrize("may_replace", [False, True])
+def test_content_is_on_the_disk_before_it_gets_its_name_and_the_name_thereafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_replace: bool
+) -> None:
+    target, seen = tmp_path / "new.bin", []
+
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append("folder" if path.is_dir() else path.read_bytes())
+        assert target.exists() == path.is_dir()
+
+    monkeypatch.setattr(os, "fsync", synced)
+    publish_bytes(target, NEW, may_replace=may_replace)
+    assert seen == [NEW, "folder"]
+
+
 def test_a_replaced_file_keeps_its_mode(old: Path) -> None:
     old.chmod(0o640)
     publish_bytes(old, NEW, may_replace=True)
