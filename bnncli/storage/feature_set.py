@@ -15,15 +15,8 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import own_digest, published_meanwhile
 
-SHARED_PARAMS = (
-    "model",
-    "model_arg",
-    "last_layer",
-    "mean",
-    "std",
-    "resize",
-    "crop",
-)  # parameters that all splits share
+# Parameters that all splits share.
+SHARED_PARAMS = ("model", "model_arg", "last_layer", "mean", "std", "resize", "crop")
 
 
 def differences(theirs: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
@@ -44,7 +37,7 @@ def replaced_in_part(header: Header) -> Header | None:
 def of_another_recipe(header: Header) -> tuple[Header, str] | None:
     """Another split of the run that does not belong with this one, the newest if there are several; and why not, in words.
 
-    Splits of another checkpoint are stale for that reason, and ready features (--from-npz) have no recipe.
+    Splits of another checkpoint are stale for that reason, and ready features (--from-npz) have no such parameters.
     """
     params = header.provenance["params"]
     if "model" not in params:

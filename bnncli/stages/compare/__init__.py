@@ -17,7 +17,7 @@ from bnncli.run.prediction_groups import PredictionGroup, open_groups
 from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Result, Run, source_json
 from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
-from bnncli.stages.compare.plot import draw_plot, plan, planned_plot
+from bnncli.stages.compare.plot import draw_plot, planned_plot, planned_result
 from bnncli.stages.compare.power import power_warnings
 from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
 from bnncli.storage.provenance import Source
@@ -60,7 +60,7 @@ def run(run: Run, options: CompareOptions) -> Result:
     _check_same_examples(runs, options, groups)
     plot = None if options.plot is None else planned_plot(run, options.plot, options.split)
     if run.write.dry_run:
-        return Result("planned") if plot is None else plan(plot)
+        return Result("planned") if plot is None else planned_result(plot)
     columns = measure(run, options, groups)
     _check_wanted(options, columns, [own[0] for own in groups.values()])
     comparison = _compare(options, groups, columns, baseline)

@@ -32,7 +32,7 @@ def planned_plot(run: Run, folder: str, split: str) -> Path:
     return path
 
 
-def plan(path: Path) -> Result:
+def planned_result(path: Path) -> Result:
     """What --dry-run says of the figure."""
     output = {**_output(path), "planned": "compute", "estimated_bytes": _SIZE}
     return Result("planned", [output], lines=[f"draw: {path}"])
