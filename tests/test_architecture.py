@@ -190,6 +190,9 @@ def test_nothing_asks_which_layout_it_has() -> None:
         asked = [node for node in calls if ast.unparse(node.func) in ("isinstance", "issubclass", "type")]
         places = [ast.unparse(argument).split(".")[-1] for node in asked for argument in node.args]
         assert not [place for place in places if place == "layout" or "Layout" in place], path
+        probed = [node for node in calls if ast.unparse(node.func) in ("hasattr", "getattr")]
+        named = [node for node in probed if isinstance(node.args[1], ast.Constant)]
+        assert not [node for node in named if ast.unparse(node.args[0]).endswith("layout")], path
 
 
 # Where a shape or a size is looked at as such, and nothing is made of logits.

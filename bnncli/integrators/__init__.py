@@ -285,12 +285,6 @@ def chunk_budget(tensor: Tensor) -> int:
     return _CHUNK_LOGITS.get(tensor.device.type, _CHUNK_LOGITS["cuda"])
 
 
-def widest(layout: Any) -> int:
-    """The most numbers that an example has at once on its way to the logits: classes, or a network's widest layer."""
-    sizes: tuple[int, ...] = getattr(layout, "sizes", (layout.num_classes, layout.num_classes))
-    return max(layout.num_classes, *sizes[1:])
-
-
 def slices(total: int, size: int) -> Iterator[slice]:
     """Consecutive slices of at most `size`, covering range(total)."""
     return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))

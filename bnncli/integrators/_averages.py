@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices, widest
+from bnncli.integrators import Prediction, check_features, chunk_budget, entropy, slices
 from bnncli.integrators._groups import DrawPartition
 from bnncli.integrators._intervals import central_interval, tail_shares
 from bnncli.lazy import torch
@@ -130,7 +130,7 @@ def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
 
 def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice]]:
     """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
-    budget = chunk_budget(features) // widest(draws.layout)
+    budget = chunk_budget(features) // draws.layout.widest
     num_examples = features.shape[0]
     examples = min(max(1, num_examples), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
     examples = min(examples, max(1, _KEPT.get(features.device.type, _KEPT["cuda"]) // draws.num_draws))

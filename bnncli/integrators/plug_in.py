@@ -13,7 +13,6 @@ from bnncli.integrators import (
     chunk_budget,
     require_support,
     slices,
-    widest,
 )
 from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
@@ -70,7 +69,7 @@ def predict_at(layout: ClassifierLayout, theta: Tensor, features: Tensor, progre
     stacked = theta.to(features).unsqueeze(0)
     probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
     task = progress.task("predict", features.shape[0])
-    for rows in slices(features.shape[0], max(1, chunk_budget(features) // widest(layout))):
+    for rows in slices(features.shape[0], max(1, chunk_budget(features) // layout.widest)):
         logits = layout.logits(features[rows], stacked)[0]
         probs[rows] = layout.likelihood.class_probabilities(logits, dim=1)
         task.advance(rows.stop - rows.start)

@@ -48,6 +48,11 @@ class HeadLayout:
         """Classes that the likelihood tells apart."""
         return self.likelihood.num_classes
 
+    @property
+    def widest(self) -> int:
+        """Its classes."""
+        return self.num_classes
+
     def split(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight (..., K, D) and bias (..., K), or None, as views of theta (..., P)."""
         size = self.num_outputs * self.num_features

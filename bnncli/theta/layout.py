@@ -98,6 +98,10 @@ class ClassifierLayout(ParamLayout, Protocol):
     def num_classes(self) -> int:
         """Classes that the likelihood tells apart."""
 
+    @property
+    def widest(self) -> int:
+        """The most numbers that an example has at once on its way to class probabilities."""
+
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
         """Logits (S, N, K) of features (N, D) under theta (S, P)."""
 

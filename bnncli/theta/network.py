@@ -67,6 +67,11 @@ class NetworkLayout:
         return self.likelihood.num_classes
 
     @property
+    def widest(self) -> int:
+        """Its classes, or its widest layer."""
+        return max(self.num_classes, *self.sizes[1:])
+
+    @property
     def num_weights(self) -> int:
         """Of all layers, without biases."""
         return sum(outputs * inputs for outputs, inputs in self.shapes)
