@@ -18,7 +18,7 @@ from bnncli.flows.affine import Affine
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_lift import lift_fit
+from bnncli.inference.row_space_lift import lift_fit
 from bnncli.integrators.mc import Mc
 from bnncli.latent.factors import initial_factors
 from bnncli.latent.fit import Plan, fit_latent

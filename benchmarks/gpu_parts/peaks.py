@@ -13,7 +13,7 @@ from bnncli.inference import memory
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refine import fit_flow
-from bnncli.inference.row_lift import lift_fit
+from bnncli.inference.row_space_lift import lift_fit
 from bnncli.latent.fit import Plan, fit_latent
 from bnncli.latent.multiplier import num_params
 from bnncli.latent.steps import EstimatorSettings

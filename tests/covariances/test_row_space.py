@@ -20,7 +20,7 @@ from bnncli.inference.laplace import fit_gaussian, laplace_evidence
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.inference.prior_precision import search
-from bnncli.inference.row_lift import RowLift, lift_fit, lift_gaussian
+from bnncli.inference.row_space_lift import RowLift, lift_fit, lift_gaussian
 from bnncli.logits._head import head_spread
 from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian

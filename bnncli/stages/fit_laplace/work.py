@@ -8,7 +8,7 @@ from typing import Any
 
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import PriorSearch, search
-from bnncli.inference.row_lift import RowLift, lift_fit
+from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.options import FitLaplaceOptions
 from bnncli.run.inputs import Split
 from bnncli.run.produce_posterior import Fitted
