@@ -120,7 +120,7 @@ PARTS = consecutive([("V", (2, 2), False), ("c", (2,), True), ("W", (3, 2), Fals
 class TanhLayout:
     """tanh(x V^T + c) W^T + b of two inputs, two hidden units and three outputs."""
 
-    num_features, num_outputs, num_classes = 2, 3, 3
+    num_features, num_outputs, num_classes, widest = 2, 3, 3, 3
     head: None = None
     likelihood: Likelihood = likelihood_of(3)
 
