@@ -84,7 +84,7 @@ class Point:
     @cached_property
     def base(self) -> Gaussian:
         """The Kronecker Gaussian at zero, made once: it is not what hmc and refine are timed for."""
-        covariance, _ = covariance_at(self.target, self.zeros, "kron")
+        covariance = covariance_at(self.target, self.zeros, "kron").covariance
         return Gaussian(self.zeros, covariance, self.target.layout, self.target.prior)
 
 
