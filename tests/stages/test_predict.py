@@ -282,3 +282,11 @@ def test_every_integrator_predicts_in_blocks_as_it_does_at_once(
     for array in ("probs", "entropy", "mutual_info", "interval", "log_concentration", "energy", "max_logit"):
         parts = getattr(ours, array), getattr(theirs, array)
         assert parts[0] is parts[1] is None or np.allclose(*parts, rtol=1e-5, atol=1e-6)
+
+
+def test_what_an_integrator_warns_of_is_recorded_as_it_is_said(cli: Cli, small_run: Path) -> None:
+    words = ("--posterior", "laplace", "--integrator", "mc", "--qmc", "--samples", 20, "--split", "test", "--json")
+    done = cli("predict", small_run, *words)
+    warning = meta(read_predictions(Path(done.json["outputs"][0]["path"])))["warning"]
+    assert warning.startswith("--qmc spreads 20 draws less evenly than ")
+    assert f"laplace: {warning}" in done.json["warnings"]
