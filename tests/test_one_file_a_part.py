@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import nn
 
 from bnncli import registry
 from bnncli.errors import UsageError
+from bnncli.storage.predictions import read_predictions
 
 SPLITS = {"train": "data", "test": "data", "far": "ood"}
 HELPS = (
@@ -73,6 +76,19 @@ def install(folder: Path, parts: dict[str, str], *, name: str = "theirs") -> Pat
     return folder
 
 
+@cache
+def readme_part() -> tuple[str, str, tuple[str, str]]:
+    """Code and entry points of the part that README shows, its command line on a run of this file, and one to compare it with."""
+    section = (PACKAGE.parent / "README.md").read_text().partition("\n## Parts of your own\n")[2].partition("\n## ")[0]
+    code, table, line = re.findall(r"```(?:python|toml|sh)\n(.*?)```", section, re.DOTALL)
+    groups = tomllib.loads(table)["project"]["entry-points"]
+    entries = [f"[{group}]\n{name} = {place}" for group, of in groups.items() for name, place in of.items()]
+    command, words = "predict FOLDER/ours.pt --split test --json", line.split()
+    assert words[:3] == ["bnncli", "predict", "ckpt.pt"]
+    plain = f"{command} --posterior laplace --integrator plug-in"
+    return code, "\n".join(entries), (f"{command} {' '.join(words[3:])}", plain)
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Invocation]:
     """What every line did, with our parts in a copy of the package and theirs in a distribution."""
@@ -80,8 +96,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Invocation]:
     files = {f"{family}/{name}.py": text_of(family, name) for family, name in OURS.items()}
     install(folder, THEIRS)
     install(folder, {"flows": "idle"}, name="idlers").joinpath("idlers/flows_part.py").write_text(NEVER)
+    code, entries, compared = readme_part()
+    install(folder, {}, name="readme")
+    (folder / "bnncli_tempered.py").write_text(code)
+    (folder / "readme-1.0.dist-info/entry_points.txt").write_text(entries)
     write_inputs(folder)
-    lines = [*HELPS, *(line for of in LINES.values() for line in of.values())]
+    lines = [*HELPS, *(line for of in LINES.values() for line in of.values()), *compared]
     words = [line.replace("FOLDER", str(folder)).split() for line in lines]
     return dict(zip(lines, run_with_files({**files, "flows/never.py": NEVER}, folder, words), strict=True))
 
@@ -161,16 +181,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     def put(parts: dict[str, str], *, name: str = "theirs") -> Path:
         folder = install(tmp_path / name, parts, name=name)
         monkeypatch.syspath_prepend(str(folder))
-        for cache in caches:
-            cache.cache_clear()
+        for one in caches:
+            one.cache_clear()
         return folder / name
 
     yield put
     monkeypatch.undo()
     for module in [module for module in sys.modules if module.split(".")[0] in ("theirs", "others")]:
         del sys.modules[module]
-    for cache in caches:
-        cache.cache_clear()
+    for one in caches:
+        one.cache_clear()
 
 
 def test_a_name_that_is_ours_already_is_refused_and_says_whose_it_is(installed: Callable[..., Path]) -> None:
@@ -242,3 +262,11 @@ def test_an_installed_score_that_is_no_good_is_told_by_the_commands_that_score(t
         "error: the part 'aplomb' of bnncli.scores that the distribution 'theirs' has cannot be used: its module has no SCORE",
         "hint: pip uninstall theirs, or another release of it",
     ]
+
+
+def test_the_part_of_ones_own_that_the_readme_shows_runs(done: dict[str, Invocation]) -> None:
+    *_, (tempered, plain) = readme_part()
+    assert done[tempered].code == 0, done[tempered].stderr
+    found, own = (read_predictions(Path(done[line].json["outputs"][0]["path"])).probs for line in (tempered, plain))
+    cool = own ** (1 / 3)
+    assert np.allclose(found, cool / cool.sum(axis=1, keepdims=True), atol=1e-6)

@@ -240,7 +240,7 @@ CHANGES: list[tuple[Callable[[np.ndarray], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=[message for _, message in CHANGES])
 def test_arrays_that_are_no_features_are_refused(
     finished_run: Path, change: Callable[[np.ndarray], Any], message: str
 ) -> None:
