@@ -91,7 +91,7 @@ from bnncli.evaluation.score_options import ScoreOption
 
 def of_features(train):
     rows = train.features[: train.settings["first_rows"]]
-    longest, notes = rows.norm(dim=1).max(), [f"\0first_rows\0: {len(rows)}"]
+    longest, notes = rows.norm(dim=1).max(), [f"\\0first_rows\\0: {len(rows)}"]
     return FittedDetector(lambda features: {"feature_length": longest - features.norm(dim=1)}, {"of": len(rows)}, notes)
 
 
