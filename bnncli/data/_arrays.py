@@ -9,10 +9,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.data._labels import check_labels
 from bnncli.errors import DataError, DeviceError, Untrusted
@@ -20,6 +19,9 @@ from bnncli.machine.devices import available_memory
 from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import listed, quoted
 from bnncli.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Deflate cannot shrink data further than this; what claims more is a bomb.
 _MAX_RATIO = 1032
@@ -34,8 +36,8 @@ _DAMAGE = (
 class ArrayDataset:
     """Inputs (rows, ...) and labels (rows,) in memory, in the type they were stored in."""
 
-    inputs: Tensor
-    labels: Tensor | None
+    inputs: np.ndarray | Tensor
+    labels: np.ndarray | None
     classes: tuple[str, ...] | None = None
     is_sized: bool = False
     names: None = None
@@ -48,21 +50,21 @@ class ArrayDataset:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray | Tensor, np.ndarray | None]:
         """Inputs and labels of the rows; a run of neighbours is not copied."""
         index = places(rows)
         return self.inputs[index], None if self.labels is None else self.labels[index]
 
-    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, Tensor]:
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
         """The arrays themselves, and the rows."""
         found = {"x": self.inputs, "rows": rows}
         return found if self.labels is None else {**found, "y": self.labels}
 
 
-def places(rows: Tensor) -> slice | Tensor:
-    """What takes rows (n,) out of a tensor: a run of neighbours as a slice, which copies nothing."""
+def places(rows: np.ndarray) -> slice | np.ndarray:
+    """What takes rows (n,) out of an array: a run of neighbours as a slice, which copies nothing."""
     first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if bool((rows.diff() == 1).all()) else rows
+    return slice(first, last + 1) if bool((np.diff(rows) == 1).all()) else rows
 
 
 def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) -> ArrayDataset:
@@ -89,7 +91,7 @@ def array_dataset(inputs: np.ndarray, labels: np.ndarray | None, *, where: str) 
     if native.dtype.itemsize > 8:
         native = native.astype(np.float64)
     checked = None if labels is None else check_labels(labels, num_rows=len(inputs), where=where)
-    return ArrayDataset(torch.from_numpy(native), checked)
+    return ArrayDataset(native, checked)
 
 
 def npz_names(path: Path) -> list[str]:
@@ -139,7 +141,7 @@ def can_hold(compressed: int, size: int) -> bool:
 
 def check_memory(size: int, what: str) -> None:
     """Raise DeviceError, before anything is allocated, when `size` bytes do not fit into the memory that is free."""
-    free = available_memory(torch.device("cpu"))
+    free = available_memory("cpu")
     if size > free:
         raise DeviceError(
             f"{what} has {size >> 20} MiB, and {free >> 20} MiB of memory are free", code="out_of_memory",

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.data._arrays import npz_names, places, read_npz
 from bnncli.data._labels import check_labels
@@ -24,8 +22,8 @@ _EXPECTED = "features_<split> (N, D), labels_<split> (N,), names_<split> (N,), h
 class FeatureDataset:
     """Features (rows, D) float32, labels (rows,) int64 or None, and a text for each row in `texts`, or None."""
 
-    features: Tensor
-    labels: Tensor | None
+    features: np.ndarray
+    labels: np.ndarray | None
     texts: np.ndarray | None
     classes: None = None
     is_sized: bool = True
@@ -43,15 +41,15 @@ class FeatureDataset:
     def __len__(self) -> int:
         return len(self.features)
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Features and labels of the rows; a run of neighbours is not copied."""
         index = places(rows)
         return self.features[index], None if self.labels is None else self.labels[index]
 
-    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """The rows, and all that they hold."""
         features, labels = self.read(rows)
-        texts = None if self.texts is None else self.texts[rows.numpy()]
+        texts = None if self.texts is None else self.texts[rows]
         parts = {"features": features, "sample_id": rows, "labels": labels, "names": texts}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -120,10 +118,7 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
         split: _texts(arrays[key], key, len(features[split]), path)
         for split in splits if (key := f"{_NAMES}{split}") in arrays
     }  # fmt: skip
-    found = {
-        split: FeatureDataset(torch.from_numpy(array), labels.get(split), texts.get(split))
-        for split, array in features.items()
-    }
+    found = {split: FeatureDataset(array, labels.get(split), texts.get(split)) for split, array in features.items()}
     return FeatureArrays(found, head_weight, head_bias)
 
 
@@ -180,9 +175,9 @@ def _check_shapes(
         raise DataError(f"{path}: head_bias has shape {bias.shape}, expected ({len(weight)},)", path=path)
 
 
-def _check_range(labels: Mapping[str, Tensor], num_classes: int, path: Path) -> None:
+def _check_range(labels: Mapping[str, np.ndarray], num_classes: int, path: Path) -> None:
     for split, array in labels.items():
-        bad = np.flatnonzero(array.numpy() >= num_classes)
+        bad = np.flatnonzero(array >= num_classes)
         if len(bad):
             raise DataError(
                 f"{path}: labels_{split} row {bad[0]} is {int(array[bad[0]])}, expected 0 to {num_classes - 1}",

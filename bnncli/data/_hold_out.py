@@ -6,20 +6,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from bnncli.data._split import InputSplit
 from bnncli.errors import UsageError
+from bnncli.numerics.permutation import permutation
 from bnncli.options.declaration import check_split_name
 
 
-def hold_out_rows(num_rows: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Positions that stay (num_rows - count,) and that move (count,), both ascending; the generator chooses."""
+def hold_out_rows(num_rows: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions that stay (num_rows - count,) and that move (count,), both ascending; the seed chooses."""
     if not 0 < count < num_rows:
         raise ValueError(f"expected 0 < count < {num_rows} rows, got {count}")
-    order = torch.randperm(num_rows, generator=generator)
-    return order[count:].sort().values, order[:count].sort().values
+    order = permutation(num_rows, seed)
+    return np.sort(order[count:]), np.sort(order[:count])
 
 
 def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
@@ -41,13 +41,13 @@ def parse_hold_out(text: str, sizes: Mapping[str, int]) -> tuple[str, str, int]:
     return new, old, count
 
 
-def hold_out(splits: Mapping[str, InputSplit], text: str, *, generator: torch.Generator) -> dict[str, InputSplit]:
+def hold_out(splits: Mapping[str, InputSplit], text: str, *, seed: int) -> dict[str, InputSplit]:
     """The splits after `NEW=OLD:N` moved N random rows of OLD into NEW.
 
     Raises:
         UsageError: as parse_hold_out.
     """
     new, old, count = parse_hold_out(text, {name: len(split) for name, split in splits.items()})
-    stay, move = hold_out_rows(len(splits[old]), count, generator)
+    stay, move = hold_out_rows(len(splits[old]), count, seed)
     kept, moved = (replace(splits[old].take(rows), held_out=text) for rows in (stay, move))
     return {**splits, old: kept, new: replace(moved, name=new)}

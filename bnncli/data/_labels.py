@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bnncli.errors import DataError
 
@@ -12,7 +10,7 @@ MAX_CLASSES = 1_000_000
 _ONE_CLASS = "bnncli takes one class an example"
 
 
-def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> Tensor:
+def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray:
     """Labels (N,) as int64: whole numbers from 0 on, one for each row.
 
     Raises:
@@ -34,7 +32,7 @@ def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> Tensor:
         first = negative[0]
         raise DataError(f"{where}: {rule}; row {first} has {labels[first]}", code="bad_labels")
     check_largest(int(labels.max(initial=0)), f"{where}: {rule}; row {int(labels.argmax()) if len(labels) else 0}")
-    return torch.from_numpy(labels.astype(np.int64))
+    return labels.astype(np.int64)
 
 
 def check_largest(label: int, where: str) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING
 
 from bnncli.errors import DataError, UsageError
+from bnncli.lazy import torch
 
-_WHOLE = (torch.int32, torch.int64)
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Grey and RGB before RGBA: a width or height of 4 is likelier than four channels.
 _CHANNEL_COUNTS = ((1, 3), (4,))
 
@@ -108,7 +108,7 @@ class Preprocess:
     def _size(self, images: Tensor) -> Tensor:
         height, width = self.resized_shape(*images.shape[-2:])
         if self.resize is not None:
-            images = functional.interpolate(images, (height, width), mode="bilinear", antialias=True)
+            images = torch.nn.functional.interpolate(images, (height, width), mode="bilinear", antialias=True)
         if self.crop is None:
             return images
         top, left = self.crop_corner(height, width)
@@ -147,7 +147,7 @@ def _scale(raw: Tensor) -> Tensor:
     """Floating-point inputs, channels first; uint8 in [0, 1]; token ids as they are."""
     if raw.is_floating_point():
         return raw.float()
-    if raw.dtype in _WHOLE:
+    if raw.dtype in (torch.int32, torch.int64):
         return raw
     if raw.dtype != torch.uint8:
         dtype = str(raw.dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from bnncli import registry
 from bnncli.data._preprocess import Preprocess
@@ -59,5 +59,5 @@ def load_split(spec: str, *, name: str = "", preprocess: Preprocess | None = Non
         dataset = module.open_dataset(place, preprocess)
     if count is not None and not 1 <= count <= len(dataset):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")
-    rows = torch.arange(len(dataset) if count is None else count)
+    rows = np.arange(len(dataset) if count is None else count)
     return InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count, name)

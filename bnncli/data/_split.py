@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils import data as torch_data
 
 from bnncli.data._preprocess import Preprocess
-from bnncli.errors import BnnError, DataError
+from bnncli.errors import DataError
 from bnncli.numerics.digests import json_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class Dataset(Protocol):
     """Stored examples, read by their rows."""
 
     @property
-    def labels(self) -> Tensor | None:
+    def labels(self) -> np.ndarray | None:
         """(rows,) int64; None without labels, and where they are known only when an example is read."""
 
     @property
@@ -45,10 +45,10 @@ class Dataset(Protocol):
     def __len__(self) -> int:
         """Examples stored."""
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Inputs (n, ...) as stored and labels (n,) of the rows (n,)."""
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray | Tensor, np.ndarray | None]:
+        """Inputs (n, ...) as stored and labels (n,) int64 of the rows (n,)."""
 
-    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
         """Arrays that change when these rows (n,), or what they hold, do; None where only reading everything would tell."""
 
 
@@ -75,7 +75,7 @@ class InputSplit:
 
     spec: str
     dataset: Dataset
-    rows: Tensor
+    rows: np.ndarray
     preprocess: Preprocess
     is_labeled: bool
     first_rows: int | None = None
@@ -91,7 +91,7 @@ class InputSplit:
         return len(self.rows)
 
     @property
-    def labels(self) -> Tensor | None:
+    def labels(self) -> np.ndarray | None:
         """Labels (N,) int64; None without labels, or where they are known only when read (py:)."""
         known = self.dataset.labels
         return known[self.rows] if self.is_labeled and known is not None else None
@@ -107,7 +107,7 @@ class InputSplit:
         every = self.dataset.names
         return None if every is None else [every[row] for row in self.rows.tolist()]
 
-    def take(self, positions: Tensor) -> InputSplit:
+    def take(self, positions: np.ndarray) -> InputSplit:
         """The split of the examples at these positions (n,), in this order."""
         return replace(self, rows=self.rows[positions])
 
@@ -131,38 +131,11 @@ class InputSplit:
         Raises:
             DataError: an example cannot be read, or has another shape than the others.
         """
-        chunks = _Chunks(self.dataset, self.rows.split(batch_size))
-        loader = torch_data.DataLoader(chunks, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker)
-        for outcome in loader:
-            if isinstance(outcome, BnnError):
-                raise outcome
-            raw, labels = outcome
+        from bnncli.data._loader import read_ahead  # here, for torch
+
+        for raw, labels in read_ahead(self.dataset, self.rows, batch_size, num_workers=num_workers):
             try:
                 inputs = self.preprocess.apply(raw.to(device), is_sized=self.dataset.is_sized)
             except DataError as error:
                 raise DataError(f"{self.spec}: {error.message}", hint=error.hint) from error
             yield Batch(inputs, labels if self.is_labeled else None)
-
-
-class _Chunks(torch_data.Dataset[Any]):
-    """Whole batches as the items of a data set; an expected error is an item too, so that workers can hand it over."""
-
-    def __init__(self, dataset: Dataset, chunks: tuple[Tensor, ...]) -> None:
-        self.dataset = dataset
-        self.chunks = chunks
-
-    def __len__(self) -> int:
-        return len(self.chunks)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor | None] | BnnError:
-        try:
-            return self.dataset.read(self.chunks[index])
-        except BnnError as error:
-            return error
-
-
-def _quiet_worker(worker: int) -> None:
-    """Workers do not run the parent's signal handlers: the parent stops them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)

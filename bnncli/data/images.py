@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
-from torch import Tensor
 
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, MissingInput
@@ -42,7 +40,7 @@ class ImageDataset:
 
     folder: Path
     files: tuple[str, ...]
-    labels: Tensor | None
+    labels: np.ndarray | None
     classes: tuple[str, ...] | None
     mode: str
     preprocess: Preprocess
@@ -61,7 +59,7 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Images (n, H, W, C) uint8 and labels (n,). Raises DataError for a damaged file or another size."""
         arrays: list[np.ndarray] = []
         for row in rows.tolist():
@@ -72,9 +70,9 @@ class ImageDataset:
                     f"{quoted(self.files[int(rows[0])])} is {_size(arrays[0])}",
                     hint="\0resize\0 N \0crop\0 N makes them equal",
                 )
-        return torch.from_numpy(np.stack(arrays)), None if self.labels is None else self.labels[rows]
+        return np.stack(arrays), None if self.labels is None else self.labels[rows]
 
-    def identity(self, rows: Tensor, progress: Progress) -> Mapping[str, np.ndarray | Tensor]:
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Names and digests of all files, the mode they are decoded to, and the rows."""
         hashes = []
         task = progress.task("hash images", len(self))
@@ -130,8 +128,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
     files = tuple(name for group in groups for name in group)
     if not files:
         raise DataError(f"no images in {folder}", code="empty_split", path=folder)
-    sizes = torch.tensor([len(group) for group in groups])
-    labels = torch.arange(len(groups)).repeat_interleave(sizes) if classes else None
+    labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups]) if classes else None
     mode = _mode(folder, [group[0] for group in groups if group])
     return ImageDataset(folder, files, labels, tuple(classes) or None, mode, preprocess)
 

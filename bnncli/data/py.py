@@ -40,7 +40,7 @@ class TorchDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(self, rows: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
         """Inputs (n, ...) and labels (n,). Raises DataError for unequal shapes or labels that break the rule."""
         inputs: list[Tensor] = []
         labels: list[int | None] = []
@@ -58,9 +58,9 @@ class TorchDataset:
                 )
             inputs.append(value)
             labels.append(label)
-        return torch.stack(inputs), torch.tensor(labels) if self.is_labeled else None
+        return torch.stack(inputs), np.array(labels, np.int64) if self.is_labeled else None
 
-    def identity(self, rows: Tensor, progress: Progress) -> None:
+    def identity(self, rows: np.ndarray, progress: Progress) -> None:
         """None: the content is whatever the user's code returns."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from bnncli import data
@@ -51,7 +51,7 @@ class InputNetwork:
         """
         check_finite(inputs)
         dataset = ArrayDataset(inputs, None)
-        split = data.InputSplit("x", dataset, torch.arange(len(inputs)), self._preprocess, is_labeled=False)
+        split = data.InputSplit("x", dataset, np.arange(len(inputs)), self._preprocess, is_labeled=False)
         try:
             head = self._network.head(split)
             self._check_head(head)

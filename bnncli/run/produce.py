@@ -32,6 +32,7 @@ class Request:
         sources: its direct inputs. checkpoint: the record of the run's checkpoint.
         estimated_bytes: gives the size on disk, for the check before the work.
         require: passes where the machine has room for the work, and may warn of what it takes; called where there is some.
+        begin: passes where the work can begin, as far as can be told before PyTorch is imported for it; not in a dry run.
     """
 
     target: Path
@@ -43,6 +44,7 @@ class Request:
     checkpoint: Mapping[str, Any] | None
     estimated_bytes: Callable[[], int]
     require: Callable[[], object] = lambda: None
+    begin: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def make(
     if decision.action == "replace":
         run.console.info(f"{request.target}: replacing it ({decision.why})")
     check_free_space(request.target.parent, request.estimated_bytes())
+    request.begin()
     run.console.debug(f"computing on {run.device}")  # threads and determinism are set with the device, before the work
     start = time.monotonic()
     computed = compute()

@@ -27,7 +27,9 @@ SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro")
 
 # What made the run below; said again, each has nothing to do.
 MADE = (
-    "extract-features net.pt --model net.py:make --data train=npz:data.npz --data test=npz:data.npz@40",
+    "extract-features net.pt --model net.py:make --data train=npz:data.npz --data test=npz:data.npz@40 --hold-out val=test:9",
+    "extract-features flat --model flatten --data train=npz:data.npz --ood far=npz:data.npz@40 --hold-out val=train:9",
+    "extract-features ready --from-npz features.npz --ood far --hold-out some=test:9",
     "fit-laplace small --prior-precision 10",
     "fit-laplace net.pt --structure diag --prior-precision 10",
     "fit-temperature small",
@@ -41,7 +43,7 @@ MADE = (
     "evaluate small --bootstrap 20 --posterior lbbnn",
 )
 NOTHING_TO_DO = (
-    *(words for words in MADE if not words.startswith("extract-features")),
+    *MADE,
     "predict small --posterior laplace --posterior refine --posterior hmc --posterior map",
     "predict small --posterior laplace --integrator all --dry-run",
     "evaluate small --posterior laplace --posterior refine --posterior hmc --posterior map",
@@ -53,7 +55,7 @@ NOTHING_TO_DO = (
     "config show refine",
 )
 # These work whenever they are called, or their work is to read every byte.
-ALWAYS_WORK = {"compare", "diagnose", "integrals", "verify", "demo", "convert", "extract-features"}
+ALWAYS_WORK = {"compare", "diagnose", "integrals", "verify", "demo", "convert"}
 MISSING = {"convert": "out.safetensors", "extract-features": "--model net.py:make --data train=npz:data.npz"}
 
 # In a process of its own, so that nothing is imported yet: each line with its code, and what it printed.
@@ -89,6 +91,7 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A run of features and one of a checkpoint, with an artifact of every command."""
     folder = tmp_path_factory.mktemp("quick")
     shutil.copytree(finished_run.with_name("small.bnn"), folder / "small.bnn")
+    shutil.copy(finished_run.with_name("features.npz"), folder)
     rng = np.random.default_rng(0)
     np.savez(folder / "data.npz", x=rng.random((60, 1, 2, 2), dtype=np.float32), y=rng.integers(3, size=60))
     (folder / "net.py").write_text(NETWORK)
@@ -121,11 +124,22 @@ def test_every_command_that_may_have_nothing_to_do_is_tried() -> None:
 
 
 def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
-    commands = [one for one in COMMANDS if one.arguments and one.name not in ("config-show", "extract-features")]
+    commands = [one for one in COMMANDS if one.arguments and one.name != "config-show"]
     lines = [f"{one.name} absent.pt {MISSING.get(one.name, '')}" for one in commands]
     for line, (code, _, stderr) in zip(lines, results_of(folder, lines), strict=True):
         assert code == 66, f"{line}: {stderr}"
         assert "absent.pt" in stderr
+
+
+def test_missing_data_and_code_are_told_without_slow_imports(folder: Path) -> None:
+    kinds = ("npz:absent", "idx:absent,data.npz", "images:absent")
+    lines = [f"extract-features net.pt --model net.py:make --data more={kind}" for kind in kinds]
+    lines.append("extract-features small --from-npz absent")
+    network = "--model absent.py:make --data more=npz:data.npz"
+    lines += [f"extract-features net.pt {network}", f"extract-features net.pt --run-dir fresh {network}"]
+    for line, (code, _, stderr) in zip(lines, results_of(folder, lines), strict=True):
+        assert code == 66, f"{line}: {stderr}"
+        assert "absent" in stderr
 
 
 def test_the_device_is_named_without_slow_imports(folder: Path) -> None:

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnncli import data
 from bnncli.errors import BnnError, DataError
 from bnncli.numerics.digests import json_sha256
+from bnncli.numerics.seeds import stream_seed
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.extract_features import NO_NETWORK
-from bnncli.posteriors.point import Point
 from bnncli.run import revisions as _revisions
-from bnncli.run.classes import run_classes
+from bnncli.run.checkpoint_record import recorded_checkpoint
 from bnncli.run.inputs import head_theta
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
-from bnncli.stages.extract_features.network import NetworkFeatures
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
-from bnncli.stages.extract_features.ready_splits import ReadyHead, open_ready_splits
-from bnncli.stages.extract_features.splits import model_identity, open_splits, user_sources
-from bnncli.storage.artifacts import read_header
+from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, open_ready_splits, splits_of_npz
+from bnncli.stages.extract_features.same_head import check_same_head
+from bnncli.stages.extract_features.splits import (
+    check_network_file,
+    model_identity,
+    open_splits,
+    shared_params,
+    user_sources,
+)
 from bnncli.storage.atomic import check_free_space
-from bnncli.storage.feature_set import differences
 from bnncli.storage.features import (
     CHECK_ROWS,
     FeatureFile,
@@ -44,6 +47,9 @@ from bnncli.storage.features import (
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from bnncli.stages.extract_features.network import NetworkFeatures
 
 COMMAND = Command(
     "Run the network over the data once, and keep penultimate features and the last linear layer.",
@@ -67,33 +73,72 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
 
 
 def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
-    splits = open_splits(options, run.stream, unreadable=lambda name, error: note_unreadable(run, [name], error))
-    network = NetworkFeatures(run, options, splits)
+    splits = open_splits(
+        options, seed=_hold_out_seed(run), unreadable=lambda name, error: note_unreadable(run, [name], error)
+    )
+    network = cache(partial(_open_network, run, options, splits))
     names = [split.name for split in splits]
+    recorded = _checkpoint_record(run, options, names, network)
+    begin = partial(check_network_file, options)
     requests = [
-        _request(run, one.name, network.record, _params(run, options, one), user_sources(options, one), len(one))
+        _request(run, one.name, recorded, _params(run, options, one), user_sources(options, one), len(one), begin)
         for one in splits
     ]
     note_changed(run, requests)
     heads: dict[str, FeatureFile] = {}
     works = [
-        Work(request, partial(_extract, run, network, split, names, heads))
+        Work(request, partial(_extract, run, options, network, recorded, split, names, heads))
         for split, request in zip(splits, requests, strict=True)
     ]
 
     def also() -> list[Result]:
         first = _head_of(run, names[0], heads)
-        return [] if options.model == NO_NETWORK else [_make_map(run, options, first, network.record)]
+        return [] if options.model == NO_NETWORK else [_make_map(run, options, first, recorded)]
 
     return _finish(run, settle(run, works, also=also))
 
 
+def _hold_out_seed(run: Run) -> int:
+    """What chooses the rows that --hold-out moves."""
+    return stream_seed(run.compute.seed, "extract-features/hold-out")
+
+
+def _open_network(run: Run, options: ExtractFeaturesOptions, splits: list[data.InputSplit]) -> NetworkFeatures:
+    """The network that the splits go through, its checkpoint read."""
+    from bnncli.stages.extract_features.network import NetworkFeatures  # here, for torch
+
+    return NetworkFeatures(run, options, splits)
+
+
+def _checkpoint_record(
+    run: Run, options: ExtractFeaturesOptions, names: list[str], network: Callable[[], NetworkFeatures]
+) -> dict[str, Any] | None:
+    """The checkpoint as provenance records it, read where it is not the one of the run's features; None without one."""
+    if options.model == NO_NETWORK:
+        return None
+    recorded = recorded_checkpoint(run)
+    if recorded is None:
+        if not run.write.dry_run and not {*names} & {*run.folder.splits()}:  # those may refuse, and that is said first
+            check_network_file(options)
+        recorded = network().record
+    return recorded
+
+
 def _extract(
-    run: Run, network: NetworkFeatures, split: data.InputSplit, names: list[str], heads: dict[str, FeatureFile]
+    run: Run,
+    options: ExtractFeaturesOptions,
+    network: Callable[[], NetworkFeatures],
+    recorded: dict[str, Any] | None,
+    split: data.InputSplit,
+    names: list[str],
+    heads: dict[str, FeatureFile],
 ) -> Computed:
-    content, preprocess, layer = network.features(split)
+    if network().record != recorded:
+        message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
+        raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
+    content, preprocess, layer = network().features(split)
     heads[split.name] = _without_rows(content)
-    _check_same_head(run, content, names, network.record, network.shared_params)
+    check_same_head(run, content, names, recorded, shared_params(options))
     return _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
 
 
@@ -120,6 +165,7 @@ def _request(
     params: dict[str, Any],
     sources: list[Source],
     num_examples: int,
+    begin: Callable[[], object] = lambda: None,
 ) -> Request:
     target = run.folder.features(name)
     return Request(
@@ -131,6 +177,7 @@ def _request(
         sources,
         checkpoint,
         lambda: num_examples * 64,
+        begin=begin,
     )
 
 
@@ -161,35 +208,6 @@ def _publishable(
     return Computed(publish, summary=summary)
 
 
-def _check_same_head(
-    run: Run, content: FeatureFile, names: list[str], record: dict[str, Any] | None, shared_params: dict[str, Any]
-) -> None:
-    """Splits of a run that this command does not make have its head, classes and preprocessing, unless they are stale."""
-    weights_digest = record["weights_digest"] if record else None
-    for name in sorted({*run.folder.splits()} - {*names}):
-        path = run.folder.features(name)
-        header = read_header(path)
-        if header.weights_digest != weights_digest:
-            continue
-        theirs = header.provenance.get("params", {})
-        for option in differences(theirs, shared_params):
-            raise DataError(
-                f"split {name!r} of this run was made with another --{option.replace('_', '-')} "
-                f"({theirs.get(option)} there, {shared_params[option]} now)",
-                code="mixed_options",
-                path=path,
-                hint="give the same options, all splits in one command with --force, or another --run-dir",
-            )
-        if header.meta.get("head_digest") != head_digest(content):
-            raise DataError(
-                f"split {name!r} of this run has another head than the one now given",
-                code="wrong_head",
-                path=path,
-                hint="give all splits in one command with --force, or use another --run-dir",
-            )
-    run_classes(run.folder, content, weights_digest=weights_digest, without=names)
-
-
 def _without_rows(content: FeatureFile) -> FeatureFile:
     """A split's head, classes and width, without its examples."""
     return replace(content, features=content.features[:0].copy(), labels=None, names=None, sample_id=np.empty(0))
@@ -217,6 +235,8 @@ def _make_map(
     )
 
     def compute() -> Computed:
+        from bnncli.posteriors.point import Point  # here, for torch
+
         theta = head_theta(weight, bias)
         assert theta is not None
         tensors, meta = Point(theta, layout).to_tensors()
@@ -232,12 +252,12 @@ def _make_map(
 
 def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     try:
-        splits, arrays = open_ready_splits(options, run.stream)
+        splits, arrays = open_ready_splits(options, seed=_hold_out_seed(run))
     except BnnError as error:
-        note_unreadable(run, _splits_of_npz(run, Path(str(options.from_npz))), error)
+        note_unreadable(run, splits_of_npz(run, Path(str(options.from_npz))), error)
         raise
     if arrays.head_weight is None:
-        head = _head_of_run(run, splits, arrays.num_features)
+        head = head_of_run(run, splits, arrays.num_features)
     else:
         head = ReadyHead(arrays.head_weight, arrays.head_bias)
     if head is not None:
@@ -269,41 +289,6 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     return _finish(run, settle(run, works, also=also))
 
 
-def _splits_of_npz(run: Run, path: Path) -> list[str]:
-    """The splits of the run that a file names, or that were made from it where it cannot be read."""
-    try:
-        return [name for name in data.feature_splits(path) if name in run.folder.splits()]
-    except BnnError:
-        theirs = {name: read_header(run.folder.features(name)) for name in run.folder.splits()}
-        return [
-            name for name, header in theirs.items()
-            if any(os.path.abspath(header.input_path(entry)) == os.path.abspath(path) for entry in header.inputs)
-        ]  # fmt: skip
-
-
-def _head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> ReadyHead | None:
-    """The head of the run's other splits, for an npz file that has none; None where they have none.
-
-    Raises:
-        DataError: it takes another number of features.
-    """
-    made = {split.name for split in splits}
-    for name in [name for name in run.folder.splits() if name not in made]:
-        content = read_features(run.folder.features(name))
-        if content.header is None or content.header.weights_digest is not None or content.head_weight is None:
-            continue
-        if num_features != content.head_weight.shape[1]:
-            raise DataError(
-                f"{splits[0].spec.rpartition(':')[2]} has {num_features} features, the head of split {name!r} of this run "
-                f"takes {content.head_weight.shape[1]}",
-                code="wrong_head",
-                hint="give features of the same layer of the same network, or another --run-dir",
-            )
-        run.console.info(f"the file has no head_weight: taking the head of split {name!r} of this run")
-        return ReadyHead(content.head_weight, content.head_bias)
-    return None
-
-
 def _ready(
     run: Run,
     options: ExtractFeaturesOptions,
@@ -313,12 +298,12 @@ def _ready(
     names: list[str],
     heads: dict[str, FeatureFile],
 ) -> Computed:
-    features = split.dataset.read(split.rows)[0].numpy()
+    features = np.asarray(split.dataset.read(split.rows)[0])
     content = FeatureFile(
         name=split.name,
         features=features.astype(options.dtype, copy=False),
-        labels=None if split.labels is None else split.labels.numpy(),
-        sample_id=split.rows.numpy(),
+        labels=split.labels,
+        sample_id=split.rows,
         classes=[str(index) for index in range(num_classes)],
         head_weight=None if head is None else head.weight,
         head_bias=None if head is None else head.bias,
@@ -327,7 +312,7 @@ def _ready(
         names=encoded_names(split.names),
     )
     heads[split.name] = _without_rows(content)
-    _check_same_head(run, content, names, None, {})
+    check_same_head(run, content, names, None, {})
     preprocess = {"dtype": options.dtype, "augment": "unknown", "hold_out": split.held_out}
     return _publishable(run, content, preprocess, None, split.order_digest, split.spec)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from bnncli.data import InputSplit
 from bnncli.extraction.features import Extracted, Head
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.run.checkpoint_record import record_of
 from bnncli.run.network import Network
 from bnncli.run.session import Run
-from bnncli.stages.extract_features.splits import class_names, model_identity
-from bnncli.storage.feature_set import SHARED_PARAMS
+from bnncli.stages.extract_features.splits import class_names
 from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NetworkFeatures:
@@ -30,23 +32,7 @@ class NetworkFeatures:
     def record(self) -> dict[str, Any] | None:
         """The checkpoint as provenance records it; None without one."""
         checkpoint = self.network.checkpoint
-        if checkpoint is None:
-            return None
-        return {
-            "path": self.network.run.checkpoint_path.name,
-            "file_sha256": checkpoint.file_sha256,
-            "weights_digest": checkpoint.weights_digest,
-            "format": checkpoint.format,
-            "selected_key": checkpoint.selected_key,
-            "stripped_prefixes": list(checkpoint.stripped_prefixes),
-            "size": checkpoint.size,
-        }
-
-    @property
-    def shared_params(self) -> dict[str, Any]:
-        """The options that all splits of a run must share."""
-        own = model_identity(self.options)
-        return {name: own[name] if name in own else getattr(self.options, name) for name in SHARED_PARAMS}
+        return None if checkpoint is None else record_of(self.network.run, checkpoint)
 
     @cached_property
     def head(self) -> Head | None:
@@ -79,7 +65,7 @@ class NetworkFeatures:
             name=split.name,
             features=whole.features.numpy(),
             labels=_labels(split, whole),
-            sample_id=split.rows.numpy(),
+            sample_id=split.rows,
             classes=self.classes,
             head_weight=_numpy(weight),
             head_bias=_numpy(bias),
@@ -108,8 +94,8 @@ def _largest_label(split: InputSplit) -> int:
 
 
 def _labels(split: InputSplit, whole: Extracted) -> np.ndarray | None:
-    known = split.labels if split.labels is not None else whole.labels
-    return None if known is None or split.is_ood else known.numpy().astype(np.int64)
+    known = split.labels if split.labels is not None else _numpy(whole.labels)
+    return None if known is None or split.is_ood else known.astype(np.int64)
 
 
 def _numpy(tensor: Tensor | None) -> np.ndarray | None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from bnncli import data
-from bnncli.errors import UsageError
+from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.likelihoods import likelihood_of
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.options.declaration import check_split_name
+from bnncli.run.session import Run
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.features import read_features
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,12 @@ class ReadyHead:
 
 
 def open_ready_splits(
-    options: ExtractFeaturesOptions, stream: Callable[[str], torch.Generator]
+    options: ExtractFeaturesOptions, *, seed: int
 ) -> tuple[list[data.InputSplit], data.FeatureArrays]:
     """Every split of --from-npz FILE; --ood NAME marks one as out-of-distribution, --hold-out moves rows.
+
+    Args:
+        seed: chooses the rows that --hold-out moves.
 
     Raises:
         UsageError: --data, or other options that need a network; an unknown name.
@@ -69,7 +74,7 @@ def open_ready_splits(
         check_split_name(name, "--from-npz"): data.InputSplit(
             f"{options.from_npz}:features_{name}",
             dataset,
-            torch.arange(len(dataset)),
+            np.arange(len(dataset)),
             data.Preprocess(),
             dataset.is_labeled,
             name=name,
@@ -78,5 +83,40 @@ def open_ready_splits(
         for name, dataset in arrays.splits.items()
     }
     for text in options.hold_out:
-        splits = data.hold_out(splits, text, generator=stream("extract-features/hold-out"))
+        splits = data.hold_out(splits, text, seed=seed)
     return sorted(splits.values(), key=lambda split: split.name != "train"), arrays
+
+
+def splits_of_npz(run: Run, path: Path) -> list[str]:
+    """The splits of the run that a file names, or that were made from it where it cannot be read."""
+    try:
+        return [name for name in data.feature_splits(path) if name in run.folder.splits()]
+    except BnnError:
+        theirs = {name: read_header(run.folder.features(name)) for name in run.folder.splits()}
+        return [
+            name for name, header in theirs.items()
+            if any(os.path.abspath(header.input_path(entry)) == os.path.abspath(path) for entry in header.inputs)
+        ]  # fmt: skip
+
+
+def head_of_run(run: Run, splits: list[data.InputSplit], num_features: int) -> ReadyHead | None:
+    """The head of the run's other splits, for an npz file that has none; None where they have none.
+
+    Raises:
+        DataError: it takes another number of features.
+    """
+    made = {split.name for split in splits}
+    for name in [name for name in run.folder.splits() if name not in made]:
+        content = read_features(run.folder.features(name))
+        if content.header is None or content.header.weights_digest is not None or content.head_weight is None:
+            continue
+        if num_features != content.head_weight.shape[1]:
+            raise DataError(
+                f"{splits[0].spec.rpartition(':')[2]} has {num_features} features, the head of split {name!r} of this run "
+                f"takes {content.head_weight.shape[1]}",
+                code="wrong_head",
+                hint="give features of the same layer of the same network, or another --run-dir",
+            )
+        run.console.info(f"the file has no head_weight: taking the head of split {name!r} of this run")
+        return ReadyHead(content.head_weight, content.head_bias)
+    return None

@@ -6,24 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bnncli import data
 from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.machine import user_code
 from bnncli.numerics.digests import file_sha256
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.storage.feature_set import SHARED_PARAMS
 from bnncli.storage.provenance import Source
 
 
 def open_splits(
     options: ExtractFeaturesOptions,
-    stream: Callable[[str], torch.Generator],
     *,
+    seed: int,
     unreadable: Callable[[str, BnnError], None],
 ) -> list[data.InputSplit]:
     """Every split that --data, --ood and --hold-out name, opened and checked; train first.
 
     Args:
+        seed: chooses the rows that --hold-out moves.
         unreadable: told the names of the splits whose data cannot be read, and why, before that is raised.
 
     Raises:
@@ -45,7 +46,7 @@ def open_splits(
                 raise
             splits[name] = split.as_ood() if flag == "--ood" else split
     for text in options.hold_out:
-        splits = data.hold_out(splits, text, generator=stream("extract-features/hold-out"))
+        splits = data.hold_out(splits, text, seed=seed)
     return sorted(splits.values(), key=lambda split: split.name != "train")
 
 
@@ -78,6 +79,28 @@ def model_identity(options: ExtractFeaturesOptions) -> dict[str, Any]:
         "model_arg": sorted(options.model_arg),
         "last_layer": options.last_layer,
     }
+
+
+def shared_params(options: ExtractFeaturesOptions) -> dict[str, Any]:
+    """The options that all splits of a run must share."""
+    own = model_identity(options)
+    return {name: own[name] if name in own else getattr(options, name) for name in SHARED_PARAMS}
+
+
+def check_network_file(options: ExtractFeaturesOptions) -> None:
+    """Raise what building the network would where the file of its code is missing, before PyTorch is imported for it.
+
+    Raises:
+        MissingInput: the file does not exist.
+        UsageError: what comes after it is no name.
+    """
+    model = options.model or ""
+    code = Path(model.rpartition(":")[0])
+    can_be_told = all(
+        text.find("=") > 0 for text in options.model_arg
+    )  # else that is told first, where the network is built
+    if can_be_told and code.suffix == ".py" and not code.is_file():
+        user_code.load_factory(model, option="\0model\0")
 
 
 def user_sources(options: ExtractFeaturesOptions, split: data.InputSplit) -> list[Source]:

@@ -1,0 +1,45 @@
+"""Splits that are added to a run belong with those that it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.errors import DataError
+from bnncli.run.classes import run_classes
+from bnncli.run.session import Run
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.feature_set import differences
+from bnncli.storage.features import FeatureFile, head_digest
+
+
+def check_same_head(
+    run: Run, content: FeatureFile, names: list[str], record: dict[str, Any] | None, shared: dict[str, Any]
+) -> None:
+    """Splits of a run that this command does not make have its head, classes and preprocessing, unless they are stale.
+
+    Raises:
+        DataError: they have other ones.
+    """
+    weights_digest = record["weights_digest"] if record else None
+    for name in sorted({*run.folder.splits()} - {*names}):
+        path = run.folder.features(name)
+        header = read_header(path)
+        if header.weights_digest != weights_digest:
+            continue
+        theirs = header.provenance.get("params", {})
+        for option in differences(theirs, shared):
+            raise DataError(
+                f"split {name!r} of this run was made with another --{option.replace('_', '-')} "
+                f"({theirs.get(option)} there, {shared[option]} now)",
+                code="mixed_options",
+                path=path,
+                hint="give the same options, all splits in one command with --force, or another --run-dir",
+            )
+        if header.meta.get("head_digest") != head_digest(content):
+            raise DataError(
+                f"split {name!r} of this run has another head than the one now given",
+                code="wrong_head",
+                path=path,
+                hint="give all splits in one command with --force, or use another --run-dir",
+            )
+    run_classes(run.folder, content, weights_digest=weights_digest, without=names)
