@@ -97,7 +97,7 @@ def declaration_of(family: str, name: str, attribute: str) -> ast.expr | None:
 
 @cache
 def has_attribute(family: str, name: str, attribute: str) -> bool:
-    """Whether a part's class has a method or a property of this name; it is imported only where its bases decide.
+    """Whether a part's class has an attribute of this name; it is imported only where more than its text decides.
 
     Raises:
         UsageError: there is no such part.
@@ -106,11 +106,20 @@ def has_attribute(family: str, name: str, attribute: str) -> bool:
     tree = ast.parse(source_of(family, name).read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == _class_name(name):
-            if attribute in {one.name for one in node.body if isinstance(one, ast.FunctionDef)}:
+            if attribute in _names_given(node):
                 return True
-            if all(ast.unparse(base).startswith(_PLAIN_BASES) for base in node.bases):
+            is_told = all(isinstance(one, (ast.FunctionDef, ast.Assign, ast.AnnAssign, ast.Expr)) for one in node.body)
+            if is_told and all(ast.unparse(base).startswith(_PLAIN_BASES) for base in node.bases):
                 return False
     return hasattr(load_class(family, name), attribute)
+
+
+def _names_given(node: ast.ClassDef) -> set[str]:
+    """Names that the statements of a class define or assign."""
+    found = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    targets = [target for one in node.body if isinstance(one, ast.Assign) for target in one.targets]
+    targets += [one.target for one in node.body if isinstance(one, ast.AnnAssign) and one.value is not None]
+    return found | {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
 
 
 @cache

@@ -176,7 +176,7 @@ def test_a_part_that_is_not_asked_for_changes_nothing_of_what_is_recorded(done: 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
     """Puts distributions on the search path of this process; what is known of them is forgotten behind the test."""
-    caches: list[Any] = [registry._entry_points, registry._installed, registry.load_module]
+    caches: list[Any] = [registry._entry_points, registry._installed, registry.load_module, registry.has_attribute]
 
     def put(parts: dict[str, str], *, name: str = "theirs") -> Path:
         folder = install(tmp_path / name, parts, name=name)
@@ -235,6 +235,16 @@ def test_a_part_without_what_its_family_needs_is_told(
     installed({family: "eddy"} if family != "data" else {"data": "eddy"}).joinpath(f"{family}_part.py").write_text(text)
     with pytest.raises(UsageError, match=lack):
         registry.load_module(family, "eddy")
+
+
+@pytest.mark.parametrize("given", ["push_together = None", "if True:\n        def push_together(self): ..."])
+def test_what_a_class_has_without_a_def_of_it_is_seen(installed: Callable[..., Path], given: str) -> None:
+    path = installed({"flows": "eddy"}) / "flows_part.py"
+    text = path.read_text()
+    assert not registry.has_attribute("flows", "eddy", "push_together")
+    registry.has_attribute.cache_clear()
+    path.write_text(text.replace("    def summary(self):", f"    {given}\n\n    def summary(self):"))
+    assert registry.has_attribute("flows", "eddy", "push_together")
 
 
 def test_a_command_without_a_declaration_is_told(installed: Callable[..., Path], cli: Any) -> None:
