@@ -31,8 +31,8 @@ BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default
 class InputNetwork:
     """The network that the features of a run were made by, for inputs of the caller's."""
 
-    def __init__(self, run: Run, header: Header, params: Mapping[str, Any]) -> None:
-        self.header = header
+    def __init__(self, run: Run, header: Header, params: Mapping[str, Any], code: str | None) -> None:
+        self.header, self._code = header, code
         with interpreting(header.path):
             layer, self._dtype = header.meta["layer"], str(params["dtype"])
             self._preprocess = data.Preprocess.parse(
@@ -42,6 +42,10 @@ class InputNetwork:
         checkpoint = self._network.checkpoint
         if checkpoint is not None and checkpoint.weights_digest != header.weights_digest:
             raise DataError(f"{header.path} was made from other weights", code="wrong_checkpoint", path=header.path)
+
+    def is_of(self, header: Header, code: str | None) -> bool:
+        """Whether it was made as this header says, of this code."""
+        return (self.header.content_digest, self._code) == (header.content_digest, code)
 
     def features(self, inputs: Tensor) -> Tensor:
         """Features (N, D) of inputs (N, ...), on the CPU, in the type that the run's features are stored in.
@@ -93,11 +97,12 @@ def network_header(run: Run) -> Header:
     raise first or DataError(f"{run.checkpoint_path} has no features", hint=run.suggest("status"))
 
 
-def open_network(run: Run, header: Header, named: str | None) -> InputNetwork:
-    """The network that a split was made by.
+def open_network(run: Run, header: Header, named: str | None, known: InputNetwork | None) -> InputNetwork:
+    """The network that a split was made by; all is checked again where it is known.
 
     Args:
         named: what the caller calls it; code is run only if it is named.
+        known: the one of an earlier call, given back where split and code are still the same.
 
     Raises:
         DataError: the split was made by none, or the code has changed since.
@@ -119,9 +124,10 @@ def open_network(run: Run, header: Header, named: str | None) -> InputNetwork:
         )
     if named is not None and named != spec:
         _check_same_code(spec, named)
-    if ":" in spec:
-        _check_unchanged(run, header, named or spec)
-    return InputNetwork(run, header, {**params, "model": named or spec})
+    code = _checked_code(run, header, named or spec) if ":" in spec else None
+    if known is not None and known.is_of(header, code):
+        return known
+    return InputNetwork(run, header, {**params, "model": named or spec}, code)
 
 
 def _check_same_code(spec: str, named: str) -> None:
@@ -131,14 +137,22 @@ def _check_same_code(spec: str, named: str) -> None:
         raise UsageError(f"\0model\0: the features of this run were made by {spec!r}; got {named!r}")
 
 
-def _check_unchanged(run: Run, header: Header, named: str) -> None:
-    """Pass when the file of a network is as it was when the features were made. Raises DataError, or warns, otherwise."""
+def _checked_code(run: Run, header: Header, named: str) -> str | None:
+    """Digest of a network's file, which is as it was when the features were made; None where there is no such file.
+
+    Raises:
+        DataError: it has changed; where that is allowed, it is warned of.
+    """
     code = Path(named.rpartition(":")[0])
     recorded = [entry["content_digest"] for entry in header.inputs if entry["role"] == "model"]
-    if code.suffix != ".py" or not code.is_file() or not recorded or recorded == [f"sha256:{file_sha256(code)}"]:
-        return
+    if code.suffix != ".py" or not code.is_file():
+        return None
+    digest = f"sha256:{file_sha256(code)}"
+    if not recorded or recorded == [digest]:
+        return digest
     message = f"{code} is not as it was when {header.path} was made from it"
     if not run.inputs.allow_stale:
         hint = run.remake(header, force=True) or UNKNOWN_MAKER
         raise DataError(message, code="stale_input", hint=hint, path=code)
     run.console.warn(f"{message}; used all the same (\0allow_stale\0)")
+    return digest

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.errors import DataError
+from bnncli.errors import BnnError, DataError
 from bnncli.opened.arrays import as_tensor, checked_features, described, is_features
 from bnncli.opened.metrics import metrics_of
 from bnncli.opened.posterior import OpenedPosterior
@@ -16,6 +16,7 @@ from bnncli.opened.session import Session, checked_text, open_session
 from bnncli.run.classes import posterior_classes
 from bnncli.run.inputs import load_split, posterior_source
 from bnncli.run.predictor import Predictor, TrainData, warn_of_default, warn_of_few_draws
+from bnncli.storage.artifacts import read_header
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,7 @@ class OpenedRun:
 
     def __init__(self, session: Session, model: str | None) -> None:
         self._session, self._model = session, model
-        self._predictors: dict[Path, Predictor] = {}
+        self._predictors: dict[Path, tuple[Predictor, str | None]] = {}  # with the digest of train
         self._network: InputNetwork | None = None
         self._checkpoint_state = session.checkpoint_state
 
@@ -179,25 +180,25 @@ class OpenedRun:
         return features
 
     def _predictor(self, run: Run, name: str) -> Predictor:
-        """What predicts with a posterior, opened once as long as its file is the same."""
+        """What predicts with a posterior, opened once as long as its file and that of train are the same."""
         self._forget_other_weights()
         path = run.folder.find_posterior(
             checked_text("posterior", name), flag="\0posterior\0", maker=run.suggest("status")
         )
         header, _ = posterior_source(run, path, "posterior")
-        known = self._predictors.get(path)
-        if known is None or known.header.content_digest != header.content_digest:
-            known = self._predictors[path] = Predictor(run, path, header, TrainData(run))
+        train = _train_digest(run)
+        known, known_train = self._predictors.get(path, (None, None))
+        if known is None or (known.header.content_digest, known_train) != (header.content_digest, train):
+            known = Predictor(run, path, header, TrainData(run))
+            self._predictors[path] = known, train
         return known
 
     def _input_network(self, run: Run) -> InputNetwork:
-        """The run's network, loaded once as long as its features are the same."""
+        """The run's network, loaded once as long as its features and its code are the same."""
         from bnncli.opened.network import network_header, open_network  # here, for torch
 
         self._forget_other_weights()
-        header = network_header(run)
-        if self._network is None or self._network.header.content_digest != header.content_digest:
-            self._network = open_network(run, header, self._model)
+        self._network = open_network(run, network_header(run), self._model, self._network)
         return self._network
 
     def _forget_other_weights(self) -> None:
@@ -205,6 +206,14 @@ class OpenedRun:
         if self._checkpoint_state != self._session.checkpoint_state:
             self._checkpoint_state, self._network = self._session.checkpoint_state, None
             self._predictors.clear()
+
+
+def _train_digest(run: Run) -> str | None:
+    """Of the training split as it is now; None where there is none that can be read: who needs it is told when reading it."""
+    try:
+        return read_header(run.folder.features("train")).content_digest
+    except BnnError:
+        return None
 
 
 def open_run(

@@ -8,6 +8,7 @@ from functools import cache
 from numbers import Integral
 from os import PathLike, fspath
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from bnncli import registry
@@ -29,6 +30,7 @@ class Session:
         self._ckpt, self._run_dir = ckpt, run_dir
         self._compute = ComputeOptions(seed=seed, device=device)
         self._state: State | None = None
+        self._lock = RLock()
         self._run = self._begun()
 
     @property
@@ -43,8 +45,11 @@ class Session:
 
     @contextmanager
     def asking(self, *, allow_stale: bool = False) -> Iterator[Run]:
-        """A run that has seen no file yet, for one call; errors leave it in the words of Python."""
-        with errors_in_python(), checks_remembered():
+        """A run that has seen no file yet, for one call; errors leave it in the words of Python.
+
+        Calls of other threads wait: what one allows holds for no other.
+        """
+        with self._lock, errors_in_python(), checks_remembered():
             state = _state_of(self._run.checkpoint_path)
             if state != self._state:
                 self._run, self._state = self._begun(), state

@@ -201,6 +201,22 @@ def test_code_that_has_changed_since_is_refused(coded: Path) -> None:
     assert caught[0].filename == __file__
 
 
+def test_code_is_looked_at_in_every_call(coded: Path) -> None:
+    x, run = make_images()["train"]["x"], bnncli.open("ckpt.pt", model="net.py:make")
+    features = run.features(x)
+    Path("net.py").write_text(NETWORK + "\n# another\n")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"net.py is not as it was"):
+            run.features(x)
+        with pytest.warns(BnnWarning, match=r"net.py is not as it was .*used all the same"):
+            assert np.array_equal(run.features(x, allow_stale=True), features)
+    Path("net.py").write_text(NETWORK.replace("nn.ReLU()", "nn.Tanh()"))
+    with pytest.warns(BnnWarning, match=r"net.py is not as it was"):
+        assert not np.array_equal(run.features(x, allow_stale=True), features)
+    Path("net.py").write_text(NETWORK)
+    assert np.array_equal(run.features(x), features)
+
+
 DOUBLED = """
 class Doubled(nn.Sequential):
     def load_state_dict(self, state, strict=True):

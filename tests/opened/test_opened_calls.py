@@ -1,0 +1,59 @@
+"""What one call on an opened run is allowed or has read holds for no other call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+from problems.arrays import make_arrays
+from problems.command_line import Cli
+
+import bnncli
+from bnncli.errors import BnnWarning
+from bnncli.opened.session import open_session
+
+
+def extract_another_train(run: Path, cli: Cli) -> None:
+    """Features of train whose labels are other ones: what was made of them before is stale."""
+    arrays = make_arrays()
+    arrays["labels_train"] = arrays["labels_train"][::-1].copy()
+    np.savez(run.with_name("features.npz"), **arrays)
+    words = ("extract-features", run, "--from-npz", run.with_name("features.npz"), "--ood", "far")
+    assert cli(*words).code == 0
+
+
+def test_what_a_call_allows_holds_for_no_other_thread(finished_run: Path) -> None:
+    session = open_session(finished_run, None, device="cpu", seed=0)
+    has_begun, has_asked, seen = Event(), Event(), []
+
+    def ask() -> None:
+        has_begun.wait(5)
+        with session.asking() as run:
+            seen.append(run.inputs.allow_stale)
+            has_asked.set()
+
+    thread = Thread(target=ask)
+    thread.start()
+    with session.asking(allow_stale=True) as run:
+        console = run.console
+        has_begun.set()
+        assert not has_asked.wait(0.2)
+        assert run.inputs.allow_stale
+        assert run.console is console
+    thread.join(5)
+    assert seen == [False]
+
+
+@pytest.mark.filterwarnings("ignore::bnncli.errors.BnnWarning")
+def test_draws_are_weighed_by_train_as_it_is_now(small_run: Path, cli: Cli) -> None:
+    run = bnncli.open(small_run)
+    features = np.array(run.split("test").features)
+    before = run.predict(features, integrator="importance").probs
+    extract_another_train(small_run, cli)
+    with pytest.warns(BnnWarning, match="laplace.safetensors is stale"):
+        after = run.predict(features, integrator="importance", allow_stale=True).probs
+    expected = bnncli.open(small_run).predict(features, integrator="importance", allow_stale=True).probs
+    assert np.array_equal(after, expected)
+    assert not np.array_equal(after, before)
