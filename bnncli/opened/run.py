@@ -90,9 +90,14 @@ class OpenedRun:
         Raises:
             MissingInput: there is none.
             DataError: it is damaged, stale, or of another checkpoint.
+            DeviceError: it does not fit into memory.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            return OpenedPosterior(self._session, self._predictor(run, name))
+            predictor = self._predictor(run, name)
+            if predictor.header.kind == "samples":
+                predictor.require_memory(0, option=None)
+            _ = predictor.posterior  # read now: the file may be another one later
+            return OpenedPosterior(self._session, predictor)
 
     def metrics(
         self, *, posterior: str | None = None, split: str | None = None, allow_stale: bool = False

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bnncli.errors import DataError
 from bnncli.integrators import Prediction, Ready, join
 from bnncli.integrators._groups import DrawPartition, kept_rows
 from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
@@ -81,8 +82,12 @@ class Predictor:
 
     @cached_property
     def posterior(self) -> Any:
-        """The posterior, on the device."""
-        return open_posterior(self.path)[0].to(self.run.device)
+        """The posterior, on the device. Raises DataError where the file has been replaced since its header was read."""
+        posterior, header = open_posterior(self.path)
+        if header.content_digest != self.header.content_digest:
+            message = f"{self.path} was replaced while it was read"
+            raise DataError(message, code="stale_input", hint="do it again", path=self.path)
+        return posterior.to(self.run.device)
 
     @cached_property
     def mean_theta(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from threading import Event, Thread
 
@@ -11,8 +12,9 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 
 import bnncli
-from bnncli.errors import BnnWarning
+from bnncli.errors import BnnWarning, DataError
 from bnncli.opened.session import open_session
+from bnncli.run.inputs import open_posterior
 
 
 def extract_another_train(run: Path, cli: Cli) -> None:
@@ -57,3 +59,24 @@ def test_draws_are_weighed_by_train_as_it_is_now(small_run: Path, cli: Cli) -> N
     expected = bnncli.open(small_run).predict(features, integrator="importance", allow_stale=True).probs
     assert np.array_equal(after, expected)
     assert not np.array_equal(after, before)
+
+
+def test_a_posterior_stays_what_it_was_when_it_was_asked_for(small_run: Path) -> None:
+    posteriors = small_run.with_name("small.bnn") / "posteriors"
+    laplace, refine = (bnncli.open(small_run).posterior(name) for name in ("laplace", "refine"))
+    shutil.copy(posteriors / "refine.safetensors", posteriors / "laplace.safetensors")
+    (posteriors / "refine.safetensors").unlink()
+    assert (laplace.type, laplace.method) == ("gaussian", "laplace")
+    assert (refine.type, refine.method) == ("flow", "refine")
+    assert refine.sample(2).shape == (2, 18)
+
+
+def test_a_posterior_that_is_replaced_while_it_is_read_is_refused(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bnncli.run import predictor
+
+    other = small_run.with_name("small.bnn") / "posteriors" / "refine.safetensors"
+    monkeypatch.setattr(predictor, "open_posterior", lambda path: open_posterior(other))
+    with pytest.raises(DataError, match=r"laplace.safetensors was replaced while it was read"):
+        bnncli.open(small_run).posterior("laplace")
