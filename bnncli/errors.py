@@ -7,6 +7,7 @@ the text of a message may change, the code does not. 65 to 78 are the values of 
 from __future__ import annotations
 
 import errno
+import os
 from enum import IntEnum
 from pathlib import Path
 
@@ -182,3 +183,31 @@ def resource_error(error: OSError, where: str = "") -> DeviceError | None:
 def is_short_of_memory(error: BaseException) -> bool:
     """Whether an allocation in the machine's own memory failed, as Python, NumPy or torch say it."""
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def machine_error(error: Exception) -> BnnError | None:
+    """What an error of the operating system, of memory or of a GPU that nobody expected means; None for any other."""
+    if isinstance(error, OSError):
+        return _from_os_error(error)
+    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
+        message = f"the device failed: {' '.join(str(error).split())[:200]}"
+        if type(error).__name__ == "OutOfMemoryError":
+            return DeviceError(message, code="out_of_memory")
+        return DeviceError(message, hint="run it again, or with \0device\0 cpu")
+    if is_short_of_memory(error):
+        return DeviceError("out of memory", code="out_of_memory")
+    return None
+
+
+def _from_os_error(error: OSError) -> BnnError:
+    """What an error of the operating system means; those of files that are read are known before."""
+    name = str(error.filename) if error.filename is not None else "a file"
+    if (resource := resource_error(error, name)) is not None:
+        return resource
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    message = f"{name}: {reason}"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+        return OutputExists(message, code="not_writable")
+    if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+        return MissingInput(message)
+    return WriteError(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -18,17 +17,7 @@ from bnncli.cli.memory_advice import memory_advice
 from bnncli.cli.option_values import OptionValue, config_path, read_config, resolve, resolve_named, unknown_variables
 from bnncli.cli.tables import print_table
 from bnncli.console import Console
-from bnncli.errors import (
-    BnnError,
-    DeviceError,
-    Exit,
-    MissingInput,
-    OutputExists,
-    UsageError,
-    WriteError,
-    is_short_of_memory,
-    resource_error,
-)
+from bnncli.errors import BnnError, Exit, UsageError, WriteError, machine_error
 from bnncli.machine import signals
 from bnncli.names import printable
 from bnncli.options import (
@@ -268,30 +257,7 @@ def _as_bnn_error(error: Exception) -> BnnError | None:
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "bnncli"
         return UsageError(error.format_message(), hint=f"{path} --help")
-    if isinstance(error, OSError):
-        return _from_os_error(error)
-    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
-        message = f"the device failed: {' '.join(str(error).split())[:200]}"
-        if type(error).__name__ == "OutOfMemoryError":
-            return DeviceError(message, code="out_of_memory")
-        return DeviceError(message, hint="run it again, or with --device cpu")
-    if is_short_of_memory(error):
-        return DeviceError("out of memory", code="out_of_memory")
-    return None
-
-
-def _from_os_error(error: OSError) -> BnnError:
-    """What an error of the operating system that nobody expected means; those of files that are read are known before."""
-    name = str(error.filename) if error.filename is not None else "a file"
-    if (resource := resource_error(error, name)) is not None:
-        return resource
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    message = f"{name}: {reason}"
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
-        return OutputExists(message, code="not_writable")
-    if error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
-        return MissingInput(message)
-    return WriteError(message)
+    return machine_error(error)
 
 
 def _value_of(argv: list[str], flag: str) -> str | None:

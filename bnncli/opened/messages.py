@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bnncli.errors import BnnError, BnnWarning
+from bnncli.errors import BnnError, BnnWarning, machine_error
 from bnncli.options import CommonOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import SILENT, Task
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def keywords(text: str) -> str:
@@ -27,16 +28,25 @@ def errors_in_python() -> Iterator[None]:
     try:
         yield
     except BnnError as error:
-        error.message = keywords(error.message)
-        shown = (
-            error.__cause__ is not None and error.code == "user_code"
-        )  # by Python itself, whatever a command would show
-        error.hint = None if error.hint is None or shown else keywords(error.hint)
-        error.args = (error.message,)
-        note = error.advice.removeprefix("; ")
-        if note and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+        _say(error)
         raise
+    except Exception as error:
+        known = machine_error(error)
+        if known is None:
+            raise
+        _say(known)
+        raise known from error
+
+
+def _say(error: BnnError) -> None:
+    """Put an error into the words of Python."""
+    error.message = keywords(error.message)
+    shown = error.__cause__ is not None and error.code == "user_code"  # by Python itself, whatever a command would show
+    error.hint = None if error.hint is None or shown else keywords(error.hint)
+    error.args = (error.message,)
+    note = error.advice.removeprefix("; ")
+    if note and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 class Listener:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -20,7 +21,7 @@ from bnncli.options.command_line import CommandLine, Groups
 from bnncli.options.parts import declaration
 from bnncli.run.session import Run
 from bnncli.storage.known_files import State, checks_remembered, state_of
-from bnncli.storage.run_folder import RunFolder
+from bnncli.storage.run_folder import MAX_NAME_BYTES, RunFolder
 
 
 class Session:
@@ -116,8 +117,8 @@ def checked_number(name: str, value: object, *, least: int) -> int:
 
 
 def checked_text(name: str, value: object) -> str:
-    """The text that an argument is. Raises UsageError unless it is one."""
-    if not isinstance(value, str):
+    """The text that an argument is. Raises UsageError unless it is one, without NUL."""
+    if not isinstance(value, str) or "\0" in value:
         raise UsageError(f"{name}: expected a text; got {value!r}"[:300])
     return value
 
@@ -127,8 +128,11 @@ def _path(name: str, value: str | PathLike[str]) -> str:
         path = fspath(value)
     except TypeError:
         path = None
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str) or not path or "\0" in path:
         raise UsageError(f"{name}: expected a path; got {value!r}"[:300])
+    longest = max(len(os.fsencode(part)) for part in path.split(os.sep))
+    if longest > MAX_NAME_BYTES:
+        raise UsageError(f"{name}: expected a path; got one with a name of {longest} bytes, more than {MAX_NAME_BYTES}")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from threading import Event, Thread
@@ -12,7 +13,7 @@ from problems.arrays import make_arrays
 from problems.command_line import Cli
 
 import bnncli
-from bnncli.errors import BnnWarning, DataError
+from bnncli.errors import BnnError, BnnWarning, DataError, DeviceError, WriteError
 from bnncli.opened.session import open_session
 from bnncli.run.inputs import open_posterior
 
@@ -80,3 +81,30 @@ def test_a_posterior_that_is_replaced_while_it_is_read_is_refused(
     monkeypatch.setattr(predictor, "open_posterior", lambda path: open_posterior(other))
     with pytest.raises(DataError, match=r"laplace.safetensors was replaced while it was read"):
         bnncli.open(small_run).posterior("laplace")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Called as that of torch.cuda."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (MemoryError(), DeviceError, "^out of memory$"),
+        (OutOfMemoryError("CUDA out of memory"), DeviceError, "^the device failed: CUDA out of memory$"),
+        (OSError(errno.EIO, "?", "there"), WriteError, "^there: Input/output error$"),
+    ],
+)
+def test_what_the_machine_lacks_is_an_error_of_ours(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[BnnError], message: str
+) -> None:
+    from bnncli.run.predictor import Predictor
+
+    def fail(*_: object) -> None:
+        raise raised
+
+    run = bnncli.open(finished_run)
+    monkeypatch.setattr(Predictor, "predict", fail)
+    with pytest.raises(kind, match=message) as caught:
+        run.predict(np.zeros((2, 5), np.float32))
+    assert caught.value.__cause__ is raised

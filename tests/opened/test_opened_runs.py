@@ -90,6 +90,8 @@ def test_a_checkpoint_without_a_run_says_how_one_is_made(tmp_path: Path) -> None
     ("arguments", "message"),
     [
         ({"ckpt": 3}, "ckpt: expected a path; got 3"),
+        ({"ckpt": "a" * 5000}, "ckpt: expected a path; got one with a name of 5000 bytes, more than 255"),
+        ({"run_dir": "a\0b"}, r"run_dir: expected a path; got 'a.x00b'"),
         ({"seed": "1"}, "seed: expected a whole number; got '1'"),
         ({"seed": -1}, "seed: expected a whole number of at least 0; got -1"),
         ({"device": 0}, "device: expected a text; got 0"),
