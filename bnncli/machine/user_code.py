@@ -19,6 +19,7 @@ from typing import Any
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
+_NEVER_ASIDE = sys.stdlib_module_names | {"bnncli", "torch", "numpy", "h5py"}  # one of each in a process
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -72,6 +73,64 @@ def load_factory(spec: str, *, option: str) -> Callable[..., Any]:
     if not callable(factory):
         raise UsageError(f"{option}: {place!r} has no callable named {attribute!r}")
     return typing.cast(Callable[..., Any], factory)
+
+
+class CodeFolder:
+    """The folder that code lies in, for a process that is not ours: its modules are seen inside `visible` alone.
+
+    Two folders may each have a `blocks.py`: neither sees the other's, and the process keeps its own.
+    """
+
+    def __init__(self, spec: str) -> None:
+        """The folder of `file.py:factory`, or the current one, where `package.module:factory` is looked for first."""
+        place = spec.rpartition(":")[0]
+        self._folder = Path(place).resolve().parent if place.endswith(".py") else Path.cwd().resolve()
+        self._path = [str(self._folder)]  # what sys.path has more inside than outside
+        self._modules: dict[str, types.ModuleType] = {}
+
+    @contextmanager
+    def visible(self) -> Iterator[None]:
+        """Imports inside the block find this folder first; sys.path and sys.modules are afterwards as they were."""
+        path, aside = list(sys.path), self._put_aside()
+        known = {_top(name) for name in sys.modules}
+        sys.path[:0] = self._path
+        sys.modules.update(self._modules)
+        try:
+            yield
+        finally:
+            self._path = [place for index, place in enumerate(sys.path) if index == 0 or place not in path]
+            sys.path[:] = path
+            own = {name for name in {_top(name) for name in sys.modules} - known if self._has_loaded(name)}
+            self._modules = {name: module for name, module in sys.modules.items() if _top(name) in own}
+            for name in self._modules:
+                del sys.modules[name]
+            sys.modules.update(aside)
+
+    def _put_aside(self) -> dict[str, types.ModuleType]:
+        """Take from sys.modules, and return, the modules of other folders that have names of this one's."""
+        tops = {_top(name) for name in sys.modules} - _NEVER_ASIDE
+        others = {name for name in tops if self._has_file(name) and not self._has_loaded(name)}
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if _top(name) in others}
+
+    def _has_file(self, name: str) -> bool:
+        """Whether an import of `name` would find it here; a folder without __init__.py is found where nothing else is."""
+        place = self._folder / name
+        if place.with_name(f"{name}.py").is_file() or (place / "__init__.py").is_file():
+            return True
+        return place.is_dir() and getattr(sys.modules.get(name), "__file__", None) is None
+
+    def _has_loaded(self, name: str) -> bool:
+        """Whether the module of this name in sys.modules came from here."""
+        module = sys.modules.get(name)
+        try:
+            places = list(getattr(module, "__path__", ())) or [getattr(module, "__file__", None)]
+        except Exception:  # of a module that makes its attributes itself
+            return False
+        return any(isinstance(place, str) and Path(place).resolve().parent == self._folder for place in places)
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def convert_arguments(factory: Callable[..., Any], texts: Mapping[str, str], *, option: str) -> dict[str, Any]:

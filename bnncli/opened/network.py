@@ -7,6 +7,7 @@ network is ours.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from bnncli import data
 from bnncli.data._arrays import ArrayDataset
 from bnncli.errors import BnnError, DataError, Untrusted, UsageError
+from bnncli.machine.user_code import CodeFolder
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.opened.arrays import check_finite, described
 from bnncli.options.extract_features import ExtractFeaturesOptions
@@ -39,6 +41,7 @@ class InputNetwork:
                 **{name: params[name] for name in ("mean", "std", "resize", "crop")}
             )
             self._network = Network.of(run, str(params["model"]), list(params["model_arg"]), layer)
+        self._code = CodeFolder(self._network.spec) if ":" in self._network.spec else None
         checkpoint = self._network.checkpoint
         if checkpoint is not None and checkpoint.weights_digest != header.weights_digest:
             raise DataError(f"{header.path} was made from other weights", code="wrong_checkpoint", path=header.path)
@@ -57,9 +60,10 @@ class InputNetwork:
         dataset = ArrayDataset(inputs, None)
         split = data.InputSplit("x", dataset, np.arange(len(inputs)), self._preprocess, is_labeled=False)
         try:
-            head = self._network.head(split)
-            self._check_head(head)
-            return self._network.features(split, head, batch_size=BATCH_SIZE, dtype=self._dtype).features
+            with nullcontext() if self._code is None else self._code.visible():
+                head = self._network.head(split)
+                self._check_head(head)
+                return self._network.features(split, head, batch_size=BATCH_SIZE, dtype=self._dtype).features
         except DataError as error:
             if error.code != "wrong_inputs":
                 raise
