@@ -37,7 +37,7 @@ def running(what: str, *, but: type[Exception] = BnnError) -> Iterator[None]:
         yield
     except (BnnError, MemoryError, SystemExit, GeneratorExit, but):
         raise
-    except BaseException as error:  # theirs may be of any kind; Ctrl-C does not come as an exception here
+    except BaseException as error:  # theirs may be of any kind; to a command Ctrl-C does not come as an exception
         first_line = _text_of(error).strip().split("\n")[0][:200]
         raise DataError(
             f"{what} raised {type(error).__name__}: {first_line}", code="user_code", hint="-v shows where"

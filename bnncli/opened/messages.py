@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bnncli.errors import BnnError, BnnWarning, machine_error
+from bnncli.errors import BnnError, BnnWarning, UsageError, machine_error
 from bnncli.options import CommonOptions
 from bnncli.options.declaration import spelled
 from bnncli.progress import SILENT, Task
@@ -24,10 +24,15 @@ def keywords(text: str) -> str:
 
 @contextmanager
 def errors_in_python() -> Iterator[None]:
-    """Errors of ours leave the block in the words of Python, what to do standing in a note that a traceback shows."""
+    """Errors of ours leave the block in the words of Python, what to do standing in a note that a traceback shows.
+
+    Ctrl-C is nobody's error: a process that is not ours has it raised as KeyboardInterrupt, in code of the user's too.
+    """
     try:
         yield
     except BnnError as error:
+        if (pressed := _interruption(error)) is not None:
+            raise pressed from None
         _say(error)
         raise
     except Exception as error:
@@ -47,6 +52,22 @@ def _say(error: BnnError) -> None:
     note = error.advice.removeprefix("; ")
     if note and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Code that calls exit() inside the block does not end the process. Raises UsageError instead, as for a command."""
+    try:
+        yield
+    except SystemExit as error:
+        raise UsageError(f"the code that was named called exit({error.code!r})") from error
+
+
+def _interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The Ctrl-C that an error was made of; None for any other."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error
 
 
 class Listener:

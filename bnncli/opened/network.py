@@ -20,6 +20,7 @@ from bnncli.errors import BnnError, DataError, Untrusted, UsageError
 from bnncli.machine.user_code import CodeFolder
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.opened.arrays import check_finite, described
+from bnncli.opened.messages import exits_refused
 from bnncli.options.extract_features import ExtractFeaturesOptions
 from bnncli.run.network import Network
 from bnncli.run.session import Run
@@ -41,7 +42,7 @@ class InputNetwork:
                 **{name: params[name] for name in ("mean", "std", "resize", "crop")}
             )
             self._network = Network.of(run, str(params["model"]), list(params["model_arg"]), layer)
-        self._code = CodeFolder(self._network.spec) if ":" in self._network.spec else None
+        self._folder = CodeFolder(self._network.spec) if ":" in self._network.spec else None
         checkpoint = self._network.checkpoint
         if checkpoint is not None and checkpoint.weights_digest != header.weights_digest:
             raise DataError(f"{header.path} was made from other weights", code="wrong_checkpoint", path=header.path)
@@ -60,7 +61,7 @@ class InputNetwork:
         dataset = ArrayDataset(inputs, None)
         split = data.InputSplit("x", dataset, np.arange(len(inputs)), self._preprocess, is_labeled=False)
         try:
-            with nullcontext() if self._code is None else self._code.visible():
+            with exits_refused(), nullcontext() if self._folder is None else self._folder.visible():
                 head = self._network.head(split)
                 self._check_head(head)
                 return self._network.features(split, head, batch_size=BATCH_SIZE, dtype=self._dtype).features

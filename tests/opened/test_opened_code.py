@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from problems.command_line import Cli
 
 import bnncli
+from bnncli.errors import UsageError
 
 NETWORK = """
 import os, signal, sys
@@ -99,3 +101,29 @@ def test_folders_of_the_same_modules_are_kept_apart(runs: tuple[Path, Path], mon
     assert sys.path == path
     assert sys.modules["blocks"] is mine
     assert not (set(sys.modules) - names) & {"net", "late", "parts", "parts.sizes"}
+
+
+def test_pressing_ctrl_c_in_the_users_code_is_an_interruption(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, x = opened(runs[0]), inputs_of(runs[0])
+    monkeypatch.setenv("PRESSED", "forward")
+    before, handler = list(sys.path), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.features(x)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert sys.path == before
+    (runs[1] / "blocks.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):  # on import
+        opened(runs[1]).features(x)
+
+
+@pytest.mark.parametrize("where", ["factory", "forward"])
+def test_code_that_exits_does_not_end_the_process(
+    runs: tuple[Path, Path], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXITS", where)
+    with pytest.raises(UsageError, match=r"^the code that was named called exit\(3\)$"):
+        opened(runs[0]).features(inputs_of(runs[0]))
