@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import BnnError, DataError
 from bnncli.opened.arrays import as_tensor, checked_features, described, is_features
+from bnncli.opened.messages import errors_in_python
 from bnncli.opened.metrics import metrics_of
 from bnncli.opened.posterior import OpenedPosterior
 from bnncli.opened.predictions import ClassProbabilities, check_request, choose, predict
@@ -53,7 +54,7 @@ class OpenedRun:
         self._session, self._model = session, model
         self._predictors: dict[Path, tuple[Predictor, str | None]] = {}  # with the digest of train
         self._network: InputNetwork | None = None
-        self._checkpoint_state = session.checkpoint_state
+        self._folder, self._checkpoint_state = session.folder, session.checkpoint_state
 
     def __repr__(self) -> str:
         return f"<run {str(self.folder)!r}: splits {list(self.splits)}, posteriors {list(self.posteriors)}>"
@@ -203,13 +204,17 @@ class OpenedRun:
         from bnncli.opened.network import network_header, open_network  # here, for torch
 
         self._forget_other_weights()
-        self._network = open_network(run, network_header(run), self._model, self._network)
+        model = self._model
+        if model is not None and ".py:" in model:
+            model = self._session.placed(model)
+        self._network = open_network(run, network_header(run), model, self._network)
         return self._network
 
     def _forget_other_weights(self) -> None:
-        """What was made of a checkpoint that has changed since is made anew."""
-        if self._checkpoint_state != self._session.checkpoint_state:
-            self._checkpoint_state, self._network = self._session.checkpoint_state, None
+        """What was made of a checkpoint that has changed since, or was named otherwise, is made anew."""
+        now = self._session.folder, self._session.checkpoint_state
+        if now != (self._folder, self._checkpoint_state):
+            (self._folder, self._checkpoint_state), self._network = now, None
             self._predictors.clear()
 
 
@@ -230,4 +235,6 @@ def open_run(
     model: str | None,
 ) -> OpenedRun:
     """The run of a checkpoint, as `bnncli.open` gives it."""
+    with errors_in_python():
+        model = None if model is None else checked_text("model", model)
     return OpenedRun(open_session(ckpt, run_dir, device=device, seed=seed), model)

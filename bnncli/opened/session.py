@@ -29,6 +29,8 @@ class Session:
 
     def __init__(self, ckpt: str, run_dir: str | None, *, device: str, seed: int) -> None:
         self._ckpt, self._run_dir = ckpt, run_dir
+        self._home = os.getcwd()  # relative paths are of this folder
+        self._here: str | None = self._home
         self._compute = ComputeOptions(seed=seed, device=device)
         self._state: State | None = None
         self._lock = RLock()
@@ -37,6 +39,7 @@ class Session:
     @property
     def folder(self) -> RunFolder:
         """Where the run lies."""
+        self._look_where_we_are()
         return self._run.folder
 
     @property
@@ -51,6 +54,7 @@ class Session:
         Calls of other threads wait: what one allows holds for no other.
         """
         with self._lock, errors_in_python(), checks_remembered():
+            self._look_where_we_are()
             state = _state_of(self._run.checkpoint_path)
             if state != self._state:
                 self._run, self._state = self._begun(), state
@@ -67,13 +71,24 @@ class Session:
             select_device(run.device)
             yield run
 
+    def placed(self, path: str) -> str:
+        """A path as it was given, where the process is still in the folder that it was given in; else the whole path."""
+        return path if self._here == self._home else os.path.join(self._home, path)
+
+    def _look_where_we_are(self) -> None:
+        """Begin again when the process has gone to another folder."""
+        here = _here()
+        if here != self._here:
+            self._here = here
+            self._run, self._state = self._begun(), None
+
     def _begun(self) -> Run:
         return Run(
             command="",
             line=CommandLine("", (), ()),
-            arguments={"ckpt": self._ckpt},
+            arguments={"ckpt": self.placed(self._ckpt)},
             console=Listener(),
-            run_options=RunOptions(run_dir=self._run_dir),
+            run_options=RunOptions(run_dir=None if self._run_dir is None else self.placed(self._run_dir)),
             write=WriteOptions(),
             compute=self._compute,
             naming=NameOptions(),
@@ -134,6 +149,14 @@ def _path(name: str, value: str | PathLike[str]) -> str:
     if longest > MAX_NAME_BYTES:
         raise UsageError(f"{name}: expected a path; got one with a name of {longest} bytes, more than {MAX_NAME_BYTES}")
     return path
+
+
+def _here() -> str | None:
+    """The folder that the process is in; None where it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def _state_of(path: Path) -> State | None:

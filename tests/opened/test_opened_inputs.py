@@ -217,6 +217,19 @@ def test_code_is_looked_at_in_every_call(coded: Path) -> None:
     assert np.array_equal(run.features(x), features)
 
 
+def test_relative_paths_are_of_the_folder_that_they_were_given_in(
+    coded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    x, run = make_images()["train"]["x"], bnncli.open("ckpt.pt", model="net.py:make")
+    expected, features = run.predict(x).probs, run.features(x)
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path / "other", tmp_path):
+        monkeypatch.chdir(folder)
+        assert (run.splits, run.posteriors) == (("train",), ("map", "laplace"))
+        assert np.array_equal(run.predict(x).probs, expected)
+        assert np.array_equal(run.features(x), features)
+
+
 DOUBLED = """
 class Doubled(nn.Sequential):
     def load_state_dict(self, state, strict=True):

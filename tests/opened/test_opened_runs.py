@@ -94,6 +94,7 @@ def test_a_checkpoint_without_a_run_says_how_one_is_made(tmp_path: Path) -> None
         ({"run_dir": "a\0b"}, r"run_dir: expected a path; got 'a.x00b'"),
         ({"seed": "1"}, "seed: expected a whole number; got '1'"),
         ({"seed": -1}, "seed: expected a whole number of at least 0; got -1"),
+        ({"model": Path("net.py:make")}, r"model: expected a text; got PosixPath\('net.py:make'\)"),
         ({"device": 0}, "device: expected a text; got 0"),
     ],
 )
