@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bnncli.errors import DeviceError, UsageError
 from bnncli.lazy import torch
 from bnncli.names import printable
 
+_ONE_AT_A_TIME = threading.RLock()
 DEVICE_FILES = Path("/dev")
 _GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")  # of every driver that PyTorch computes with
 
@@ -85,21 +89,59 @@ def configure_torch(*, threads: int | None, deterministic: bool) -> None:
 def settings_kept() -> Iterator[None]:
     """What is set of torch inside the block is afterwards as it was: a process that is not ours has its own settings.
 
-    Inside, numbers are float32 unless they say otherwise, and nothing is recorded for gradients.
+    Inside, numbers are float32 unless they say otherwise, autocast or not, on the CPU unless they say otherwise, and nothing
+    is recorded for gradients. Settings belong to the process: one thread is inside at a time.
     """
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    dtype = torch.get_default_dtype()
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    try:
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(_set_current_gpu, torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+        stack.enter_context(_precision_kept())
         torch.set_default_dtype(torch.float32)
-        with torch.no_grad():
-            yield
+        if torch.get_default_device().type != "cpu":  # not always: each operation takes longer in such a block
+            stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def _set_current_gpu(index: int) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(index)
+
+
+@contextmanager
+def _precision_kept() -> Iterator[None]:
+    """How coarse float32 products may be is afterwards as it was, set by PyTorch's older calls or by the newer attributes.
+
+    Inside, the newer ones allow nothing by themselves: what a whole backend allows would hold where a part has no setting.
+    """
+    older: list[tuple[Callable[[Any], None], Any]] = []
+    with suppress(RuntimeError):  # where the newer attributes were set, the older calls cannot tell
+        older.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    with suppress(RuntimeError):
+        older.append((partial(setattr, torch.backends.cudnn, "allow_tf32"), torch.backends.cudnn.allow_tf32))
+    newer = []
+    for place in _with_precision():  # the wider first: a part without a setting says that of the wider
+        newer.append((place, place.fp32_precision))
+        place.fp32_precision = "none"
+    try:
+        yield
     finally:
-        torch.set_default_dtype(dtype)
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = tf32
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
+        for restore, value in older:
+            restore(value)
+        for place, value in newer:
+            place.fp32_precision = value
+
+
+def _with_precision() -> list[Any]:
+    """What of PyTorch has a `fp32_precision`, the wider before its parts; nothing in the PyTorch that has none.
+
+    That of all of mkldnn is missing: what sets it sets that of torch.backends.
+    """
+    backends: list[Any] = [torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn]
+    parts = [getattr(place, name, None) for place in backends for name in ("matmul", "conv", "rnn")]
+    return [place for place in [torch.backends, torch.backends.cudnn, *parts] if hasattr(place, "fp32_precision")]
 
 
 def has_coarse_products(device: torch.device) -> bool:

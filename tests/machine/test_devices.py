@@ -1,6 +1,8 @@
 """What the device code promises about precision and memory."""
 
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,105 @@ def test_memory_is_what_the_tighter_of_system_and_container_leaves(monkeypatch: 
     assert 1 << 20 < devices.available_memory(cpu) <= devices._system_memory() + (1 << 30)
     monkeypatch.setattr(devices, "_container_memory", lambda folder: 5000)
     assert devices.available_memory(cpu) == 5000
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """A test may set how coarse products are."""
+    with devices._precision_kept():
+        yield
+
+
+def settings() -> dict[str, object]:
+    return {repr(place): place.fp32_precision for place in devices._with_precision()}
+
+
+def test_nothing_is_computed_in_the_callers_autocast() -> None:
+    left, right = torch.rand(5, 5), torch.rand(5, 5)
+    expected = left @ right
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with devices.settings_kept():
+            assert not torch.is_autocast_enabled("cuda")
+            assert torch.equal(left @ right, expected)
+        assert (left @ right).dtype == torch.bfloat16
+
+
+def test_one_thread_at_a_time_has_its_settings() -> None:
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        with devices.settings_kept():
+            inside.set()
+            go_on.wait(5)
+            seen.append("first")
+
+    def second() -> None:
+        with devices.settings_kept(), devices.settings_kept():
+            seen.append("second")
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        threads[0].start()
+        assert inside.wait(5)
+        threads[1].start()
+        threads[1].join(0.1)
+        go_on.set()
+        for thread in threads:
+            thread.join(5)
+        assert (seen, torch.get_default_dtype()) == (["first", "second"], torch.float64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_callers_default_device_is_not_ours() -> None:
+    torch.set_default_device("meta")
+    try:
+        with devices.settings_kept():
+            assert torch.ones(2).device.type == "cpu"
+        assert torch.ones(2).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+def places() -> list[object]:
+    return [torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn]
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this PyTorch has the older calls alone")
+@pytest.mark.parametrize("index", range(3))
+def test_precision_that_was_set_by_the_newer_attributes_is_kept(precision: None, index: int) -> None:
+    before = settings()
+    places()[index].fp32_precision = "tf32"  # type: ignore[attr-defined]
+    wanted = settings()
+    assert wanted != before
+    with devices.settings_kept():
+        devices.configure_torch(threads=None, deterministic=False)
+        assert "tf32" not in settings().values()
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert settings() == wanted
+
+
+@pytest.mark.parametrize("level", ["high", "highest"])
+def test_precision_that_was_set_by_the_older_calls_is_kept(precision: None, level: str) -> None:
+    torch.set_float32_matmul_precision(level)
+    torch.backends.cudnn.allow_tf32 = level == "high"
+    wanted = settings()
+    with devices.settings_kept():
+        devices.configure_torch(threads=None, deterministic=False)
+    assert (torch.get_float32_matmul_precision(), settings()) == (level, wanted)
+    assert torch.backends.cudnn.allow_tf32 == (level == "high")
+
+
+def test_a_gpu_that_was_first_used_inside_is_not_the_current_one_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, current = [False], [0]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    with devices.settings_kept():
+        used[0], current[0] = True, 1
+    assert current == [0]
+    current[0] = 2
+    with devices.settings_kept():
+        current[0] = 1
+    assert current == [2]
