@@ -105,6 +105,14 @@ def settings_kept() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """What torch draws inside the block is not missing after it."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus):
+        yield
+
+
 def _set_current_gpu(index: int) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.set_device(index)

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bnncli import data
+from bnncli import data, registry
 from bnncli.data._arrays import ArrayDataset
 from bnncli.errors import BnnError, DataError, Untrusted, UsageError
+from bnncli.machine.devices import random_numbers_kept
 from bnncli.machine.user_code import CodeFolder
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.opened.arrays import check_finite, described
@@ -61,7 +62,11 @@ class InputNetwork:
         dataset = ArrayDataset(inputs, None)
         split = data.InputSplit("x", dataset, np.arange(len(inputs)), self._preprocess, is_labeled=False)
         try:
-            with exits_refused(), nullcontext() if self._folder is None else self._folder.visible():
+            with (
+                random_numbers_kept(),
+                exits_refused(),
+                nullcontext() if self._folder is None else self._folder.visible(),
+            ):
                 head = self._network.head(split)
                 self._check_head(head)
                 return self._network.features(split, head, batch_size=BATCH_SIZE, dtype=self._dtype).features
@@ -122,7 +127,7 @@ def open_network(run: Run, header: Header, named: str | None, known: InputNetwor
             code="no_network",
             hint="its features were made elsewhere: make these there too",
         )
-    if named is None and ":" in spec:
+    if named is None and spec not in registry.own_names("networks"):
         raise Untrusted(
             f"the features of this run were made by {spec!r}, which is code; that a file names it does not have it run",
             hint=f"if it is yours, name it: bnncli.open({str(run.checkpoint_path)!r}, model={spec!r})",

@@ -169,6 +169,24 @@ def test_code_that_a_file_names_is_run_only_if_the_caller_names_it(coded: Path) 
         bnncli.open("ckpt.pt", model="mlp").predict(x)
 
 
+def test_an_installed_network_is_run_only_if_the_caller_names_it(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnncli import registry
+
+    own, x = registry.own_names, make_images()["test"]["x"]
+    expected = bnncli.open("ckpt.pt").features(x)
+    monkeypatch.setattr(registry, "own_names", lambda family: [name for name in own(family) if name != "mlp"])
+    with pytest.raises(Untrusted, match=r"made by 'mlp', which is code"):
+        bnncli.open("ckpt.pt").features(x)
+    assert np.array_equal(bnncli.open("ckpt.pt", model="mlp").features(x), expected)
+
+
+def test_inputs_leave_the_callers_random_numbers_alone(images: Path) -> None:
+    run, x = bnncli.open("ckpt.pt"), make_images()["test"]["x"]
+    before = torch.get_rng_state()
+    run.predict(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_the_code_of_a_network_raises_is_the_cause(coded: Path) -> None:
     Path("net.py").write_text(NETWORK + "def make(width):\n    raise ValueError('no')\n")
     run = bnncli.open("ckpt.pt", model="net.py:make")
