@@ -288,3 +288,11 @@ def test_the_lines_of_the_readme_run(images: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("[('0', ")
     assert said[-1] == "samples: expected a whole number of at least 1; got 0"
+
+
+def test_a_network_that_has_not_changed_is_loaded_once(coded: Path) -> None:
+    x, run = make_images()["train"]["x"], bnncli.open("ckpt.pt", model="net.py:make")
+    run.features(x)
+    Path("was-run").unlink()
+    run.features(x)
+    assert not Path("was-run").exists()
