@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from bnncli.opened import OpenedRun
 
-__all__ = ["errors", "open"]
+__all__ = ["errors"]  # not `open`: Python's own is not to be hidden by an import of all
 __version__ = "0.1.0"
 
 

@@ -29,7 +29,7 @@ def metrics_of(run: Run, *, posterior: str | None, split: str | None) -> list[di
             if posterior is None or posterior in names:
                 run.use(header)
                 rows += header.meta["rows"]
-        except DataError as error:
+        except (DataError, MissingInput) as error:
             if posterior in names:
                 raise
             if posterior is None:

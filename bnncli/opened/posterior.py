@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bnncli.errors import DataError
+from bnncli.lazy import torch
 from bnncli.numerics.seeds import stream
-from bnncli.opened.session import Session, checked_number
+from bnncli.opened.messages import errors_in_python
+from bnncli.opened.session import Session, checked_count, checked_number
 from bnncli.run.integrator_choice import num_stored
 from bnncli.run.predictor import Predictor
 
@@ -47,7 +50,10 @@ class OpenedPosterior:
 
     @property
     def mean(self) -> Tensor:
-        """The mean of theta, (P,): its own, or that of 256 draws where it has no closed form (a flow)."""
+        """The mean of theta, (P,): its own, or that of 256 draws where it has no closed form (a flow).
+
+        In the type that the posterior is stored in, float32 or float64.
+        """
         with self._session.computing():
             return self._predictor.mean_theta.clone()
 
@@ -63,7 +69,7 @@ class OpenedPosterior:
             DeviceError: they do not fit into memory.
         """
         with self._session.computing() as run:
-            num = checked_number("num", num, least=1)
+            num = checked_count("num", num)
             chosen = run.compute.seed if seed is None else checked_number("seed", seed, least=0)
             header = self._predictor.header
             stored = num_stored(header) if header.kind == "samples" else 0
@@ -74,5 +80,14 @@ class OpenedPosterior:
             return draws.clone() if 0 < stored <= num else draws  # else they are those that the posterior keeps
 
     def by_name(self, theta: Tensor) -> dict[str, Tensor]:
-        """Draws (..., P) taken apart: each weight and bias by its name, (..., *shape), as views."""
+        """Draws (..., P) taken apart: each weight and bias by its name, (..., *shape), as views.
+
+        Raises:
+            DataError: draws of another shape.
+        """
+        with errors_in_python():
+            shape, num_params = tuple(getattr(theta, "shape", ())), self.layout.num_params
+            if not isinstance(theta, torch.Tensor) or shape[-1:] != (num_params,):
+                got = f"shape {shape}" if isinstance(theta, torch.Tensor) else type(theta).__name__
+                raise DataError(f"theta: expected a tensor (..., {num_params}); got {got}", code="bad_shape")
         return {part.name: theta[..., part.place].unflatten(-1, part.shape) for part in self.layout.parts}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.opened.session import checked_number, checked_text
+from bnncli.opened.session import checked_count, checked_text
 from bnncli.options.parts import settings_of
 from bnncli.options.predict import PredictOptions
 from bnncli.run.integrator_choice import AskedIntegrators, IntegratorChoice
@@ -61,7 +61,7 @@ def check_request(integrator: str | None, samples: int | None, settings: Mapping
     if integrator is not None:
         registry.check_name("integrators", checked_text("integrator", integrator), option="\0integrator\0")
     if samples is not None:
-        samples = checked_number("samples", samples, least=1)
+        samples = checked_count("samples", samples)
     known = settings_of("integrators")
     unknown = [name for name in settings if name not in known]
     if unknown:

@@ -116,6 +116,8 @@ class OpenedRun:
             DataError: they are stale or damaged.
         """
         with self._session.asking(allow_stale=allow_stale) as run:
+            posterior = None if posterior is None else checked_text("posterior", posterior)
+            split = None if split is None else checked_text("split", split)
             return metrics_of(run, posterior=posterior, split=split)
 
     def features(self, inputs: ArrayLike | Tensor, *, allow_stale: bool = False) -> NDArray[np.floating[Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bnncli import registry
 from bnncli.errors import MissingInput, UsageError
-from bnncli.machine.devices import configure_torch, select_device, settings_kept
+from bnncli.machine.devices import configure_torch, device_name, select_device, settings_kept
 from bnncli.opened.messages import Listener, errors_in_python
 from bnncli.options import ComputeOptions, InputOptions, NameOptions, RecordOptions, RunOptions, WriteOptions
 from bnncli.options.command_line import CommandLine, Groups
@@ -102,10 +102,13 @@ def open_session(ckpt: str | PathLike[str], run_dir: str | PathLike[str] | None,
     Raises:
         MissingInput: there is none; with the command that makes it, where there is a checkpoint.
         UsageError: an argument of another type.
+        DeviceError: a device that was named is not there.
     """
     with errors_in_python():
         folder = None if run_dir is None else _path("run_dir", run_dir)
         device, seed = checked_text("device", device), checked_number("seed", seed, least=0)
+        if device != "auto":
+            device_name(device)
         session = Session(_path("ckpt", ckpt), folder, device=device, seed=seed)
         with session.asking() as run:
             _require_run(run)
@@ -120,6 +123,17 @@ def _require_run(run: Run) -> None:
         raise MissingInput(message, path=run.checkpoint_path)
     hint = run.suggest("extract-features", model="MODEL", data=["train=SPEC", "test=SPEC"])
     raise MissingInput(f"{run.checkpoint_path} has no features", hint=hint, path=run.folder.root)
+
+
+MOST = 2**31 - 1  # of anything that is counted
+
+
+def checked_count(name: str, value: object) -> int:
+    """The positive whole number that an argument is. Raises UsageError unless it is one that can be counted to."""
+    count = checked_number(name, value, least=1)
+    if count > MOST:
+        raise UsageError(f"{name}: expected a whole number of at most {MOST}; got {count}"[:300])
+    return count
 
 
 def checked_number(name: str, value: object, *, least: int) -> int:

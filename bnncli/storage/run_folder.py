@@ -35,8 +35,10 @@ class RunFolder:
             MissingInput: when the checkpoint is a folder that has no run, or an artifact of a run.
         """
         if checkpoint.is_dir() and not (is_name and _can_be_name(checkpoint)):
-            beside = Path(run_dir) if run_dir is not None else checkpoint.with_name(f"{checkpoint.name or '.'}.bnn")
-            if not _can_be_name(checkpoint) or not beside.is_dir():
+            if not _can_be_name(checkpoint):
+                raise _is_folder(checkpoint)
+            beside = Path(run_dir) if run_dir is not None else checkpoint.with_name(f"{checkpoint.name}.bnn")
+            if not beside.is_dir():
                 raise _is_folder(checkpoint)
         if any(part.endswith(".bnn") for part in checkpoint.parts[:-1]):
             raise MissingInput(

@@ -87,6 +87,7 @@ class OutOfMemoryError(RuntimeError):
     """Called as that of torch.cuda."""
 
 
+@pytest.mark.filterwarnings("ignore::bnncli.errors.BnnWarning")
 @pytest.mark.parametrize(
     ("raised", "kind", "message"),
     [

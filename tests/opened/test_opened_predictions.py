@@ -198,6 +198,7 @@ REFUSED = [
         "integrators for a",
     ),
     ({"samples": 0}, "^samples: expected a whole number of at least 1; got 0$", None),
+    ({"samples": 10**30}, "^samples: expected a whole number of at most 2147483647; got 1000", None),
     ({"samples": 2.5}, "^samples: expected a whole number; got 2.5$", None),
     ({"integrator": "probit", "samples": 9}, "^samples: probit has no draws; integrators that draw: ", None),
     ({"heat": 3}, r"^expected a setting of an integrator \(qmc, .*\); got 'heat'$", None),
@@ -253,5 +254,9 @@ def test_numbers_of_draws_and_seeds_are_checked(finished_run: Path) -> None:
     assert len(posterior.sample(np.int64(3))) == 3
     with pytest.raises(UsageError, match=r"^num: expected a whole number of at least 1; got 0$"):
         posterior.sample(0)
+    with pytest.raises(UsageError, match=r"^num: expected a whole number of at most 2147483647; got 1000"):
+        posterior.sample(10**30)
+    with pytest.raises(DataError, match=r"^theta: expected a tensor \(..., 18\); got shape \(3,\)$"):
+        posterior.by_name(torch.zeros(3))
     with pytest.raises(UsageError, match=r"^seed: expected a whole number; got 1.5$"):
         posterior.sample(1, seed=1.5)

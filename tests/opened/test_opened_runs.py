@@ -103,13 +103,38 @@ def test_arguments_of_the_wrong_kind_are_refused(finished_run: Path, arguments: 
         bnncli.open(**{"ckpt": finished_run, **arguments})
 
 
-def test_a_device_is_chosen_when_something_is_computed(finished_run: Path) -> None:
-    run = bnncli.open(finished_run, device="gpu")
+def test_a_device_that_is_not_there_is_refused_when_it_is_named(finished_run: Path) -> None:
     with pytest.raises(UsageError, match=r"^device: expected auto, cpu, cuda or cuda:N; got 'gpu'$"):
-        run.posterior("laplace")
+        bnncli.open(finished_run, device="gpu")
     with pytest.raises(DeviceError, match=r"^device cuda:99: ") as caught:
-        bnncli.open(finished_run, device="cuda:99").posterior("laplace")
+        bnncli.open(finished_run, device="cuda:99")
     assert caught.value.__notes__ == ["use device auto or device cpu"]
+
+
+def test_a_folder_is_no_checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingInput, match=r"^expected a checkpoint file; . is a folder"):
+        bnncli.open(".")
+    done = cli("fit-laplace", ".")
+    assert (done.code, "Traceback" in done.stderr) == (66, False)
+    assert "expected a checkpoint file; . is a folder" in done.stderr
+
+
+def test_a_folder_in_place_of_metrics_hides_no_others(small_run: Path) -> None:
+    path = small_run.with_name("small.bnn") / "metrics" / "laplace.mc.json"
+    path.unlink()
+    path.mkdir()
+    run = bnncli.open(small_run)
+    with pytest.warns(BnnWarning, match=r"skipping laplace.mc: .* is not a regular file"):
+        assert {row["posterior"] for row in run.metrics()} == {"map", "refine", "hmc"}
+    with pytest.raises(UsageError, match=r"^posterior: expected a text; got 5$"):
+        run.metrics(posterior=5)  # type: ignore[arg-type]
+
+
+def test_an_import_of_all_leaves_the_open_of_python() -> None:
+    names: dict[str, Any] = {}
+    exec("from bnncli import *", names)
+    assert "open" not in names
 
 
 def test_what_is_not_there_is_named_with_what_is(finished_run: Path) -> None:
