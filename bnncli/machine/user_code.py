@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,19 @@ def _import_file(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")
+    if type(spec.loader) is SourceFileLoader:
+        spec.loader = _AsItStands(module_name, str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(module_name, module)
     spec.loader.exec_module(module)
     return module
+
+
+class _AsItStands(SourceFileLoader):
+    """Compiles a file each time: Python's cache takes one that was changed within a second, to the same size, for the same."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from problems.command_line import Cli
 
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.data._labels import MAX_CLASSES
+from bnncli.machine.user_code import load_factory
 
 NETWORK = """
 import sys, torch
@@ -129,3 +132,16 @@ def test_features_too_small_for_a_square_are_fitted(cli: Cli, tmp_path: Path) ->
     )
     assert cli("extract-features", tmp_path / "run", "--from-npz", tmp_path / "f.npz").code == 0
     assert cli("fit-laplace", tmp_path / "run", "--prior-precision", 1).code == 0
+
+
+def test_a_file_is_run_as_it_stands_whatever_python_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "as_it_stands.py"
+    for answer in (1, 2):
+        path.write_text(f"def make():\n    return {answer}\n")
+        os.utime(path, (1e9, 1e9))  # as where both were written within a second
+        assert load_factory(f"{path}:make", option="model")() == answer
+    del sys.modules["as_it_stands"]
