@@ -15,6 +15,7 @@ from typer.main import get_command
 from bnncli import __version__
 from bnncli.cli.commands import all_commands
 from bnncli.cli.option_values import default_of, option_fields
+from bnncli.cli.quick_values import QuickCommand, QuickGroup
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import choices_of, flag_of, help_of
 
@@ -38,6 +39,7 @@ def parser(only: Command | None = None) -> Callable[..., Any]:
     """
     app = typer.Typer(
         name="bnncli",
+        cls=QuickGroup,
         help=ABOUT,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -51,6 +53,7 @@ def parser(only: Command | None = None) -> Callable[..., Any]:
         if command.parent:
             if command.parent not in groups:
                 groups[command.parent] = typer.Typer(
+                    cls=QuickGroup,
                     help="Show how options are set.",
                     rich_markup_mode=None,
                     no_args_is_help=True,
@@ -61,6 +64,7 @@ def parser(only: Command | None = None) -> Callable[..., Any]:
         examples = "\b\nExamples:\n" + "\n".join(_pasteable(example) for example in command.examples)
         parent.command(
             name,
+            cls=QuickCommand,
             help=f"{command.summary}\n\n{command.details}",
             short_help=command.summary,
             epilog=examples,
@@ -112,7 +116,10 @@ def _argument(argument: Argument) -> inspect.Parameter:
         hint, default = str | None, None
     metavar = argument.name.upper() + ("..." if argument.is_many else "")
     info = typer.Argument(
-        help=argument.help, metavar=f"[{metavar}]" if argument.is_optional else metavar, show_default=False
+        help=argument.help,
+        metavar=f"[{metavar}]" if argument.is_optional else metavar,
+        show_default=False,
+        readable=False,  # whether it can be read is for the command to say, with its own exit code
     )
     return inspect.Parameter(
         argument.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info]

@@ -22,7 +22,7 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.execute import run_command_line
 from bnncli.machine import devices
 
-SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro")
+SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro", "pydantic")
 
 
 # What made the run below; said again, each has nothing to do.
