@@ -17,7 +17,7 @@ from bnncli.integrators._groups import DrawPartition
 from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.progress import SILENT, Progress
-from bnncli.registry import check_name, has_attribute, load_class, names
+from bnncli.registry import check_name, load_class, names
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ClassifierLayout
 
@@ -234,11 +234,6 @@ def variant(name: str, settings: dict[str, Any]) -> str:
                 setting.replace("_", "-") if value is True else f"no-{setting}" if value is False else str(value)
             )
     return "-".join(parts)
-
-
-def can_use(name: str, kind: str) -> bool:
-    """Whether the integrator called `name` works for posteriors of this kind, before one is opened."""
-    return has_attribute("posteriors", kind, load_integrator(name).needs)
 
 
 def supports(name: str, posterior: HasLayout) -> bool:

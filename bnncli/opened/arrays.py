@@ -70,6 +70,8 @@ def _of_array(x: Any) -> Tensor:
         array = np.asarray(x)
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise _no_numbers(type(x).__name__) from None
+    if np.ma.is_masked(x):
+        raise _no_numbers("a masked array: fill it or leave the masked rows out")
     if array.dtype.kind not in "fui":
         raise _no_numbers(f"{type(x).__name__} of {array.dtype}" if array.ndim else type(x).__name__)
     native = array.astype(np.float64 if array.dtype.itemsize > 8 else array.dtype.newbyteorder("="), copy=False)

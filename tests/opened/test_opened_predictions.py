@@ -236,6 +236,10 @@ CHANGES: list[tuple[Callable[[np.ndarray], Any], str]] = [
     (lambda x: torch.zeros(4, 5).to_sparse(), "^x: .*; got a sparse, nested, quantized or empty tensor$"),
     (lambda x: "test", "^x: expected an array or tensor of numbers; got str$"),
     (lambda x: [[1.0, 2.0], [3.0]], "^x: expected an array or tensor of numbers; got list$"),
+    (
+        lambda x: np.ma.masked_array(x, mask=x == 0),
+        "^x: expected an array or tensor of numbers; got a masked array: fill it",
+    ),
     (lambda x: x + np.float32([[0], [0], [np.nan], [np.inf]]), "^x: 2 rows are not finite, the first is row 2\n"),
     (lambda x: x.astype(np.float64) + 1e300, "^x: 4 rows are not finite, the first is row 0\n"),
 ]
