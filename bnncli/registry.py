@@ -42,6 +42,7 @@ _NEEDS = {
     "flows": (".recipe", ".settings", ".spaces", ".maps", ".forward", ".inverse", ".to_tensors", ".from_tensors"),
     "integrators": (".needs", ".is_sampling", ".prepare", ".predict"),
     "networks": ("build",),
+    "models": ("FORM", "EXTRA", "open_model"),
     "data": ("FORM", "exists", "open_dataset"),
     "scores": ("SCORE",),
     "detectors": ("DETECTOR",),

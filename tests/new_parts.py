@@ -81,6 +81,44 @@ def build(width=5):
     return nn.Sequential(nn.Linear(4, int(width)), nn.ReLU(), nn.Linear(int(width), 3))
 '''
 
+MODEL = '''
+"""`NAME:FILE`: two layers, whose weights are numbers in a text file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bnncli.options.parts import Form
+
+FORM = Form("NAME:FILE")
+EXTRA = None
+TAKES = ("feature_node",)
+
+
+@dataclass(frozen=True)
+class Saved:
+    files: tuple
+    classes = ("low", "middle", "high")
+    transform = task = None
+
+    def build(self, state):
+        import torch
+        from torch import nn
+
+        network = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+        if state is None:
+            state = network.state_dict()
+            numbers = torch.from_numpy(np.loadtxt(self.files[0])).float().split([t.numel() for t in state.values()])
+            state = {name: part.reshape(old.shape) for part, (name, old) in zip(numbers, state.items(), strict=True)}
+        network.load_state_dict(state)
+        return network.eval()
+
+
+def open_model(place, asked):
+    return Saved((Path(place),))
+'''
+
 DATA = '''
 """`NAME:FILE`: numbers in a text file, a row an example, the last one its label."""
 
@@ -259,6 +297,7 @@ FAMILIES = {
     "flows": FLOW,
     "integrators": INTEGRATOR,
     "networks": NETWORK,
+    "models": MODEL,
     "data": DATA,
     "scores": SCORE,
     "stages": COMMAND,
@@ -268,10 +307,14 @@ FAMILIES = {
     "logits": LOGITS,
 }
 OURS = dict(
-    zip(FAMILIES, ("swirl", "middle", "tiny", "rows", "sureness", "greet", "peak", *["round"] * 3), strict=True)
+    zip(FAMILIES, ("swirl", "middle", "tiny", "kept", "rows", "sureness", "greet", "peak", *["round"] * 3), strict=True)
 )
 THEIRS = dict(
-    zip(FAMILIES, ("eddy", "halfway", "little", "lines", "aplomb", "salute", "crest", *["ball"] * 3), strict=True)
+    zip(
+        FAMILIES,
+        ("eddy", "halfway", "little", "stored", "lines", "aplomb", "salute", "crest", *["ball"] * 3),
+        strict=True,
+    )
 )
 del OURS["logits"]  # a structure without a short way to the logits has them pulled back through theta
 

@@ -25,6 +25,7 @@ LAYERS = (
     ("opened",),
     ("run",),
     ("console", "storage"),
+    ("models",),
     ("checkpoints", "extraction", "figures", "integrators", "networks"),
     ("inference",),
     ("posteriors",),

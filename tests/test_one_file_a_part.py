@@ -43,7 +43,10 @@ def lines_of(run: str, part: dict[str, str]) -> dict[str, str]:
     """Command lines that use a part of each family, by what they are for; FOLDER is where the files are."""
     net = f"FOLDER/{run}.pt"
     data = " ".join(f"--{way} {split}={part['data']}:FOLDER/{split}.txt" for split, way in SPLITS.items())
+    saved = f"extract-features FOLDER/{run}-saved --model {part['models']}:FOLDER/weights.txt {data}"
     return {
+        "extract saved": f"{saved} --json",
+        "extract saved again": f"{saved} --json --feature-node x --run-dir FOLDER/{run}-again",
         "extract": f"extract-features {net} --model {part['networks']} {data}",
         "fit": f"fit-laplace {net} --structure {part['curvature']} --prior-precision 1",
         "refine": f"refine {net} --flow {part['flows']} --{part['flows']}-push 0.5 --epochs 1 --elbo-draws 16",
@@ -112,6 +115,7 @@ def write_inputs(folder: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     inputs = torch.randn(60, 4)
     rows = torch.cat([inputs, net(inputs).argmax(dim=1, keepdim=True)], dim=1).detach().numpy()
+    np.savetxt(folder / "weights.txt", torch.cat([one.detach().flatten() for one in net.parameters()]))
     for name in PARTS:
         torch.save(net.state_dict(), folder / f"{name}.pt")
     np.savetxt(folder / "train.txt", rows[:40])
@@ -126,6 +130,7 @@ def test_help_lists_parts_and_their_options_without_importing_them(done: dict[st
         assert f"--{parts['flows']}-push" in done["refine --help"].stdout
         assert parts["integrators"] in done["predict --help"].stdout
         assert parts["networks"] in done["extract-features --help"].stdout
+        assert f"{parts['models']}:FILE" in done["extract-features --help"].stdout
         assert f"{parts['data']}:FILE" in done["extract-features --help"].stdout
         assert parts["scores"] in done["evaluate --help"].stdout
         assert parts["detectors"] in done["evaluate --help"].stdout
@@ -150,6 +155,8 @@ def test_every_part_runs_and_what_it_made_is_read_back(run: str, done: dict[str,
     assert all(PARTS[run]["scores"] in {metric["name"] for metric in row["metrics"]} for row in rows)
     told = [metric for row in rows for metric in row["metrics"] if metric["name"] == "auroc"]
     assert PARTS[run]["detectors"] in {metric["score"] for metric in told}
+    own, again = (json.loads(did[line].stdout)["outputs"][0] for line in ("extract saved", "extract saved again"))
+    assert own["content_digest"] == again["content_digest"]
     structure = PARTS[run]["curvature"]
     assert json.loads(did["base"].stdout)["meta"]["structure"] == structure
     assert did["command"].stdout.split("\n")[:3] == [f"{PARTS[run]['stages']} {run}.pt"] * 3
@@ -227,6 +234,7 @@ def test_a_part_that_fails_to_import_is_told_in_one_line(installed: Callable[...
         ("integrators", "", "its class Eddy has no needs"),
         ("networks", "", "its module has no build"),
         ("data", "FORM = ''\n", "its module has no exists"),
+        ("models", "FORM = ''\n", "its module has no EXTRA"),
     ],
 )
 def test_a_part_without_what_its_family_needs_is_told(

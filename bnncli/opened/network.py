@@ -19,10 +19,12 @@ from bnncli.data._arrays import ArrayDataset
 from bnncli.errors import BnnError, DataError, Untrusted, UsageError
 from bnncli.machine.devices import random_numbers_kept
 from bnncli.machine.user_code import CodeFolder
+from bnncli.models import is_kind
 from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.opened.arrays import check_finite, described
 from bnncli.opened.messages import exits_refused
 from bnncli.options.extract_features import ExtractFeaturesOptions
+from bnncli.run.model_files import opened_model
 from bnncli.run.network import Network
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -42,10 +44,12 @@ class InputNetwork:
             self._preprocess = data.Preprocess.parse(
                 **{name: params[name] for name in ("mean", "std", "resize", "crop")}
             )
-            self._network = Network.of(run, str(params["model"]), list(params["model_arg"]), layer)
-        self._folder = CodeFolder(self._network.spec) if ":" in self._network.spec else None
-        checkpoint = self._network.checkpoint
-        if checkpoint is not None and checkpoint.weights_digest != header.weights_digest:
+            spec, arguments = str(params["model"]), list(params["model_arg"])
+            asked = {name: params.get(name) for name in ("base_model", "feature_node")}
+        self._network = Network.of(run, spec, arguments, layer, opened_model(spec, arguments, **asked))
+        self._folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None
+        record = self._network.record
+        if record is not None and record["weights_digest"] != header.weights_digest:
             raise DataError(f"{header.path} was made from other weights", code="wrong_checkpoint", path=header.path)
 
     def is_of(self, header: Header, code: str | None) -> bool:

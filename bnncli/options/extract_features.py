@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, option
 from bnncli.options.parts import forms
-from bnncli.registry import check_name, names
+from bnncli.registry import check_name, has_name, names
 
 NO_NETWORK = "flatten"
 
@@ -16,7 +16,8 @@ def _model_help() -> str:
     built_in = ", ".join(name for name in names("networks") if name != NO_NETWORK)
     return (
         f"Network: a built-in name ({built_in}; {NO_NETWORK} is none: inputs are the features, CKPT is just the run's "
-        "name), package.module:factory or file.py:factory. A factory is your code and is run."
+        f"name), a saved model ({', '.join(forms('models'))}), package.module:factory or file.py:factory. A factory is "
+        "your code and is run. With a model that has weights of its own, CKPT is just the run's name."
     )
 
 
@@ -36,6 +37,17 @@ class ExtractFeaturesOptions(Checked):
         metavar="MODEL",
     )
     model_arg: list[str] = option([], "Argument of the network, as key=value; repeatable.", metavar="KEY=VALUE")
+    base_model: str | None = option(
+        None, "Folder of the model that an adapter (\0model\0 peft:DIR) was trained on.", metavar="DIR"
+    )
+    feature_node: str | None = option(
+        None,
+        "Name of the node of a graph whose output is the features, when it is not the one before the last linear layer.",
+        metavar="NAME",
+    )
+    allow_download: bool = option(
+        False, "Let \0model\0 fetch what is not on this machine; never done otherwise.", numeric=False
+    )
     data: list[str] = option(
         [],
         _data_help,
@@ -73,5 +85,8 @@ class ExtractFeaturesOptions(Checked):
             raise UsageError("give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE")
         if self.model is not None and ":" not in self.model:
             check_name("networks", self.model, option="\0model\0")
+        given = [name for name in ("base_model", "feature_node", "allow_download") if getattr(self, name)]
+        if self.model is not None and given and not has_name("models", self.model.partition(":")[0]):
+            raise UsageError(f"\0{given[0]}\0 needs a saved model: \0model\0 {', '.join(forms('models'))}")
         if self.model is not None and not (self.data or self.ood):
             raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")

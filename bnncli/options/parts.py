@@ -72,15 +72,15 @@ class Draws(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a kind of data is named, as `npz:FILE[:x,y]`, and its place among the kinds."""
+    """How a kind of data or of model is named, as `npz:FILE[:x,y]`, and its place among the kinds."""
 
     text: str
     place: int = 1000
 
 
-def forms() -> list[str]:
-    """How each kind of data is named."""
-    return [form.text for form in sorted(declarations("data", "FORM").values(), key=lambda form: form.place)]
+def forms(family: str = "data") -> list[str]:
+    """How each kind of data, or of models, is named."""
+    return [form.text for form in sorted(declarations(family, "FORM").values(), key=lambda form: form.place)]
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import BnnError
 from bnncli.machine.input_files import open_regular
 from bnncli.numerics.digests import file_sha256
+from bnncli.run.model_files import ModelFiles
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -23,22 +24,42 @@ def record_of(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     return {"path": run.checkpoint_path.name, **read, "stripped_prefixes": list(checkpoint.stripped_prefixes)}
 
 
-def recorded_checkpoint(run: Run) -> dict[str, Any] | None:
+def record_of_files(run: Run, files: ModelFiles, *, kind: str, file_sha256: str, weights_digest: str) -> dict[str, Any]:
+    """The record of a model with weights of its own, once it was built.
+
+    Args:
+        kind: of the model, hf or another.
+        file_sha256: of its files, before they were read.
+        weights_digest: of the built network's state dict.
+    """
+    digests = {"file_sha256": file_sha256, "weights_digest": weights_digest}
+    read: dict[str, Any] = {"format": kind, "selected_key": None, "stripped_prefixes": [], "size": files.size}
+    return {**files.to_json(run.folder.root), **digests, **read}
+
+
+def recorded_checkpoint(run: Run, files: ModelFiles | None) -> dict[str, Any] | None:
     """The record of the run's checkpoint by features that were made with a file of the same bytes; None without any.
 
     Features that came with warnings do not count: some may be about the checkpoint, and are to be said again.
 
+    Args:
+        files: of a model with weights of its own, which are the checkpoint then.
+
     Raises:
         MissingInput, DeviceError, ReadError: the checkpoint cannot be read, as open_regular says.
     """
-    with open_regular(run.checkpoint_path) as stream:
-        records = _records(run)
-        digest = file_sha256(stream, run.console) if records else None
+    if files is not None:
+        records = _records(run, files.to_json(run.folder.root))
+        digest = files.sha256(run.console) if records else None
+    else:
+        with open_regular(run.checkpoint_path) as stream:
+            records = _records(run, {"path": run.checkpoint_path.name})
+            digest = file_sha256(stream, run.console) if records else None
     return next((record for record in records if record["file_sha256"] == digest), None)
 
 
-def _records(run: Run) -> list[dict[str, Any]]:
-    """The records in the run's features that say all that reading the checkpoint again would."""
+def _records(run: Run, place: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records in the run's features that say all that reading the checkpoint again would, with its place as it is now."""
     found = []
     for name in run.folder.splits():
         try:
@@ -47,6 +68,6 @@ def _records(run: Run) -> list[dict[str, Any]]:
         except BnnError:  # said where that split is asked for
             continue
         record = header.provenance.get("checkpoint")
-        if is_of_use and record and {*_READ} <= record.keys():
-            found.append({"path": run.checkpoint_path.name} | {name: record[name] for name in _READ})
+        if is_of_use and record and {*_READ} <= record.keys() and ("files" in record) == ("files" in place):
+            found.append(place | {name: record[name] for name in _READ})
     return found

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from bnncli import data
 from bnncli.checkpoints.load import Checkpoint, load_checkpoint
-from bnncli.errors import UsageError
+from bnncli.errors import DataError
 from bnncli.extraction.features import Extracted, Head, collect, extract, find_last_linear, head_of
+from bnncli.models import SavedModel
 from bnncli.networks import load_network
+from bnncli.numerics.digests import tensor_digest
 from bnncli.options.extract_features import NO_NETWORK
+from bnncli.run.checkpoint_record import record_of, record_of_files
+from bnncli.run.model_files import arguments_by_name, own_files
 from bnncli.run.session import Run
 
 
@@ -22,10 +27,11 @@ class Network:
     """A network by its name, filled with the run's checkpoint.
 
     Attributes:
-        spec: a built-in name, package.module:factory or file.py:factory; the last two run the user's code.
+        spec: a built-in name, KIND:PLACE, package.module:factory or file.py:factory; the last two run the user's code.
         arguments: of the network, each as KEY=VALUE.
         last_layer: name of the last linear layer; None for the one that is called last.
-        checkpoint: None where inputs are the features.
+        checkpoint: None where inputs are the features, and where a model has weights of its own.
+        saved: the model of KIND:PLACE.
     """
 
     run: Run
@@ -33,29 +39,58 @@ class Network:
     arguments: Sequence[str]
     last_layer: str | None
     checkpoint: Checkpoint | None
+    saved: SavedModel | None = None
     _head: tuple[Head | None] | None = None
 
     @classmethod
-    def of(cls, run: Run, spec: str, arguments: Sequence[str], last_layer: str | None) -> Network:
+    def of(
+        cls, run: Run, spec: str, arguments: Sequence[str], last_layer: str | None, saved: SavedModel | None
+    ) -> Network:
         """The network, its checkpoint read and checked; what is odd about that is warned of."""
-        if spec == NO_NETWORK:
-            return cls(run, spec, arguments, last_layer, None)
+        if spec == NO_NETWORK or own_files(saved, run.checkpoint_path) is not None:
+            return cls(run, spec, arguments, last_layer, None, saved)
         checkpoint = load_checkpoint(run.checkpoint_path, progress=run.console)
         for note in checkpoint.notes:
             run.console.warn(note)
-        return cls(run, spec, arguments, last_layer, checkpoint)
+        return cls(run, spec, arguments, last_layer, checkpoint, saved)
 
     @cached_property
     def module(self) -> torch.nn.Module:
-        """The network with the checkpoint's weights, on the device."""
-        arguments = {}
-        for text in self.arguments:
-            key, equals, value = text.partition("=")
-            if not equals or not key:
-                raise UsageError(f"\0model_arg\0: expected KEY=VALUE, got {text!r}")
-            arguments[key] = value
+        """The network with the checkpoint's weights, or its own, on the device."""
+        return self._built[0]
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """What provenance says of its weights; None where inputs are the features."""
+        return record_of(self.run, self.checkpoint) if self.checkpoint is not None else self._built[1]
+
+    @cached_property
+    def _built(self) -> tuple[torch.nn.Module, dict[str, Any] | None]:
+        """The network, and the record of its own weights.
+
+        Raises:
+            DataError: a file of the model was replaced meanwhile.
+        """
         state = None if self.checkpoint is None else self.checkpoint.state
-        return load_network(self.spec, arguments, state).to(self.run.device)
+        if self.saved is None:
+            return load_network(self.spec, arguments_by_name(self.arguments), state).to(self.run.device), None
+        files = own_files(self.saved, self.run.checkpoint_path) if state is None else None
+        if files is None:
+            return self.saved.build(state).to(self.run.device), None
+        digest, before = files.sha256(self.run.console), files.states()
+        module = self.saved.build(None)
+        if files.states() != before:
+            message = f"a file in {files.folder} was replaced while it was read"
+            raise DataError(message, code="input_replaced", hint="run the command again", path=files.folder)
+        tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+        record = record_of_files(
+            self.run,
+            files,
+            kind=self.spec.partition(":")[0],
+            file_sha256=digest,
+            weights_digest=tensor_digest(tensors),
+        )
+        return module.to(self.run.device), record
 
     def head(self, example: data.InputSplit) -> Head | None:
         """The last linear layer: as named, or the one called last on the first row of a split; None for flatten."""

@@ -27,6 +27,7 @@ from bnncli.options import (
 )
 from bnncli.options.command_line import CommandLine, Groups, own_command, pasted
 from bnncli.progress import Progress
+from bnncli.run.model_files import ModelFiles
 from bnncli.run.revisions import is_another
 from bnncli.storage.freshness import UNKNOWN_MAKER, Followed, check_fresh
 from bnncli.storage.headers import Header
@@ -128,6 +129,7 @@ class Run:
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
     followed: Followed = field(default_factory=dict)
     has_device: bool = False
+    _own_files: dict[ModelFiles, str] = field(default_factory=dict)
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -235,6 +237,12 @@ class Run:
 
     def _current_weights(self, recorded: dict[str, Any]) -> str:
         """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""
+        files = ModelFiles.recorded(recorded, self.folder.root)
+        if files is not None:
+            if files not in self._own_files:
+                self._own_files[files] = files.sha256(self.console)
+            is_same = self._own_files[files] == recorded["file_sha256"]
+            return str(recorded["weights_digest"]) if is_same else f"files:{self._own_files[files]}"
         if not hasattr(self, "_weights"):
             path = self.checkpoint_path
             if not path.is_file():

@@ -16,7 +16,9 @@ from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import own_digest, published_meanwhile
 
 # Parameters that all splits share.
-SHARED_PARAMS = ("model", "model_arg", "last_layer", "mean", "std", "resize", "crop")
+SHARED_PARAMS = (
+    "model", "model_arg", "last_layer", "base_model", "feature_node", "transform", "mean", "std", "resize", "crop",
+)  # fmt: skip
 
 
 def differences(theirs: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:

@@ -67,8 +67,13 @@ def _object_of(checks: Mapping[str, Check]) -> Check:
     return lambda value: _has(value, checks)
 
 
+def _is_checkpoint(value: Any) -> bool:
+    return _has(value, _CHECKPOINT) and ("files" not in value or _has(value, _FILES))
+
+
 _INPUT = {"role": is_text, "path": is_text, "content_digest": is_text}
 _CHECKPOINT = {"file_sha256": is_text, "weights_digest": is_text}
+_FILES = {"path": is_text, "files": _list_of(is_text)}  # of a model with weights of its own
 _PLACE = {"shape": _list_of(_is_count), "offset": _is_count}
 _PROVENANCE: dict[str, Check] = {
     "params_hash": is_text,
@@ -78,7 +83,7 @@ _PROVENANCE: dict[str, Check] = {
     "inputs": _list_of(_object_of(_INPUT)),
 }
 _PROVENANCE_IF_THERE: dict[str, Check] = {
-    "checkpoint": _or_none(_object_of(_CHECKPOINT)),
+    "checkpoint": _or_none(_is_checkpoint),
     "tool": _is_object,
     "versions": _is_object,
     "warnings": _list_of(is_text),

@@ -12,6 +12,7 @@ import numpy as np
 
 from bnncli import data
 from bnncli.errors import BnnError, DataError
+from bnncli.models import SavedModel
 from bnncli.numerics.digests import json_sha256
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import ExtractFeaturesOptions
@@ -20,6 +21,7 @@ from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run import revisions as _revisions
 from bnncli.run.checkpoint_record import recorded_checkpoint
 from bnncli.run.inputs import head_theta
+from bnncli.run.model_files import ModelFiles, own_files
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
@@ -31,6 +33,7 @@ from bnncli.stages.extract_features.splits import (
     check_network_file,
     model_identity,
     open_splits,
+    saved_model,
     shared_params,
     user_sources,
 )
@@ -68,20 +71,23 @@ COMMAND = Command(
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split named, and the network as trained as the posterior `map`."""
-    run.is_named = options.from_npz is not None or options.model == NO_NETWORK
-    return _from_arrays(run, options) if options.from_npz is not None else _from_network(run, options)
+    saved = saved_model(options)
+    run.is_named = options.from_npz is not None or options.model == NO_NETWORK or bool(saved and saved.files)
+    return _from_arrays(run, options) if options.from_npz is not None else _from_network(run, options, saved)
 
 
-def _from_network(run: Run, options: ExtractFeaturesOptions) -> Result:
+def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Result:
     splits = open_splits(
-        options, seed=_hold_out_seed(run), unreadable=lambda name, error: note_unreadable(run, [name], error)
+        options, saved, seed=_hold_out_seed(run), unreadable=lambda name, error: note_unreadable(run, [name], error)
     )
-    network = cache(partial(_open_network, run, options, splits))
+    network = cache(partial(_open_network, run, options, splits, saved))
     names = [split.name for split in splits]
-    recorded = _checkpoint_record(run, options, names, network)
+    recorded = _checkpoint_record(run, options, names, network, own_files(saved, run.checkpoint_path))
     begin = partial(check_network_file, options)
     requests = [
-        _request(run, one.name, recorded, _params(run, options, one), user_sources(options, one), len(one), begin)
+        _request(
+            run, one.name, recorded, _params(run, options, one), user_sources(options, one, saved), len(one), begin
+        )
         for one in splits
     ]
     note_changed(run, requests)
@@ -103,20 +109,26 @@ def _hold_out_seed(run: Run) -> int:
     return stream_seed(run.compute.seed, "extract-features/hold-out")
 
 
-def _open_network(run: Run, options: ExtractFeaturesOptions, splits: list[data.InputSplit]) -> NetworkFeatures:
+def _open_network(
+    run: Run, options: ExtractFeaturesOptions, splits: list[data.InputSplit], saved: SavedModel | None
+) -> NetworkFeatures:
     """The network that the splits go through, its checkpoint read."""
     from bnncli.stages.extract_features.network import NetworkFeatures  # here, for torch
 
-    return NetworkFeatures(run, options, splits)
+    return NetworkFeatures(run, options, splits, saved)
 
 
 def _checkpoint_record(
-    run: Run, options: ExtractFeaturesOptions, names: list[str], network: Callable[[], NetworkFeatures]
+    run: Run,
+    options: ExtractFeaturesOptions,
+    names: list[str],
+    network: Callable[[], NetworkFeatures],
+    files: ModelFiles | None,
 ) -> dict[str, Any] | None:
     """The checkpoint as provenance records it, read where it is not the one of the run's features; None without one."""
     if options.model == NO_NETWORK:
         return None
-    recorded = recorded_checkpoint(run)
+    recorded = recorded_checkpoint(run, files)
     if recorded is None:
         if not run.write.dry_run and not {*names} & {*run.folder.splits()}:  # those may refuse, and that is said first
             check_network_file(options)

@@ -9,8 +9,8 @@ import numpy as np
 
 from bnncli.data import InputSplit
 from bnncli.extraction.features import Extracted, Head
+from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
-from bnncli.run.checkpoint_record import record_of
 from bnncli.run.network import Network
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.splits import class_names
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 class NetworkFeatures:
     """The network that was asked for, and the splits that go through it."""
 
-    def __init__(self, run: Run, options: ExtractFeaturesOptions, splits: list[InputSplit]) -> None:
+    def __init__(
+        self, run: Run, options: ExtractFeaturesOptions, splits: list[InputSplit], saved: SavedModel | None
+    ) -> None:
         assert options.model is not None
         self.options, self.splits = options, splits
-        self.network = Network.of(run, options.model, options.model_arg, options.last_layer)
+        self.network = Network.of(run, options.model, options.model_arg, options.last_layer, saved)
 
     @property
     def record(self) -> dict[str, Any] | None:
         """The checkpoint as provenance records it; None without one."""
-        checkpoint = self.network.checkpoint
-        return None if checkpoint is None else record_of(self.network.run, checkpoint)
+        return self.network.record
 
     @cached_property
     def head(self) -> Head | None:

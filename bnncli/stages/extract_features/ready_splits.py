@@ -57,6 +57,9 @@ def open_ready_splits(
     for flag, value in (
         ("--data", options.data),
         ("--model-arg", options.model_arg),
+        ("--base-model", options.base_model),
+        ("--feature-node", options.feature_node),
+        ("--allow-download", options.allow_download),
         ("--mean", options.mean),
         ("--std", options.std),
         ("--resize", options.resize),

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bnncli import data
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.machine import user_code
+from bnncli.models import SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.run.model_files import ModelFiles, opened_model
 from bnncli.storage.feature_set import SHARED_PARAMS
 from bnncli.storage.provenance import Source
+
+_OF_SAVED_MODELS = ("base_model", "feature_node")  # options that change numbers, recorded where they are given
+
+
+def saved_model(options: ExtractFeaturesOptions) -> SavedModel | None:
+    """The model of KIND:PLACE, opened; None for any other. Raises what open_model raises."""
+    asked = {name: getattr(options, name) for name in _OF_SAVED_MODELS}
+    return opened_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
 
 
 def open_splits(
     options: ExtractFeaturesOptions,
+    saved: SavedModel | None,
     *,
     seed: int,
     unreadable: Callable[[str, BnnError], None],
@@ -78,13 +90,14 @@ def model_identity(options: ExtractFeaturesOptions) -> dict[str, Any]:
         "model": options.model,
         "model_arg": sorted(options.model_arg),
         "last_layer": options.last_layer,
+        **{name: getattr(options, name) for name in _OF_SAVED_MODELS if getattr(options, name) is not None},
     }
 
 
 def shared_params(options: ExtractFeaturesOptions) -> dict[str, Any]:
     """The options that all splits of a run must share."""
     own = model_identity(options)
-    return {name: own[name] if name in own else getattr(options, name) for name in SHARED_PARAMS}
+    return {name: own[name] if name in own else getattr(options, name, None) for name in SHARED_PARAMS}
 
 
 def check_network_file(options: ExtractFeaturesOptions) -> None:
@@ -99,15 +112,26 @@ def check_network_file(options: ExtractFeaturesOptions) -> None:
     can_be_told = all(
         text.find("=") > 0 for text in options.model_arg
     )  # else that is told first, where the network is built
-    if can_be_told and code.suffix == ".py" and not code.is_file():
+    if can_be_told and code.suffix == ".py" and not code.is_file() and not is_kind(model):
         user_code.load_factory(model, option="\0model\0")
 
 
-def user_sources(options: ExtractFeaturesOptions, split: data.InputSplit) -> list[Source]:
-    """What of the user's own the features of a split are made from: the examples, and the file of the network."""
+def user_sources(options: ExtractFeaturesOptions, split: data.InputSplit, saved: SavedModel | None) -> list[Source]:
+    """What of the user's own the features of a split are made from: the examples, and the files of the network."""
     place = Path(split.spec.partition(":")[2])
     sources = [Source(f"data.{split.name}", place, split.order_digest, is_artifact=False)]
+    if saved is not None:
+        return [*sources, *_model_source(saved.files)]
     code = Path((options.model or "").rpartition(":")[0])
     if code.suffix == ".py" and code.is_file():
         sources.append(Source("model", code, f"sha256:{file_sha256(code)}", is_artifact=False))
     return sources
+
+
+@cache
+def _model_source(files: tuple[Path, ...]) -> list[Source]:
+    """The files of a saved model; nothing where it has none."""
+    if not files:
+        return []
+    found = ModelFiles.of(files)
+    return [Source("model", found.folder, f"sha256:{found.sha256()}", is_artifact=False)]
