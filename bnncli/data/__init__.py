@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from bnncli.data._classes import matched_to
 from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._spec import load_split, parse_split
-from bnncli.data._split import Batch, InputSplit
+from bnncli.data._split import Batch, Inputs, InputSplit
+from bnncli.data._transform import Transform, Transformed
 
 __all__ = [
     "Batch",
     "FeatureArrays",
     "InputSplit",
+    "Inputs",
     "Preprocess",
+    "Transform",
+    "Transformed",
     "feature_splits",
     "hold_out",
     "hold_out_rows",
     "load_split",
+    "matched_to",
     "parse_hold_out",
     "parse_split",
     "read_feature_arrays",

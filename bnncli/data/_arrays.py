@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bnncli.data._labels import check_labels
+from bnncli.data._transform import settled
 from bnncli.errors import DataError, DeviceError, Untrusted
 from bnncli.machine.devices import available_memory
 from bnncli.machine.input_files import is_failure, open_regular
@@ -41,6 +42,7 @@ class ArrayDataset:
     classes: tuple[str, ...] | None = None
     is_sized: bool = False
     names: None = None
+    items: str = "arrays"
 
     @property
     def is_labeled(self) -> bool:
@@ -59,6 +61,55 @@ class ArrayDataset:
         """The arrays themselves, and the rows."""
         found = {"x": self.inputs, "rows": rows}
         return found if self.labels is None else {**found, "y": self.labels}
+
+
+@dataclass(frozen=True, eq=False)
+class NamedArrays:
+    """Arrays (rows, ...) by the names of a network's arguments, and labels (rows,), in memory."""
+
+    inputs: Mapping[str, np.ndarray]
+    labels: np.ndarray | None
+    classes: None = None
+    is_sized: bool = False
+    names: None = None
+    items: str = "arrays"
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether there are labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+    def read(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """Inputs by name and labels of the rows."""
+        index = places(rows)
+        inputs = {name: settled(array[index]) for name, array in self.inputs.items()}
+        return inputs, None if self.labels is None else self.labels[index]
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """The arrays themselves, and the rows."""
+        found = {**{f"x.{name}": array for name, array in self.inputs.items()}, "rows": rows}
+        return found if self.labels is None else {**found, "y": self.labels}
+
+
+def named_arrays(inputs: Mapping[str, np.ndarray], labels: np.ndarray | None, *, where: str) -> NamedArrays:
+    """A data set of several arrays, checked.
+
+    Raises:
+        DataError: an array of no numbers, other numbers of rows, labels that break a rule.
+    """
+    sizes = {name: len(array) if array.ndim else 0 for name, array in inputs.items()}
+    for name, array in inputs.items():
+        if array.dtype.kind not in "fiub":
+            raise DataError(f"{where}: array {quoted(name)} has type {array.dtype}, expected numbers")
+    if len({*sizes.values()}) != 1:
+        said = ", ".join(f"{quoted(name)} {size}" for name, size in sizes.items())
+        raise DataError(f"{where}: the arrays differ in their rows ({said})")
+    num_rows = next(iter(sizes.values()))
+    checked = None if labels is None else check_labels(labels, num_rows=num_rows, where=where)
+    return NamedArrays(dict(inputs), checked)
 
 
 def places(rows: np.ndarray) -> slice | np.ndarray:

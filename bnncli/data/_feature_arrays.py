@@ -27,6 +27,7 @@ class FeatureDataset:
     texts: np.ndarray | None
     classes: None = None
     is_sized: bool = True
+    items: str = "arrays"
 
     @property
     def is_labeled(self) -> bool:

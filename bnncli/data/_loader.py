@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from bnncli.data._transform import Transform, transformed
 from bnncli.errors import BnnError
 
 if TYPE_CHECKING:
-    from bnncli.data._split import Dataset
+    from bnncli.data._split import Dataset, Stored
+
+
+class Chunk(NamedTuple):
+    """Rows that were read, on the CPU.
+
+    Attributes:
+        inputs: (n, ...), or one by each name of the network's arguments.
+        labels: (n,) or None.
+        is_ready: whether the network takes the inputs as they are.
+        num_truncated: texts that were cut.
+    """
+
+    inputs: Tensor | dict[str, Tensor]
+    labels: Tensor | None
+    is_ready: bool = False
+    num_truncated: int = 0
 
 
 def read_ahead(
-    dataset: Dataset, rows: np.ndarray, batch_size: int, *, num_workers: int
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Inputs (n, ...) as stored and labels (n,), or None, of the rows (N,) in their order, on the CPU.
+    dataset: Dataset,
+    rows: np.ndarray,
+    batch_size: int,
+    *,
+    num_workers: int,
+    transform: Transform | None = None,
+    where: str = "",
+) -> Iterator[Chunk]:
+    """The rows (N,) in their order, as stored, or as the transform makes them.
 
     Raises:
-        BnnError: as the data set's `read`.
+        BnnError: as the data set's `read`; the transform cannot take what it gives.
     """
-    chunks = _Chunks(dataset, [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)])
-    loader = torch_data.DataLoader(chunks, batch_size=None, num_workers=num_workers, worker_init_fn=_quiet_worker)
+    chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    if num_workers and transform is not None:  # the processes are many already, and tokenizers warn of being forked
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    loader = torch_data.DataLoader(
+        _Chunks(dataset, chunks, transform, where),
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=_quiet_worker,
+    )
     for outcome in loader:
         if isinstance(outcome, BnnError):
             raise outcome
@@ -36,19 +67,40 @@ def read_ahead(
 class _Chunks(torch_data.Dataset[Any]):
     """Whole batches as the items of a data set; an expected error is an item too, so that workers can hand it over."""
 
-    def __init__(self, dataset: Dataset, chunks: list[np.ndarray]) -> None:
-        self.dataset = dataset
-        self.chunks = chunks
+    def __init__(self, dataset: Dataset, chunks: list[np.ndarray], transform: Transform | None, where: str) -> None:
+        self.dataset, self.chunks = dataset, chunks
+        self.transform, self.where = transform, where
 
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor | None] | BnnError:
+    def __getitem__(self, index: int) -> Chunk | BnnError:
+        rows = self.chunks[index]
         try:
-            inputs, labels = self.dataset.read(self.chunks[index])
+            raw, found = self.dataset.read(rows)
+            labels = None if found is None else torch.from_numpy(found)
+            items = None if self.transform is None else _for_transform(raw)
+            if self.transform is not None and items is not None:
+                where = f"{self.where} rows {rows[0]} to {rows[-1]}"
+                inputs, num_truncated = transformed(self.transform, items, where)
+                return Chunk(_tensors(inputs), labels, True, num_truncated)
         except BnnError as error:
             return error
-        return torch.as_tensor(inputs), None if labels is None else torch.from_numpy(labels)
+        return Chunk(_tensors(raw), labels, isinstance(raw, Mapping))
+
+
+def _for_transform(raw: Stored) -> list[Any] | np.ndarray | None:
+    """Images or texts; None for other arrays, which are what the network takes."""
+    array = raw.numpy() if isinstance(raw, Tensor) else raw
+    is_image = isinstance(array, np.ndarray) and array.dtype == np.uint8
+    return array if is_image or isinstance(array, list) else None  # type: ignore[return-value]
+
+
+def _tensors(inputs: Any) -> Any:
+    """Arrays as tensors."""
+    if isinstance(inputs, Mapping):
+        return {name: torch.as_tensor(array) for name, array in inputs.items()}
+    return torch.as_tensor(inputs)
 
 
 def _quiet_worker(worker: int) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bnncli.data._channels import channels_axis
 from bnncli.errors import DataError, UsageError
 from bnncli.lazy import torch
+from bnncli.names import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Grey and RGB before RGBA: a width or height of 4 is likelier than four channels.
-_CHANNEL_COUNTS = ((1, 3), (4,))
+    from bnncli.data._transform import Transform
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,21 @@ class Preprocess:
         mean, std: one value, or one for each channel, in units of the scaled input.
         resize: pixels of the shorter side, bilinear with antialiasing; None keeps the size.
         crop: pixels of the centre square cut out after resizing; None keeps all.
+        transform: what the model brings in place of all of that, for images and texts; floating-point arrays and token ids
+            are used as they are with it too.
     """
 
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     resize: int | None = None
     crop: int | None = None
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
+        if self.transform is not None:
+            for option, value in self._of_arrays().items():
+                if value is not None:
+                    raise UsageError(f"{option}: the model brings its own preprocessing; leave {option} out")
         if self.std is not None and min(self.std) <= 0:
             raise UsageError(f"\0std\0: expected numbers above 0, got {self.std}")
         if self.mean and self.std and len(self.mean) != len(self.std):
@@ -47,13 +56,24 @@ class Preprocess:
         std: str | None = None,
         resize: int | None = None,
         crop: int | None = None,
+        transform: Transform | None = None,
     ) -> Preprocess:
         """The preprocessing that option texts ask for; means and deviations are comma-separated numbers.
 
         Raises:
             UsageError: not numbers, not as many of both, or a deviation that is not positive.
         """
-        return cls(_numbers(mean, "\0mean\0"), _numbers(std, "\0std\0"), resize, crop)
+        return cls(_numbers(mean, "\0mean\0"), _numbers(std, "\0std\0"), resize, crop, transform)
+
+    def _of_arrays(self) -> dict[str, object]:
+        """What is done to arrays and images without a transform, by the option that asks for it."""
+        return {"\0mean\0": self.mean, "\0std\0": self.std, "\0resize\0": self.resize, "\0crop\0": self.crop}
+
+    def check_named(self, names: Iterable[str]) -> None:
+        """Nothing, when inputs of several names are used as they are. Raises UsageError where more is asked for."""
+        for option, value in self._of_arrays().items():
+            if value is not None:
+                raise UsageError(f"{option} is for images; the inputs are {listed(names)}, used as they are")
 
     def apply(self, raw: Tensor, *, is_sized: bool = False) -> Tensor:
         """Float32 inputs (n, ...) from stored ones (n, ...), on the same device; token ids stay whole numbers.
@@ -124,23 +144,6 @@ class Preprocess:
             scale = torch.tensor(values, dtype=inputs.dtype, device=inputs.device).reshape(shape)
             inputs = inputs - scale if option == "\0mean\0" else inputs / scale
         return inputs
-
-
-def channels_axis(shape: tuple[int, ...]) -> int | None:
-    """Which axis of uint8 images (n, ...) holds the channels: 3, 1, or None where there is none.
-
-    Raises:
-        DataError: the shape is not that of images or of rows.
-    """
-    if len(shape) in (2, 3):
-        return None
-    for counts in _CHANNEL_COUNTS if len(shape) == 4 else ():
-        for axis in (3, 1):
-            if shape[axis] in counts:
-                return axis
-    raise DataError(
-        f"expected uint8 images (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels, got {tuple(shape)}"
-    )
 
 
 def _scale(raw: Tensor) -> Tensor:

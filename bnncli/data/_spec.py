@@ -10,6 +10,7 @@ import numpy as np
 from bnncli import registry
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._split import InputSplit
+from bnncli.data._transform import check_fits
 from bnncli.errors import DataError, UsageError
 from bnncli.machine.input_files import reading
 from bnncli.options.declaration import check_split_name
@@ -41,7 +42,7 @@ def load_split(spec: str, *, name: str = "", preprocess: Preprocess | None = Non
     A trailing `@N` belongs to the file name where such a file exists.
 
     Raises:
-        UsageError: unknown kind or form.
+        UsageError: unknown kind or form, or data of another kind than the model takes.
         MissingInput: a file does not exist.
         DataError: a file is damaged, labels break a rule, or there are fewer than N rows.
         Untrusted: reading it would unpickle.
@@ -57,6 +58,7 @@ def load_split(spec: str, *, name: str = "", preprocess: Preprocess | None = Non
         if match and not module.exists(place):
             place, count = match[1], int(match[2])
         dataset = module.open_dataset(place, preprocess)
+    check_fits(dataset, preprocess.transform, spec)
     if count is not None and not 1 <= count <= len(dataset):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")
     rows = np.arange(len(dataset) if count is None else count)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from bnncli.data._classes import Numbering
 from bnncli.data._preprocess import Preprocess
+from bnncli.data._transform import items_of
 from bnncli.errors import DataError
 from bnncli.numerics.digests import json_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
@@ -17,6 +19,12 @@ from bnncli.progress import SILENT, Progress
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from bnncli.data._loader import Chunk
+
+# What a network takes: one tensor, or several by the names of its arguments. What data sets hold: arrays, or items.
+Inputs: TypeAlias = "Tensor | dict[str, Tensor]"
+Stored: TypeAlias = "np.ndarray | Tensor | Mapping[str, np.ndarray] | Mapping[str, Tensor] | list[Any]"
 
 
 class Dataset(Protocol):
@@ -42,21 +50,29 @@ class Dataset(Protocol):
     def names(self) -> tuple[str, ...] | None:
         """Of the examples, such as their files; None where they have none."""
 
+    @property
+    def items(self) -> str:
+        """What `read` gives: arrays; images (a list of PIL images) or texts (of str or pairs of it), for a transform."""
+
     def __len__(self) -> int:
         """Examples stored."""
 
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray | Tensor, np.ndarray | None]:
-        """Inputs (n, ...) as stored and labels (n,) int64 of the rows (n,)."""
+    def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
+        """Inputs as stored and labels (n,) int64 of the rows (n,): an array (n, ...), arrays by name, or a list of items."""
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
         """Arrays that change when these rows (n,), or what they hold, do; None where only reading everything would tell."""
 
 
 class Batch(NamedTuple):
-    """Inputs (n, ...) float32 on the device, labels (n,) int64 on the CPU or None."""
+    """Inputs on the device, labels (n,) int64 on the CPU or None, and how many texts the model's tokenizer cut.
 
-    inputs: Tensor
+    Inputs are (n, ...) in float32, or token ids; or several of them, by the names of the network's arguments.
+    """
+
+    inputs: Inputs
     labels: Tensor | None
+    num_truncated: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,7 @@ class InputSplit:
         name: of the split.
         is_ood: whether it is out-of-distribution.
         held_out: the `NEW=OLD:N` that made it or took rows from it, or None.
+        numbering: what the labels of the data are renumbered by, see `matched_to`; None leaves them.
     """
 
     spec: str
@@ -82,6 +99,7 @@ class InputSplit:
     name: str = ""
     is_ood: bool = False
     held_out: str | None = None
+    numbering: Numbering | None = None
 
     def __post_init__(self) -> None:
         if len(self.rows) == 0:
@@ -94,18 +112,25 @@ class InputSplit:
     def labels(self) -> np.ndarray | None:
         """Labels (N,) int64; None without labels, or where they are known only when read (py:)."""
         known = self.dataset.labels
-        return known[self.rows] if self.is_labeled and known is not None else None
+        if not self.is_labeled or known is None:
+            return None
+        return known[self.rows] if self.numbering is None else self.numbering.of(known[self.rows])
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes, index = label; None where the data has no names."""
-        return self.dataset.classes
+        return self.dataset.classes if self.numbering is None else self.numbering.classes
 
     @property
     def names(self) -> list[str] | None:
         """Names (N,) of the examples; None where the data have none."""
         every = self.dataset.names
         return None if every is None else [every[row] for row in self.rows.tolist()]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the examples are texts, or pairs of them."""
+        return items_of(self.dataset) == "texts"
 
     def take(self, positions: np.ndarray) -> InputSplit:
         """The split of the examples at these positions (n,), in this order."""
@@ -133,9 +158,30 @@ class InputSplit:
         """
         from bnncli.data._loader import read_ahead  # here, for torch
 
-        for raw, labels in read_ahead(self.dataset, self.rows, batch_size, num_workers=num_workers):
-            try:
-                inputs = self.preprocess.apply(raw.to(device), is_sized=self.dataset.is_sized)
-            except DataError as error:
-                raise DataError(f"{self.spec}: {error.message}", hint=error.hint) from error
-            yield Batch(inputs, labels if self.is_labeled else None)
+        chunks = read_ahead(
+            self.dataset,
+            self.rows,
+            batch_size,
+            num_workers=num_workers,
+            transform=self.preprocess.transform,
+            where=self.spec,
+        )
+        for chunk in chunks:
+            labels = chunk.labels if self.is_labeled else None
+            if labels is not None and self.numbering is not None:
+                labels = labels.new_tensor(self.numbering.of(labels.numpy()))
+            yield Batch(self._ready(chunk, device), labels, chunk.num_truncated)
+
+    def _ready(self, chunk: Chunk, device: torch.device | str) -> Inputs:
+        """What was read, on the device, as the network takes it."""
+        if isinstance(chunk.inputs, dict):
+            self.preprocess.check_named(chunk.inputs)
+            moved = {name: tensor.to(device) for name, tensor in chunk.inputs.items()}
+            return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in moved.items()}
+        inputs = chunk.inputs.to(device)
+        if chunk.is_ready:
+            return inputs
+        try:
+            return self.preprocess.apply(inputs, is_sized=self.dataset.is_sized)
+        except DataError as error:
+            raise DataError(f"{self.spec}: {error.message}", hint=error.hint) from error

@@ -52,6 +52,11 @@ class ImageDataset:
         return self.files
 
     @property
+    def items(self) -> str:
+        """Images where the model brings a transform for them, else arrays."""
+        return "arrays" if self.preprocess.transform is None else "images"
+
+    @property
     def is_labeled(self) -> bool:
         """Whether there are class folders."""
         return self.labels is not None
@@ -59,8 +64,15 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Images (n, H, W, C) uint8 and labels (n,). Raises DataError for a damaged file or another size."""
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Image.Image], np.ndarray | None]:
+        """Images (n, H, W, C) uint8, or as they are for a transform, and labels (n,).
+
+        Raises:
+            DataError: a damaged file, or another size where there is no transform.
+        """
+        labels = None if self.labels is None else self.labels[rows]
+        if self.items == "images":
+            return [self._image(self.files[row]) for row in rows.tolist()], labels
         arrays: list[np.ndarray] = []
         for row in rows.tolist():
             arrays.append(self._decode(self.files[row]))
@@ -70,7 +82,7 @@ class ImageDataset:
                     f"{quoted(self.files[int(rows[0])])} is {_size(arrays[0])}",
                     hint="\0resize\0 N \0crop\0 N makes them equal",
                 )
-        return np.stack(arrays), None if self.labels is None else self.labels[rows]
+        return np.stack(arrays), labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
         """Names and digests of all files, the mode they are decoded to, and the rows."""
@@ -82,11 +94,15 @@ class ImageDataset:
             task.advance()
         return {"files": np.array(self.files), "sha256": np.array(hashes), "mode": np.array([self.mode]), "rows": rows}
 
-    def _decode(self, name: str) -> np.ndarray:
-        """One image (H, W, C), resized and cropped."""
+    def _image(self, name: str) -> Image.Image:
+        """One image, decoded."""
         with _opened(self.folder, name) as image:
             check_mode(image, self.mode, name)
-            return self._sized(image.convert(self.mode), name)
+            return image.convert(self.mode)
+
+    def _decode(self, name: str) -> np.ndarray:
+        """One image (H, W, C), resized and cropped."""
+        return self._sized(self._image(name), name)
 
     def _sized(self, image: Image.Image, name: str) -> np.ndarray:
         width, height = image.size
@@ -129,7 +145,10 @@ def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
     if not files:
         raise DataError(f"no images in {folder}", code="empty_split", path=folder)
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups]) if classes else None
-    mode = _mode(folder, [group[0] for group in groups if group])
+    if preprocess.transform is None:
+        mode = _mode(folder, [group[0] for group in groups if group])
+    else:
+        mode = preprocess.transform.mode or "RGB"
     return ImageDataset(folder, files, labels, tuple(classes) or None, mode, preprocess)
 
 

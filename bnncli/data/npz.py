@@ -1,11 +1,15 @@
-"""`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive."""
+"""`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive.
+
+`npz:FILE:input_ids+attention_mask,y` names several inputs: the network takes each by its name. So it does with `input_ids`
+alone: token ids, no pixels.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from bnncli.data._arrays import ArrayDataset, array_dataset, npz_names, read_npz
+from bnncli.data._arrays import ArrayDataset, NamedArrays, array_dataset, named_arrays, npz_names, read_npz
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import UsageError
 from bnncli.options.parts import Form
@@ -13,6 +17,7 @@ from bnncli.options.parts import Form
 FORM = Form("npz:FILE[:x,y]", place=10)
 
 DEFAULT_NAMES = ("x", "y")
+_TOKEN_IDS = "input_ids"  # what tokenizers call them
 
 
 def exists(place: str) -> bool:
@@ -20,7 +25,7 @@ def exists(place: str) -> bool:
     return Path(place).expanduser().is_file()
 
 
-def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset:
+def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArrays:
     """Inputs and labels of the archive; without labels where only one array is named, or there is no y.
 
     Raises:
@@ -32,9 +37,17 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset:
         names = [name for name in DEFAULT_NAMES if name == "x" or name in npz_names(path)]
     if not 1 <= len(names) <= 2:
         raise UsageError(f"npz: expected FILE, FILE:INPUTS or FILE:INPUTS,LABELS; got {place!r}")
-    arrays = read_npz(path, names)
+    inputs = _inputs(path, names[0])
+    arrays = read_npz(path, [*inputs, *names[1:]])
     labels = arrays[names[1]] if len(names) == 2 else None
+    if len(inputs) > 1 or inputs == [_TOKEN_IDS]:
+        return named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
     return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
+
+
+def _inputs(path: Path, text: str) -> list[str]:
+    """One name or several, joined by +, which belongs to a name where there is such an array."""
+    return [text] if "+" not in text or text in npz_names(path) else text.split("+")
 
 
 def _divide(place: str) -> tuple[Path, list[str] | None]:

@@ -1,17 +1,21 @@
 """`py:module:factory` or `py:file.py:factory`: a torch Dataset that the user's code makes.
 
 Items are (input, label) or just the input. Inputs are what the network takes, except that uint8 is scaled to [0, 1]; other
-whole numbers, such as token ids, are passed on as they are.
+whole numbers, such as token ids, are passed on as they are. A dict of inputs goes to the network's arguments by its names; its
+own `label` or `labels` is the label where it comes alone. Texts, pairs of them, and PIL images go through what the model
+brings for them.
 Its attributes `classes` (a text for each class) and `names` (one for each example) are used where it has them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -19,8 +23,12 @@ from bnncli.data._labels import check_largest, explain_matrix
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, UsageError
 from bnncli.machine import user_code
+from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
+
+if TYPE_CHECKING:
+    from bnncli.data._split import Stored
 
 FORM = Form("py:module:factory", place=40)
 
@@ -36,29 +44,29 @@ class TorchDataset:
     names: tuple[str, ...] | None = None
     labels: None = None
     is_sized: bool = False
+    items: str = "arrays"
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, rows: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
-        """Inputs (n, ...) and labels (n,). Raises DataError for unequal shapes or labels that break the rule."""
-        inputs: list[Tensor] = []
+    def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
+        """Inputs of the rows and labels (n,). Raises DataError for unequal shapes or labels that break the rule."""
+        inputs: list[Any] = []
         labels: list[int | None] = []
         for row in rows.tolist():
             with user_code.running(f"{self.spec} row {row}"):
                 item = self.dataset[row]
-            value, label = _item(item, f"{self.spec} row {row}")
-            if inputs and value.shape != inputs[0].shape:
-                raise DataError(
-                    f"{self.spec}: row {row} has shape {tuple(value.shape)}, others {tuple(inputs[0].shape)}"
-                )
+            value, label = _item(item, f"{self.spec} row {row}", self.items)
+            if inputs and self.items == "arrays":
+                _check_same(value, inputs[0], f"{self.spec}: row {row}")
             if self.is_labeled != (label is not None):
                 raise DataError(
                     f"{self.spec}: some items have labels and some have none (row {row})", code="bad_labels"
                 )
             inputs.append(value)
             labels.append(label)
-        return torch.stack(inputs), np.array(labels, np.int64) if self.is_labeled else None
+        found = np.array(labels, np.int64) if self.is_labeled else None
+        return inputs if self.items != "arrays" else _stacked(inputs), found
 
     def identity(self, rows: np.ndarray, progress: Progress) -> None:
         """None: the content is whatever the user's code returns."""
@@ -90,14 +98,15 @@ def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
         raise DataError(f"py:{place}: no examples", code="empty_split")
     with user_code.running(f"py:{place} row 0"):
         first = dataset[0]
-    _, label = _item(first, f"py:{place} row 0")
+    items = _items(first, preprocess)
+    _, label = _item(first, f"py:{place} row 0", items)
     with user_code.running(f"py:{place} its attributes `classes` and `names`"):
         classes, names = (_texts(getattr(dataset, attribute, None)) for attribute in ("classes", "names"))
     if any("\0" in text for text in (*(classes or ()), *(names or ()))):
         raise DataError(f"py:{place}: its attributes `classes` and `names` may not have the character NUL in them")
     if names is not None and len(names) != size:
         raise DataError(f"py:{place}: its attribute `names` has {len(names)} names for {size} examples")
-    return TorchDataset(dataset, f"py:{place}", label is not None, classes, names)
+    return TorchDataset(dataset, f"py:{place}", label is not None, classes, names, items=items)
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
@@ -106,9 +115,52 @@ def _texts(value: Any) -> tuple[str, ...] | None:
     return tuple(value) if is_list else None
 
 
-def _item(item: Any, where: str) -> tuple[Tensor, int | None]:
-    """The input as a tensor, the label as a number or None."""
-    value, label = item if isinstance(item, (tuple, list)) and len(item) == 2 else (item, None)
+def _items(item: Any, preprocess: Preprocess) -> str:
+    """What the items are: texts; images where the model has a transform for them; else arrays."""
+    value, _ = _divided(item)
+    if _is_text(value):
+        return "texts"
+    return "images" if preprocess.transform is not None and isinstance(value, Image.Image) else "arrays"
+
+
+def _divided(item: Any) -> tuple[Any, Any]:
+    """Input and label of an item, which may have none. Two texts are a pair."""
+    if isinstance(item, Mapping):
+        names = [name for name in ("labels", "label") if name in item]
+        if len(names) == 1:
+            return {name: value for name, value in item.items() if name not in names}, item[names[0]]
+    if isinstance(item, (tuple, list)) and len(item) == 2 and not _is_text(item):
+        return item[0], item[1]
+    return item, None
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a text, or a pair of texts."""
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    return isinstance(value, str) or is_pair
+
+
+def _item(item: Any, where: str, items: str) -> tuple[Any, int | None]:
+    """The input, arrays as tensors, and the label as a number or None."""
+    value, label = _divided(item)
+    number = None if label is None else _label(label, where)
+    if items == "texts":
+        if not _is_text(value):
+            raise DataError(f"{where}: expected a text, as in row 0, got {type(value).__name__}")
+        return (value if isinstance(value, str) else tuple(value)), number
+    if items == "images":
+        if not isinstance(value, Image.Image):
+            raise DataError(f"{where}: expected an image, as in row 0, got {type(value).__name__}")
+        return value, number
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(name, str) for name in value):
+            raise DataError(f"{where}: expected inputs by the names of the network's arguments, got {listed(value)}")
+        return {name: _tensor(part, f"{where}: {quoted(name)}") for name, part in value.items()}, number
+    return _tensor(value, where), number
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    """An array of numbers as a tensor."""
     if not isinstance(value, Tensor):
         try:
             array = np.asarray(value)
@@ -119,7 +171,25 @@ def _item(item: Any, where: str) -> tuple[Tensor, int | None]:
         value = torch.from_numpy(np.array(array))
     if value.is_nested or value.is_meta or value.layout is not torch.strided:
         raise DataError(f"{where}: the input is a sparse, nested or empty tensor, expected a plain one")
-    return value, None if label is None else _label(label, where)
+    return value
+
+
+def _check_same(value: Any, first: Any, where: str) -> None:
+    """Nothing, when two inputs can be of one batch. Raises DataError for other names or shapes."""
+    named, others = (part if isinstance(part, dict) else {"": part} for part in (value, first))
+    if named.keys() != others.keys():
+        raise DataError(f"{where} has the inputs {listed(named)}, others {listed(others)}")
+    for name, tensor in named.items():
+        if tensor.shape != others[name].shape:
+            shapes = f"shape {tuple(tensor.shape)}, others {tuple(others[name].shape)}"
+            raise DataError(f"{where} has {shapes}" + (f" of {quoted(name)}: pad them alike" if name else ""))
+
+
+def _stacked(inputs: list[Any]) -> Tensor | dict[str, Tensor]:
+    """Inputs of one batch."""
+    if isinstance(inputs[0], dict):
+        return {name: torch.stack([each[name] for each in inputs]) for name in inputs[0]}
+    return torch.stack(inputs)
 
 
 def _label(label: Any, where: str) -> int:

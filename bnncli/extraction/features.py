@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bnncli.data import Batch, InputSplit
+from bnncli.data import Batch, Inputs, InputSplit
 from bnncli.errors import DataError, NumericError
 from bnncli.extraction.head import (
     Head,
@@ -35,6 +35,7 @@ class Extracted(NamedTuple):
     features: Tensor
     logits: Tensor | None
     labels: Tensor | None
+    num_truncated: int = 0  # of the texts
 
 
 def extract(
@@ -80,7 +81,7 @@ def extract(
                 _prove_head(model, head, batch.inputs, features, output)
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
-        yield Extracted(stored, None if logits is None else plain_copy(logits), batch.labels)
+        yield Extracted(stored, None if logits is None else plain_copy(logits), batch.labels, batch.num_truncated)
         start += len(features)
         task.advance(len(features))
 
@@ -88,18 +89,19 @@ def extract(
 def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
     """All batches as one, each array allocated once."""
     whole: dict[str, Tensor] = {}
-    start = 0
+    start = num_truncated = 0
     for batch in batches:
-        parts = {name: part for name, part in batch._asdict().items() if part is not None}
+        parts = {name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)}
         for name, part in parts.items():
             if name not in whole:
                 whole[name] = part.new_empty((num_rows, *part.shape[1:]))
             whole[name][start : start + len(part)] = part
         start += len(batch.features)
-    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"))
+        num_truncated += batch.num_truncated
+    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"), num_truncated)
 
 
-def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The layer's input (n, D) and the network's output, of one forward pass."""
     if layer is None:
         output = forward(model, inputs)
@@ -122,7 +124,7 @@ def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Tens
     return captured[0], output
 
 
-def _prove_head(model: nn.Module, head: Head, inputs: Tensor, features: Tensor, output: Tensor) -> None:
+def _prove_head(model: nn.Module, head: Head, inputs: Inputs, features: Tensor, output: Tensor) -> None:
     """Nothing, when the head is what it should be; names the layer that is, where that can be told."""
     try:
         prove_head(head, features, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from bnncli.errors import DataError, DeviceError, UsageError
 from bnncli.machine.user_code import running
 from bnncli.names import listed, quoted
 from bnncli.theta.head import HeadLayout
+
+if TYPE_CHECKING:
+    from bnncli.data import Inputs
 
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
@@ -32,7 +35,7 @@ class Head:
         return HeadLayout(self.weight.shape[0], self.weight.shape[1], self.bias is not None)
 
 
-def find_last_linear(model: nn.Module, example: Tensor) -> str:
+def find_last_linear(model: nn.Module, example: Inputs) -> str:
     """Name of the linear layer that is called last when the model sees `example` (n, ...).
 
     Raises:
@@ -103,7 +106,7 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     )  # fmt: skip
 
 
-def advise_layer(error: DataError, model: nn.Module, inputs: Tensor) -> DataError:
+def advise_layer(error: DataError, model: nn.Module, inputs: Inputs) -> DataError:
     """The error of a layer that is not the head, with the layer that is, where one linear layer gives the output."""
     outputs: dict[str, Tensor] = {}
     hooks = [
@@ -149,7 +152,7 @@ def _explain(logits: Tensor, output: Tensor) -> str:
     return "something comes after that layer"
 
 
-def forward(model: nn.Module, inputs: Tensor) -> Tensor:
+def forward(model: nn.Module, inputs: Inputs) -> Tensor:
     """The network's output tensor for inputs (n, ...), without gradients; logits are found in tuples and mappings.
 
     Raises:
@@ -159,21 +162,29 @@ def forward(model: nn.Module, inputs: Tensor) -> Tensor:
     return logits_of(run_network(model, inputs))
 
 
-def run_network(model: nn.Module, inputs: Tensor) -> Any:
-    """Whatever the network returns for inputs (n, ...), without gradients. Raises as `forward` does."""
+def run_network(model: nn.Module, inputs: Inputs) -> Any:
+    """Whatever the network returns for inputs (n, ...), or for those of several names. Raises as `forward` does."""
     try:
         with torch.inference_mode(), running("the network", but=RuntimeError):
-            return model(inputs)
+            return model(**inputs) if isinstance(inputs, dict) else model(inputs)
     except torch.OutOfMemoryError as error:
+        first = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
         raise DeviceError(
-            f"not enough memory on {inputs.device} for {len(inputs)} inputs", code="out_of_memory"
+            f"not enough memory on {first.device} for {len(first)} inputs", code="out_of_memory"
         ) from error
     except RuntimeError as error:
         first_line = str(error).strip().split("\n")[0][:200]
         raise DataError(
-            f"the network cannot take inputs of shape {tuple(inputs.shape)}: {first_line}",
+            f"the network cannot take inputs of shape {_shapes(inputs)}: {first_line}",
             code="wrong_inputs", hint="is it the right \0data\0 for this \0model\0? \0resize\0 and \0crop\0 change sizes",
         ) from error  # fmt: skip
+
+
+def _shapes(inputs: Inputs) -> str:
+    """The shape of inputs, or the shapes of each by its name."""
+    if isinstance(inputs, dict):
+        return ", ".join(f"{tuple(tensor.shape)} ({name})" for name, tensor in inputs.items())
+    return str(tuple(inputs.shape))
 
 
 def logits_of(output: Any) -> Tensor:

@@ -37,6 +37,7 @@ class FeatureFile:
         check_logits: (min(N, 256), K) of the first rows; None without a head.
         is_ood: True for a split given with --ood.
         names: (N,) bytes of one length, the UTF-8 name of each example; None where the data name none. Of a file, its pages.
+        num_truncated: how many texts the model's tokenizer cut; None where the examples are no texts.
     """
 
     name: str
@@ -50,6 +51,7 @@ class FeatureFile:
     is_ood: bool
     header: Header | None = None
     names: Array | None = None
+    num_truncated: int | None = None
 
 
 def write_features(
@@ -86,6 +88,7 @@ def write_features(
         "class_counts": counts,
         "order_digest": order_digest,
         "head_digest": head_digest(split),
+        **({} if split.num_truncated is None else {"num_truncated": split.num_truncated}),
     }
     texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
     made_from = {**provenance, "source": source}  # where the data lay is no part of the content
@@ -122,6 +125,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
         is_ood=bool(header.meta.get("is_ood")),
         header=header,
         names=arrays.get("sample_name"),
+        num_truncated=header.meta.get("num_truncated"),
     )
     check_split(path, split)
     return split

@@ -35,6 +35,7 @@ from bnncli.stages.extract_features.splits import (
     open_splits,
     saved_model,
     shared_params,
+    truncation_note,
     user_sources,
 )
 from bnncli.storage.atomic import check_free_space
@@ -151,7 +152,9 @@ def _extract(
     content, preprocess, layer = network().features(split)
     heads[split.name] = _without_rows(content)
     check_same_head(run, content, names, recorded, shared_params(options))
-    return _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
+    computed = _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
+    computed.summary.extend(truncation_note(split, content))
+    return computed
 
 
 def _params(run: Run, options: ExtractFeaturesOptions, split: data.InputSplit) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class NetworkFeatures:
             check_logits=None if whole.logits is None else whole.logits[:CHECK_ROWS].numpy(),
             is_ood=split.is_ood,
             names=encoded_names(split.names),
+            num_truncated=whole.num_truncated if split.is_text else None,
         )
         preprocess = {
             "mean": options.mean,

@@ -15,6 +15,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.model_files import ModelFiles, opened_model
 from bnncli.storage.feature_set import SHARED_PARAMS
+from bnncli.storage.features import FeatureFile
 from bnncli.storage.provenance import Source
 
 _OF_SAVED_MODELS = ("base_model", "feature_node")  # options that change numbers, recorded where they are given
@@ -82,6 +83,16 @@ def class_names(splits: list[data.InputSplit], num_classes: int) -> list[str]:
                 f"split {name!r} has {len(names)} classes, the network has {num_classes}", code="class_mismatch"
             )
     return next(iter(named.values()), [str(index) for index in range(num_classes)])
+
+
+def truncation_note(split: data.InputSplit, content: FeatureFile) -> list[str]:
+    """How many texts of a split the model's tokenizer cut, in a line; none where it cut none."""
+    transform = split.preprocess.transform
+    if not content.num_truncated or transform is None:
+        return []
+    limit = transform.to_json().get("max_length")
+    longer = "than the model takes" if limit is None else f"than {limit} tokens"
+    return [f"{content.name}: {content.num_truncated:,} of {len(split):,} texts were longer {longer} and were cut"]
 
 
 def model_identity(options: ExtractFeaturesOptions) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""Labels of data as classes of a model: matched by their names, never by their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bnncli.errors import DataError
+from bnncli.names import listed
+
+if TYPE_CHECKING:
+    from bnncli.data._split import InputSplit
+
+
+@dataclass(frozen=True, eq=False)
+class Numbering:
+    """Classes of a model, index = output, and `numbers` (C,): the output of each label of the data; None leaves them."""
+
+    classes: tuple[str, ...]
+    numbers: np.ndarray | None = None
+
+    def of(self, labels: np.ndarray) -> np.ndarray:
+        """Labels (n,) as outputs of the model. Raises DataError for one that has no name."""
+        if self.numbers is None:
+            return labels
+        if len(labels) and labels.max() >= len(self.numbers):
+            raise DataError(
+                f"a label is {labels.max()}, and the data name {len(self.numbers)} classes", code="bad_labels"
+            )
+        return self.numbers[labels]
+
+
+def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit:
+    """The split with its labels as those of a model: each class by its name, whole numbers as they are.
+
+    Names are the same where they differ in nothing but capitals and spaces around them. Data may have some of the classes
+    alone. Names that are all whole numbers are the model's own.
+
+    Args:
+        classes: of the model, index = output; None where it names none, and the data's stay.
+
+    Raises:
+        DataError: the data name a class that the model does not have; both lists are in the message.
+    """
+    if classes is None or split.is_ood:
+        return split
+    if split.classes is None or not split.is_labeled:
+        return replace(split, numbering=Numbering(classes))
+    numbers = _numbers_by_name(split.classes, classes)
+    if numbers is None:
+        known = {_folded(name) for name in classes}
+        unknown = [name for name in split.classes if _folded(name) not in known]
+        raise DataError(
+            f"split {split.name!r} has the classes {listed(split.classes, limit=8)}, the model has {listed(classes, limit=8)}"
+            + (f"; it does not know {listed(unknown)}" if len(classes) > 8 or len(split.classes) > 8 else ""),
+            code="class_mismatch",
+            hint="rename the classes of the data, or give labels as whole numbers: the model's outputs from 0 on",
+        )
+    return replace(split, numbering=Numbering(classes, numbers))
+
+
+def _numbers_by_name(names: tuple[str, ...], classes: tuple[str, ...]) -> np.ndarray | None:
+    """The index in `classes` of each name; None where one has no index, or two have the same."""
+    exact = {name: index for index, name in enumerate(classes)}
+    folded = {_folded(name): index for index, name in enumerate(classes)}
+    if len(exact) == len(classes) and all(name in exact for name in names):
+        return np.array([exact[name] for name in names], np.int64)
+    if len(folded) == len(classes) and len({_folded(name) for name in names}) == len(names):
+        if all(_folded(name) in folded for name in names):
+            return np.array([folded[_folded(name)] for name in names], np.int64)
+        if all(name.isascii() and name.isdecimal() and int(name) < len(classes) for name in names):
+            return np.array([int(name) for name in names], np.int64)
+    return None
+
+
+def _folded(name: str) -> str:
+    return name.strip().casefold()

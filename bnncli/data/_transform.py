@@ -1,0 +1,121 @@
+"""What a model brings to make its inputs out of images or of texts: an image processor, a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from bnncli.data._channels import channels_axis
+from bnncli.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from bnncli.data._split import Dataset
+
+
+class Transformed(NamedTuple):
+    """Inputs of n items, one array or one by each name of the network's arguments, and how many texts were cut."""
+
+    inputs: np.ndarray | Mapping[str, np.ndarray]
+    num_truncated: int = 0
+
+
+class Transform(Protocol):
+    """From decoded images or texts to what a network takes. It goes to other processes, so it must be picklable."""
+
+    @property
+    def takes(self) -> str:
+        """images: PIL images; texts: str, or pairs (str, str)."""
+
+    @property
+    def mode(self) -> str:
+        """Of the images that it takes: RGB, or L where the network has one channel; empty for texts."""
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """Inputs of the items: real numbers as float32, token ids as int64."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What it does, for provenance: same JSON, same inputs."""
+
+
+def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None:
+    """Nothing, when the model can take what the data have.
+
+    Raises:
+        UsageError: texts for a network that takes arrays or images, images or arrays of pixels for one that takes texts.
+    """
+    items = items_of(dataset)
+    if transform is None and items == "texts":
+        raise UsageError(
+            f"{spec}: the data are texts, and the model has no tokenizer",
+            hint="give a model that brings its own, as \0model\0 hf:FOLDER",
+        )
+    if transform is not None and {items, transform.takes} == {"texts", "images"}:
+        hint = "name the column of {0}: {0}=COLUMN" if _has_columns(spec) else "give data of {0}"
+        raise UsageError(
+            f"{spec}: the data are {items}, and the model takes {transform.takes}",
+            hint=hint.format(transform.takes.removesuffix("s")),
+        )
+
+
+def _has_columns(spec: str) -> bool:
+    return spec.partition(":")[0] in ("csv", "tsv", "jsonl", "parquet", "arrow", "hf-dataset")
+
+
+def items_of(dataset: Dataset) -> str:
+    """What the data set's `read` gives: arrays, images or texts; kinds that others have installed give arrays."""
+    return cast(str, getattr(dataset, "items", "arrays"))
+
+
+def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: str) -> Transformed:
+    """What the model makes of items.
+
+    Args:
+        items: what its `takes` says, or uint8 images (n, H, W), (n, H, W, C) or (n, C, H, W) where it takes images.
+        where: what they are of, for messages.
+
+    Raises:
+        DataError: it cannot take them.
+    """
+    if isinstance(items, np.ndarray):
+        items = pil_images(items, transform, where)
+    try:
+        found = transform(items)
+    except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError) as error:
+        message = f"{where}: the model's preprocessing fails on these {transform.takes}: {_first_line(error)}"
+        raise DataError(message, code="wrong_inputs") from error
+    inputs = found.inputs
+    if isinstance(inputs, Mapping):
+        return Transformed({name: settled(array) for name, array in inputs.items()}, found.num_truncated)
+    return Transformed(settled(inputs), found.num_truncated)
+
+
+def settled(array: np.ndarray) -> np.ndarray:
+    """Real numbers as float32, whole ones as int64, booleans as they are."""
+    kinds = {"f": np.float32, "i": np.int64, "u": np.int64}
+    return np.ascontiguousarray(array, kinds.get(array.dtype.kind, array.dtype))
+
+
+def pil_images(array: np.ndarray, transform: Transform, where: str) -> list[Image.Image]:
+    """Images (n, H, W), (n, H, W, C) or (n, C, H, W) of uint8 as PIL images of the transform's mode."""
+    from PIL import Image  # here, for its time
+
+    axis = channels_axis(array.shape) if array.ndim != 2 else None
+    if transform.takes != "images" or array.ndim == 2:
+        what = f"{transform.takes}, and the data are arrays of shape {tuple(array.shape[1:])}"
+        raise DataError(f"{where}: the model takes {what}", code="wrong_inputs")
+    if axis == 1:
+        array = np.moveaxis(array, 1, 3)
+    if array.ndim == 4 and array.shape[3] == 1:
+        array = array[..., 0]
+    if array.ndim == 4 and transform.mode == "L":
+        raise DataError(f"{where}: the data are colour images, and the model takes grey ones", code="wrong_inputs")
+    return [Image.fromarray(np.ascontiguousarray(image)).convert(transform.mode) for image in array]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

@@ -1,0 +1,69 @@
+"""Networks that take several inputs by name, and texts through what a model brings for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from problems.transforms import WordLengths
+from torch import Tensor, nn
+
+from bnncli.data import InputSplit, Preprocess, load_split
+from bnncli.errors import DataError
+from bnncli.extraction.features import collect, extract, find_last_linear, head_of
+
+TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"]
+
+
+class MeanOfWords(nn.Module):
+    """A classifier of the mean embedding of the words that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.pooled(input_ids, attention_mask))
+
+    def pooled(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask.float()[:, :, None]
+        return (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
+
+
+@pytest.fixture
+def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InputSplit:
+    (tmp_path / "some_texts.py").write_text(f"def make(): return [(text, 1) for text in {TEXTS!r}]")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return load_split(f"py:{tmp_path / 'some_texts.py'}:make", preprocess=Preprocess(transform=WordLengths()))
+
+
+def test_features_of_texts_are_those_of_a_plain_forward_pass(split: InputSplit) -> None:
+    model = MeanOfWords().eval()
+    first = next(split.batches(1)).inputs
+    found = collect(extract(model, head_of(model, find_last_linear(model, first)), split, batch_size=2), len(split))
+    ids = WordLengths()(TEXTS).inputs
+    assert isinstance(ids, dict)
+    inputs = {name: torch.from_numpy(array) for name, array in ids.items()}
+    torch.testing.assert_close(found.features, model.pooled(**inputs).detach())
+    torch.testing.assert_close(found.logits, model(**inputs).detach())
+    assert found.labels is not None
+    assert found.labels.tolist() == [1] * 5
+    assert found.num_truncated == 2
+
+
+def test_inputs_of_other_names_are_told_with_what_the_network_says(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", input_ids=np.ones((4, 3), int), token_types=np.ones((4, 3), int))
+    split = load_split(f"npz:{tmp_path / 'a.npz'}:input_ids+token_types")
+    with pytest.raises(DataError, match="unexpected keyword argument 'token_types'"):
+        find_last_linear(MeanOfWords(), next(split.batches(2)).inputs)
+
+
+def test_shapes_that_the_network_cannot_take_are_listed_by_name(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", input_ids=np.ones((4, 3), int), attention_mask=np.ones((4, 5)))
+    split = load_split(f"npz:{tmp_path / 'a.npz'}:input_ids+attention_mask")
+    with pytest.raises(DataError, match=r"inputs of shape \(2, 3\) \(input_ids\), \(2, 5\) \(attention_mask\): "):
+        find_last_linear(MeanOfWords(), next(split.batches(2)).inputs)
