@@ -26,7 +26,7 @@ from bnncli.options import HmcOptions
 from bnncli.run.resumable import ResumableDraws
 from bnncli.stages.hmc import work as hmc
 from bnncli.stages.hmc.report import hmc_warnings
-from bnncli.storage import draw_file
+from bnncli.storage import draw_file, record_file
 from bnncli.storage.samples import read_samples
 from bnncli.theta.head import HeadLayout
 
@@ -123,7 +123,7 @@ def test_a_killed_run_continues_to_the_same_bits(cli: Cli, small_run: Path) -> N
 def test_a_run_that_cannot_write_its_draws_continues_once_it_can(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, left = draw_file._Writer._write, iter(range(12, -1, -1))
+    plain, left = record_file._Writer._write, iter(range(12, -1, -1))
 
     def full(self: Any, batch: Any) -> None:
         if not next(left, 0):
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_write_its_draws_continues_once_it_can(
         plain(self, batch)
 
     words = ("hmc", small_run, *SMALL, "--save-every", 0)
-    monkeypatch.setattr(draw_file._Writer, "_write", full)
+    monkeypatch.setattr(record_file._Writer, "_write", full)
     done = cli(*words, "--name", "cut")
     assert (done.code, ".cut.resume.draws failed: No space left" in done.stderr) == (74, True)
     told = f"free space on the file system of {posteriors(small_run)}, then continue with: bnncli hmc {small_run}"
@@ -171,14 +171,14 @@ def test_a_disk_that_is_full_when_the_draws_are_published_keeps_the_state_and_sa
 def test_whatever_ends_the_writer_of_draws_is_told_once(
     cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, code: int, line: str
 ) -> None:
-    plain, left = draw_file._Writer._write, iter(range(3, -1, -1))
+    plain, left = record_file._Writer._write, iter(range(3, -1, -1))
 
     def fail_at_the_fourth(self: Any, batch: Any) -> None:
         if not next(left, 0):
             raise failure
         plain(self, batch)
 
-    monkeypatch.setattr(draw_file._Writer, "_write", fail_at_the_fourth)
+    monkeypatch.setattr(record_file._Writer, "_write", fail_at_the_fourth)
     monkeypatch.setattr(hmc, "DrawFile", partial(draw_file.DrawFile, buffer_bytes=1))
     done = cli("hmc", small_run, *SMALL, "--name", "cut")
     assert (done.code, done.stderr.count(line)) == (code, 1), done.stderr

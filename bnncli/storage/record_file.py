@@ -1,0 +1,248 @@
+"""Records of an unfinished run, all of one shape: a raw file beside the artifact they are for, that grows as they come.
+
+A record is on disk before the resume state that counts it. Nothing is read back before the end, and then by mapping. Records
+are written on a thread of their own, a few batches behind the run at most, so that neither the disk nor the copy from a
+GPU stops the work; they are synced once, before a state counts them or somebody reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from bnncli.lazy import torch
+from bnncli.storage.atomic import sync, write_error
+from bnncli.storage.resume import remove_state, state_path, unusable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BUFFER_BYTES = 64 << 20  # records stay on their device until there are so many, or until a state is saved
+QUEUED = 2  # batches that wait for the writer, beside the one that it writes
+
+
+class _Pending(NamedTuple):
+    """Records, several in a tensor, in the CPU's memory, and the event that says they have arrived; None where they have."""
+
+    records: list[Tensor]
+    arrival: Any = None
+
+    @classmethod
+    def of(cls, records: list[Tensor], dtype: torch.dtype) -> _Pending:
+        """The records in the file's type; from a GPU by a copy into pinned memory that nobody waits for yet."""
+        device = records[0].device
+        if device.type != "cuda":
+            return cls(records)
+        stacked = torch.cat(records).to(dtype)
+        host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)
+        host.copy_(stacked, non_blocking=True)
+        arrival = torch.cuda.Event()
+        arrival.record(torch.cuda.current_stream(device))
+        return cls([host], arrival)
+
+
+class _Writer:
+    """Appends batches to an open file in their order, on a thread of its own, and hashes them.
+
+    Args:
+        stream: positioned at its end.
+        digest: of what it holds, to go on with.
+        dtype: that records are stored in.
+    """
+
+    def __init__(self, stream: BinaryIO, digest: Any, dtype: torch.dtype) -> None:
+        self._stream, self._digest, self._dtype = stream, digest, dtype
+        self._queue: queue.Queue[_Pending | None] = queue.Queue(QUEUED)
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread.start()
+
+    def put(self, pending: _Pending) -> None:
+        """Have them written; waits while too many do already. Raises what writing an earlier one failed with."""
+        self._queue.put(pending)
+        self._raise()
+
+    def settle(self) -> None:
+        """Wait until all are with the system. Raises what writing failed with."""
+        self._queue.join()
+        self._raise()
+        self._stream.flush()
+
+    def stop(self) -> None:
+        """End the thread, once it has written what waits."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        while (pending := self._queue.get()) is not None:
+            try:
+                if self._failure is None:  # what comes after a hole would be read as what was to be there
+                    self._write(pending)
+            except Exception as error:  # of any kind: it belongs to the main thread
+                self._failure = error
+            except BaseException as error:  # a thread that ended would be waited for without end
+                self._failure = RuntimeError(f"the writer of records was ended by {error!r}")
+                self._failure.__cause__ = error
+            finally:
+                self._queue.task_done()
+
+    def _write(self, pending: _Pending) -> None:
+        if pending.arrival is not None:
+            pending.arrival.synchronize()
+        for record in pending.records:
+            content = record.to(self._dtype).contiguous().numpy().data
+            self._stream.write(content)
+            self._digest.update(content)
+
+
+class RecordFile:
+    """The records of the run that will make `artifact`; there is no file before the first batch or flush.
+
+    Args:
+        path: of the raw file.
+        artifact: what the records are for; the state that counts them lies beside it.
+        shape, dtype: of a record.
+        what: the records, for messages.
+        buffer_bytes: records kept in memory before they are sent to be written; a few times as many may be on their way.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        artifact: Path,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        what: str,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        self.path = path
+        self._state = state_path(artifact)
+        self._shape, self._dtype, self._what = shape, dtype, what
+        self._record = dtype.itemsize * math.prod(shape)
+        self._buffer_bytes = buffer_bytes
+        self._buffer: list[Tensor] = []
+        self._num_buffered = 0
+        self._stream: BinaryIO | None = None
+        self._writer: _Writer | None = None
+        self._written = 0
+        self._hash = hashlib.sha256()
+
+    def continue_from(self, num_records: int, digest: bytes) -> None:
+        """Go on after that many records of the file that is there; what was written later is dropped.
+
+        Args:
+            num_records: that the state counts.
+            digest: of these records, as `digest` said when the state was saved.
+
+        Raises:
+            DataError: the file is gone, shorter, or its records are others.
+        """
+        if num_records == 0:
+            return
+        try:
+            stream = self._open(os.O_RDWR)
+        except FileNotFoundError:
+            raise unusable(self._state, f"its {self._what} ({self.path.name}) are gone") from None
+        except OSError as error:
+            raise write_error(error, self.path) from None
+        self._stream, self._written = stream, num_records
+        if stream.seek(0, 2) < num_records * self._record:
+            raise unusable(self._state, f"its {self._what} ({self.path.name}) are truncated")
+        stream.seek(0)
+        for first in range(0, num_records * self._record, BUFFER_BYTES):
+            self._hash.update(stream.read(min(BUFFER_BYTES, num_records * self._record - first)))
+        if self.digest != digest:
+            raise unusable(self._state, f"its {self._what} ({self.path.name}) are damaged")
+        stream.truncate(num_records * self._record)
+        stream.seek(0, 2)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the records on disk; after a flush, of all."""
+        return self._hash.digest()
+
+    def _open(self, flags: int) -> BinaryIO:
+        """The file itself, never what a link in its place points to."""
+        return os.fdopen(os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
+
+    def extend(self, records: Tensor) -> None:
+        """Keep records (n, *shape), which nobody changes any more.
+
+        Raises:
+            OutputExists, WriteError: the folder cannot be written, the disk is full; perhaps at an earlier record.
+        """
+        self._buffer.append(records)
+        self._num_buffered += len(records)
+        if self._num_buffered * self._record >= self._buffer_bytes:
+            with self._failing():
+                self._send()
+
+    def flush(self) -> None:
+        """Write what is in memory, and wait until all of it is on the disk itself.
+
+        Raises:
+            OutputExists, WriteError: the folder cannot be written, the disk is full; perhaps at an earlier record.
+        """
+        with self._failing():
+            self._send().settle()
+            sync(self.path)
+
+    def _send(self) -> _Writer:
+        """Have the buffer written, by the writer that is there or one for a new file."""
+        if self._stream is None:
+            remove_state(self._state)  # of an earlier run, whose records this file takes the place of
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)
+            self._stream = self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if self._writer is None:
+            self._writer = _Writer(self._stream, self._hash, self._dtype)
+        if self._buffer:
+            records, self._buffer = self._buffer, []
+            self._written, self._num_buffered = self._written + self._num_buffered, 0
+            self._writer.put(_Pending.of(records, self._dtype))
+        return self._writer
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Failures to write inside the block, or before it on the writer's thread, as users see them."""
+        try:
+            yield
+        except OSError as error:
+            raise write_error(error, self.path) from None
+
+    def records(self) -> Tensor:
+        """All records (T, *shape), mapped from the file; changing them changes nothing on disk."""
+        self.flush()
+        if not self._written:
+            return torch.empty(0, *self._shape, dtype=self._dtype)
+        stored = {torch.float32: "<f4", torch.float16: "<f2"}[self._dtype]
+        return torch.from_numpy(np.memmap(self.path, stored, "c", shape=(self._written, *self._shape)))
+
+    def close(self) -> None:
+        """Close the file; nothing can be added then, and records that are mapped stay."""
+        if self._writer is not None:
+            self._writer.stop()
+            self._writer = None
+        if self._stream is not None:
+            with contextlib.suppress(OSError):  # what no state counts and nobody has read is not missed
+                self._stream.close()
+
+    def remove(self) -> None:
+        """Close the file and remove it; records that are mapped stay."""
+        self.close()
+        remove_state(self.path)
