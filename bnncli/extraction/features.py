@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +48,7 @@ def extract(
     num_workers: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    first_row: int = 0,
     progress: Progress = SILENT,
 ) -> Iterator[Extracted]:
     """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
@@ -58,6 +60,7 @@ def extract(
         head: its last linear layer; None when the model's output are the features.
         batch_size: examples a forward pass.
         dtype: what features are returned in, float32 or float16.
+        first_row: rows before it are left out.
 
     Raises:
         DataError: features that are not finite or not (n, D), a head that is not the last step, labels that are not
@@ -69,15 +72,19 @@ def extract(
     layer = None if head is None else linear_layers(model)[head.name]
     label = split.name or split.spec
     task = progress.task(f"extract {label}".strip(), len(split))
-    start = 0
-    for batch in split.batches(batch_size, device=device, num_workers=num_workers):
+    if first_row:
+        task.advance(first_row)
+    if first_row == len(split):
+        return
+    start, rest = first_row, split.take(np.arange(first_row, len(split))) if first_row else split
+    for batch in rest.batches(batch_size, device=device, num_workers=num_workers):
         features, output = _features_and_output(model, layer, batch.inputs)
         where = f"split {label}"
         _check_features(features, where=where, first_row=start)
         logits = None
         if head is not None:
             logits = _as_logits(output, head)
-            if start == 0:
+            if start == first_row:
                 _prove_head(model, head, batch.inputs, features, output)
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)

@@ -79,6 +79,14 @@ class ExtractFeaturesOptions(Checked):
     batch_size: int = option(256, "Inputs a batch.", minimum=1, numeric=False)
     num_workers: int = option(0, "Processes that decode images.", minimum=0, numeric=False)
 
+    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    save_every: float = option(
+        60.0,
+        "Seconds between the states that \0resume\0 continues from; 0 saves after every batch.",
+        minimum=0,
+        numeric=False,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.model is None) == (self.from_npz is None):

@@ -19,6 +19,7 @@ from bnncli.numerics.digests import tensor_digest
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.checkpoint_record import record_of, record_of_files
 from bnncli.run.model_files import arguments_by_name, own_files
+from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
 
 
@@ -107,13 +108,22 @@ class Network:
         return head_of(self.module, find_last_linear(self.module, first.inputs))
 
     def features(
-        self, split: data.InputSplit, head: Head | None, *, batch_size: int, dtype: str, num_workers: int = 0
+        self,
+        split: data.InputSplit,
+        head: Head | None,
+        *,
+        batch_size: int,
+        dtype: str,
+        num_workers: int = 0,
+        store: FeatureStore | None = None,
     ) -> Extracted:
         """Features, logits and labels of a whole split, on the CPU; raises as `extract` does.
 
         Args:
             dtype: what features are stored in, float32 or float16.
+            store: where they are collected, and what is there of an interrupted run; none keeps all in memory.
         """
+        first_row = 0 if store is None else store.restore()
         batches = extract(
             self.module,
             head,
@@ -122,6 +132,7 @@ class Network:
             num_workers=num_workers,
             device=self.run.device,
             dtype=getattr(torch, dtype),
+            first_row=first_row,
             progress=self.run.console,
         )
-        return collect(batches, len(split))
+        return collect(batches, len(split)) if store is None else store.collect(batches)

@@ -179,6 +179,16 @@ def _sync_name(target: Path) -> None:
         ) from None
 
 
+@contextmanager
+def published_at_once() -> Iterator[None]:
+    """Within, files take their names when they are whole, also inside a block of `published_together`."""
+    token = _WAITING.set(None)
+    try:
+        yield
+    finally:
+        _WAITING.reset(token)
+
+
 def publish_bytes(target: Path, content: bytes, *, may_replace: bool, poll: bool = True) -> None:
     """Publish `content` as a file; raises as publish does."""
 

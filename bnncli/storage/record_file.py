@@ -132,7 +132,7 @@ class RecordFile:
     ) -> None:
         self.path = path
         self._state = state_path(artifact)
-        self._shape, self._dtype, self._what = shape, dtype, what
+        self.shape, self._dtype, self._what = shape, dtype, what
         self._record = dtype.itemsize * math.prod(shape)
         self._buffer_bytes = buffer_bytes
         self._buffer: list[Tensor] = []
@@ -229,9 +229,13 @@ class RecordFile:
         """All records (T, *shape), mapped from the file; changing them changes nothing on disk."""
         self.flush()
         if not self._written:
-            return torch.empty(0, *self._shape, dtype=self._dtype)
+            return torch.empty(0, *self.shape, dtype=self._dtype)
         stored = {torch.float32: "<f4", torch.float16: "<f2"}[self._dtype]
-        return torch.from_numpy(np.memmap(self.path, stored, "c", shape=(self._written, *self._shape)))
+        return torch.from_numpy(np.memmap(self.path, stored, "c", shape=(self._written, *self.shape)))
+
+    def collected(self) -> Tensor:
+        """The same; where all of them are still in memory there is no file, and none is made. At least one record."""
+        return self.records() if self._stream is not None else torch.cat(self._buffer)
 
     def close(self) -> None:
         """Close the file; nothing can be added then, and records that are mapped stay."""

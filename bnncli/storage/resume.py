@@ -1,7 +1,7 @@
 """Resume states: what an unfinished run needs to go on, as one safetensors file beside the artifact it would have made.
 
 A state says what it belongs to: the parameters' hash, the seed, the digests of the inputs. It continues exactly that
-run or none. Draws that are too many to be written again with every state lie in a raw file of their own beside it.
+run or none. Draws and features that are too many to be written again with every state lie in a raw file of their own beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import DataError
 from bnncli.machine.input_files import reading
 from bnncli.numerics.digests import canonical_json, tensor_digest
-from bnncli.storage.atomic import publish_bytes
+from bnncli.storage.atomic import publish_bytes, published_at_once
 from bnncli.storage.headers import SCHEMA, with_digest
 from bnncli.storage.posteriors import METADATA_KEY, read_document
 from bnncli.storage.provenance import Source, params_hash
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "resume"
-_STATE, _DRAWS = ".resume.safetensors", ".resume.draws"
+_STATE, _DRAWS, _ROWS = ".resume.safetensors", ".resume.draws", ".resume.rows"
 
 
 def state_path(artifact: Path) -> Path:
@@ -38,15 +38,20 @@ def draws_path(artifact: Path) -> Path:
     return artifact.with_name(f".{artifact.stem}{_DRAWS}")
 
 
+def rows_path(artifact: Path) -> Path:
+    """.<name>.resume.rows beside the artifact: raw features, as long as they are not an artifact."""
+    return artifact.with_name(f".{artifact.stem}{_ROWS}")
+
+
 def leftovers(folder: Path) -> list[Path]:
-    """Every resume state and file of raw draws under a folder, sorted."""
-    return sorted(path for suffix in (_STATE, _DRAWS) for path in folder.rglob(f".*{suffix}") if path.is_file())
+    """Every resume state and file of raw draws or features under a folder, sorted."""
+    return sorted(path for suffix in (_STATE, _DRAWS, _ROWS) for path in folder.rglob(f".*{suffix}") if path.is_file())
 
 
 def artifact_stem(leftover: Path) -> str:
     """The name of the artifact that a path of `leftovers` belongs to."""
     name = leftover.name.removeprefix(".")
-    return name.removesuffix(_STATE).removesuffix(_DRAWS)
+    return name.removesuffix(_STATE).removesuffix(_DRAWS).removesuffix(_ROWS)
 
 
 def identity_of(
@@ -87,7 +92,8 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], identity: Mapping[str
         "identity": dict(identity),
     }
     metadata = {METADATA_KEY: canonical_json(with_digest(document))}
-    publish_bytes(path, save(stored, metadata=metadata), may_replace=True, poll=False)
+    with published_at_once():  # it is no part of what the command is to make
+        publish_bytes(path, save(stored, metadata=metadata), may_replace=True, poll=False)
 
 
 def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | None:
@@ -119,7 +125,7 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
 
 
 def remove_state(path: Path) -> None:
-    """Remove a state (or raw draws); nothing when there is none."""
+    """Remove a state (or raw draws or features); nothing when there is none."""
     with contextlib.suppress(OSError):
         path.unlink()
 

@@ -75,7 +75,7 @@ LINES = {
         ),
         Line(
             "extract-features/network",
-            ("net.pt", *_TWO, "--mean", "0.5"),
+            ("net.pt", *_TWO, "--mean", "0.5", "--save-every", "0"),
             ("net.pt.bnn/features/*.h5", "net.pt.bnn/posteriors/map.safetensors"),
             ("net.pt", *_TWO),
             ("net.pt", "train.npz"),

@@ -94,7 +94,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
     note_changed(run, requests)
     heads: dict[str, FeatureFile] = {}
     works = [
-        Work(request, partial(_extract, run, options, network, recorded, split, names, heads))
+        Work(request, partial(_extract, run, options, network, recorded, split, request, names, heads))
         for split, request in zip(splits, requests, strict=True)
     ]
 
@@ -102,7 +102,14 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         first = _head_of(run, names[0], heads)
         return [] if options.model == NO_NETWORK else [_make_map(run, options, first, recorded)]
 
-    return _finish(run, settle(run, works, also=also))
+    try:
+        results = settle(run, works, also=also)
+    finally:
+        if network.cache_info().currsize:
+            network().close()
+    if network.cache_info().currsize:
+        network().forget()
+    return _finish(run, results)
 
 
 def _hold_out_seed(run: Run) -> int:
@@ -143,13 +150,14 @@ def _extract(
     network: Callable[[], NetworkFeatures],
     recorded: dict[str, Any] | None,
     split: data.InputSplit,
+    request: Request,
     names: list[str],
     heads: dict[str, FeatureFile],
 ) -> Computed:
     if network().record != recorded:
         message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
         raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
-    content, preprocess, layer = network().features(split)
+    content, preprocess, layer = network().features(split, request)
     heads[split.name] = _without_rows(content)
     check_same_head(run, content, names, recorded, shared_params(options))
     computed = _publishable(run, content, preprocess, layer, split.order_digest, split.spec)

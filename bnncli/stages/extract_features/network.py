@@ -6,12 +6,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from bnncli.data import InputSplit
 from bnncli.extraction.features import Extracted, Head
 from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.network import Network
+from bnncli.run.produce import Request
+from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.splits import class_names
 from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
@@ -29,6 +32,7 @@ class NetworkFeatures:
         assert options.model is not None
         self.options, self.splits = options, splits
         self.network = Network.of(run, options.model, options.model_arg, options.last_layer, saved)
+        self._stores: list[FeatureStore] = []
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -39,6 +43,16 @@ class NetworkFeatures:
     def head(self) -> Head | None:
         """The last linear layer; None for flatten."""
         return self.network.head(self.splits[0])
+
+    def close(self) -> None:
+        """No more features come: what an interrupted run needs to go on stays."""
+        for store in self._stores:
+            store.close()
+
+    def forget(self) -> None:
+        """All features are published: nothing of them is needed any more."""
+        for store in self._stores:
+            store.remove()
 
     @cached_property
     def classes(self) -> list[str]:
@@ -51,15 +65,29 @@ class NetworkFeatures:
         counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
-    def features(self, split: InputSplit) -> tuple[FeatureFile, dict[str, Any], str | None]:
-        """One split's features, what was done to its inputs, and the name of the last layer."""
+    def features(self, split: InputSplit, request: Request) -> tuple[FeatureFile, dict[str, Any], str | None]:
+        """One split's features, what was done to its inputs, and the name of the last layer.
+
+        Args:
+            request: what they are for, which an interrupted run must have been asked for too.
+        """
         options, head = self.options, self.head
+        store = FeatureStore(
+            self.network.run,
+            request,
+            dtype=getattr(torch, options.dtype),
+            batch_size=options.batch_size,
+            resume=options.resume,
+            save_every=options.save_every,
+        )
+        self._stores.append(store)
         whole = self.network.features(
             split,
             head,
             batch_size=options.batch_size,
             num_workers=options.num_workers,
             dtype=options.dtype,
+            store=store,
         )
         weight, bias = (None, None) if head is None else (head.weight, head.bias)
         content = FeatureFile(
