@@ -6,32 +6,24 @@ Classes are the folder names, sorted. Images are grey when the first image of ev
 from __future__ import annotations
 
 import os
-import struct
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from bnncli.data._pixels import SUFFIXES, check_mode, check_same_size, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, MissingInput
-from bnncli.machine.input_files import is_failure, open_regular, reading
+from bnncli.machine.input_files import open_regular, reading
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
 from bnncli.progress import Progress
 
 FORM = Form("images:DIR", place=30)
-
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".gif"}
-_GREY = {"L", "1", "LA"}
-_DAMAGE = (
-    UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, OverflowError,
-    Image.DecompressionBombError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +67,8 @@ class ImageDataset:
             return [self._image(self.files[row]) for row in rows.tolist()], labels
         arrays: list[np.ndarray] = []
         for row in rows.tolist():
-            arrays.append(self._decode(self.files[row]))
-            if arrays[-1].shape != arrays[0].shape:
-                raise DataError(
-                    f"images differ in size: {quoted(self.files[row])} is {_size(arrays[-1])}, "
-                    f"{quoted(self.files[int(rows[0])])} is {_size(arrays[0])}",
-                    hint="\0resize\0 N \0crop\0 N makes them equal",
-                )
+            arrays.append(sized(self._image(self.files[row]), self.preprocess, self.files[row]))
+            check_same_size(arrays[-1], arrays[0], self.files[row], self.files[int(rows[0])])
         return np.stack(arrays), labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
@@ -99,24 +86,6 @@ class ImageDataset:
         with _opened(self.folder, name) as image:
             check_mode(image, self.mode, name)
             return image.convert(self.mode)
-
-    def _decode(self, name: str) -> np.ndarray:
-        """One image (H, W, C), resized and cropped."""
-        return self._sized(self._image(name), name)
-
-    def _sized(self, image: Image.Image, name: str) -> np.ndarray:
-        width, height = image.size
-        new_height, new_width = self.preprocess.resized_shape(height, width)
-        if (new_height, new_width) != (height, width):
-            image = image.resize((new_width, new_height), Image.Resampling.BILINEAR)
-        if crop := self.preprocess.crop:
-            try:
-                top, left = self.preprocess.crop_corner(new_height, new_width)
-            except DataError as error:
-                raise DataError(f"{quoted(name)}: {error.message}", hint=error.hint) from error
-            image = image.crop((left, top, left + crop, top + crop))
-        array = np.array(image)
-        return array[:, :, None] if array.ndim == 2 else array
 
 
 def exists(place: str) -> bool:
@@ -145,19 +114,23 @@ def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
     if not files:
         raise DataError(f"no images in {folder}", code="empty_split", path=folder)
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups]) if classes else None
-    if preprocess.transform is None:
-        mode = _mode(folder, [group[0] for group in groups if group])
-    else:
+    return image_dataset(folder, files, labels, tuple(classes) or None, preprocess)
+
+
+def image_dataset(
+    folder: Path,
+    files: Sequence[str],
+    labels: np.ndarray | None,
+    classes: tuple[str, ...] | None,
+    preprocess: Preprocess,
+) -> ImageDataset:
+    """Image files in a folder, with labels (N,); decoded to what a transform takes, else as the first of every class are."""
+    if preprocess.transform is not None:
         mode = preprocess.transform.mode or "RGB"
-    return ImageDataset(folder, files, labels, tuple(classes) or None, mode, preprocess)
-
-
-def check_mode(image: Image.Image, mode: str, name: str) -> None:
-    """Nothing, when the image can be decoded to the mode without losing colour or depth. Raises DataError."""
-    if image.mode.startswith(("I", "F")):
-        raise DataError(f"{quoted(name)} has more than 8 bits a channel ({image.mode}), expected 8")
-    if mode == "L" and image.mode not in _GREY:
-        raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are grey")
+    else:
+        firsts = np.unique(labels, return_index=True)[1] if labels is not None else np.arange(len(files))[:1]
+        mode = _mode(folder, [files[row] for row in firsts.tolist()])
+    return ImageDataset(folder, tuple(files), labels, classes, mode, preprocess)
 
 
 @contextmanager
@@ -168,15 +141,11 @@ def _opened(folder: Path, name: str) -> Iterator[Image.Image]:
         MissingInput, DeviceError, ReadError: it cannot be read, as open_regular says.
         DataError: it is no image, is damaged, or has more pixels than any camera's (PIL's own limit).
     """
-    path = folder / name
-    with open_regular(path) as stream:
-        try:
-            with Image.open(stream) as image:
-                yield image
-        except _DAMAGE as error:
-            if is_failure(error):
-                raise
-            raise DataError(f"cannot decode {quoted(name)} in {folder}: {error}", path=path) from error
+    with (
+        open_regular(folder / name) as stream,
+        opened_image(stream, f"{quoted(name)} in {folder}", folder / name) as image,
+    ):
+        yield image
 
 
 def _mode(folder: Path, first_files: list[str]) -> str:
@@ -185,7 +154,7 @@ def _mode(folder: Path, first_files: list[str]) -> str:
     for name in first_files:
         with _opened(folder, name) as image:
             modes.add(image.mode)
-    return "L" if modes <= _GREY else "RGB"
+    return mode_of(modes)
 
 
 def _images_under(folder: Path, class_name: str) -> list[str]:
@@ -197,8 +166,4 @@ def _images_under(folder: Path, class_name: str) -> list[str]:
 
 
 def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in _SUFFIXES and not name.startswith(".")
-
-
-def _size(array: np.ndarray) -> str:
-    return f"{array.shape[0]} x {array.shape[1]}"
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")

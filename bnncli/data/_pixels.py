@@ -1,0 +1,86 @@
+"""From encoded images to arrays of one size: decoded without losing colour or depth, resized, cropped."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from bnncli.data._preprocess import Preprocess
+from bnncli.errors import DataError
+from bnncli.machine.input_files import is_failure
+from bnncli.names import quoted
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".gif"}
+_GREY = {"L", "1", "LA"}
+_DAMAGE = (
+    UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, OverflowError,
+    Image.DecompressionBombError,
+)  # fmt: skip
+
+
+@contextmanager
+def opened_image(stream: IO[bytes], where: str, path: Path | None = None) -> Iterator[Image.Image]:
+    """An image, opened: what cannot be decoded, here or inside the block, is a DataError.
+
+    Args:
+        where: what to call it, its file too.
+
+    Raises:
+        DataError: it is no image, is damaged, or has more pixels than any camera's (PIL's own limit).
+    """
+    try:
+        with Image.open(stream) as image:
+            yield image
+    except _DAMAGE as error:
+        if is_failure(error):
+            raise
+        raise DataError(f"cannot decode {where}: {error}", path=path) from error
+
+
+def mode_of(modes: set[str]) -> str:
+    """L when every image is grey, else RGB."""
+    return "L" if modes <= _GREY else "RGB"
+
+
+def check_mode(image: Image.Image, mode: str, name: str) -> None:
+    """Nothing, when the image can be decoded to the mode without losing colour or depth. Raises DataError."""
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"{quoted(name)} has more than 8 bits a channel ({image.mode}), expected 8")
+    if mode == "L" and image.mode not in _GREY:
+        raise DataError(f"{quoted(name)} is a colour image ({image.mode}), but the first images are grey")
+
+
+def sized(image: Image.Image, preprocess: Preprocess, name: str) -> np.ndarray:
+    """A decoded image (H, W, C), resized and cropped. Raises DataError when it is smaller than the crop."""
+    width, height = image.size
+    new_height, new_width = preprocess.resized_shape(height, width)
+    if (new_height, new_width) != (height, width):
+        image = image.resize((new_width, new_height), Image.Resampling.BILINEAR)
+    if crop := preprocess.crop:
+        try:
+            top, left = preprocess.crop_corner(new_height, new_width)
+        except DataError as error:
+            raise DataError(f"{quoted(name)}: {error.message}", hint=error.hint) from error
+        image = image.crop((left, top, left + crop, top + crop))
+    array = np.array(image)
+    return array[:, :, None] if array.ndim == 2 else array
+
+
+def check_same_size(array: np.ndarray, first: np.ndarray, name: str, first_name: str) -> None:
+    """Nothing, when two images have one size. Raises DataError."""
+    if array.shape != first.shape:
+        raise DataError(
+            f"images differ in size: {quoted(name)} is {_size(array)}, {quoted(first_name)} is {_size(first)}",
+            hint="\0resize\0 N \0crop\0 N makes them equal",
+        )
+
+
+def _size(array: np.ndarray) -> str:
+    return f"{array.shape[0]} x {array.shape[1]}"
