@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bnncli.networks._load import load_network
+from bnncli.networks._load import fill_network, load_network
 
-__all__ = ["load_network"]
+__all__ = ["fill_network", "load_network"]

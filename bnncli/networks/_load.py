@@ -42,7 +42,7 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
         raise UsageError(f"\0model\0: {spec!r} returned {type(network).__name__}, expected a torch.nn.Module")
     network = network.float()
     if state is not None and (state or network.state_dict()):
-        _fill(network, state, spec)
+        fill_network(network, state, spec)
     return network.eval()
 
 
@@ -60,8 +60,8 @@ def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any]
     return module.build, infer(state)
 
 
-def _fill(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> None:
-    """Copies the tensors into the network, or raises with what does not fit."""
+def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> None:
+    """Copy the tensors into the network. Raises DataError with the names or shapes that do not fit; `spec` is what to call it."""
     expected = network.state_dict()
     state = _with_counters(_with_prefix(state, expected), expected)
     if not state.keys() & expected.keys() and not expected:
