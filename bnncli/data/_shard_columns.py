@@ -1,0 +1,132 @@
+"""Which files of the examples in shards are the input and the label: as named, or as the first example tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bnncli.data._labels import check_labels
+from bnncli.data._pixels import SUFFIXES
+from bnncli.data._shards import Example, Part
+from bnncli.errors import DataError, UsageError
+from bnncli.names import listed, quoted
+
+_OF_KIND = {"image": tuple(sorted(suffix[1:] for suffix in SUFFIXES)), "text": ("txt",), "x": ("npy",)}
+_KIND_TAKEN = {"images": "image", "texts": "text"}
+_LABEL_FIELDS = ("label", "cls", "class", "target")
+_JSON = "json"
+
+
+class Column(NamedTuple):
+    """Files of the examples by their suffix, one of several, or a field of them where they are JSON."""
+
+    suffixes: tuple[str, ...]
+    field: str | None = None
+
+    def __str__(self) -> str:
+        return "/".join(self.suffixes) + (f".{self.field}" if self.field is not None else "")
+
+    def part(self, example: Example) -> Part | None:
+        """The file of an example; None where it has none."""
+        return next((example.parts[suffix] for suffix in self.suffixes if suffix in example.parts), None)
+
+    def value(self, data: bytes, where: str) -> Any:
+        """What a file says, without spaces around, or its field. Raises DataError."""
+        try:
+            return data.decode() if self.field is None else json.loads(data)[self.field]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            what = "is no text in UTF-8" if self.field is None else f"has no field {quoted(self.field)}"
+            raise DataError(f"{where} {what} ({type(error).__name__}: {str(error)[:100]})") from error
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """`image=jpg,label=cls` by what each is of. Raises UsageError for what there is not."""
+    found: dict[str, str] = {}
+    for one in (text or "").split(",") if text is not None else ():
+        what, equals, name = one.partition("=")
+        if not equals or not name or what not in (*_OF_KIND, "label") or what in found:
+            raise UsageError(
+                f"\0data\0 webdataset: expected columns as image=jpg,label=cls, of {', '.join((*_OF_KIND, 'label'))}; got {text!r}"
+            )
+        found[what] = name
+    if len(found.keys() & _OF_KIND.keys()) > 1:
+        raise UsageError(f"\0data\0 webdataset: expected one input of {', '.join(_OF_KIND)}; got {text!r}")
+    return found
+
+
+def input_column(first: Example, named: Mapping[str, str], takes: str | None) -> tuple[str, Column]:
+    """Kind (image, text or x) and column of the input.
+
+    Args:
+        first: the example that tells what there is.
+        named: columns that the user names.
+        takes: images or texts where the model says so.
+
+    Raises:
+        UsageError: there is no such column, or none or several could be it.
+    """
+    for kind in _OF_KIND.keys() & named.keys():
+        return kind, _named(named[kind], first)
+    found = {kind: [name for name in first.parts if name in names] for kind, names in _OF_KIND.items()}
+    if takes in _KIND_TAKEN:
+        found = {kind: names if kind == _KIND_TAKEN[takes] else [] for kind, names in found.items()}
+    every = [(kind, name) for kind, names in found.items() for name in names]
+    if len(every) == 1:
+        kind, _ = every[0]
+        return kind, Column(_OF_KIND[kind])
+    what = f"several could be the input: {listed(name for _, name in every)}" if every else "none of them is an input"
+    hint = "name it: webdataset:PATTERN:image=SUFFIX, text=SUFFIX, x=SUFFIX, or a field of JSON as text=json.FIELD"
+    raise UsageError(
+        f"\0data\0 webdataset: example {quoted(first.key)} has {listed(first.parts, limit=20)}; {what}", hint=hint
+    )
+
+
+def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, Any]) -> Column | None:
+    """The column of the labels; None where there is none.
+
+    Args:
+        fields: of the first example's JSON file; empty where it has none.
+
+    Raises:
+        UsageError: there is no such column, or several fields could be it.
+    """
+    if "label" in named:
+        return _named(named["label"], first)
+    if "cls" in first.parts:
+        return Column(("cls",))
+    found = [field for field in _LABEL_FIELDS if field in fields]
+    if len(found) > 1:
+        message = f"\0data\0 webdataset: several fields of {quoted(first.key)} could be the label: {listed(found)}"
+        raise UsageError(message, hint=f"name it: webdataset:PATTERN:label={_JSON}.{found[0]}")
+    return Column((_JSON,), found[0]) if found else None
+
+
+def _named(name: str, first: Example) -> Column:
+    """The column of a suffix, of several with + or ;, or of a field after the suffix json."""
+    suffix, dot, field = name.partition(".")
+    column = Column((suffix,), field) if dot and name not in first.parts else Column(tuple(name.lower().split("+")))
+    if column.part(first) is None:
+        raise UsageError(
+            f"\0data\0 webdataset: example {quoted(first.key)} has no {quoted(name)}; it has {listed(first.parts, limit=20)}"
+        )
+    return column
+
+
+def numbered(values: list[Any], keys: list[str], where: str) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Labels (N,) int64, and the classes where labels are names. Raises DataError for what is neither."""
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        if any(abs(value) >= 1 << 62 for value in values):
+            raise DataError(f"{where}: a label is not a number of a class", code="bad_labels")
+        return check_labels(np.array(values, np.int64), num_rows=len(values), where=where), None
+    for value, key in zip(values, keys, strict=True):
+        if not isinstance(value, str) or not value:
+            raise DataError(
+                f"{where}: labels must be whole numbers from 0 on, or names, all of one kind; {quoted(key)} has {value!r}"[:300],
+                code="bad_labels",
+            )  # fmt: skip
+    classes = sorted(set(values))
+    place = {name: number for number, name in enumerate(classes)}
+    return np.array([place[value] for value in values], np.int64), tuple(classes)

@@ -1,0 +1,158 @@
+"""Examples in tar files, as the format WebDataset has them: neighbours whose names differ after the first dot are one example.
+
+`000017.jpg`, `000017.cls` and `000017.json` are the columns jpg, cls and json of the example 000017. Only headers are read here;
+nothing is ever unpacked.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from itertools import groupby, product
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.machine.input_files import is_failure, open_regular
+from bnncli.names import quoted
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MOST_SHARDS = 1_000_000
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
+_ABOUT_THE_SHARD = re.compile(r"__[^/]*__($|/)")  # members that are no examples
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+class Part(NamedTuple):
+    """Where the content of one file of a shard lies: its name, the first byte, and how many."""
+
+    name: str
+    start: int
+    size: int
+
+
+class Example(NamedTuple):
+    """The files of one example, by what follows the first dot of their names, in small letters."""
+
+    key: str
+    parts: dict[str, Part]
+
+
+def shard_paths(pattern: str) -> list[Path]:
+    """The files that a pattern names: `{0000..0010}` and `{a,b}` in their order, `*`, `?` and `[...]` sorted.
+
+    Raises:
+        MissingInput: one of them is missing, or none fits.
+        UsageError: the pattern is an address on the network, or names very many files.
+    """
+    if re.match(r"(https?|s3|gs|hdfs|pipe|ftp):", pattern):
+        raise UsageError(f"\0data\0 webdataset: shards are read from files, never from the network; got {pattern!r}")
+    found: list[Path] = []
+    for text in _alternatives(str(Path(pattern).expanduser())):
+        is_glob = glob.has_magic(text) and not os.path.exists(text)
+        matches = sorted(glob.glob(text)) if is_glob else [text]
+        if not matches:
+            raise MissingInput(f"no file fits {quoted(text, limit=300)}", path=text)
+        found += map(Path, matches)
+    return found
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """The texts that braces stand for, the last of several varying fastest."""
+    if os.path.exists(pattern):
+        return [pattern]
+    pieces = _BRACES.split(pattern)  # text, inside, text, inside, ..., text
+    choices, count = [], 1
+    for index, piece in enumerate(pieces):
+        choices.append(_inside(piece) if index % 2 else [piece])
+        count *= len(choices[-1])
+        if count > _MOST_SHARDS:
+            raise UsageError(f"\0data\0 webdataset: {quoted(pattern, limit=300)} names more than {_MOST_SHARDS} files")
+    return ["".join(parts) for parts in product(*choices)]
+
+
+def _inside(text: str) -> list[str]:
+    """What a pair of braces stands for: a range of numbers, as wide as they are written, or texts between commas."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return text.split(",") if "," in text else ["{" + text + "}"]
+    first, last = int(match[1]), int(match[2])
+    width = max(map(len, match.groups())) if any(one.startswith("0") for one in match.groups()) else 0
+    if abs(last - first) >= _MOST_SHARDS:
+        raise UsageError(f"\0data\0 webdataset: {{{text}}} names more than {_MOST_SHARDS} files")
+    return [f"{number:0{width}}" for number in range(first, last + 1, 1) or range(first, last - 1, -1)]
+
+
+def examples_of(path: Path) -> Iterator[Example]:
+    """The examples of a shard in their order, from its headers.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: it is no tar file, compressed, cut off or damaged, or has two files of one name for an example.
+    """
+    named = ((match, part) for part in _parts(path) if (match := _NAME.fullmatch(part.name)) is not None)
+    for key, group in groupby(named, key=lambda one: one[0][1]):
+        parts: dict[str, Part] = {}
+        for match, part in group:
+            if parts.setdefault(match[2].lower(), part) is not part:
+                raise DataError(f"{quoted(path, limit=300)} has two files {quoted(part.name)}", path=path)
+        yield Example(key, parts)
+
+
+def _parts(path: Path) -> Iterator[Part]:
+    """The files in a shard, but those about the shard itself."""
+    last = ""
+    with open_regular(path) as stream:
+        _check_plain(stream, path)
+        try:
+            with tarfile.open(fileobj=stream, mode="r:") as archive:
+                while (member := archive.next()) is not None:
+                    archive.members = []  # type: ignore[attr-defined]  # else it keeps every header
+                    last = member.name
+                    if member.issparse():
+                        raise DataError(
+                            f"{quoted(path, limit=300)}: {quoted(last)} has holes; pack it again", path=path
+                        )
+                    if member.isreg() and not _ABOUT_THE_SHARD.match(member.name):
+                        yield Part(member.name, member.offset_data, member.size)
+                _check_end(stream, archive.offset)
+        except (tarfile.TarError, ValueError, EOFError, OSError) as error:
+            if is_failure(error):
+                raise
+            where = f" after {quoted(last)}" if last else ""
+            raise DataError(
+                f"{quoted(path, limit=300)} is not a whole tar file: {error}{where}", path=path, hint="copy or download it again"
+            ) from error  # fmt: skip
+
+
+def _check_plain(stream: IO[bytes], path: Path) -> None:
+    """Raise DataError for a compressed file: no example in it has a place."""
+    head = stream.read(8)
+    stream.seek(0)
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            message = f"{quoted(path, limit=300)} is compressed ({name}): its examples cannot be read by their place"
+            raise DataError(message, path=path, hint="decompress it: images in it are compressed already")
+
+
+def _check_end(stream: IO[bytes], place: int) -> None:
+    """Raise ReadError where headers end without the mark of an end: tarfile takes a damaged header for one."""
+    stream.seek(place)
+    block = stream.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("it is cut off")
+    if any(block):
+        raise tarfile.ReadError("a header is damaged")
+
+
+def read_part(stream: IO[bytes], start: int, size: int, *, where: str) -> bytes:
+    """The bytes of one file of an open shard. Raises DataError when they are not all there."""
+    stream.seek(start)
+    data = stream.read(size)
+    if len(data) != size:
+        raise DataError(f"{where} is cut off: it has {len(data)} of {size} bytes")
+    return data
