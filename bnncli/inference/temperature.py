@@ -46,7 +46,7 @@ class LabelledLogits:
 
     Args:
         logits: (N, K), N at least 1.
-        labels: (N,) int64 in 0..C-1.
+        labels: (N,) int64 in 0..C-1; (N, C) zeros and ones where classes do not exclude each other.
         likelihood: of the labels, given the K logits.
     """
 
@@ -55,7 +55,8 @@ class LabelledLogits:
     likelihood: Likelihood
 
     def __post_init__(self) -> None:
-        check_shapes(logits=(self.logits, f"N {self.likelihood.num_outputs}"), labels=(self.labels, "N"))
+        rows = "N" if self.likelihood.is_exclusive else f"N {self.likelihood.num_classes}"
+        check_shapes(logits=(self.logits, f"N {self.likelihood.num_outputs}"), labels=(self.labels, rows))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows, their logits and their labels, as many as are made float64 at once."""

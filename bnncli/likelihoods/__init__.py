@@ -1,7 +1,8 @@
 """What the K logits of an example say of its label: log p(y | logits), its derivatives, and probabilities of the classes.
 
-The one place where it is decided what a number of outputs means: a single logit is Bernoulli, the logit of label 1 against
-label 0; K >= 2 logits are categorical. Everything else asks a likelihood, which a layout of theta carries.
+The one place where it is decided what outputs mean: a single logit is Bernoulli, the logit of label 1 against label 0; K >= 2
+logits are categorical, unless a layout of theta says by name that they are otherwise: each a label of its own (multilabel).
+Everything else asks a likelihood, which the layout carries.
 
 A trailing underscore says that the logits given are overwritten. Blocks are laid out (K, S, n), outputs, draws, examples: with
 the examples innermost, exponentials and sums over the few outputs run on long contiguous rows, four times the speed of a
@@ -10,11 +11,13 @@ softmax over the last axis on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bnncli.likelihoods.bernoulli import Bernoulli
 from bnncli.likelihoods.categorical import Categorical
+from bnncli.likelihoods.multilabel import Multilabel
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +25,14 @@ if TYPE_CHECKING:
 
 
 class Likelihood(Protocol):
-    """log p(y | f) of a label y in 0..C-1 given K logits f."""
+    """log p(y | f) of a label y given K logits f: a class in 0..C-1, or where classes do not exclude each other zeros and ones (C,).
+
+    In shapes (n,) of labels is (n, C) where they are such.
+    """
+
+    @property
+    def name(self) -> str | None:
+        """What layouts are recorded with; None where the number of outputs says it."""
 
     @property
     def num_outputs(self) -> int:
@@ -39,6 +49,10 @@ class Likelihood(Protocol):
     @property
     def is_shift_invariant(self) -> bool:
         """Whether a constant added to all logits changes nothing: only their differences matter, and a projection keeps those."""
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether an example has exactly one class, so that their probabilities sum to one; else each has its own."""
 
     def output_names(self, classes: list[str]) -> list[str]:
         """A name for each output, of those of the classes."""
@@ -73,16 +87,22 @@ class Likelihood(Protocol):
     # Classes. `dim` is that of the outputs, and of the classes in what is returned.
 
     def class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
-        """Logits whose softmax are the class probabilities."""
+        """Logits whose softmax are the class probabilities; of classes that do not exclude each other, the sigmoid of each."""
 
     def balanced_class_logits(self, logits: Tensor, *, dim: int) -> Tensor:
         """The same, treating the classes alike: with no offset that a choice of the first class would bring."""
 
     def class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
-        """Probabilities of the classes, summing to one along dim."""
+        """Probabilities of the classes, summing to one along dim where these exclude each other."""
 
     def log_class_probabilities(self, logits: Tensor, *, dim: int) -> Tensor:
         """Their logarithms."""
+
+    def entropy_terms(self, logits: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
+        """The probabilities, and terms that sum to minus the entropy along dim: p log p, or that of each class and its absence."""
+
+    def log_partitions(self, logits: Tensor) -> Tensor:
+        """The logarithm of what balanced logits sum to, (n,), given logits (n, K): minus the energy."""
 
     # Labels.
 
@@ -92,20 +112,44 @@ class Likelihood(Protocol):
     def sharp_log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
         """log p of labels (n,), (S, n), given logits (K, S, n), all digits kept where the probability is near one."""
 
+    def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """log p of each decision that an example asks for, (J, S, n), given logits (K, S, n), which may be overwritten.
+
+        J = 1, its class; or C, of each class whether it is there.
+        """
+
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """How far each class's logit lies above the label's, (n, C) float64, given logits (n, K)."""
+        """How far each class's logit lies above the label's (or on the wrong side), (n, C) float64, given logits (n, K)."""
 
     def losses(self, logits: Tensor, labels: Tensor, scale: float | Tensor) -> Tensor:
-        """-log p of labels (n,) given logits (n, K) times scale, one or (n, 1): (n,) float64, nats."""
+        """-log p, the mean over decisions, of labels (n,) given logits (n, K) times scale, one or (n, 1): (n,) float64, nats."""
 
     def loss_derivatives(self, logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """First and second derivative of `losses` with respect to the scale, (n,) each."""
 
 
+MULTILABEL = str(Multilabel.name)
+
+
 @cache
-def likelihood_of(num_outputs: int) -> Likelihood:
-    """The likelihood of so many logits."""
+def likelihood_of(num_outputs: int, name: str | None = None) -> Likelihood:
+    """The likelihood of so many logits; None for the name where their number says it. Raises ValueError for an unknown name."""
+    if name == MULTILABEL:
+        return Multilabel(num_outputs)
+    if name is not None:
+        raise ValueError(f"expected the likelihood {MULTILABEL!r} or none by name, got {name!r}")
     return Bernoulli() if num_outputs == 1 else Categorical(num_outputs)
+
+
+def recorded_name(meta: Mapping[str, Any]) -> str | None:
+    """The name of the likelihood that an artifact records; None where the number of outputs says it."""
+    name = meta.get("likelihood")
+    return None if name is None else str(name)
+
+
+def name_to_record(name: str | None) -> dict[str, str]:
+    """What an artifact records of it: nothing where the number of outputs says it."""
+    return {} if name is None else {"likelihood": name}
 
 
 def outputs_for(num_classes: int) -> int:

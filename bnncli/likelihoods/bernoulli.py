@@ -21,10 +21,12 @@ _TWO = Categorical(2)
 class Bernoulli:
     """The logit of label 1 against label 0; its methods are those of bnncli.likelihoods.Likelihood."""
 
+    name: ClassVar[str | None] = None
     num_outputs: ClassVar[int] = 1
     num_classes: ClassVar[int] = 2
     num_pairs: ClassVar[int] = 1
     is_shift_invariant: ClassVar[bool] = False
+    is_exclusive: ClassVar[bool] = True
 
     def output_names(self, classes: list[str]) -> list[str]:
         """The one output is no class."""
@@ -74,6 +76,14 @@ class Bernoulli:
         """[log(1 - p), log p]."""
         return _TWO.log_class_probabilities(self.class_logits(logits, dim=dim), dim=dim)
 
+    def entropy_terms(self, logits: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
+        """Those of [0, f]."""
+        return _TWO.entropy_terms(self.class_logits(logits, dim=dim), dim=dim)
+
+    def log_partitions(self, logits: Tensor) -> Tensor:
+        """log(exp(-f/2) + exp(f/2))."""
+        return torch.logsumexp(self.balanced_class_logits(logits, dim=1), dim=1)
+
     def log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
         """log sigma(f) of label 1, log sigma(-f) of label 0."""
         return _log_sigmoid(logits[..., 0], labels)
@@ -81,6 +91,11 @@ class Bernoulli:
     def sharp_log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The same: it keeps all digits as it is."""
         return _log_sigmoid(logits[0], labels)
+
+    def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """log p of the label, as its logit less the normaliser, (1, S, n)."""
+        label_logits = (logits * self.indicators(labels, logits.dtype).unsqueeze(1)).sum(dim=0)
+        return (label_logits - self.log_normalizers_(logits)).unsqueeze(0)
 
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Those of [0, f]."""

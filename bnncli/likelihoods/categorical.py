@@ -16,7 +16,9 @@ class Categorical:
     """K >= 2 classes by as many logits; its methods are those of bnncli.likelihoods.Likelihood."""
 
     num_outputs: int
+    name: ClassVar[str | None] = None
     is_shift_invariant: ClassVar[bool] = True
+    is_exclusive: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.num_outputs < 2:
@@ -89,6 +91,16 @@ class Categorical:
         """Its logarithm."""
         return torch.log_softmax(logits, dim=dim)
 
+    def entropy_terms(self, logits: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
+        """The softmax p, and p log p."""
+        log_probs = self.log_class_probabilities(logits, dim=dim)
+        probs = log_probs.exp()
+        return probs, log_probs.mul_(probs)
+
+    def log_partitions(self, logits: Tensor) -> Tensor:
+        """log sum_k exp(f_k)."""
+        return torch.logsumexp(logits, dim=1)
+
     def log_likelihoods(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Minus the cross entropy."""
         target = labels.expand(logits.shape[0], -1)
@@ -101,6 +113,11 @@ class Categorical:
         own = logits.gather(0, index)[0]
         others = logits.scatter(0, index, -torch.inf).logsumexp(dim=0)
         return -torch.nn.functional.softplus(others - own)
+
+    def decision_logs(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """log p of the label, as its logit less the normaliser, (1, S, n)."""
+        label_logits = (logits * self.indicators(labels, logits.dtype).unsqueeze(1)).sum(dim=0)
+        return (label_logits - self.log_normalizers_(logits)).unsqueeze(0)
 
     def margins(self, logits: Tensor, labels: Tensor) -> Tensor:
         """f_k - f_y."""

@@ -18,7 +18,7 @@ class HeldOutFeatures:
 
     Args:
         features: (M, D), on the device and in the precision that logits are made in.
-        labels: (M,), there too.
+        labels: (M,), there too; (M, C) where classes do not exclude each other.
         layout: how weight and bias lie in theta.
     """
 
@@ -27,16 +27,19 @@ class HeldOutFeatures:
     layout: HeadLayout
 
     def losses(self, theta: Tensor) -> Tensor:
-        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability."""
+        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability.
+
+        Of several labels an example the mean over them: of each being there or not.
+        """
         features, layout = self.features, self.layout
         theta = theta.to(features)
         losses = torch.empty(features.shape[0], dtype=torch.float64, device=features.device)
         for rows in row_blocks(features.shape[0], layout.num_outputs * theta.shape[0], features.device):
-            indicators = layout.likelihood.indicators(self.labels[rows], features.dtype).unsqueeze(1)
-            parts = []
-            for block in draw_blocks(theta, layout):
-                logits = block_logits(features[rows], block, layout)
-                label_logits = (logits * indicators).sum(dim=0)
-                parts.append(label_logits - layout.likelihood.log_normalizers_(logits))
-            losses[rows] = math.log(theta.shape[0]) - torch.cat(parts).double().logsumexp(dim=0)
+            labels = self.labels[rows]
+            parts = [
+                layout.likelihood.decision_logs(block_logits(features[rows], block, layout), labels)
+                for block in draw_blocks(theta, layout)
+            ]
+            logs = torch.cat(parts, dim=1).double().logsumexp(dim=1)
+            losses[rows] = math.log(theta.shape[0]) - logs.mean(dim=0)
         return losses

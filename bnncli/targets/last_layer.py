@@ -42,7 +42,8 @@ class LastLayerTarget:
     Args:
         features: (N, D), float32 or float16 (float64 for tests), on the compute device, or on the CPU where they do not
             fit it: a mapped file will do.
-        labels: (N,) int64 on the compute device, in 0..C-1, C the classes that the layout's likelihood tells apart.
+        labels: (N,) int64 on the compute device, in 0..C-1, C the classes that the layout's likelihood tells apart; (N, C)
+            uint8, zeros and ones, where these do not exclude each other.
         layout: how weight and bias lie in theta.
         prior: of weights and biases.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
@@ -57,15 +58,17 @@ class LastLayerTarget:
     rough_structure: ClassVar[str] = "kron"
 
     def __post_init__(self) -> None:
-        sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, "N"))
+        rows = "N" if self.likelihood.is_exclusive else f"N {self.likelihood.num_classes}"
+        sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, rows))
         if sizes["D"] != self.layout.num_features:
             raise DataError(f"features have {sizes['D']} columns, the head expects {self.layout.num_features}")
         if sizes["N"] == 0:
             raise DataError("the training split has no examples")
         lowest, highest = int(self.labels.min()), int(self.labels.max())
-        if lowest < 0 or highest >= self.layout.num_classes:
+        most = self.layout.num_classes - 1 if self.likelihood.is_exclusive else 1
+        if lowest < 0 or highest > most:
             raise DataError(
-                f"labels must lie in 0..{self.layout.num_classes - 1}, got {lowest}..{highest}",
+                f"labels must lie in 0..{most}, got {lowest}..{highest}",
                 hint="are these labels of another data set than the network's?",
             )
         if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; count only when it fails
@@ -203,7 +206,7 @@ class LastLayerTarget:
         return other
 
     def held_out(self, features: Tensor, labels: Tensor) -> HeldOutFeatures:
-        """Other features (M, D) with labels (M,), to judge posteriors by."""
+        """Other features (M, D) with labels (M,), or (M, C), to judge posteriors by."""
         return HeldOutFeatures(features.to(self.device, self.dtype), labels.to(self.device), self.layout)
 
     def _kept_probabilities(self, theta: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
-from bnncli.likelihoods import Likelihood, likelihood_of
+from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
 
 if TYPE_CHECKING:
@@ -19,19 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Sizes of the last linear layer: K outputs, D features, with or without a bias."""
+    """Sizes of the last linear layer: K outputs, D features, with or without a bias; and what the outputs mean.
+
+    Args:
+        likelihood_name: of the outputs' likelihood, None where their number says it.
+    """
 
     num_outputs: int
     num_features: int
     has_bias: bool = True
+    likelihood_name: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_outputs < 1 or self.num_features < 1:
             raise ValueError(f"a head needs at least one output and one feature, got {self!r}")
+        _ = self.likelihood  # an unknown name is told here
 
     def __str__(self) -> str:
         outputs = f"{self.num_outputs} output{'s' * (self.num_outputs > 1)}"
-        return f"{outputs} of {self.num_features} features{'' if self.has_bias else ', without bias'}"
+        meant = "" if self.likelihood_name is None else f" ({self.likelihood_name})"
+        return f"{outputs} of {self.num_features} features{'' if self.has_bias else ', without bias'}{meant}"
 
     @property
     def num_params(self) -> int:
@@ -41,7 +48,7 @@ class HeadLayout:
     @property
     def likelihood(self) -> Likelihood:
         """What the K logits say of a label."""
-        return likelihood_of(self.num_outputs)
+        return likelihood_of(self.num_outputs, self.likelihood_name)
 
     @property
     def num_classes(self) -> int:
@@ -142,12 +149,14 @@ class HeadLayout:
 
     def to_meta(self) -> dict[str, Any]:
         """The sizes as JSON."""
-        return {"num_outputs": self.num_outputs, "num_features": self.num_features, "has_bias": self.has_bias}
+        sizes = {"num_outputs": self.num_outputs, "num_features": self.num_features, "has_bias": self.has_bias}
+        return {**sizes, **name_to_record(self.likelihood_name)}
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> HeadLayout:
         """The inverse of to_meta."""
-        return cls(int(meta["num_outputs"]), int(meta["num_features"]), bool(meta["has_bias"]))
+        sizes = int(meta["num_outputs"]), int(meta["num_features"])
+        return cls(*sizes, bool(meta["has_bias"]), recorded_name(meta))
 
 
 def reduced_layout(layout: HeadLayout, rank: int) -> HeadLayout:

@@ -91,6 +91,10 @@ class ClassifierLayout(ParamLayout, Protocol):
         """K."""
 
     @property
+    def likelihood_name(self) -> str | None:
+        """The name of their likelihood, None where their number says it."""
+
+    @property
     def likelihood(self) -> Likelihood:
         """What the K logits say of a label."""
 

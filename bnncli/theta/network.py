@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
-from bnncli.likelihoods import Likelihood, likelihood_of
+from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
 
@@ -28,13 +28,16 @@ class NetworkLayout:
 
     Args:
         sizes: (D, hidden ..., K): inputs of the first layer, then outputs of each.
+        likelihood_name: of the outputs' likelihood, None where their number says it.
     """
 
     sizes: tuple[int, ...]
+    likelihood_name: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or min(self.sizes) < 1:
             raise ValueError(f"a network needs at least one layer, and sizes from 1; got {self.sizes}")
+        _ = self.likelihood  # an unknown name is told here
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -59,7 +62,7 @@ class NetworkLayout:
     @property
     def likelihood(self) -> Likelihood:
         """What the K logits say of a label."""
-        return likelihood_of(self.num_outputs)
+        return likelihood_of(self.num_outputs, self.likelihood_name)
 
     @property
     def num_classes(self) -> int:
@@ -89,7 +92,9 @@ class NetworkLayout:
     @property
     def head(self) -> HeadLayout | None:
         """The same as a head, where there is one layer alone."""
-        return HeadLayout(self.num_outputs, self.num_features) if self.num_layers == 1 else None
+        if self.num_layers > 1:
+            return None
+        return HeadLayout(self.num_outputs, self.num_features, likelihood_name=self.likelihood_name)
 
     @property
     def parts(self) -> tuple[ParamPart, ...]:
@@ -105,12 +110,12 @@ class NetworkLayout:
 
     def to_meta(self) -> dict[str, Any]:
         """The sizes as JSON."""
-        return {"sizes": list(self.sizes)}
+        return {"sizes": list(self.sizes), **name_to_record(self.likelihood_name)}
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> NetworkLayout:
         """The inverse of to_meta."""
-        return cls(tuple(int(size) for size in meta["sizes"]))
+        return cls(tuple(int(size) for size in meta["sizes"]), recorded_name(meta))
 
     def weights(self, flat: Tensor) -> list[Tensor]:
         """Each layer's weight (..., out, in), a view of the weights of all layers (..., W)."""
