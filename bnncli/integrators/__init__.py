@@ -46,12 +46,14 @@ class Prediction:
     """Class probabilities of a split.
 
     Args:
-        probs: (N, C) float32, rows sum to one; with a single logit C = 2 and the columns are [1 - p, p].
-        entropy: (N,) float32, nats, of the mean probabilities.
+        probs: (N, C) float32, rows sum to one, unless each class is a label by itself; with a single logit C = 2 and the
+            columns are [1 - p, p].
+        entropy: (N,) float32, nats, of the mean probabilities; the sum over the labels where there are several.
         mutual_info: (N,) float32, nats: entropy of the mean minus mean entropy of the draws, at least 0; None
             where the integrator has no draws.
         interval: (N, 2) float32, the central 95 % of the posterior of the predicted class's probability, or less where
-            the draws are too few (`level_of`); None where the integrator has no such posterior.
+            the draws are too few (`level_of`); (N, C, 2), of each, where there are several labels; None where the
+            integrator has no such posterior.
         log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; None
             where the integrator has none.
         group_probs: (G, R, C) float32, mean probabilities of each of G groups of the draws at R of the N examples; None
@@ -70,6 +72,8 @@ class Prediction:
 
     def __post_init__(self) -> None:
         shapes = {name: (getattr(self, name), shape) for name, shape in _SHAPES.items()}
+        if self.interval is not None and self.interval.ndim == 3:
+            shapes["interval"] = self.interval, "N C 2"
         check_shapes(**{name: pair for name, pair in shapes.items() if pair[0] is not None})
         # A sum of probabilities is finite exactly when all are, and needs no (N, C) mask.
         if not torch.isfinite(self.probs.sum()):
@@ -80,9 +84,9 @@ class Prediction:
             )
 
     @classmethod
-    def from_probs(cls, probs: Tensor) -> Prediction:
-        """The prediction of an integrator without draws, from probs (N, C)."""
-        return cls(probs=probs.float(), entropy=entropy(probs).float())
+    def from_probs(cls, probs: Tensor, *, is_exclusive: bool = True) -> Prediction:
+        """The prediction of an integrator without draws, from probs (N, C) of classes that exclude each other, or do not."""
+        return cls(probs=probs.float(), entropy=entropy(probs, is_exclusive=is_exclusive).float())
 
 
 def join(parts: Sequence[Prediction]) -> Prediction:
@@ -149,7 +153,9 @@ class Integrator(Ready, Protocol):
     gives_dirichlet: ClassVar[bool] = False
     """Whether its predictions have a log concentration, which classes are ranked by."""
     max_classes: ClassVar[float] = math.inf
-    """The most classes that it can do."""
+    """The most classes that it can do, where they exclude each other."""
+    takes_labels: ClassVar[bool] = True
+    """Whether it can do classes that do not: several labels an example."""
 
     @property
     def needs(self) -> str:
@@ -239,8 +245,17 @@ def variant(name: str, settings: dict[str, Any]) -> str:
 def supports(name: str, posterior: HasLayout) -> bool:
     """Whether the posterior has what the integrator called `name` needs, and not too many classes for it."""
     integrator = load_integrator(name)
+    likelihood = posterior.layout.likelihood
     has_capability = getattr(posterior, integrator.needs, None) is not None
-    return has_capability and posterior.layout.num_classes <= integrator.max_classes
+    return has_capability and does_classes(integrator, likelihood.num_classes, is_exclusive=likelihood.is_exclusive)
+
+
+def does_classes(integrator: Integrator, num_classes: int, *, is_exclusive: bool) -> bool:
+    """Whether it can do so many classes, that exclude each other or not."""
+    return num_classes <= integrator.max_classes if is_exclusive else integrator.takes_labels
+
+
+NO_LABELS = "is for classes that exclude each other; here an example has several labels"
 
 
 def require_support(name: str, posterior: HasLayout) -> None:
@@ -256,6 +271,9 @@ def require_support(name: str, posterior: HasLayout) -> None:
     whose = f"a {kind} posterior"
     if getattr(posterior, integrator.needs, None) is None:
         problem = f"needs a posterior with {integrator.needs}; {whose} has none"
+    elif not posterior.layout.likelihood.is_exclusive:
+        problem = NO_LABELS
+        whose += " of several labels"
     else:
         problem = f"is for at most {integrator.max_classes} classes; the posterior has {num_classes}"
         whose += f" of {num_classes} classes"
@@ -267,11 +285,18 @@ def require_support(name: str, posterior: HasLayout) -> None:
     )
 
 
-def entropy(probs: Tensor) -> Tensor:
-    """Entropy (N,) float64 in nats of probs (N, C); 0 log 0 counts as 0."""
+def entropy(probs: Tensor, *, is_exclusive: bool = True) -> Tensor:
+    """Entropy (N,) float64 in nats of probs (N, C); 0 log 0 counts as 0.
+
+    Args:
+        is_exclusive: whether the classes exclude each other; else each is there or not, and their entropies are added.
+    """
     result = probs.new_empty(probs.shape[0], dtype=torch.float64)
     for rows in slices(probs.shape[0], max(1, chunk_budget(probs) // probs.shape[1])):
-        result[rows] = torch.special.entr(probs[rows].double()).sum(dim=1)
+        wide = probs[rows].double()
+        result[rows] = torch.special.entr(wide).sum(dim=1)
+        if not is_exclusive:
+            result[rows] += torch.special.entr(1 - wide).sum(dim=1)
     return result
 
 

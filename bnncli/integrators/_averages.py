@@ -67,6 +67,8 @@ def average(
 ) -> Prediction:
     """Mean probabilities over the draws with mutual information, and from two draws on the predicted class's interval.
 
+    Of several labels an example, all have theirs.
+
     Sums over chunks of draws are float64. The interval needs the probabilities of the predicted class, which is known
     only when all draws are summed: those of a guess are kept, and the few examples that it fails are gone through again.
 
@@ -82,12 +84,14 @@ def average(
     if group_rows is None or groups is None or len(groups) < 2:
         groups, group_rows = DrawPartition.of([draws.num_draws]), None
     num_examples, num_classes = features.shape[0], draws.layout.num_classes
+    is_exclusive = draws.layout.likelihood.is_exclusive
     example_slices, draw_slices = chunks(features, draws)
     task = progress.task("predict", len(example_slices) * len(draw_slices))
     probs = features.new_empty(num_examples, num_classes, dtype=torch.float32)
     entropy_of_mean = features.new_empty(num_examples, dtype=torch.float32)
     mutual_info = torch.empty_like(entropy_of_mean)
-    interval = features.new_empty(num_examples, 2, dtype=torch.float32)
+    ends = (2,) if is_exclusive else (num_classes, 2)
+    interval = features.new_empty(num_examples, *ends, dtype=torch.float32)
     guess = torch.empty(num_examples, dtype=torch.int64, device=features.device)
     means = _GroupMeans(groups, group_rows, probs)
     tails = tail_shares(draws.num_draws, weights)
@@ -99,15 +103,18 @@ def average(
             task.advance()
         means.keep(rows, sums.by_group)
         mean_probs = sums.probs.T
-        total = entropy(mean_probs)
+        total = entropy(mean_probs, is_exclusive=is_exclusive)
         probs[rows] = mean_probs.float()
         entropy_of_mean[rows] = total.float()
         mutual_info[rows] = (total - sums.entropy).clamp_min(0).float()
         guess[rows] = sums.guess
         if draws.num_draws > 1:
-            interval[rows] = central_interval(sums.kept.T.contiguous(), weights, tails)
+            kept = sums.kept.flatten(1).T.contiguous()
+            interval[rows] = central_interval(kept, weights, tails).view(*ends[:-1], -1, 2).movedim(-2, 0)
     if draws.num_draws < 2:
         return Prediction(probs, entropy_of_mean, mutual_info, group_probs=means.found)
+    if not is_exclusive:
+        return Prediction(probs, entropy_of_mean, mutual_info, interval, group_probs=means.found)
     wrong = (probs.argmax(dim=1) != guess).nonzero().squeeze(1) if num_examples else guess
     for some_rows in wrong.split(max(1, example_slices[0].stop)) if len(wrong) else ():
         kept = _probs_of_class(draws, features[some_rows], probs[some_rows].argmax(dim=1), draw_slices)
@@ -133,7 +140,9 @@ def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice
     budget = chunk_budget(features) // draws.layout.widest
     num_examples = features.shape[0]
     examples = min(max(1, num_examples), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
-    examples = min(examples, max(1, _KEPT.get(features.device.type, _KEPT["cuda"]) // draws.num_draws))
+    likelihood = draws.layout.likelihood
+    num_kept = draws.num_draws * (1 if likelihood.is_exclusive else likelihood.num_classes)
+    examples = min(examples, max(1, _KEPT.get(features.device.type, _KEPT["cuda"]) // num_kept))
     return list(slices(num_examples, examples)), list(slices(draws.num_draws, max(1, budget // examples)))
 
 
@@ -144,7 +153,7 @@ class _Sums:
         by_group: (G, C, n) float64, probabilities of each group's draws so far over S, or weighted.
         entropy: (n,) float64, nats, of all draws likewise.
         guess: (n,), the class whose probabilities are kept.
-        kept: (S, n), of every draw so far.
+        kept: (S, n), of every draw so far; (S, C, n), of all classes, where they do not exclude each other.
     """
 
     def __init__(self, center: Tensor, likelihood: Likelihood, num_draws: int, groups: DrawPartition) -> None:
@@ -152,7 +161,8 @@ class _Sums:
         self.by_group = center.new_zeros(len(groups), likelihood.num_classes, center.shape[1], dtype=torch.float64)
         self.entropy = center.new_zeros(center.shape[1], dtype=torch.float64)
         self.guess = likelihood.class_logits(center, dim=0).argmax(dim=0)
-        self.kept = center.new_empty(num_draws, center.shape[1])
+        of_classes = () if likelihood.is_exclusive else (likelihood.num_classes,)
+        self.kept = center.new_empty(num_draws, *of_classes, center.shape[1])
 
     @property
     def probs(self) -> Tensor:
@@ -161,8 +171,7 @@ class _Sums:
 
     def add(self, logits: Tensor, some: slice, weights: Tensor | None, *, is_all: bool) -> None:
         """Count the logits (s, K, n) of some draws in; when they are all there are, the guess is no guess."""
-        log_probs = self.likelihood.log_class_probabilities(logits, dim=1)
-        probs = log_probs.exp()
+        probs, weighted = self.likelihood.entropy_terms(logits, dim=1)
         num_draws = len(self.kept)
         own = None if weights is None else weights[some].to(probs)
         for group, part in self.groups.parts(some):
@@ -172,9 +181,10 @@ class _Sums:
                 self.by_group[group] += (own[part] @ probs[part].flatten(1)).view_as(self.by_group[group])
         if is_all:
             self.guess = self.probs.float().argmax(dim=0)
-        if num_draws > 1:
+        if not self.likelihood.is_exclusive:
+            self.kept[some] = probs
+        elif num_draws > 1:
             torch.gather(probs, 1, self.guess.expand(len(probs), 1, -1), out=self.kept[some].unsqueeze(1))
-        weighted = log_probs.mul_(probs)
         if own is None:
             self.entropy -= weighted.sum(dim=(0, 1)) / num_draws
         else:

@@ -35,7 +35,8 @@ def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
 def energy_and_max_logit(features: Tensor, theta: Tensor, layout: ClassifierLayout) -> tuple[Tensor, Tensor]:
     """-log sum exp of the logits (N,) and the largest logit (N,), float32.
 
-    Of balanced logits of the classes: with a single logit f both scores then grow with |f|.
+    Of balanced logits of the classes: with a single logit f both scores then grow with |f|. Of several labels the energy is
+    the joint one, the sum of -log(1 + exp f) over them (Wang et al. 2021, arXiv 2109.14162).
 
     Args:
         features: (N, D).
@@ -46,7 +47,7 @@ def energy_and_max_logit(features: Tensor, theta: Tensor, layout: ClassifierLayo
     largest = torch.empty_like(energy)
     stacked = theta.to(features).unsqueeze(0)
     for rows in slices(features.shape[0], max(1, chunk_budget(features) // layout.num_classes)):
-        logits = layout.likelihood.balanced_class_logits(layout.logits(features[rows], stacked)[0], dim=1)
-        energy[rows] = -torch.logsumexp(logits, dim=1)
-        largest[rows] = logits.amax(dim=1)
+        logits = layout.logits(features[rows], stacked)[0]
+        energy[rows] = -layout.likelihood.log_partitions(logits)
+        largest[rows] = layout.likelihood.balanced_class_logits(logits, dim=1).amax(dim=1)
     return energy, largest

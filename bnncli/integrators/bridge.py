@@ -50,6 +50,7 @@ class Bridge(Integrator):
 
     needs: ClassVar[str] = "logit_moments"
     gives_dirichlet: ClassVar[bool] = True
+    takes_labels: ClassVar[bool] = False
     projection: str = SETTINGS["projection"].default
     normalize: bool = SETTINGS["normalize"].default
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.integrators import Integrator, Prediction, check_features, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
-from bnncli.integrators.probit import binary_probit_probs, difference_of_projected
+from bnncli.integrators.probit import binary_probit_probs, difference_of_projected, label_probit_probs
 from bnncli.lazy import torch
 from bnncli.options.parts import Setting
 from bnncli.options.predict import PROJECTION
@@ -48,7 +48,7 @@ SETTINGS = {
 class MeanField(Integrator):
     """Mean sigmoids of all pairs of logits, joined and normalised.
 
-    A single logit is the binary probit, whatever is chosen.
+    A single logit is the binary probit, whatever is chosen, and so is each of several labels.
 
     Args:
         order: how much of the variance v_ki of a difference is used. 0: S_kk. 1: S_kk + S_ii. 2: S_kk + S_ii - 2 S_ki,
@@ -97,11 +97,13 @@ class MeanField(Integrator):
         probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
         for rows in example_blocks(features, progress, elements=_PASSES * layout.num_outputs**2):
             probs[rows] = self._probs(posterior, features[rows]).float()
-        return Prediction.from_probs(probs)
+        return Prediction.from_probs(probs, is_exclusive=layout.likelihood.is_exclusive)
 
     def _probs(self, posterior: HasLogitMoments, features: Tensor) -> Tensor:
         """Class probabilities (n, C) of a block of features (n, D)."""
         likelihood, is_projected = posterior.layout.likelihood, self.projection == "sum-zero"
+        if not likelihood.is_exclusive:
+            return label_probit_probs(*posterior.logit_marginals(features))
         if not likelihood.is_shift_invariant:
             return binary_probit_probs(*posterior.logit_marginals(features))
         if likelihood.num_classes == 2 and is_projected:

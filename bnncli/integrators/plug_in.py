@@ -73,4 +73,4 @@ def predict_at(layout: ClassifierLayout, theta: Tensor, features: Tensor, progre
         logits = layout.logits(features[rows], stacked)[0]
         probs[rows] = layout.likelihood.class_probabilities(logits, dim=1)
         task.advance(rows.stop - rows.start)
-    return Prediction.from_probs(probs)
+    return Prediction.from_probs(probs, is_exclusive=layout.likelihood.is_exclusive)

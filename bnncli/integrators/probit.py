@@ -32,7 +32,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Probit(Integrator):
-    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`. Of a single logit, `binary_probit_probs`.
+    """Softmax of the logit means, each divided by sqrt(1 + pi/8 * its variance); see `probit_probs`. Of a single logit, `binary_probit_probs`; of several labels each by itself.
 
     Args:
         projection: what the logits are reduced to first, where there are two or more; a single logit needs none.
@@ -74,21 +74,25 @@ class Probit(Integrator):
         require_support("probit", posterior)
         layout = posterior.layout
         check_features(layout, features)
+        likelihood = layout.likelihood
+        if self.projection == "difference" and not likelihood.is_exclusive:
+            raise UsageError("probit, projection difference: expected two classes, here an example has several labels")
         if self.projection == "difference" and layout.num_classes > 2:
             raise UsageError(
                 f"probit, projection difference: expected two classes, the head has {layout.num_classes}",
                 hint="use \0projection\0 sum-zero",
             )
-        is_projected = self.projection != "none" and layout.likelihood.is_shift_invariant
-        is_binary = self.projection == "difference" or not layout.likelihood.is_shift_invariant
+        is_projected = self.projection != "none" and likelihood.is_shift_invariant
+        is_binary = self.projection == "difference" or not likelihood.is_shift_invariant
         to_probs = binary_probit_probs if is_binary else probit_probs
+        to_probs = to_probs if likelihood.is_exclusive else label_probit_probs
         probs = features.new_empty(features.shape[0], layout.num_classes, dtype=torch.float32)
         for rows in example_blocks(features, progress, elements=layout.num_outputs):
             mean, variance = posterior.logit_marginals(features[rows], is_projected=is_projected)
             if self.projection == "difference" and is_projected:
                 mean, variance = difference_of_projected(mean, variance)
             probs[rows] = to_probs(mean, variance).float()
-        return Prediction.from_probs(probs)
+        return Prediction.from_probs(probs, is_exclusive=likelihood.is_exclusive)
 
 
 def probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
@@ -105,6 +109,11 @@ def binary_probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
     """Probabilities [1 - p, p] (n, 2) for a logit of mean (n, 1) and variance (n, 1): p = sigma(m / sqrt(1 + pi s^2 / 8))."""
     scaled = _scaled(mean, variance)
     return torch.cat([torch.sigmoid(-scaled), torch.sigmoid(scaled)], dim=1)
+
+
+def label_probit_probs(mean: Tensor, variance: Tensor) -> Tensor:
+    """Probabilities (n, L) of labels by logits of mean (n, L) and variance (n, L), each by itself: sigma(m / sqrt(1 + pi s^2 / 8))."""
+    return torch.sigmoid(_scaled(mean, variance))
 
 
 def _scaled(mean: Tensor, variance: Tensor) -> Tensor:

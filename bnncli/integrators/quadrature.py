@@ -1,4 +1,4 @@
-"""Quadrature: the exact class probabilities of two classes under a Gaussian logit, to 1e-13.
+"""Quadrature: the exact class probabilities of two classes, or of labels each by itself, under Gaussian logits, to 1e-13.
 
 I(m, s) = E sigma(f), f ~ N(m, s^2), is the integral that the others approximate: of one logit, or of the difference of
 two. The trapezoid rule converges exponentially for functions that are analytic around the real line (Trefethen and
@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from bnncli.errors import UsageError
-from bnncli.integrators import Integrator, Prediction, check_features, chunk_budget, entropy, require_support, slices
+from bnncli.integrators import (
+    Integrator,
+    Prediction,
+    check_features,
+    chunk_budget,
+    entropy,
+    join,
+    require_support,
+    settings_of,
+    slices,
+)
 from bnncli.integrators._blocks import HasLogitMoments, check_choice
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
@@ -53,7 +63,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Quadrature(Integrator):
-    """Exact probabilities of two classes by a sum over fixed nodes.
+    """Exact probabilities of two classes, or of each of several labels, by a sum over fixed nodes.
 
     Args:
         rule: trapezoid; or gauss-hermite, whose error grows with the logit's standard deviation s: with 250 points 1e-15
@@ -82,10 +92,10 @@ class Quadrature(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Class probabilities with mutual information and the interval of the predicted class's probability.
+        """Class probabilities with mutual information and the interval of the predicted class's probability, or each label's.
 
         Args:
-            posterior: one with logit moments (gaussian, point) and two classes: one logit, or two.
+            posterior: one with logit moments (gaussian, point) and two classes, of one logit or two, or labels.
             features: (N, D).
             num_samples: not used, there are no draws.
             generator: not used.
@@ -98,6 +108,12 @@ class Quadrature(Integrator):
         check_features(posterior.layout, features)
         num_examples = features.shape[0]
         task = progress.task("predict", num_examples)
+        if not posterior.layout.likelihood.is_exclusive:
+            parts = []
+            for rows in slices(num_examples, _CHUNK_EXAMPLES):
+                parts.append(label_prediction(*posterior.logit_marginals(features[rows].double()), **settings_of(self)))
+                task.advance(rows.stop - rows.start)
+            return join(parts)
         mean = features.new_empty(num_examples, dtype=torch.float64)
         variance = torch.empty_like(mean)
         for rows in slices(num_examples, _CHUNK_EXAMPLES):
@@ -141,6 +157,20 @@ def binary_prediction(mean: Tensor, variance: Tensor, *, rule: str = "trapezoid"
         probs=probs.float(),
         entropy=total.float(),
         mutual_info=(total - expected_entropy).clamp_min(0).float(),
+        interval=interval.float(),
+    )
+
+
+def label_prediction(mean: Tensor, variance: Tensor, *, rule: str = "trapezoid", points: int = 250) -> Prediction:
+    """The prediction for labels whose logits have means (n, L) and variances (n, L), each by itself; intervals (n, L, 2)."""
+    pairs, expected_entropy = binary_probs(mean.flatten(), variance.flatten(), rule=rule, points=points)
+    total = entropy(pairs).view_as(mean).sum(dim=1)
+    spread = _NORMAL_97_5 * variance.double().sqrt()
+    interval = torch.sigmoid(torch.stack([mean - spread, mean + spread], dim=2))
+    return Prediction(
+        probs=pairs[:, 1].view_as(mean).float(),
+        entropy=total.float(),
+        mutual_info=(total - expected_entropy.view_as(mean).sum(dim=1)).clamp_min(0).float(),
         interval=interval.float(),
     )
 

@@ -152,6 +152,11 @@ def name_to_record(name: str | None) -> dict[str, str]:
     return {} if name is None else {"likelihood": name}
 
 
+def has_exclusive_classes(name: str | None) -> bool:
+    """Whether classes exclude each other under the likelihood that is recorded with this name."""
+    return name != MULTILABEL
+
+
 def outputs_for(num_classes: int) -> int:
     """How many logits a network of our own has for so many classes: one for two, else one each."""
     return 1 if num_classes == 2 else num_classes

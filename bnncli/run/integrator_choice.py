@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.integrators import Integrator, load_integrator, settings_of, variant
+from bnncli.integrators import NO_LABELS, Integrator, does_classes, load_integrator, settings_of, variant
+from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.options import PredictOptions
 from bnncli.registry import has_attribute, names
@@ -79,7 +80,6 @@ class AskedIntegrators:
 
     def choices(self, header: Header, num_classes: int) -> tuple[list[IntegratorChoice], list[UsageError]]:
         """The integrators for one posterior, and why each of those that were asked for and do not fit does not."""
-        posterior_type = type_of(header)
         found, refusals = [], []
         for name in self._names(header):
             integrator = self._build(name)
@@ -88,7 +88,7 @@ class AskedIntegrators:
                 top_k = self.top_k if integrator.gives_dirichlet else None
                 found.append(IntegratorChoice(name, integrator, self._samples(integrator, header), top_k))
             elif name in self.named or not self.takes_all:
-                refusals.append(_refusal(why, posterior_type, num_classes))
+                refusals.append(_refusal(why, header, num_classes))
         return found, refusals
 
     def _names(self, header: Header) -> list[str]:
@@ -172,19 +172,19 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     posterior_type = type_of(header)
     if not has_attribute("posteriors", posterior_type, integrator.needs):
         return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for a {posterior_type} posterior ({header.path.stem})"
-    if num_classes > integrator.max_classes:
+    is_exclusive = has_exclusive_classes(recorded_name(header.meta))
+    if not does_classes(integrator, num_classes, is_exclusive=is_exclusive):
+        if not is_exclusive:
+            return f"\0integrator\0 {name} {NO_LABELS}"
         return f"\0integrator\0 {name} works for at most {integrator.max_classes} classes; there are {num_classes}"
     return None
 
 
-def _refusal(why: str, posterior_type: str, num_classes: int) -> UsageError:
-    fitting = []
-    for name in names("integrators"):
-        integrator = load_integrator(name)
-        if has_attribute("posteriors", posterior_type, integrator.needs) and num_classes <= integrator.max_classes:
-            fitting.append(name)
+def _refusal(why: str, header: Header, num_classes: int) -> UsageError:
+    every = {name: load_integrator(name) for name in names("integrators")}
+    fitting = [name for name, one in every.items() if _why_unfit(name, one, header, num_classes) is None]
     return UsageError(
-        why, hint=f"integrators for a {posterior_type} posterior: {', '.join(fitting)}", code="unsupported_integrator"
+        why, hint=f"integrators for a {type_of(header)} posterior: {', '.join(fitting)}", code="unsupported_integrator"
     )
 
 
