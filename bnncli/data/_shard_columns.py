@@ -20,7 +20,7 @@ _LABEL_FIELDS = ("label", "cls", "class", "target")
 _JSON = "json"
 
 
-class Column(NamedTuple):
+class ShardColumn(NamedTuple):
     """Files of the examples by their suffix, one of several, or a field of them where they are JSON."""
 
     suffixes: tuple[str, ...]
@@ -57,7 +57,7 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return found
 
 
-def input_column(first: Example, named: Mapping[str, str], takes: str | None) -> tuple[str, Column]:
+def input_column(first: Example, named: Mapping[str, str], takes: str | None) -> tuple[str, ShardColumn]:
     """Kind (image, text or x) and column of the input.
 
     Args:
@@ -76,7 +76,7 @@ def input_column(first: Example, named: Mapping[str, str], takes: str | None) ->
     every = [(kind, name) for kind, names in found.items() for name in names]
     if len(every) == 1:
         kind, _ = every[0]
-        return kind, Column(_OF_KIND[kind])
+        return kind, ShardColumn(_OF_KIND[kind])
     what = f"several could be the input: {listed(name for _, name in every)}" if every else "none of them is an input"
     hint = "name it: webdataset:PATTERN:image=SUFFIX, text=SUFFIX, x=SUFFIX, or a field of JSON as text=json.FIELD"
     raise UsageError(
@@ -84,7 +84,7 @@ def input_column(first: Example, named: Mapping[str, str], takes: str | None) ->
     )
 
 
-def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, Any]) -> Column | None:
+def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, Any]) -> ShardColumn | None:
     """The column of the labels; None where there is none.
 
     Args:
@@ -96,18 +96,22 @@ def label_column(first: Example, named: Mapping[str, str], fields: Mapping[str, 
     if "label" in named:
         return _named(named["label"], first)
     if "cls" in first.parts:
-        return Column(("cls",))
+        return ShardColumn(("cls",))
     found = [field for field in _LABEL_FIELDS if field in fields]
     if len(found) > 1:
         message = f"\0data\0 webdataset: several fields of {quoted(first.key)} could be the label: {listed(found)}"
         raise UsageError(message, hint=f"name it: webdataset:PATTERN:label={_JSON}.{found[0]}")
-    return Column((_JSON,), found[0]) if found else None
+    return ShardColumn((_JSON,), found[0]) if found else None
 
 
-def _named(name: str, first: Example) -> Column:
+def _named(name: str, first: Example) -> ShardColumn:
     """The column of a suffix, of several with + or ;, or of a field after the suffix json."""
     suffix, dot, field = name.partition(".")
-    column = Column((suffix,), field) if dot and name not in first.parts else Column(tuple(name.lower().split("+")))
+    column = (
+        ShardColumn((suffix,), field)
+        if dot and name not in first.parts
+        else ShardColumn(tuple(name.lower().split("+")))
+    )
     if column.part(first) is None:
         raise UsageError(
             f"\0data\0 webdataset: example {quoted(first.key)} has no {quoted(name)}; it has {listed(first.parts, limit=20)}"

@@ -23,7 +23,7 @@ import numpy as np
 
 from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
-from bnncli.data._shard_columns import Column, input_column, label_column, numbered, parse_columns
+from bnncli.data._shard_columns import ShardColumn, input_column, label_column, numbered, parse_columns
 from bnncli.data._shards import Example, Part, examples_of, read_part, shard_paths
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import open_regular
@@ -49,8 +49,8 @@ class ShardDataset:
 
     shards: tuple[Path, ...]
     kind: str
-    column: Column
-    label_column: Column | None
+    column: ShardColumn
+    label_column: ShardColumn | None
     keys: tuple[str, ...]
     places: np.ndarray
     labels: np.ndarray | None
@@ -195,7 +195,7 @@ def _fields(path: Path, example: Example) -> Mapping[str, Any]:
 
 
 def _index(
-    shards: list[Path], kind: str, column: Column, label: Column | None
+    shards: list[Path], kind: str, column: ShardColumn, label: ShardColumn | None
 ) -> tuple[list[str], np.ndarray, list[Any]]:
     """Keys, places (N, 3) of the inputs, and labels of all examples."""
     keys: list[str] = []
@@ -212,7 +212,7 @@ def _index(
     return keys, np.array(places, np.int64).reshape(-1, 3), values
 
 
-def _part(column: Column, example: Example, path: Path, kind: str) -> Part:
+def _part(column: ShardColumn, example: Example, path: Path, kind: str) -> Part:
     """The file of a column. Raises DataError where an example has none."""
     part = column.part(example)
     if part is None:
@@ -221,7 +221,7 @@ def _part(column: Column, example: Example, path: Path, kind: str) -> Part:
     return part
 
 
-def _label(column: Column, example: Example, path: Path, stream: IO[bytes]) -> Any:
+def _label(column: ShardColumn, example: Example, path: Path, stream: IO[bytes]) -> Any:
     """The label of an example: a whole number where its text is one."""
     part, where = _part(column, example, path, "label"), _where(path, example.key, "label")
     if part.size > _MOST_LABEL_BYTES:

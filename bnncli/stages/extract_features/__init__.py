@@ -38,6 +38,7 @@ from bnncli.stages.extract_features.splits import (
     truncation_note,
     user_sources,
 )
+from bnncli.stages.extract_features.unfinished import unfinished_kept
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.features import (
     CHECK_ROWS,
@@ -102,13 +103,8 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         first = _head_of(run, names[0], heads)
         return [] if options.model == NO_NETWORK else [_make_map(run, options, first, recorded)]
 
-    try:
+    with unfinished_kept(network):
         results = settle(run, works, also=also)
-    finally:
-        if network.cache_info().currsize:
-            network().close()
-    if network.cache_info().currsize:
-        network().forget()
     return _finish(run, results)
 
 
