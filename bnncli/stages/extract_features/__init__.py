@@ -88,14 +88,20 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
     begin = partial(check_network_file, options)
     requests = [
         _request(
-            run, one.name, recorded, _params(run, options, one), user_sources(options, one, saved), len(one), begin
+            run,
+            one.name,
+            recorded,
+            _params(run, options, one, saved),
+            user_sources(options, one, saved),
+            len(one),
+            begin,
         )
         for one in splits
     ]
     note_changed(run, requests)
     heads: dict[str, FeatureFile] = {}
     works = [
-        Work(request, partial(_extract, run, options, network, recorded, split, request, names, heads))
+        Work(request, partial(_extract, run, options, network, recorded, split, request, names, heads, saved))
         for split, request in zip(splits, requests, strict=True)
     ]
 
@@ -149,22 +155,25 @@ def _extract(
     request: Request,
     names: list[str],
     heads: dict[str, FeatureFile],
+    saved: SavedModel | None,
 ) -> Computed:
     if network().record != recorded:
         message = f"{run.checkpoint_path} was replaced while this command ran; nothing was written"
         raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
     content, preprocess, layer = network().features(split, request)
     heads[split.name] = _without_rows(content)
-    check_same_head(run, content, names, recorded, shared_params(options))
+    check_same_head(run, content, names, recorded, shared_params(options, saved))
     computed = _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
     computed.summary.extend(truncation_note(split, content))
     return computed
 
 
-def _params(run: Run, options: ExtractFeaturesOptions, split: data.InputSplit) -> dict[str, Any]:
+def _params(
+    run: Run, options: ExtractFeaturesOptions, split: data.InputSplit, saved: SavedModel | None
+) -> dict[str, Any]:
     """What changes the numbers of one split's features."""
     return {
-        **model_identity(options),
+        **model_identity(options, saved),
         "mean": options.mean,
         "std": options.std,
         "resize": options.resize,

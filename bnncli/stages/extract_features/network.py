@@ -16,7 +16,7 @@ from bnncli.run.network import Network
 from bnncli.run.produce import Request
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
-from bnncli.stages.extract_features.splits import class_names
+from bnncli.stages.extract_features.splits import class_names, transform_json
 from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class NetworkFeatures:
     def classes(self) -> list[str]:
         """Names of the classes; without a head as many as the labels show."""
         if self.head is not None:
-            return class_names(self.splits, self.head.layout.num_classes)
+            return class_names(self.splits, self.head.layout.num_classes, self.network.saved)
         named = [split for split in self.splits if split.classes and not split.is_ood]
         if named:
-            return class_names(self.splits, len(named[0].classes or ()))
+            return class_names(self.splits, len(named[0].classes or ()), None)
         counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
@@ -112,6 +112,7 @@ class NetworkFeatures:
             "dtype": options.dtype,
             "augment": "none",
             "hold_out": split.held_out,
+            **transform_json(self.network.saved),
         }
         return content, preprocess, None if head is None else head.name
 

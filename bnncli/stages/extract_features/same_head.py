@@ -28,8 +28,9 @@ def check_same_head(
             continue
         theirs = header.provenance.get("params", {})
         for option in differences(theirs, shared):
+            what = "preprocessing of the model" if option == "transform" else f"--{option.replace('_', '-')}"
             raise DataError(
-                f"split {name!r} of this run was made with another --{option.replace('_', '-')} "
+                f"split {name!r} of this run was made with another {what} "
                 f"({theirs.get(option)} there, {shared[option]} now)",
                 code="mixed_options",
                 path=path,

@@ -42,9 +42,15 @@ def open_splits(
 
     Raises:
         UsageError: a name twice, a malformed spec.
-        MissingInput, DataError: as the data's readers say.
+        MissingInput, DataError: as the data's readers say; classes that the model does not have.
     """
-    preprocess = data.Preprocess.parse(mean=options.mean, std=options.std, resize=options.resize, crop=options.crop)
+    preprocess = data.Preprocess.parse(
+        mean=options.mean,
+        std=options.std,
+        resize=options.resize,
+        crop=options.crop,
+        transform=None if saved is None else saved.transform,
+    )
     splits: dict[str, data.InputSplit] = {}
     for flag, texts in (("--data", options.data), ("--ood", options.ood)):
         for text in texts:
@@ -53,22 +59,28 @@ def open_splits(
                 raise UsageError(f"{flag}: split {name!r} is named twice")
             try:
                 split = data.load_split(spec, name=name, preprocess=preprocess)
+                split = split.as_ood() if flag == "--ood" else split
+                splits[name] = data.matched_to(split, None if saved is None else saved.classes)
             except BnnError as error:
                 for one in (name, *(held.split("=")[0] for held in options.hold_out if f"={name}:" in held)):
                     unreadable(one, error)
                 raise
-            splits[name] = split.as_ood() if flag == "--ood" else split
     for text in options.hold_out:
         splits = data.hold_out(splits, text, seed=seed)
     return sorted(splits.values(), key=lambda split: split.name != "train")
 
 
-def class_names(splits: list[data.InputSplit], num_classes: int) -> list[str]:
-    """Names of the classes: the data's own where they have names, else 0, 1, 2, ...
+def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedModel | None) -> list[str]:
+    """Names of the classes: the model's where it has names, else the data's, else 0, 1, 2, ...
 
     Raises:
-        DataError: the data name another number of classes than the network has, or differ in their names.
+        DataError: the model or the data name another number of classes than the network has, or data differ in their names.
     """
+    if saved is not None and saved.classes is not None:
+        if len(saved.classes) != num_classes:
+            message = f"the model names {len(saved.classes)} classes, its last layer has {num_classes}"
+            raise DataError(message, code="class_mismatch")
+        return list(saved.classes)
     named = {split.name: list(split.classes) for split in splits if split.classes and not split.is_ood}
     for name, names in named.items():
         first_name, first = next(iter(named.items()))
@@ -95,19 +107,25 @@ def truncation_note(split: data.InputSplit, content: FeatureFile) -> list[str]:
     return [f"{content.name}: {content.num_truncated:,} of {len(split):,} texts were longer {longer} and were cut"]
 
 
-def model_identity(options: ExtractFeaturesOptions) -> dict[str, Any]:
-    """What of the network's definition changes numbers: its name, arguments and layer."""
+def transform_json(saved: SavedModel | None) -> dict[str, Any]:
+    """What the model's own preprocessing does, for params and provenance; empty without one."""
+    return {} if saved is None or saved.transform is None else {"transform": saved.transform.to_json()}
+
+
+def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) -> dict[str, Any]:
+    """What of the network's definition changes numbers: its name, arguments, layer and preprocessing."""
     return {
         "model": options.model,
         "model_arg": sorted(options.model_arg),
         "last_layer": options.last_layer,
         **{name: getattr(options, name) for name in _OF_SAVED_MODELS if getattr(options, name) is not None},
+        **transform_json(saved),
     }
 
 
-def shared_params(options: ExtractFeaturesOptions) -> dict[str, Any]:
+def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None) -> dict[str, Any]:
     """The options that all splits of a run must share."""
-    own = model_identity(options)
+    own = model_identity(options, saved)
     return {name: own[name] if name in own else getattr(options, name, None) for name in SHARED_PARAMS}
 
 
