@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from bnncli import registry
 from bnncli.errors import UsageError
@@ -18,6 +18,8 @@ from bnncli.options.parts import declaration, declarations
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from bnncli.data import Transform
 
 __all__ = ["Asked", "SavedModel", "is_kind", "open_model"]
 
@@ -49,8 +51,8 @@ class SavedModel(Protocol):
         """Names of the outputs, index = output; None where the files tell none."""
 
     @property
-    def transform(self) -> Any:
-        """What makes its inputs out of images or texts, a Transform of bnncli.data; None where inputs are arrays."""
+    def transform(self) -> Transform | None:
+        """What makes its inputs out of images or texts; None where inputs are arrays."""
 
     @property
     def files(self) -> tuple[Path, ...]:

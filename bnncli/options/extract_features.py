@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, option
-from bnncli.options.parts import forms
+from bnncli.options.parts import declaration, forms
 from bnncli.registry import check_name, has_name, names
 
 NO_NETWORK = "flatten"
@@ -92,6 +92,10 @@ class ExtractFeaturesOptions(Checked):
         if (self.model is None) == (self.from_npz is None):
             raise UsageError("give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE")
         if self.model is not None and ":" not in self.model:
+            if has_name("models", self.model):
+                raise UsageError(
+                    f"\0model\0: expected {declaration('models', self.model, 'FORM').text}; got {self.model!r}"
+                )
             check_name("networks", self.model, option="\0model\0")
         given = [name for name in ("base_model", "feature_node", "allow_download") if getattr(self, name)]
         if self.model is not None and given and not has_name("models", self.model.partition(":")[0]):

@@ -30,7 +30,7 @@ def record_of_files(run: Run, files: ModelFiles, *, kind: str, file_sha256: str,
     Args:
         kind: of the model, hf or another.
         file_sha256: of its files, before they were read.
-        weights_digest: of the built network's state dict.
+        weights_digest: of the built network's state dict and that.
     """
     digests = {"file_sha256": file_sha256, "weights_digest": weights_digest}
     read: dict[str, Any] = {"format": kind, "selected_key": None, "stripped_prefixes": [], "size": files.size}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from bnncli import data
@@ -83,13 +84,14 @@ class Network:
         if files.states() != before:
             message = f"a file in {files.folder} was replaced while it was read"
             raise DataError(message, code="input_replaced", hint="run the command again", path=files.folder)
-        tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+        named: dict[str, Any] = {"": np.array([digest])}  # another tokenizer is another model, with the same weights
+        named |= {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
         record = record_of_files(
             self.run,
             files,
             kind=self.spec.partition(":")[0],
             file_sha256=digest,
-            weights_digest=tensor_digest(tensors),
+            weights_digest=tensor_digest(named),
         )
         return module.to(self.run.device), record
 

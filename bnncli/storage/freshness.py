@@ -60,7 +60,7 @@ def decide(
     if header is None or force:
         return Decision("replace", "\0force\0", header)
     recorded = _recorded_params(header)
-    if params_hash(recorded) != params_hash(params):
+    if params_hash(_chosen(recorded)) != params_hash(_chosen(params)):
         differences = _differences(recorded, params)
         raise OutputExists(
             f"{target} exists and was made with other options ({differences})",
@@ -68,6 +68,8 @@ def decide(
             hint="add \0force\0 to replace it" + _KEEP_BOTH.get(kind, ", or \0name\0 NAME to keep both"),
         )
     changes = _changes(header, algo_rev, sources, weights_digest)
+    if recorded.get("transform") != params.get("transform"):
+        changes.append("the model's preprocessing has changed")
     return Decision("replace", "; ".join(changes), header) if changes else Decision("skip", "up to date", header)
 
 
@@ -123,6 +125,11 @@ def _recorded_params(header: Header) -> Mapping[str, Any]:
     if header.kind == "samples":
         params.setdefault("gradients", "float32")
     return params
+
+
+def _chosen(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that a user chooses; what the files of a model do to inputs changes with the files."""
+    return {name: value for name, value in params.items() if name != "transform"}
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

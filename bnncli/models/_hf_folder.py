@@ -1,0 +1,182 @@
+"""Folders of `save_pretrained`, read without any library: what is in them, and what config.json says.
+
+File names and fields are those of the library transformers, release 5.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import DataError, MissingInput
+from bnncli.machine.input_files import open_regular
+from bnncli.models._extra import require
+from bnncli.names import listed, quoted
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+WEIGHTS, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+TOKENIZER = (
+    "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm", "bpe.codes",
+)  # fmt: skip
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+MAX_JSON_BYTES = 1 << 26
+_CLASSIFIER = re.compile(r"\w+For(Sequence|Image|Audio)Classification\w*")
+_NO_NAME = re.compile(r"LABEL_\d+")
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
+    """The folder that a place names; of a name on the Hugging Face Hub its copy on this machine, fetched where that is allowed.
+
+    Raises:
+        MissingInput: there is no such folder, or it could not be fetched.
+    """
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        hint = f"give the folder that it is in: {folder.parent}"
+        raise MissingInput(
+            f"{option}: {quoted(folder, limit=300)} is a file, expected a folder", path=folder, hint=hint
+        )
+    if not allow_download or not _REPOSITORY.fullmatch(place):
+        is_name = _REPOSITORY.fullmatch(place) and not allow_download
+        hint = "a folder on this machine is expected; \0allow_download\0 fetches a model of the Hugging Face Hub"
+        message = f"{option}: no folder {quoted(folder, limit=300)}"
+        raise MissingInput(message, path=folder, hint=hint if is_name else None)
+    hub = require("huggingface_hub", extra="hf")
+    wanted = ["*.json", "*.txt", "*.model", "*.spm", "*.safetensors"]
+    try:
+        try:
+            return Path(hub.snapshot_download(place, allow_patterns=wanted, local_files_only=True))
+        except FileNotFoundError:  # it is not on this machine yet
+            return Path(hub.snapshot_download(place, allow_patterns=wanted))
+    except Exception as error:  # of the library, of the network, of the disk
+        why = " ".join(str(error).split())[:200]
+        raise MissingInput(f"{option}: {place!r} could not be fetched: {why}", path=folder) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises MissingInput, or DataError where it is none or too large."""
+    with open_regular(path) as stream:
+        raw = stream.read(MAX_JSON_BYTES + 1)
+    try:
+        found = json.loads(raw) if len(raw) <= MAX_JSON_BYTES else None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{quoted(path, limit=300)} is not JSON: {error}", path=path) from None
+    if not isinstance(found, dict):
+        raise DataError(f"{quoted(path, limit=300)}: expected a JSON object", path=path)
+    return found
+
+
+def files_like(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
+    """The files of a folder whose names match one of the patterns, sorted."""
+    return tuple(sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}))
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that a model's weights are in: one, or an index and its shards; none where there are no weights.
+
+    Raises:
+        MissingInput: a shard is missing. DataError: the index is damaged.
+    """
+    if (folder / WEIGHTS).is_file():
+        return (folder / WEIGHTS,)
+    if not (folder / INDEX).is_file():
+        return tuple(path for path in (folder / PICKLED,) if path.is_file())
+    names = read_json(folder / INDEX).get("weight_map")
+    shards = sorted({*names.values()}) if isinstance(names, dict) and all(map(_is_name, names.values())) else []
+    if not shards:
+        raise DataError(f"{quoted(folder / INDEX, limit=300)} names no files of weights", path=folder / INDEX)
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        message = f"{quoted(folder, limit=300)}: {len(missing)} of {len(shards)} files of weights are missing: {listed(missing)}"
+        raise MissingInput(message, path=folder / missing[0], hint="copy or download all of them")
+    return (folder / INDEX, *(folder / name for name in shards))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and Path(value).name == value
+
+
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """The class that the model was saved from, as config.json names it."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def kind_of(config: Mapping[str, Any], folder: Path) -> str:
+    """Sequence or Image: what the model classifies.
+
+    Raises:
+        DataError: the model is no classifier, or one of audio, or a regression; or its weights are quantised.
+    """
+    name, where = architecture_of(config), quoted(folder, limit=300)
+    match = _CLASSIFIER.fullmatch(name) if name is not None else None
+    if match is None:
+        has = "config.json names no architecture" if name is None else f"the model is {quoted(name)}"
+        expected = "expected one for sequence or image classification"
+        raise DataError(f"{where}: {has}, {expected}", code="not_a_classifier", path=folder / CONFIG)
+    if match[1] == "Audio" or _has_feature_extractor(folder):
+        message = f"{where}: {name} classifies audio, which is not supported: there is no kind of data for it"
+        raise DataError(message, code="not_supported", path=folder / CONFIG)
+    check_plain(config, folder)
+    return match[1]
+
+
+def check_plain(config: Mapping[str, Any], folder: Path) -> None:
+    """Nothing, when a model is a classifier with plain weights. Raises DataError for a regression and quantised weights."""
+    where = quoted(folder, limit=300)
+    if config.get("problem_type") == "regression":
+        message = f"{where}: a regression head (problem_type regression), expected a classifier"
+        raise DataError(message, code="regression", path=folder / CONFIG)
+    if config.get("quantization_config") is not None:
+        method = (
+            config["quantization_config"].get("quant_method")
+            if isinstance(config["quantization_config"], dict)
+            else None
+        )
+        raise DataError(
+            f"{where}: the weights are quantised ({method or 'quantization_config'}), which is not supported",
+            code="quantised", path=folder / CONFIG, hint="save the model as it was before, or after model.dequantize()",
+        )  # fmt: skip
+
+
+def _has_feature_extractor(folder: Path) -> bool:
+    path = folder / PROCESSOR[0]
+    return path.is_file() and "sampling_rate" in read_json(path)
+
+
+def num_labels(config: Mapping[str, Any]) -> int:
+    """Outputs of a classifier; the library's own default is two."""
+    names = config.get("id2label")
+    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
+
+
+def classes_of(config: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
+    """Names of the outputs; None where config.json has none of the user's, or several outputs have one.
+
+    Raises:
+        DataError: id2label does not number its names 0, 1, 2, ...
+    """
+    names = config.get("id2label")
+    if not isinstance(names, dict) or len(names) < 2:
+        return None
+    found = [names.get(str(index)) for index in range(len(names))]
+    if not all(isinstance(name, str | int) for name in found):
+        message = f"{quoted(folder / CONFIG, limit=300)}: id2label does not number its names 0 to {len(names) - 1}"
+        raise DataError(message, path=folder / CONFIG)
+    texts = tuple(str(name) for name in found)
+    is_named = len(set(texts)) == len(texts) and not all(map(_NO_NAME.fullmatch, texts))
+    return texts if is_named else None
+
+
+def task_of(config: Mapping[str, Any]) -> str | None:
+    """multiclass, binary or multilabel; None where config.json does not tell."""
+    if num_labels(config) == 1:
+        return "binary"
+    of_types = {"single_label_classification": "multiclass", "multi_label_classification": "multilabel"}
+    return of_types.get(str(config.get("problem_type")))

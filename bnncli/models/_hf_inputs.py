@@ -1,0 +1,142 @@
+"""What a folder of `save_pretrained` brings to make inputs: its tokenizer or its image processor, called as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli.data import Transformed
+from bnncli.errors import DataError
+from bnncli.models._extra import require
+from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, files_like, read_json
+from bnncli.names import quoted
+from bnncli.numerics.digests import file_sha256, json_sha256
+
+_LARGEST = 1 << 24  # a larger model_max_length is the library's way to say that there is none
+# Positions are counted from behind the padding token's number.
+_OFFSET_TYPES = {
+    "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A tokenizer: texts, or pairs of them, padded to the longest of a batch and cut at `max_length` tokens; None never cuts."""
+
+    folder: str
+    digest: str
+    max_length: int | None
+    takes: str = "texts"
+    mode: str = ""
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """Token ids and what goes with them, (n, length) int64 by name, and how many texts were cut."""
+        _settle_threads()
+        tokenizer = _loaded("AutoTokenizer", self.folder, self.digest)
+        texts: tuple[list[str], ...] = (list(items),)
+        if items and not isinstance(items[0], str):
+            texts = [first for first, _ in items], [second for _, second in items]
+        cut = {"truncation": True, "max_length": self.max_length} if self.max_length is not None else {}
+        found = tokenizer(*texts, padding=True, return_tensors="np", **cut)
+        inputs = {name: np.asarray(array, np.int64) for name, array in found.items()}
+        if self.max_length is None:
+            return Transformed(inputs)
+        if tokenizer.is_fast:
+            return Transformed(inputs, sum(bool(one.overflowing) for one in found.encodings))
+        whole = tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
+        return Transformed(inputs, sum(len(one) > self.max_length for one in whole))
+
+    def to_json(self) -> dict[str, Any]:
+        """The digest of the tokenizer's files, and where texts are cut."""
+        return {"tokenizer": self.digest, "max_length": self.max_length}
+
+
+@dataclass(frozen=True)
+class Images:
+    """An image processor: whatever resizing, cropping, scaling and normalising it does."""
+
+    folder: str
+    digest: str
+    mode: str
+    backend: str
+    takes: str = "images"
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """Pixels (n, C, H, W) float32, and what goes with them, by name."""
+        processor = _loaded("AutoImageProcessor", self.folder, self.digest)
+        found = processor(images=list(items), return_tensors="pt")
+        return Transformed({name: tensor.numpy() for name, tensor in found.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        """The digest of the processor's files, and the library that resizes: they round differently."""
+        return {"image_processor": self.digest, "mode": self.mode, "backend": self.backend}
+
+
+def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
+    """The tokenizer of a folder; None where it has none."""
+    files = files_like(folder, TOKENIZER)
+    if not files:
+        return None
+    own = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    limits = [own.get("model_max_length"), _positions(config)]
+    lengths = [int(limit) for limit in limits if isinstance(limit, int | float) and 0 < limit < _LARGEST]
+    return Texts(str(folder.absolute()), _digest(files), min(lengths, default=None))
+
+
+def image_inputs(folder: Path, config: Mapping[str, Any]) -> Images | None:
+    """The image processor of a folder; None where it has none."""
+    files = files_like(folder, PROCESSOR)
+    if not files:
+        return None
+    mode = "L" if config.get("num_channels") == 1 else "RGB"
+    backend = "torchvision" if find_spec("torchvision") is not None else "pil"
+    return Images(str(folder.absolute()), _digest(files), mode, backend)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a model has positions for; None where it counts from a token to another."""
+    if config.get("model_type") in ("gpt2", "openai-gpt", "ctrl"):
+        return config.get("n_positions")
+    number = config.get("max_position_embeddings")
+    if number is not None and config.get("model_type") in _OFFSET_TYPES:
+        return int(number) - int(config.get("pad_token_id") or 0) - 1
+    return number
+
+
+def _digest(files: Sequence[Path]) -> str:
+    return f"sha256:{json_sha256([[file.name, file_sha256(file)] for file in files])}"
+
+
+@lru_cache(maxsize=4)
+def _loaded(auto: str, folder: str, digest: str) -> Any:
+    """The tokenizer or image processor of a folder whose files have this digest.
+
+    Raises:
+        DataError: the library cannot make it of the folder's files.
+    """
+    transformers = require("transformers", extra="hf")
+    try:
+        return getattr(transformers, auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library's own, of what is in the files
+        why = " ".join(str(error).split())[:200]
+        what = {"AutoTokenizer": "tokenizer"}.get(auto, "image processor")
+        raise DataError(f"{quoted(folder, limit=300)}: its {what} cannot be loaded: {why}", path=folder) from error
+
+
+def _settle_threads() -> None:
+    """Threads in this process; none in one that reads ahead beside others, where the library would deadlock or complain."""
+    import torch.utils.data
+
+    if torch.utils.data.get_worker_info() is not None:
+        os.environ[_PARALLEL] = "false"
+    else:
+        os.environ.setdefault(_PARALLEL, "true")

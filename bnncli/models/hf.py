@@ -1,0 +1,80 @@
+"""`hf:DIR`: a classifier of texts or images in a folder of `save_pretrained`, of the library transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import MissingInput
+from bnncli.models import Asked
+from bnncli.models._hf_folder import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    PROCESSOR,
+    TOKENIZER,
+    classes_of,
+    files_like,
+    folder_of,
+    kind_of,
+    read_json,
+    task_of,
+    weight_files,
+)
+from bnncli.models._hf_inputs import Images, Texts, image_inputs, text_inputs
+from bnncli.names import quoted
+from bnncli.options.parts import Form
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FORM = Form("hf:DIR", place=10)
+EXTRA: str | None = "hf"
+TAKES: tuple[str, ...] = ("allow_download",)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A model for sequence or image classification; its weights are those of the folder, unless others fill it."""
+
+    folder: Path
+    config: Mapping[str, Any] = field(repr=False)
+    classes: tuple[str, ...] | None
+    transform: Texts | Images | None
+    files: tuple[Path, ...]
+    task: str | None
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """The network with the folder's weights, or with those of `state`; see `classifier`."""
+        from bnncli.models._hf_network import classifier  # here, for torch
+
+        return classifier(self.folder, self.config, state)
+
+
+def open_model(place: str, asked: Asked) -> Classifier:
+    """The classifier of a folder, or of a name on the Hugging Face Hub where downloads are allowed.
+
+    Raises:
+        MissingInput: no folder, no config.json in it, or a shard is missing.
+        DataError: a file is damaged, the model is no classifier, or its weights are quantised.
+    """
+    folder = folder_of(place, option="\0model\0", allow_download=asked.allow_download)
+    if not (folder / CONFIG).is_file():
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        hint = f"it is an adapter: \0model\0 peft:{place}" if is_adapter else "expected a folder of save_pretrained"
+        raise MissingInput(f"no {CONFIG} in {quoted(folder, limit=300)}", path=folder / CONFIG, hint=hint)
+    config = read_json(folder / CONFIG)
+    kind = kind_of(config, folder)
+    return Classifier(
+        folder,
+        config,
+        classes_of(config, folder),
+        transform=text_inputs(folder, config) if kind == "Sequence" else image_inputs(folder, config),
+        files=(
+            folder / CONFIG,
+            *weight_files(folder),
+            *files_like(folder, TOKENIZER if kind == "Sequence" else PROCESSOR),
+        ),
+        task=task_of(config),
+    )

@@ -1,0 +1,354 @@
+"""`hf:DIR`: folders of save_pretrained give the library's own logits, and nothing is left random without a word."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from problems.command_line import Cli
+from problems.optional_libraries import library
+from safetensors.torch import load_file, save_file
+
+from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
+from bnncli.models import Asked, SavedModel, open_model
+from bnncli.storage.features import read_features
+
+transformers = library("transformers")
+
+WORDS = ["good", "bad", "film", "plot", "the", "a", "is", "and", "not", "very", "##ly", "fine", "awful"]
+TEXTS = ["the film is very good", "a bad, awful plot", "not fine", "and the plot and the film and the plot " * 3]
+LABELS = {0: "worse", 1: "same", 2: "better"}
+SMALL: dict[str, Any] = {
+    "num_labels": 3,
+    "id2label": LABELS,
+    "label2id": {name: index for index, name in LABELS.items()},
+}
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+VIT = {**BERT, "image_size": 8, "patch_size": 4}
+TEXT_MODELS = {
+    "Bert": dict(BERT, max_position_embeddings=16),
+    "DistilBert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 20, "max_position_embeddings": 16},
+    "Roberta": dict(BERT, max_position_embeddings=18, pad_token_id=1),
+}
+IMAGE_MODELS = {
+    "ViT": VIT,
+    "DeiT": VIT,
+    "ConvNext": {"hidden_sizes": [4, 6, 8, 10], "depths": [1, 1, 1, 1], "image_size": 32},
+    "ResNet": {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"},
+}
+
+
+def tokenizer(kind: str, **settings: Any) -> Any:
+    """A tokenizer of few words."""
+    names = (
+        ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+        if kind == "Roberta"
+        else ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    )
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {name: index for index, name in enumerate([*names, *WORDS, ","])}
+    own = Tokenizer(models.WordPiece(vocabulary, unk_token=names[3 if kind == "Roberta" else 1]))
+    own.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    first, last = ("<s>", "</s>") if kind == "Roberta" else ("[CLS]", "[SEP]")
+    ids = [(first, vocabulary[first]), (last, vocabulary[last])]
+    own.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}", pair=f"{first} $A {last} $B:1 {last}:1", special_tokens=ids
+    )
+    special = dict(zip(("cls_token", "pad_token", "sep_token", "unk_token", "mask_token"), names, strict=True))
+    if kind != "Roberta":
+        special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), names, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, **special, **settings)
+
+
+def text_folder(folder: Path, kind: str = "Bert", *, shards: bool = False, **config: Any) -> Path:
+    """A text classifier with random weights, saved."""
+    torch.manual_seed(0)
+    settings = {**SMALL, **TEXT_MODELS[kind], "vocab_size": 20, **config}
+    made = getattr(transformers, f"{kind}ForSequenceClassification")
+    network = made(made.config_class(**settings)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(folder, **({"max_shard_size": "3KB"} if shards else {}))
+    own = tokenizer(kind, model_max_length=12)
+    own.save_pretrained(folder)
+    return folder
+
+
+def image_folder(folder: Path, kind: str = "ViT", *, channels: int = 3, shards: bool = False) -> Path:
+    """An image classifier with random weights, and its processor, saved."""
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}ForImageClassification")
+    network = made(made.config_class(**SMALL, **IMAGE_MODELS[kind], num_channels=channels)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(folder, **({"max_shard_size": "3KB"} if shards else {}))
+    size = network.config.image_size if kind != "ResNet" else 32
+    own = {"ViT": "ViT", "DeiT": "DeiT"}.get(kind, "ConvNext")
+    sizes: dict[str, Any] = {"size": {"height": size, "width": size}}
+    if own == "DeiT":
+        sizes = {"size": {"height": size + 2, "width": size + 2}, "crop_size": {"height": size, "width": size}}
+    if own == "ConvNext":
+        sizes = {"size": {"shortest_edge": size}, "crop_pct": 0.8}
+    processor = getattr(transformers, f"{own}ImageProcessor")
+    processor(**sizes, image_mean=[0.4] * channels, image_std=[0.3] * channels).save_pretrained(folder)
+    return folder
+
+
+def pictures(mode: str = "RGB") -> list[Image.Image]:
+    """Pictures of several sizes."""
+    rng = np.random.default_rng(0)
+    return [
+        Image.fromarray(rng.integers(256, size=(40 + 3 * index, 50, 3), dtype=np.uint8)).convert(mode)
+        for index in range(3)
+    ]
+
+
+def own_logits(folder: Path, items: list[Any], *, task: str) -> np.ndarray:
+    """What the library's own pipeline gives, one item at a time: (n, K)."""
+    run = transformers.pipeline(task, model=str(folder), device="cpu")
+    cut = {"truncation": True} if task == "text-classification" else {}
+    found = [run(item, top_k=None, function_to_apply="none", **cut) for item in items]
+    names = [run.model.config.id2label[index] for index in range(run.model.config.num_labels)]
+    return np.array([[{one["label"]: one["score"] for one in scores}[name] for name in names] for scores in found])
+
+
+def logits(saved: SavedModel, items: list[Any], state: dict[str, torch.Tensor] | None = None) -> np.ndarray:
+    """What ours gives, all items at once: (n, K)."""
+    assert saved.transform is not None
+    found = saved.transform(items).inputs
+    assert isinstance(found, dict)
+    with torch.inference_mode():
+        output = saved.build(state)(**{name: torch.from_numpy(array) for name, array in found.items()})
+    return output.logits.numpy()
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: object, **named: object) -> None:
+        raise AssertionError("the network was asked for")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("kind", TEXT_MODELS)
+def test_logits_of_texts_are_those_of_the_librarys_pipeline(tmp_path: Path, kind: str, shards: bool) -> None:
+    folder = text_folder(tmp_path / "model", kind, shards=shards)
+    assert (folder / "model.safetensors").is_file() is not shards
+    saved = open_model(f"hf:{folder}", Asked())
+    assert (saved.classes, saved.task) == (("worse", "same", "better"), None)
+    expected = own_logits(folder, TEXTS, task="text-classification")
+    assert expected.std(axis=0).min() > 1e-3
+    np.testing.assert_allclose(logits(saved, TEXTS), expected, atol=1e-5)
+    assert saved.transform is not None
+    assert saved.transform(TEXTS).num_truncated == 1
+    assert len(saved.files) >= (4 if not shards else 6)
+
+
+@pytest.mark.parametrize(("kind", "channels"), [*((kind, 3) for kind in IMAGE_MODELS), ("ViT", 1)])
+def test_logits_of_pictures_are_those_of_the_librarys_pipeline(tmp_path: Path, kind: str, channels: int) -> None:
+    folder = image_folder(tmp_path / "model", kind, channels=channels, shards=kind == "ViT")
+    saved = open_model(f"hf:{folder}", Asked())
+    assert saved.transform is not None
+    items = pictures(saved.transform.mode)
+    if channels == 3:
+        expected = own_logits(folder, items, task="image-classification")
+    else:  # the pipeline knows colour alone
+        made = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+        own = transformers.AutoImageProcessor.from_pretrained(folder)
+        expected = made(own(images=items, return_tensors="pt")["pixel_values"]).logits.detach().numpy()
+    assert expected.std(axis=0).min() > 1e-3
+    np.testing.assert_allclose(logits(saved, items), expected, atol=1e-5)
+
+
+def rewritten(folder: Path, **changes: Any) -> Path:
+    """The folder, with other fields in config.json; None takes one away."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return folder
+
+
+def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    saved = open_model(f"hf:{folder}", Asked())
+    cases = {
+        r"missing from the weights \(1\): 'classifier.weight'$": {k: v for k, v in state.items() if k != "classifier.weight"},
+        r"unknown to the network \(1\): 'other.weight'$": {**state, "other.weight": torch.zeros(2)},
+        r"'classifier.bias' has shape \(4,\) in the weights and \(3,\) in the network$": {
+            **state, "classifier.bias": torch.zeros(4),
+        },
+    }  # fmt: skip
+    for message, other in cases.items():
+        save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+        for given in (None, other):
+            with pytest.raises(DataError, match=message) as told:
+                saved.build(given)
+            assert told.value.exit == 65
+    save_file({**state, "classifier.bias": torch.full((3,), torch.nan)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"weights are not finite: 'classifier.bias'"):
+        saved.build(None)
+
+
+def test_half_precision_is_widened_and_a_checkpoint_fills_the_model(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "model")
+    saved = open_model(f"hf:{folder}", Asked())
+    state = load_file(folder / "model.safetensors")
+    halved = {name: tensor.bfloat16() for name, tensor in state.items()}
+    save_file(halved, folder / "model.safetensors", metadata={"format": "pt"})
+    rewritten(folder, dtype="bfloat16")
+    made = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = made(**own(TEXTS, padding=True, truncation=True, return_tensors="pt")).logits.detach().numpy()
+    np.testing.assert_allclose(logits(saved, TEXTS), expected, atol=1e-5)
+    filled = logits(saved, TEXTS, state)
+    assert np.abs(filled - expected).max() > 1e-3
+    (folder / "model.safetensors").unlink()
+    np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", Asked()), TEXTS, state), filled)
+    torch.save(state, folder / "pytorch_model.bin")
+    np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", Asked()), TEXTS), filled)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"problem_type": "regression"}, DataError, "a regression head"),
+        ({"quantization_config": {"quant_method": "gptq"}}, DataError, r"are quantised \(gptq\), which is not supported"),
+        ({"architectures": ["ViTModel"]}, DataError, "the model is 'ViTModel', expected one for sequence or image"),
+        ({"architectures": None}, DataError, "config.json names no architecture"),
+        ({"architectures": ["ASTForAudioClassification"]}, DataError, "classifies audio, which is not supported"),
+        ({"id2label": {"0": "a", "2": "b"}}, DataError, "id2label does not number its names 0 to 1"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, Untrusted, "code of its own .* which is never run"),
+        ({"model_type": "no-such-type"}, DataError, "the model cannot be loaded: ValueError"),
+        ({"architectures": ["OwnForImageClassification"]}, DataError, "has no OwnForImageClassification"),
+    ],
+)  # fmt: skip
+def test_what_is_no_classifier_of_plain_weights_is_refused_in_a_line(
+    tmp_path: Path, changes: dict[str, Any], error: type[BnnError], message: str
+) -> None:
+    folder = rewritten(image_folder(tmp_path / "model"), **changes)
+    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(error, match=message) as told:
+        open_model(f"hf:{folder}", Asked()).build(None)
+    assert "\n" not in told.value.message
+
+
+def test_a_missing_folder_or_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(MissingInput, match="no folder 'no-such/model'") as told:
+        open_model("hf:no-such/model", Asked())
+    assert "\0allow_download\0" in str(told.value.hint)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(MissingInput, match=r"no config.json in") as told:
+        open_model(f"hf:{tmp_path}", Asked())
+    assert told.value.hint == f"it is an adapter: \0model\0 peft:{tmp_path}"
+    folder = image_folder(tmp_path / "model", shards=True)
+    next(folder.glob("model-00002*")).unlink()
+    with pytest.raises(MissingInput, match=r"1 of \d files of weights are missing: 'model-00002"):
+        open_model(f"hf:{folder}", Asked())
+
+
+def test_a_download_is_asked_for_only_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked = image_folder(tmp_path / "model"), []
+
+    def fetch(name: str, *, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        asked.append((name, local_files_only))
+        if local_files_only:
+            raise FileNotFoundError(name)
+        return str(folder)
+
+    monkeypatch.setattr(library("huggingface_hub"), "snapshot_download", fetch)
+    assert open_model("hf:some/model", Asked(allow_download=True)).files[0] == folder / "config.json"
+    assert asked == [("some/model", True), ("some/model", False)]
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "classes"),
+    [
+        ({"problem_type": "multi_label_classification"}, "multilabel", ("worse", "same", "better")),
+        ({"problem_type": "single_label_classification"}, "multiclass", ("worse", "same", "better")),
+        ({"id2label": {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}}, None, None),
+        ({"id2label": {"0": "LABEL_0"}}, "binary", None),
+    ],
+)
+def test_task_and_classes_are_what_the_config_says(
+    tmp_path: Path, config: dict[str, Any], task: str | None, classes: tuple[str, ...] | None
+) -> None:
+    saved = open_model(f"hf:{rewritten(image_folder(tmp_path / 'model'), **config)}", Asked())
+    assert (saved.task, saved.classes) == (task, classes)
+
+
+def write_pictures(folder: Path) -> Path:
+    """A folder of pictures for each class, in another order than the model's."""
+    for number, name in enumerate(sorted(LABELS.values())):
+        (folder / name).mkdir(parents=True)
+        for index, picture in enumerate(pictures()):
+            picture.rotate(90 * number).save(folder / name / f"{index}.png")
+    return folder
+
+
+def test_a_run_of_a_folder_is_found_by_name_and_goes_stale_with_its_files(tmp_path: Path, cli: Cli) -> None:
+    folder, data = image_folder(tmp_path / "model"), write_pictures(tmp_path / "train")
+    words = ("--model", f"hf:{folder}", "--data", f"train=images:{data}")
+    for name in (tmp_path / "reviews", folder):
+        assert cli("extract-features", name, *words).code == 0
+        found = read_features(name.with_name(f"{name.name}.bnn") / "features/train.h5")
+        assert found.header is not None
+        assert found.classes == ["worse", "same", "better"]
+        assert found.labels is not None
+        assert found.labels.tolist() == [2] * 3 + [1] * 3 + [0] * 3
+        items = [Image.open(path).convert("RGB") for path in sorted(data.glob("*/*.png"))]
+        weight, bias = found.head_weight, found.head_bias
+        assert weight is not None
+        assert bias is not None
+        own = own_logits(folder, items, task="image-classification")
+        np.testing.assert_allclose(found.features @ weight.T + bias, own, atol=1e-5)
+        record = found.header.provenance["checkpoint"]
+        assert (record["path"], record["format"]) == ("model", "hf")
+        assert record["files"] == ["config.json", "model.safetensors", "preprocessor_config.json"]
+        assert "up to date" in cli("extract-features", name, *words).stderr
+        assert cli("fit-laplace", name, "--prior-precision", "1").code == 0
+        assert cli("status", name, "--check").code == 0
+    name = tmp_path / "reviews"
+    for file in ("preprocessor_config.json", "model.safetensors"):
+        kept = (folder / file).read_bytes()
+        if file == "model.safetensors":
+            state = load_file(folder / file)
+            save_file({**state, "classifier.bias": state["classifier.bias"] + 1}, folder / file, {"format": "pt"})
+        else:
+            (folder / file).write_text(kept.decode().replace("0.4", "0.5"))
+        assert "the checkpoint has changed" in cli("status", name).stdout
+        assert cli("predict", name, "--split", "train").code == 65
+        assert "replacing it" in cli("extract-features", name, *words).stderr
+        assert cli("fit-laplace", name, "--prior-precision", "1").code == 0
+        assert cli("status", name, "--check").code == 0
+        (folder / file).write_bytes(kept)
+        for line in (("extract-features", name, *words), ("fit-laplace", name, "--prior-precision", "1")):
+            assert cli(*line).code == 0
+    folder.rename(tmp_path / "gone")
+    said = cli("predict", name, "--split", "train")
+    assert said.code == 66
+    assert "model/config.json'" in said.stderr
+
+
+def test_a_name_of_a_missing_file_of_weights_is_told(tmp_path: Path, cli: Cli) -> None:
+    folder, data = image_folder(tmp_path / "model"), write_pictures(tmp_path / "train")
+    words = ("--model", f"hf:{folder}", "--data", f"train=images:{data}")
+    said = cli("extract-features", tmp_path / "net.pt", *words)
+    assert said.code == 66, said.stderr
+    assert "net.pt'\nhint: for the model's own weights give its folder" in said.stderr
+    state = load_file(folder / "model.safetensors")
+    torch.save({**state, "classifier.bias": state["classifier.bias"] + 1}, tmp_path / "net.pt")
+    assert cli("extract-features", tmp_path / "net.pt", *words).code == 0
+    found = read_features(tmp_path / "net.pt.bnn/features/train.h5")
+    assert found.header is not None
+    assert "files" not in found.header.provenance["checkpoint"]
+    assert found.head_bias is not None
+    np.testing.assert_array_equal(found.head_bias, (state["classifier.bias"] + 1).numpy())
