@@ -17,7 +17,8 @@ def _model_help() -> str:
     return (
         f"Network: a built-in name ({built_in}; {NO_NETWORK} is none: inputs are the features, CKPT is just the run's "
         f"name), a saved model ({', '.join(forms('models'))}), package.module:factory or file.py:factory. A factory is "
-        "your code and is run. With a model that has weights of its own, CKPT is just the run's name."
+        "your code and is run; so is a TorchScript program (jit), as far as it calls PyTorch's operators on tensors. "
+        "With a model that has weights of its own, CKPT is just the run's name."
     )
 
 

@@ -1,0 +1,265 @@
+"""Exported and TorchScript programs: what they return themselves, and features that the head makes it of."""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pretend_cuda
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bnncli.errors import DataError, Untrusted, UsageError
+from bnncli.models import Asked
+from bnncli.models.export import open_model as open_exported
+from bnncli.models.jit import open_model as open_script
+
+IMAGES = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+TOLERANCE = 1e-5
+
+
+class Net(nn.Module):
+    """A convolution, a batch norm and pooling, then a head of some kind, and something behind it."""
+
+    def __init__(self, head: nn.Module, after: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+        self.head, self.after = head, after
+
+    def forward(self, images: Tensor) -> Any:
+        maps = self.body(images)
+        return self.after(self.head(maps), maps)
+
+
+class Product(nn.Module):
+    """A head of a product and a sum, as people write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return maps.flatten(1) @ self.weight + self.bias
+
+
+def flat(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+HEADS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor, Tensor], Any]]] = {
+    "linear": (lambda: flat(nn.Linear(16, 6), nn.ReLU(), nn.Dropout(), nn.Linear(6, 3)), lambda logits, _: logits),
+    "softmax": (lambda: flat(nn.Linear(16, 3)), lambda logits, _: (logits / 0.7).softmax(1)),
+    "no bias": (lambda: flat(nn.Linear(16, 3, bias=False)), lambda logits, _: logits),
+    "product": (Product, lambda logits, _: logits),
+    "pooled": (lambda: nn.Conv2d(4, 3, 1), lambda logits, _: logits.mean((2, 3))),
+    "convolution": (
+        lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Dropout(), nn.Conv2d(4, 3, 1)), lambda logits, _: logits.flatten(1)
+    ),
+    "mapping": (lambda: flat(nn.Linear(16, 3)), lambda logits, maps: {"maps": maps, "logits": logits}),
+    "tuple": (lambda: flat(nn.Linear(16, 3)), lambda logits, maps: (logits, maps)),
+}  # fmt: skip
+
+
+def network(name: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        head, after = HEADS[name]
+        net = Net(head(), after).eval()
+        net.body[1].running_mean.uniform_(-1, 1)  # type: ignore[operator,union-attr]
+        return net
+
+
+def exported(path: Path, net: nn.Module, images: Tensor = IMAGES, *, is_fixed: bool = False) -> Path:
+    sizes = None if is_fixed else ({0: torch.export.Dim("n")},)
+    torch.export.save(torch.export.export(net, (images,), dynamic_shapes=sizes), path)
+    return path
+
+
+def traced(path: Path, net: nn.Module) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(net, IMAGES, strict=False).save(str(path))
+    return path
+
+
+def logits_of(output: Any) -> Tensor:
+    return output["logits"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+
+
+def check(graph: nn.Module, library: nn.Module, *, after: str = "", images: Tensor | None = None) -> None:
+    """The graph returns what the library does, and its features times its head are that."""
+    inputs = torch.randn(7, 1, 6, 6, generator=torch.Generator().manual_seed(2)) if images is None else images
+    seen: list[Tensor] = []
+    graph.head.register_forward_hook(lambda module, args, output: seen.append(output))  # type: ignore[union-attr,operator]
+    with torch.inference_mode():
+        ours, theirs = graph(inputs), library(inputs)
+    assert type(ours) is type(theirs)
+    torch.testing.assert_close(logits_of(ours), logits_of(theirs), atol=TOLERANCE, rtol=0)
+    logits = (seen[0] / 0.7).softmax(1) if after == "softmax" else seen[0]
+    torch.testing.assert_close(logits, logits_of(theirs), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_exported_program_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
+    path = exported(tmp_path / "net.pt2", network(name))
+    graph = open_exported(str(path), Asked()).build(None)
+    check(graph, torch.export.load(path).module(), after=name)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_traced_program_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
+    path = traced(tmp_path / "net.pt", network(name))
+    graph = open_script(str(path), Asked()).build(None)
+    check(graph, torch.jit.load(path), after=name)
+
+
+def test_a_scripted_program_with_its_modules_is_one_graph(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(64, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(net).save(str(tmp_path / "net.pt"))
+    check(open_script(str(tmp_path / "net.pt"), Asked()).build(None), net.eval())
+
+
+@pytest.mark.parametrize("num_rows", [3, 5, 12])
+def test_a_batch_of_fixed_size_is_filled_and_cut(num_rows: int, tmp_path: Path) -> None:
+    net = network("linear")
+    graph = open_exported(str(exported(tmp_path / "net.pt2", net, is_fixed=True)), Asked()).build(None)
+    check(graph, net, images=torch.randn(num_rows, 1, 6, 6, generator=torch.Generator().manual_seed(3)))
+
+
+class Pair(nn.Module):
+    """Token ids and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.head((self.embedding(ids) * mask.unsqueeze(2)).sum(1) / mask.sum(1, keepdim=True))
+
+
+def test_several_inputs_are_taken_by_name_and_whole_numbers_stay_whole(tmp_path: Path) -> None:
+    given = {"mask": torch.ones(4, 5, dtype=torch.int64), "ids": torch.arange(20).reshape(4, 5) % 9}
+    net, batch = Pair().eval(), torch.export.Dim("n")
+    program = torch.export.export(net, (), given, dynamic_shapes={"mask": {0: batch}, "ids": {0: batch}})
+    torch.export.save(program, tmp_path / "net.pt2")
+    graph = open_exported(str(tmp_path / "net.pt2"), Asked()).build(None)
+    torch.testing.assert_close(graph(**given), net(**given), atol=TOLERANCE, rtol=0)
+    with pytest.raises(DataError, match=r"takes 2 inputs, '(ids|mask)', '(ids|mask)'; got 1 without a name"):
+        graph(given["ids"])
+    with pytest.raises(DataError, match="got inputs called 'ids', 'attention_mask'"):
+        graph(ids=given["ids"], attention_mask=given["mask"])
+    with pytest.raises(DataError, match=r"input 'ids' takes int64 \(N, 5\), got float32 \(4, 5\)"):
+        graph(ids=given["ids"].float(), mask=given["mask"])
+
+
+def test_the_features_after_a_node_are_those_of_the_linear_layer_that_takes_it(tmp_path: Path) -> None:
+    path = str(exported(tmp_path / "net.pt2", network("linear")))
+    assert open_exported(path, Asked(feature_node="max_pool2d")).build(None).head.in_features == 16  # type: ignore[union-attr]
+    assert open_exported(path, Asked(feature_node="relu_1")).build(None).head.in_features == 6  # type: ignore[union-attr]
+    listed = r"no linear step of .*takes 'relu'; nodes before .*: 'flatten' before one of \(6, 16\), 'dropout' before"
+    with pytest.raises(UsageError, match=listed):
+        open_exported(path, Asked(feature_node="relu")).build(None)
+
+
+def test_a_graph_that_ends_in_no_linear_layer_lists_those_it_has(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Tanh())
+    with pytest.raises(DataError, match=r"no linear step gives the output; .*'flatten' before one of \(4, 36\)"):
+        open_exported(str(exported(tmp_path / "net.pt2", net)), Asked()).build(None)
+
+
+def test_wrong_inputs_of_a_script_are_one_line(tmp_path: Path) -> None:
+    graph = open_script(str(traced(tmp_path / "net.pt", network("linear"))), Asked()).build(None)
+    with pytest.raises(RuntimeError, match=r"^Given groups=1, weight of size [^\n]*$"):
+        graph(torch.zeros(2, 3, 6, 6))
+
+
+@pytest.mark.parametrize("form", ["export", "jit"])
+def test_a_program_made_in_training_mode_is_refused(form: str, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(36, 3)).train()
+    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[form]()
+    opened = {"export": open_exported, "jit": open_script}[form]
+    with pytest.raises(DataError, match="in training mode: its dropout is random"):
+        opened(str(made), Asked()).build(None)
+
+
+def changed(path: Path, old: str, new: str, *, of: str = "models/model.json") -> Path:
+    """The exported program with another text in its members that end so."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    assert any(old.encode() in content for name, content in members.items() if name.endswith(of))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content.replace(old.encode(), new.encode()) if name.endswith(of) else content)
+    return path
+
+
+def test_nothing_of_an_exported_file_is_run_but_operators_of_torch(tmp_path: Path) -> None:
+    net, mark = nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(36, 3)), tmp_path / "mark"
+    code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+    path = exported(tmp_path / "net.pt2", net)
+    changed(path, '"guards_code": []', f'"guards_code": ["{code}"]')
+    changed(path, "Symbol(", f"{code} or Symbol(")
+    check(open_exported(str(path), Asked()).build(None), net)
+    assert not mark.exists()
+    for target, error, told in (
+        ("builtins.eval", DataError, "none of PyTorch's own operators"),
+        ("torch.ops.aten.__class__.default", DataError, "none of PyTorch's own operators"),
+        ("torch.ops.mylib.relu.default", DataError, "none of PyTorch's own operators"),
+        ("torch.ops.aten.from_file.default", Untrusted, "reads or writes files"),
+        ("torch.ops.aten.rand_like.default", DataError, "draws random numbers"),
+    ):
+        odd = changed(exported(tmp_path / "odd.pt2", net), "torch.ops.aten.relu.default", target)
+        with pytest.raises(error, match=told):
+            open_exported(str(odd), Asked()).build(None)
+
+
+def test_weights_that_were_pickled_are_not_loaded(tmp_path: Path) -> None:
+    path = exported(tmp_path / "net.pt2", nn.Sequential(nn.Flatten(), nn.Linear(36, 3)))
+    with pytest.raises(Untrusted, match=r"'1\.weight' is stored as a pickle"):
+        open_exported(str(changed(path, '"use_pickle": false', '"use_pickle": true', of="config.json")), Asked()).build(
+            None
+        )
+
+
+def test_a_script_that_touches_files_is_not_loaded(tmp_path: Path) -> None:
+    class Writer(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            torch.save(images, "mark")
+            return images
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(Writer()).save(str(tmp_path / "net.pt"))
+    with pytest.raises(Untrusted, match=r"calls 'torch\.save'"):
+        open_script(str(tmp_path / "net.pt"), Asked()).build(None)
+
+
+class Placed(nn.Module):
+    """A network that makes a tensor on the device of its inputs, which a program may keep as the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(36, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1) + torch.arange(36, device=images.device))
+
+
+@pytest.mark.parametrize("form", ["export", "jit"])
+def test_graphs_run_on_a_gpu(form: str, tmp_path: Path) -> None:
+    net = Placed()
+    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[form]()
+    graph = {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
+    with pretend_cuda.pretend() as gpu, torch.inference_mode():
+        found = graph.to("cuda:0")(IMAGES.to("cuda:0"))
+        assert found.device.type == "cuda"
+        torch.testing.assert_close(found.cpu(), net(IMAGES))
+    assert gpu.num_kernels
+    assert not gpu.errors
+    assert not [mix for mix in gpu.mixes if not mix.startswith("_has_compatible_shallow_copy_type")]  # of Module.to
