@@ -182,7 +182,9 @@ def test_wrong_inputs_of_a_script_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["export", "jit"])
 def test_a_program_made_in_training_mode_is_refused(form: str, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(36, 3)).train()
-    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[form]()
+    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[
+        form
+    ]()
     opened = {"export": open_exported, "jit": open_script}[form]
     with pytest.raises(DataError, match="in training mode: its dropout is random"):
         opened(str(made), Asked()).build(None)
@@ -254,7 +256,9 @@ class Placed(nn.Module):
 @pytest.mark.parametrize("form", ["export", "jit"])
 def test_graphs_run_on_a_gpu(form: str, tmp_path: Path) -> None:
     net = Placed()
-    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[form]()
+    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt2", net)}[
+        form
+    ]()
     graph = {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
     with pretend_cuda.pretend() as gpu, torch.inference_mode():
         found = graph.to("cuda:0")(IMAGES.to("cuda:0"))

@@ -1,0 +1,107 @@
+"""The files that an ONNX graph keeps its tensors in beside its own, found without the onnx package.
+
+Only what leads to a tensor's place is read of the file, which is a protocol buffer: a field's number and type, then its bytes.
+
+Source: onnx.proto3 (ModelProto.graph, .functions; GraphProto.node, .initializer; AttributeProto.t, .g, .tensors, .graphs;
+TensorProto.external_data).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from bnncli.errors import DataError, Untrusted
+from bnncli.machine.input_files import open_regular
+from bnncli.names import quoted
+
+# Fields that lead to a tensor, by the kind of message: number of the field -> kind of what is in it.
+_WAYS = {
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "place"},
+}
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def onnx_files(path: Path) -> tuple[Path, ...]:
+    """The graph's file, then those of its tensors that lie beside it.
+
+    Raises:
+        MissingInput: a file is missing.
+        DataError: it is no ONNX graph.
+        Untrusted: it names a file outside its folder.
+    """
+    with open_regular(path) as stream:
+        try:
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                if not any(field == 7 for field, _, _ in _fields(content, 0, len(content))):
+                    raise ValueError("it has no graph")
+                names = sorted(set(_places(content, 0, len(content), "model")))
+        except (ValueError, IndexError, RecursionError) as error:
+            why = f"{error}" if len(str(error)) < 80 else type(error).__name__
+            raise DataError(
+                f"{quoted(path, limit=300)} is no ONNX graph, or a damaged one ({why})", code="not_onnx", path=path
+            ) from error
+    files = [path]
+    for name in names:
+        place = PurePosixPath(name)
+        file = path.parent / place
+        if place.is_absolute() or ".." in place.parts or not file.resolve().is_relative_to(path.parent.resolve()):
+            raise Untrusted(
+                f"{quoted(path, limit=300)} names a file outside its folder: {quoted(name)}", code="outside", path=path
+            )
+        with open_regular(file):
+            files.append(file)
+    return tuple(files)
+
+
+def _places(content: mmap.mmap, start: int, end: int, kind: str) -> Iterator[str]:
+    """The names of files in a message."""
+    for field, at, until in _fields(content, start, end):
+        inner = _WAYS[kind].get(field)
+        if inner == "place":
+            entry = {number: content[low:high] for number, low, high in _fields(content, at, until)}
+            if entry.get(1) == b"location":
+                yield entry.get(2, b"").decode()
+        elif inner is not None:
+            yield from _places(content, at, until, inner)
+
+
+def _fields(content: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The number of each field of bytes in a message, and where these start and end."""
+    while start < end:
+        key, start = _number(content, start)
+        wire = key & 7
+        if wire == _VARINT:
+            _, start = _number(content, start)
+        elif wire in (_FIXED64, _FIXED32):
+            start += 8 if wire == _FIXED64 else 4
+        elif wire == _BYTES:
+            size, start = _number(content, start)
+            if start + size > end:
+                raise ValueError("a field is longer than the file")
+            yield key >> 3, start, start + size
+            start += size
+        else:
+            raise ValueError(f"a field of type {wire}")
+    if start != end:
+        raise ValueError("a field is longer than the file")
+
+
+def _number(content: mmap.mmap, at: int) -> tuple[int, int]:
+    """A number of seven bits a byte, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = content[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if not byte & 128:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number is too long")

@@ -1,0 +1,185 @@
+"""ONNX graphs, run by onnxruntime: the features come out as one more output of the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx import TensorProto, external_data_helper, numpy_helper
+from torch import Tensor, nn
+
+from bnncli.errors import DataError
+from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, Step
+from bnncli.models._graph_network import GraphInput
+from bnncli.names import quoted
+
+_DTYPES: dict[int, torch.dtype] = {
+    TensorProto.FLOAT: torch.float32, TensorProto.FLOAT16: torch.float16, TensorProto.DOUBLE: torch.float64,
+    TensorProto.INT32: torch.int32, TensorProto.INT64: torch.int64, TensorProto.UINT8: torch.uint8,
+    TensorProto.INT8: torch.int8, TensorProto.BOOL: torch.bool,
+}  # fmt: skip
+_WORDS = {
+    "Add": ADD, "Conv": CONV, "Gemm": LINEAR, "MatMul": LINEAR,
+    **dict.fromkeys(("GlobalAveragePool", "AveragePool", "ReduceMean"), POOL),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Cast", "Dropout"), SHAPE),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Sigmoid", "Mul", "Div", "Sub", "BatchNormalization"), AFTER),
+}  # fmt: skip
+_RANDOM = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli")
+_FOLDER_OF_TENSORS = "session.model_external_initializers_file_folder_path"
+
+
+class OnnxGraph:
+    """An ONNX file: its nodes, what it takes and returns, and its own tensors.
+
+    Attributes:
+        model: as read, without the tensors in files beside it.
+        inputs: what it takes, by name.
+        outputs: names of the values that it returns.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads a file. Raises DataError: it is damaged, or takes or returns more than tensors."""
+        try:
+            self.model = onnx.load(path, load_external_data=False)
+        except Exception as error:  # of protobuf, whose errors have no base but this
+            raise DataError(
+                f"{quoted(path, limit=300)} is no ONNX graph, or a damaged one", code="not_onnx", path=path
+            ) from error
+        self.path, graph = path, self.model.graph
+        self._stored = {tensor.name: tensor for tensor in graph.initializer}
+        self._makers = {name: node for node in graph.node for name in node.output if name}
+        taken = [value for value in graph.input if value.name not in self._stored]
+        self.inputs = {value.name: self._input(value) for value in taken}
+        self.outputs = [value.name for value in graph.output]
+        self._known: dict[str, np.ndarray | None] = {}
+        random = [node.op_type for node in graph.node if node.op_type in _RANDOM]
+        if random:
+            raise self._error(
+                f"the graph draws random numbers ({random[0]}): its features would not be the same twice", "in_training"
+            )
+
+    def steps(self) -> list[Step]:
+        """The nodes of the graph, as far as they are not inside its branches and loops."""
+        return [self._step(node) for node in self.model.graph.node if node.output]
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The value of that name where it does not depend on the inputs; None where it does."""
+        if name not in self._known:
+            self._known[name] = None
+            if name in self._stored:
+                self._known[name] = self._array(self._stored[name])
+            elif (node := self._makers.get(name)) is not None:
+                values = {one: self.constant(one) for one in node.input if one}
+                if node.op_type == "Constant" or (values and all(value is not None for value in values.values())):
+                    self._known[name] = self._evaluated(node, name, values)
+        return self._known[name]
+
+    def _step(self, node: onnx.NodeProto) -> Step:
+        does, inputs = _WORDS.get(node.op_type, ""), tuple(name or None for name in node.input)
+        own = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+        is_scaled = (
+            own.get("alpha", 1) != 1 or own.get("beta", 1) != 1 or own.get("transA", 0) or own.get("group", 1) != 1
+        )
+        if node.op_type in ("Gemm", "Conv") and is_scaled:
+            does = ""
+        is_transposed = does == LINEAR and not own.get("transB", 0)
+        return Step(does, node.output[0], inputs, node.name, is_transposed)
+
+    def _input(self, value: onnx.ValueInfoProto) -> GraphInput:
+        kind = value.type.tensor_type
+        if not value.type.HasField("tensor_type") or kind.elem_type not in _DTYPES:
+            what = onnx.helper.printable_type(value.type)
+            raise self._error(
+                f"the graph's input {quoted(value.name)} is {what}, expected tensors of numbers", "not_tensors"
+            )
+        sizes = [
+            size.dim_value if size.HasField("dim_value") and size.dim_value > 0 else None for size in kind.shape.dim
+        ]
+        return GraphInput(_DTYPES[kind.elem_type], tuple(sizes) if kind.HasField("shape") else None)
+
+    def _array(self, tensor: onnx.TensorProto) -> np.ndarray:
+        whole = onnx.TensorProto()
+        whole.CopyFrom(tensor)
+        if external_data_helper.uses_external_data(whole):
+            external_data_helper.load_external_data_for_tensor(whole, str(self.path.parent))
+        return numpy_helper.to_array(whole)
+
+    def _evaluated(self, node: onnx.NodeProto, name: str, values: Mapping[str, Any]) -> np.ndarray:
+        """One output of a node whose inputs are known."""
+        tensors = [numpy_helper.from_array(value, one) for one, value in values.items()]
+        graph = onnx.helper.make_graph([node], "constant", [], [onnx.ValueInfoProto(name=name)], tensors)
+        model = onnx.helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        (array,) = _session(model.SerializeToString(), self.path, is_on_gpu=False).run([name], {})
+        return np.asarray(array)
+
+    def _error(self, message: str, code: str) -> DataError:
+        return DataError(f"{quoted(self.path, limit=300)}: {message}", code=code, path=self.path)
+
+
+class OnnxProgram(nn.Module):
+    """A session of onnxruntime, on the device that the inputs are on as far as onnxruntime has been built for it.
+
+    Args:
+        features: name of their value.
+        digest: of the graph's files, in place of its tensors, which are not PyTorch's: it tells one network from another.
+    """
+
+    def __init__(self, graph: OnnxGraph, features: str, *, digest: str) -> None:
+        super().__init__()
+        self._features, self._outputs, self._path = features, graph.outputs, graph.path
+        if features not in graph.outputs and features not in graph.inputs:
+            graph.model.graph.output.append(onnx.ValueInfoProto(name=features))
+        self._model = graph.model.SerializeToString()
+        self.register_buffer("digest", torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8))
+        self._sessions: dict[bool, Any] = {}
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The outputs and the features, real numbers in float32."""
+        device = next(iter(inputs.values())).device
+        is_on_gpu = device.type == "cuda"
+        if is_on_gpu not in self._sessions:
+            self._sessions[is_on_gpu] = _session(self._model, self._path, is_on_gpu=is_on_gpu)
+        wanted = [*self._outputs, *([] if self._features in (*self._outputs, *inputs) else [self._features])]
+        try:
+            found = self._sessions[is_on_gpu].run(
+                wanted, {name: tensor.cpu().numpy() for name, tensor in inputs.items()}
+            )
+        except Exception as error:  # onnxruntime's errors have no base of their own
+            raise RuntimeError(f"onnxruntime: {' '.join(str(error).split())[:200]}") from error
+        values = {name: _tensor(array, name).to(device) for name, array in zip(wanted, found, strict=True)}
+        return [values[name] for name in self._outputs], {**inputs, **values}[self._features]
+
+
+def keys_of(outputs: Sequence[str]) -> list[str] | None:
+    """What the outputs are called, where there are several."""
+    return list(outputs) if len(outputs) > 1 else None
+
+
+def _tensor(array: Any, name: str) -> Tensor:
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+        raise DataError(f"the graph's output {quoted(name)} is no tensor of numbers", code="no_logits")
+    tensor = torch.from_numpy(array)
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _session(model: bytes, path: Path, *, is_on_gpu: bool) -> Any:
+    """A session of a graph. Raises DataError: onnxruntime cannot run it."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors, which are raised too
+    options.add_session_config_entry(_FOLDER_OF_TENSORS, str(path.parent.resolve()))
+    providers = ["CPUExecutionProvider"]
+    if is_on_gpu and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        providers.insert(0, "CUDAExecutionProvider")
+    try:
+        return onnxruntime.InferenceSession(model, options, providers=providers)
+    except Exception as error:  # onnxruntime's errors have no base of their own
+        why = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{quoted(path, limit=300)}: onnxruntime cannot run it: {why}", code="bad_program", path=path
+        ) from error

@@ -1,0 +1,46 @@
+"""`onnx:FILE`: an ONNX graph, run by onnxruntime; files of tensors beside it belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bnncli.models import Asked
+from bnncli.models._extra import require
+from bnncli.models._graph_file import GraphFile
+from bnncli.models._onnx_files import onnx_files
+from bnncli.numerics.digests import file_sha256, json_sha256
+from bnncli.options.parts import Form
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FORM = Form("onnx:FILE", place=70)
+EXTRA: str | None = "onnx"
+TAKES = ("feature_node",)
+
+
+class OnnxFile(GraphFile):
+    """An ONNX graph in a file."""
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """The graph as a network. Raises DataError, UsageError: it cannot be run, has no head, or a library is missing."""
+        self.refuse(state)
+        for library in ("onnx", "onnxruntime"):
+            require(library, extra="onnx")
+        from bnncli.models._graph_head import HeadSearch, outputs_in_order
+        from bnncli.models._graph_network import GraphNetwork
+        from bnncli.models._onnx_program import OnnxGraph, OnnxProgram, keys_of
+
+        graph = OnnxGraph(self.files[0])
+        keys = keys_of(graph.outputs)
+        search = HeadSearch(str(self.files[0]), graph.steps(), graph.constant)
+        head = search.find(outputs_in_order(graph.outputs, keys), self.feature_node)
+        digest = json_sha256([file_sha256(file) for file in self.files])
+        return GraphNetwork(OnnxProgram(graph, head.features, digest=digest), graph.inputs, keys, head).eval()
+
+
+def open_model(place: str, asked: Asked) -> OnnxFile:
+    """The graph in a file. Raises MissingInput, DataError, Untrusted: as onnx_files."""
+    return OnnxFile(onnx_files(Path(place).expanduser()), asked.feature_node)
