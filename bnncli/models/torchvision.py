@@ -1,0 +1,158 @@
+"""`torchvision:NAME[:WEIGHTS]`: a classifier of torchvision.models, filled with the checkpoint.
+
+WEIGHTS is a member of the builder's weights enum, such as IMAGENET1K_V1: its transforms are the preprocessing, and what its network
+has that a state dict does not tell (Inception's `transform_input`, the size of a transformer's images) is built as it has it. Nothing
+is downloaded. Without WEIGHTS inputs are arrays. The number of classes is the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import UsageError
+from bnncli.models import Asked
+from bnncli.models._torchvision_library import building, require_torchvision, stacked
+from bnncli.names import listed
+from bnncli.options.parts import Form
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from bnncli.data import Transformed
+
+FORM = Form("torchvision:NAME[:WEIGHTS]", place=40)
+EXTRA: str | None = "torchvision"
+TAKES: tuple[str, ...] = ("model_arg",)
+
+_NOT_ARGUMENTS = ("weights", "progress", "pretrained")
+# DenseNets were published with names that modules can no longer have; torchvision renames them in the same way.
+_OLD_DENSE_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.(?:weight|bias|running_mean|running_var))")
+
+
+@dataclass(frozen=True)
+class WeightsTransform:
+    """The preprocessing that belongs to published weights."""
+
+    name: str
+    weights: str
+    takes: str = "images"
+    mode: str = "RGB"
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """Inputs (n, 3, H, W) float32 of PIL images."""
+        return stacked(_weights(self.name, self.weights).transforms(), items)
+
+    def to_json(self) -> dict[str, Any]:
+        """The library, the network and the member of its weights enum, which together name what is done."""
+        return {"library": "torchvision", "network": self.name, "weights": self.weights}
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A network of torchvision; its weights are the checkpoint's."""
+
+    name: str
+    arguments: Mapping[str, str]
+    transform: WeightsTransform | None
+    classes: None = None
+    files: tuple[Path, ...] = ()
+    task: None = None
+
+    def build(self, state: Mapping[str, Tensor] | None) -> nn.Module:
+        """The network with the weights of `state`.
+
+        Raises:
+            UsageError: torchvision is missing, or has no such network or weights, or an argument is wrong.
+            DataError: names or shapes of the weights do not fit the network.
+        """
+        from bnncli.machine.user_code import convert_arguments
+        from bnncli.networks import fill_network  # here, for torch
+
+        assert state is not None, "it has no files, so that the checkpoint is always read"
+        make = _builder(self.name)
+        state = {_current_name(name): tensor for name, tensor in state.items()} if "densenet" in self.name else state
+        arguments = convert_arguments(make, self.arguments, option="\0model_arg\0")
+        if self.transform is not None:
+            arguments = {**_of_weights(self.name, _weights(self.name, self.transform.weights)), **arguments}
+        if self.name in ("inception_v3", "googlenet"):
+            has_auxiliary = any(key.startswith(("AuxLogits.", "aux1.")) for key in state)
+            arguments = {"aux_logits": has_auxiliary, "init_weights": False, **arguments}
+        with building(f"torchvision:{self.name}"):
+            if "num_classes" not in arguments and (count := _num_classes(make, arguments, state)) is not None:
+                arguments["num_classes"] = count
+            network: nn.Module = make(**arguments)
+        fill_network(network, state, f"torchvision:{self.name}")
+        return network.float().eval()
+
+
+def open_model(place: str, asked: Asked) -> Builder:
+    """The network of a name. Raises UsageError for arguments that are not the network's."""
+    name, colon, weights = place.partition(":")
+    if not name or (colon and not weights):
+        raise UsageError(f"\0model\0: expected {FORM.text}; got {'torchvision:' + place!r}")
+    for argument in asked.arguments:
+        if argument in _NOT_ARGUMENTS:
+            raise UsageError(
+                f"\0model_arg\0 {argument}: the checkpoint's weights are used",
+                hint=f"\0model\0 {FORM.text} names a transform",
+            )
+    return Builder(name, asked.arguments, WeightsTransform(name, weights) if weights else None)
+
+
+def _current_name(name: str) -> str:
+    match = _OLD_DENSE_NAME.fullmatch(name)
+    return match[1] + match[2] if match else name
+
+
+@cache
+def _builder(name: str) -> Any:
+    """The function that builds a network. Raises UsageError where torchvision has no such classifier."""
+    models = require_torchvision("torchvision").models
+    names = models.list_models(module=models)
+    if name not in names:
+        near = difflib.get_close_matches(name, names) or names[:5]
+        raise UsageError(
+            f"\0model\0 torchvision: there is no classifier {name!r} in torchvision.models; near are {listed(near)}"
+        )
+    return models.get_model_builder(name)
+
+
+@cache
+def _weights(name: str, weights: str) -> Any:
+    """The member of the builder's weights enum. Raises UsageError where there is none."""
+    _builder(name)
+    enum = require_torchvision("torchvision").models.get_model_weights(name)
+    if weights not in enum.__members__:
+        raise UsageError(
+            f"\0model\0 torchvision:{name}: expected weights of {', '.join(enum.__members__)}; got {weights!r}"
+        )
+    return enum[weights]
+
+
+def _of_weights(name: str, weights: Any) -> dict[str, Any]:
+    """Arguments that the builder changes when it is given these weights, other than the number of classes."""
+    if name in ("inception_v3", "googlenet"):
+        return {"transform_input": True}
+    if name.startswith("vit_"):
+        return {"image_size": weights.meta["min_size"][0]}
+    return {"input_size": weights.meta["min_size"]} if name.startswith("maxvit") else {}
+
+
+def _num_classes(make: Any, arguments: dict[str, Any], state: Mapping[str, Tensor]) -> int | None:
+    """What the checkpoint's shapes say; None where it has no tensor whose shape depends on it."""
+    import torch
+
+    with torch.device("meta"):
+        two, three = (make(**arguments, num_classes=count).state_dict() for count in (2, 3))
+    for name in two:
+        if two[name].shape != three[name].shape and name in state and state[name].ndim:
+            return int(state[name].shape[0])
+    return None
