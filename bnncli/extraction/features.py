@@ -1,12 +1,13 @@
-"""Features and logits of a network over a split: what goes into its last linear layer, and what comes out.
+"""Features and logits of a network over a split: what goes into its last layer, and what comes out.
 
-The split between features and head is proven, not assumed: on the first rows, features times head must give the
-network's output.
+The split between features and head is proven, not assumed: on the rows of the first two batches, features times head must
+give the network's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,19 +16,21 @@ from torch import Tensor, nn
 
 from bnncli.data import Batch, Inputs, InputSplit
 from bnncli.errors import DataError, NumericError
+from bnncli.extraction.form import HeadForm
 from bnncli.extraction.head import (
     Head,
     advise_layer,
-    find_last_linear,
+    chosen_output,
     forward,
     head_of,
     linear_layers,
     plain_copy,
     prove_head,
+    run_network,
 )
 from bnncli.progress import SILENT, Progress
 
-__all__ = ["Extracted", "Head", "collect", "extract", "find_last_linear", "head_of", "prove_head"]
+__all__ = ["Extracted", "Head", "collect", "extract", "head_of", "prove_head"]
 
 
 class Extracted(NamedTuple):
@@ -53,11 +56,11 @@ def extract(
 ) -> Iterator[Extracted]:
     """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
 
-    The first batch also proves the head, as `prove_head` does.
+    The first two batches also prove the head, as `prove_head` does.
 
     Args:
         model: the network; it is moved to the device and put in evaluation mode.
-        head: its last linear layer; None when the model's output are the features.
+        head: its last layer; None when the model's output are the features.
         batch_size: examples a forward pass.
         dtype: what features are returned in, float32 or float16.
         first_row: rows before it are left out.
@@ -69,7 +72,7 @@ def extract(
         DeviceError: not enough memory for a batch.
     """
     model = model.to(device).eval()
-    layer = None if head is None else linear_layers(model)[head.name]
+    read = _reader(model, head)
     label = split.name or split.spec
     task = progress.task(f"extract {label}".strip(), len(split))
     if first_row:
@@ -77,15 +80,15 @@ def extract(
     if first_row == len(split):
         return
     start, rest = first_row, split.take(np.arange(first_row, len(split))) if first_row else split
-    for batch in rest.batches(batch_size, device=device, num_workers=num_workers):
-        features, output = _features_and_output(model, layer, batch.inputs)
+    for number, batch in enumerate(rest.batches(batch_size, device=device, num_workers=num_workers)):
+        features, output = read(batch.inputs)
         where = f"split {label}"
         _check_features(features, where=where, first_row=start)
         logits = None
         if head is not None:
-            logits = _as_logits(output, head)
-            if start == first_row:
-                _prove_head(model, head, batch.inputs, features, output)
+            if number < 2:
+                _prove_head(model, head, features, output)
+            logits = _logits(output, head, features)
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
         yield Extracted(stored, None if logits is None else plain_copy(logits), batch.labels, batch.num_truncated)
@@ -108,11 +111,29 @@ def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
     return Extracted(whole["features"], whole.get("logits"), whole.get("labels"), num_truncated)
 
 
-def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The layer's input (n, D) and the network's output, of one forward pass."""
-    if layer is None:
-        output = forward(model, inputs)
-        return output, output
+def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    """What gives the features (n, D) and the network's output for inputs, of one forward pass."""
+    if head is None:
+        return lambda inputs: (forward(model, inputs),) * 2
+    if head.form is None:
+        return partial(_of_layer, model, linear_layers(model)[head.name])
+    device = next((parameter.device for parameter in model.parameters()), "cpu")
+    weight, bias = (None if one is None else one.to(device) for one in (head.weight, head.bias))
+    assert weight is not None
+    return partial(_of_form, model, head.form, weight, bias)
+
+
+def _of_form(
+    model: nn.Module, form: HeadForm, weight: Tensor, bias: Tensor | None, inputs: Inputs
+) -> tuple[Tensor, Tensor]:
+    passed, returned = form.run(model, lambda: run_network(model, inputs))
+    with torch.inference_mode():
+        output = chosen_output(returned, form.output)
+        output = output.reshape(-1, len(weight))
+        return form.features(passed, output, weight, bias), output
+
+
+def _of_layer(model: nn.Module, layer: nn.Linear, inputs: Inputs) -> tuple[Tensor, Tensor]:
     captured: list[Tensor] = []
 
     def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,16 +152,18 @@ def _features_and_output(model: nn.Module, layer: nn.Linear | None, inputs: Inpu
     return captured[0], output
 
 
-def _prove_head(model: nn.Module, head: Head, inputs: Inputs, features: Tensor, output: Tensor) -> None:
-    """Nothing, when the head is what it should be; names the layer that is, where that can be told."""
+def _prove_head(model: nn.Module, head: Head, features: Tensor, output: Tensor) -> None:
+    """Nothing, when the head is what it should be; names the layers that could be it."""
     try:
         prove_head(head, features, output)
     except DataError as error:
-        raise advise_layer(error, model, inputs) from None
+        raise advise_layer(error, model) from None
 
 
-def _as_logits(output: Tensor, head: Head) -> Tensor:
-    """The output as (n, K); a network with one logit may return (n,)."""
+def _logits(output: Tensor, head: Head, features: Tensor) -> Tensor:
+    """The output as (n, K); a network with one logit may return (n,). Where it is not the logits, features times head."""
+    if head.form is not None and head.form.changes_logits:
+        return head.logits(features)
     return output.unsqueeze(1) if output.ndim == 1 and head.weight.shape[0] == 1 else output
 
 
@@ -169,6 +192,12 @@ def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> No
     bad = (batch.labels >= num_classes).nonzero()
     if len(bad):
         row = int(bad[0, 0])
+        if head.layout.num_outputs < head.layout.num_classes:
+            raise DataError(
+                f"{where}: the label of row {first_row + row} is {int(batch.labels[row])}, a head of one output takes labels "
+                "0 and 1",
+                code="bad_labels", hint="is it a regression? bnncli takes classifiers",
+            )  # fmt: skip
         raise DataError(
             f"{where}: the label of row {first_row + row} is {int(batch.labels[row])}, the head has classes 0 to "
             f"{num_classes - 1}",

@@ -1,10 +1,10 @@
-"""The last linear layer of a network: which one it is, its weights, and the proof that nothing comes after it."""
+"""The last linear layer of a network: which one it is, its weights, and the proof that nothing unknown comes after it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from bnncli.data import Inputs
+    from bnncli.extraction.form import HeadForm
 
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
@@ -23,43 +24,83 @@ HEAD_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Head:
-    """The last linear layer: its name in the network, weight (K, D) and bias (K,) or None, float32 on the CPU."""
+    """The last layer: its name in the network, weight (K, D) and bias (K,) or None, float32 on the CPU.
+
+    Attributes:
+        form: how features and logits are found; None for a linear layer that gives the network's output as it is.
+    """
 
     name: str
     weight: Tensor
     bias: Tensor | None
+    form: HeadForm | None = None
 
     @property
     def layout(self) -> HeadLayout:
         """How weight and bias lie in theta."""
         return HeadLayout(self.weight.shape[0], self.weight.shape[1], self.bias is not None)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of how it was taken from the network, a sentence each."""
+        return () if self.form is None else self.form.notes
 
-def find_last_linear(model: nn.Module, example: Inputs) -> str:
-    """Name of the linear layer that is called last when the model sees `example` (n, ...).
+    def logits(self, features: Tensor) -> Tensor:
+        """Features (n, D) times the head, (n, K) float64."""
+        logits = features.double() @ self.weight.to(features.device).double().T
+        return logits if self.bias is None else logits + self.bias.to(features.device).double()
+
+
+class LinearLayer(NamedTuple):
+    """A torch.nn.Linear that a network calls, and whether it gives the network's output as it is."""
+
+    head: Head
+    is_head: bool
+
+
+def last_linear(
+    model: nn.Module, inputs: Inputs, *, layer: str | None = None, output: str | None = None
+) -> LinearLayer | None:
+    """The linear layer of that name, or the one called last, when the model sees inputs (n, ...); None where there is none.
 
     Raises:
-        DataError: no linear layer is called, or the last one is called more than once.
-        UsageError: the model cannot take the example.
+        UsageError, DataError: the model cannot take the inputs.
     """
-    called: list[str] = []
     linear = linear_layers(model)
-    hooks = [
-        layer.register_forward_pre_hook(lambda module, inputs, name=name: called.append(name))
-        for name, layer in linear.items()
-    ]
+    if layer is not None and layer not in linear:
+        return None
+    called: list[tuple[str, Tensor]] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: called.append((name, args[0] if args else kwargs["input"]))
+
+    hooks = [one.register_forward_pre_hook(noting(name), with_kwargs=True) for name, one in linear.items()]
     try:
-        forward(model.eval(), example)
+        returned = run_network(model.eval(), inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    if not called:
-        has = f"its linear layers are {listed(linear)}" if linear else "it has none"
-        raise DataError(
-            f"the network calls no linear layer (torch.nn.Linear); {has}", code="no_head",
-            hint="the last layer must be linear; \0model\0 flatten uses raw inputs as features",
-        )  # fmt: skip
-    return called[-1]
+    if layer is None and not called:
+        return None
+    head = head_of(model, layer or called[-1][0])
+    features = [features for name, features in called if name == head.name]
+    if output is not None or len(features) != 1 or features[0].ndim != 2:
+        return LinearLayer(head, is_head=False)
+    try:
+        prove_head(head, features[0], logits_of(returned))
+    except DataError:
+        return LinearLayer(head, is_head=False)
+    return LinearLayer(head, is_head=True)
+
+
+def no_head(model: nn.Module) -> DataError:
+    """That a network has no layer that could be its head."""
+    linear = linear_layers(model)
+    has = f"its linear layers are {listed(linear)}" if linear else "it has none"
+    return DataError(
+        f"the network calls no linear layer (torch.nn.Linear); {has}", code="no_head",
+        hint="the last layer must be linear; \0model\0 flatten uses raw inputs as features",
+    )  # fmt: skip
 
 
 def head_of(model: nn.Module, name: str) -> Head:
@@ -80,14 +121,12 @@ def head_of(model: nn.Module, name: str) -> Head:
 
 
 def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
-    """Nothing, when features (n, D) times head are the network's output (n, K) up to rounding.
+    """Nothing, when features (n, D) times head are the network's output (n, K) up to rounding, after what it does to logits.
 
     Raises:
-        DataError: they are not; says what the output looks like, such as a softmax of the logits.
+        DataError: they are not; says what the output looks like, such as the ReLU of the logits.
     """
-    logits = features.double() @ head.weight.to(features.device).double().T
-    if head.bias is not None:
-        logits = logits + head.bias.to(features.device).double()
+    logits = head.logits(features if head.form is None else head.form.rounded(features))
     actual = output.double()
     if actual.numel() != logits.numel():
         raise DataError(
@@ -96,6 +135,8 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
             code="not_the_head", hint="name another layer with \0last_layer\0, or return its output as it is",
         )  # fmt: skip
     actual = actual.reshape(logits.shape)
+    if head.form is not None:
+        logits, actual = head.form.on_link_scale(logits, actual)
     error = (actual - logits).abs().max()
     if error <= HEAD_TOLERANCE * (1 + actual.abs().max()):
         return
@@ -106,45 +147,37 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     )  # fmt: skip
 
 
-def advise_layer(error: DataError, model: nn.Module, inputs: Inputs) -> DataError:
-    """The error of a layer that is not the head, with the layer that is, where one linear layer gives the output."""
-    outputs: dict[str, Tensor] = {}
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output, name=name: outputs.update({name: output}))
-        for name, layer in linear_layers(model).items()
-    ]
-    try:
-        raw = run_network(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    logits = logits_of(raw)
-    parts = f"the network returns {len(raw)} outputs, of which the first is taken; " if _is_several(raw) else ""
-    same = [name for name, output in outputs.items() if output.shape == logits.shape and bool((output == logits).all())]
-    if same:
-        message = f"{error.message}; {parts}that output is what its linear layer {quoted(same[-1])} gives"
-        return DataError(message, code=error.code, hint=f"add \0last_layer\0 {same[-1]}")
-    others = f"; \0last_layer\0 NAME names another linear layer (there: {listed(outputs, limit=20)})"
-    hint = f"{error.hint}{others if len(outputs) > 1 else ''}"
-    return DataError(error.message + (f"; {parts.removesuffix('; ')}" if parts else ""), code=error.code, hint=hint)
+def check_link(head: Head) -> None:
+    """Nothing, when what the network makes of the logits fits what they mean: a softmax classes, a sigmoid labels.
+
+    Raises:
+        DataError: it does not, such as a sigmoid of each of several classes.
+    """
+    link = "none" if head.form is None else head.form.link
+    if link == "none" or head.layout.likelihood.is_shift_invariant == link.endswith("softmax"):
+        return
+    raise DataError(
+        f"the network returns a {link.replace('_', '-')} of its {head.layout.num_outputs} outputs, which does not fit "
+        f"{head.layout.num_classes} classes: "
+        + ("a sigmoid of each says that they do not exclude each other" if link == "sigmoid" else "it sums to one"),
+        code="not_the_head",
+        hint="return the output of the last linear layer as it is",
+    )
 
 
-def _is_several(output: object) -> bool:
-    """Whether a network returned more than one thing in a tuple or list."""
-    return isinstance(output, (tuple, list)) and len(output) > 1
+def advise_layer(error: DataError, model: nn.Module) -> DataError:
+    """The error of a layer that is not the head, with the other linear layers that could be named."""
+    linear = linear_layers(model)
+    others = f"; \0last_layer\0 NAME names another linear layer (there: {listed(linear, limit=20)})"
+    return DataError(error.message, code=error.code, hint=f"{error.hint}{others if len(linear) > 1 else ''}")
 
 
 def _explain(logits: Tensor, output: Tensor) -> str:
     """What the network does to the logits, when it is one of the usual things."""
-    scale = (logits * output).sum() / logits.square().sum().clamp(min=1e-30)
     centered = logits - logits.mean(dim=1, keepdim=True)
     usual: Mapping[str, Tensor] = {
-        "it is the softmax of the logits: remove the softmax": logits.softmax(1),
-        "it is the log-softmax of the logits: remove the log-softmax": logits.log_softmax(1),
-        "it is the sigmoid of the logits: remove the sigmoid": logits.sigmoid(),
         "it is the ReLU of the logits: remove the ReLU": logits.relu(),
         "it is the logits less their mean: remove the centring": centered,
-        f"it is the logits times {float(scale):.4g}: remove the scale": logits * scale,
     }
     for text, changed in usual.items():
         if (changed - output).abs().max() <= HEAD_TOLERANCE * (1 + output.abs().max()):
@@ -197,6 +230,28 @@ def logits_of(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise DataError(f"the network returned {type(output).__name__}, expected a tensor of logits", code="no_logits")
     return output
+
+
+def outputs_of(returned: Any) -> dict[str, Tensor]:
+    """The tensors of numbers that a network returned, by their names, or places in a tuple; "" for a tensor alone."""
+    if isinstance(returned, Tensor):
+        return {"": returned}
+    if isinstance(returned, (tuple, list)):
+        returned = dict(enumerate(returned))
+    elif not isinstance(returned, Mapping):
+        returned = {"logits": getattr(returned, "logits", None)}
+    return {
+        str(name): one for name, one in returned.items() if isinstance(one, Tensor) and one.is_floating_point()
+    }  # fmt: skip
+
+
+def chosen_output(returned: Any, name: str) -> Tensor:
+    """The output of that name. Raises UsageError where there is none."""
+    outputs = outputs_of(returned)
+    if name not in outputs:
+        choices = listed(outputs, limit=20) if {*outputs} - {""} else "none: the network returns a single tensor"
+        raise UsageError(f"\0output\0: expected one of {choices}; got {name!r}")
+    return outputs[name]
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

@@ -46,7 +46,9 @@ class InputNetwork:
             )
             spec, arguments = str(params["model"]), list(params["model_arg"])
             asked = {name: params.get(name) for name in ("base_model", "feature_node")}
-        self._network = Network.of(run, spec, arguments, layer, opened_model(spec, arguments, **asked))
+        self._network = Network.of(
+            run, spec, arguments, layer, opened_model(spec, arguments, **asked), params.get("output")
+        )
         self._folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None
         record = self._network.record
         if record is not None and record["weights_digest"] != header.weights_digest:

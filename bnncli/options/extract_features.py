@@ -72,6 +72,11 @@ class ExtractFeaturesOptions(Checked):
     last_layer: str | None = option(
         None, "Name of the last linear layer, when it is not the last one called.", metavar="NAME"
     )
+    output: str | None = option(
+        None,
+        "Which of the network's outputs its logits are, by name or place (0, 1, ...), when it returns several.",
+        metavar="NAME",
+    )
     mean: str | None = option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]")
     std: str | None = option(None, "Standard deviation of each channel.", metavar="S[,S,S]")
     resize: int | None = option(None, "Resize the shorter side of images to this many pixels.", minimum=1)

@@ -13,7 +13,8 @@ import torch
 from bnncli import data
 from bnncli.checkpoints.load import Checkpoint, load_checkpoint
 from bnncli.errors import DataError
-from bnncli.extraction.features import Extracted, Head, collect, extract, find_last_linear, head_of
+from bnncli.extraction.features import Extracted, Head, collect, extract
+from bnncli.extraction.search import find_head
 from bnncli.models import SavedModel
 from bnncli.networks import load_network
 from bnncli.numerics.digests import tensor_digest
@@ -31,9 +32,10 @@ class Network:
     Attributes:
         spec: a built-in name, KIND:PLACE, package.module:factory or file.py:factory; the last two run the user's code.
         arguments: of the network, each as KEY=VALUE.
-        last_layer: name of the last linear layer; None for the one that is called last.
+        last_layer: name of the last layer; None for the one that is found.
         checkpoint: None where inputs are the features, and where a model has weights of its own.
         saved: the model of KIND:PLACE.
+        output: of the network's outputs, the one that are the logits; None for the one that is found.
     """
 
     run: Run
@@ -42,19 +44,26 @@ class Network:
     last_layer: str | None
     checkpoint: Checkpoint | None
     saved: SavedModel | None = None
+    output: str | None = None
     _head: tuple[Head | None] | None = None
 
     @classmethod
     def of(
-        cls, run: Run, spec: str, arguments: Sequence[str], last_layer: str | None, saved: SavedModel | None
+        cls,
+        run: Run,
+        spec: str,
+        arguments: Sequence[str],
+        last_layer: str | None,
+        saved: SavedModel | None,
+        output: str | None,
     ) -> Network:
         """The network, its checkpoint read and checked; what is odd about that is warned of."""
         if spec == NO_NETWORK or own_files(saved, run.checkpoint_path) is not None:
-            return cls(run, spec, arguments, last_layer, None, saved)
+            return cls(run, spec, arguments, last_layer, None, saved, output)
         checkpoint = load_checkpoint(run.checkpoint_path, progress=run.console)
         for note in checkpoint.notes:
             run.console.warn(note)
-        return cls(run, spec, arguments, last_layer, checkpoint, saved)
+        return cls(run, spec, arguments, last_layer, checkpoint, saved, output)
 
     @cached_property
     def module(self) -> torch.nn.Module:
@@ -96,7 +105,7 @@ class Network:
         return module.to(self.run.device), record
 
     def head(self, example: data.InputSplit) -> Head | None:
-        """The last linear layer: as named, or the one called last on the first row of a split; None for flatten."""
+        """The last layer: as named, or found on the first rows of a split; None for flatten."""
         if self._head is None:
             self._head = (self._find_head(example),)
         return self._head[0]
@@ -104,10 +113,11 @@ class Network:
     def _find_head(self, example: data.InputSplit) -> Head | None:
         if self.spec == NO_NETWORK:
             return None
-        if self.last_layer is not None:
-            return head_of(self.module, self.last_layer)
-        first = next(example.batches(1, device=self.run.device))
-        return head_of(self.module, find_last_linear(self.module, first.inputs))
+
+        def first(count: int) -> data.Inputs:
+            return next(example.batches(count, device=self.run.device)).inputs
+
+        return find_head(self.module, first, layer=self.last_layer, output=self.output)
 
     def features(
         self,

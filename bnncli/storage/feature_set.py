@@ -17,7 +17,7 @@ from bnncli.storage.newer_request import own_digest, published_meanwhile
 
 # Parameters that all splits share.
 SHARED_PARAMS = (
-    "model", "model_arg", "last_layer", "base_model", "feature_node", "transform", "mean", "std", "resize", "crop",
+    "model", "model_arg", "last_layer", "output", "base_model", "feature_node", "transform", "mean", "std", "resize", "crop",
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class FeatureFile:
         is_ood: True for a split given with --ood.
         names: (N,) bytes of one length, the UTF-8 name of each example; None where the data name none. Of a file, its pages.
         num_truncated: how many texts the model's tokenizer cut; None where the examples are no texts.
+        head_notes: what is special about how the head was taken from the network.
     """
 
     name: str
@@ -52,6 +53,7 @@ class FeatureFile:
     header: Header | None = None
     names: Array | None = None
     num_truncated: int | None = None
+    head_notes: tuple[str, ...] = ()
 
 
 def write_features(
@@ -89,6 +91,7 @@ def write_features(
         "order_digest": order_digest,
         "head_digest": head_digest(split),
         **({} if split.num_truncated is None else {"num_truncated": split.num_truncated}),
+        **({"head_notes": [*split.head_notes]} if split.head_notes else {}),
     }
     texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
     made_from = {**provenance, "source": source}  # where the data lay is no part of the content
@@ -126,6 +129,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
         header=header,
         names=arrays.get("sample_name"),
         num_truncated=header.meta.get("num_truncated"),
+        head_notes=tuple(header.meta.get("head_notes", ())),
     )
     check_split(path, split)
     return split

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.data import InputSplit, load_split
 from bnncli.errors import DataError, NumericError, UsageError
-from bnncli.extraction.features import Head, collect, extract, find_last_linear, head_of, prove_head
+from bnncli.extraction.features import Head, collect, extract, head_of, prove_head
+from bnncli.extraction.search import find_head
 from bnncli.networks import load_network
 from bnncli.progress import Task
 from bnncli.stages.demo.fixtures import fixture_path
@@ -45,25 +46,30 @@ def split(tmp_path: Path) -> InputSplit:
     return load_split(f"npz:{tmp_path / 'a.npz'}")
 
 
+def find(model: nn.Module, inputs: Tensor) -> Head:
+    return find_head(model, lambda count: inputs[:count])
+
+
 def run(model: nn.Module, split: InputSplit, **options: Any) -> Any:
-    head = head_of(model, "head")
+    head = find(model, next(split.batches(len(split))).inputs)
     return collect(extract(model, head, split, **options), len(split))
 
 
 def test_the_linear_layer_that_is_called_last_is_found() -> None:
-    assert find_last_linear(Classifier(), INPUTS) == "head"
+    assert find(Classifier(), INPUTS).name == "head"
 
 
 @pytest.mark.parametrize("name", ["lenet5", "resnet20", "wide-resnet", "mlp"])
 def test_the_head_of_every_built_in_network_is_found(name: str) -> None:
     shape = (2, 1, 28, 28) if name in ("lenet5", "mlp") else (2, 3, 32, 32)
     expected = {"resnet20": "linear", "wide-resnet": "fc"}.get(name, "ll")
-    assert find_last_linear(load_network(name, {}, None), torch.rand(shape)) == expected
+    head = find(load_network(name, {}, None), torch.rand(shape))
+    assert (head.name, head.form) == (expected, None)
 
 
 def test_a_network_without_a_linear_layer_is_refused() -> None:
     with pytest.raises(DataError, match=r"calls no linear layer \(torch.nn.Linear\); it has none"):
-        find_last_linear(nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten()), torch.rand(2, 1, 2, 2))
+        find(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.rand(2, 1, 2, 2))
 
 
 def test_an_unknown_last_layer_lists_the_linear_layers() -> None:
@@ -124,13 +130,9 @@ def test_logits_are_found_in_the_usual_wrappings(split: InputSplit, kind: str) -
 
 
 AFTER_THE_HEAD = {
-    "it is the softmax": lambda logits: logits.softmax(1),
-    "it is the log-softmax": lambda logits: logits.log_softmax(1),
-    "it is the sigmoid": lambda logits: logits.sigmoid(),
     "it is the ReLU": lambda logits: logits.relu(),
     "it is the logits less their mean": lambda logits: logits - logits.mean(1, keepdim=True),
-    "it is the logits times 0.25": lambda logits: logits / 4,
-    "something comes after that layer": lambda logits: logits + 0.1,
+    "something comes after that layer": lambda logits: logits.exp(),
     r"shape \(10, 2\), its linear layer 'head' gives \(10, 3\)": lambda logits: logits[:, :2],
 }
 
@@ -213,7 +215,7 @@ class Narrow(nn.Module):
 
 def test_inputs_that_the_network_cannot_take_are_reported_with_their_shape(split: InputSplit) -> None:
     with pytest.raises(DataError, match=r"cannot take inputs of shape \(10, 6\): "):
-        run(Narrow(), split)
+        collect(extract(Narrow(), head_of(Narrow(), "head"), split), 10)
 
 
 def test_a_network_that_returns_no_tensor_is_refused(split: InputSplit) -> None:
@@ -239,7 +241,7 @@ def test_progress_counts_every_example(split: InputSplit) -> None:
 def test_the_fixture_pipeline_gives_the_networks_own_predictions() -> None:
     network = load_network("lenet5", {}, load_checkpoint(fixture_path("lenet5-fmnist.pt")).state)
     split = load_split(f"npz:{fixture_path('val.npz')}")
-    head = head_of(network, find_last_linear(network, next(split.batches(1)).inputs))
+    head = find(network, next(split.batches(1)).inputs)
     found = collect(extract(network, head, split, batch_size=256), len(split))
     assert head.bias is not None
     assert found.logits is not None
@@ -253,5 +255,5 @@ def test_a_network_whose_forward_raises_is_the_users_error() -> None:
             return x.no_such_method()
 
     with pytest.raises(DataError, match="the network raised AttributeError") as caught:
-        find_last_linear(Broken(), torch.zeros(1, 2))
+        find(Broken(), torch.zeros(1, 2))
     assert caught.value.code == "user_code"

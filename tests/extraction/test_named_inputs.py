@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from bnncli.data import InputSplit, Preprocess, load_split
 from bnncli.errors import DataError
-from bnncli.extraction.features import collect, extract, find_last_linear, head_of
+from bnncli.extraction.features import collect, extract
+from bnncli.extraction.search import find_head
 
 TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"]
 
@@ -43,8 +44,8 @@ def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InputSplit:
 
 def test_features_of_texts_are_those_of_a_plain_forward_pass(split: InputSplit) -> None:
     model = MeanOfWords().eval()
-    first = next(split.batches(1)).inputs
-    found = collect(extract(model, head_of(model, find_last_linear(model, first)), split, batch_size=2), len(split))
+    head = find_head(model, lambda count: next(split.batches(count)).inputs)
+    found = collect(extract(model, head, split, batch_size=2), len(split))
     ids = WordLengths()(TEXTS).inputs
     assert isinstance(ids, dict)
     inputs = {name: torch.from_numpy(array) for name, array in ids.items()}
@@ -59,11 +60,11 @@ def test_inputs_of_other_names_are_told_with_what_the_network_says(tmp_path: Pat
     np.savez(tmp_path / "a.npz", input_ids=np.ones((4, 3), int), token_types=np.ones((4, 3), int))
     split = load_split(f"npz:{tmp_path / 'a.npz'}:input_ids+token_types")
     with pytest.raises(DataError, match="unexpected keyword argument 'token_types'"):
-        find_last_linear(MeanOfWords(), next(split.batches(2)).inputs)
+        find_head(MeanOfWords(), lambda count: next(split.batches(2)).inputs)
 
 
 def test_shapes_that_the_network_cannot_take_are_listed_by_name(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", input_ids=np.ones((4, 3), int), attention_mask=np.ones((4, 5)))
     split = load_split(f"npz:{tmp_path / 'a.npz'}:input_ids+attention_mask")
     with pytest.raises(DataError, match=r"inputs of shape \(2, 3\) \(input_ids\), \(2, 5\) \(attention_mask\): "):
-        find_last_linear(MeanOfWords(), next(split.batches(2)).inputs)
+        find_head(MeanOfWords(), lambda count: next(split.batches(2)).inputs)

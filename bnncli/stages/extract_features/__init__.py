@@ -210,7 +210,12 @@ def _request(
 
 
 def _publishable(
-    run: Run, content: FeatureFile, preprocess: dict[str, Any], layer: str | None, order_digest: str, source: str
+    run: Run,
+    content: FeatureFile,
+    preprocess: dict[str, Any],
+    layer: str | None,
+    order_digest: str,
+    source: str,
 ) -> Computed:
     """A feature split that has passed its own check and fits the run's other splits."""
     target = run.folder.features(content.name)

@@ -10,6 +10,7 @@ import torch
 
 from bnncli.data import InputSplit
 from bnncli.extraction.features import Extracted, Head
+from bnncli.extraction.head import check_link
 from bnncli.models import SavedModel
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.network import Network
@@ -31,7 +32,7 @@ class NetworkFeatures:
     ) -> None:
         assert options.model is not None
         self.options, self.splits = options, splits
-        self.network = Network.of(run, options.model, options.model_arg, options.last_layer, saved)
+        self.network = Network.of(run, options.model, options.model_arg, options.last_layer, saved, options.output)
         self._stores: list[FeatureStore] = []
 
     @property
@@ -41,8 +42,13 @@ class NetworkFeatures:
 
     @cached_property
     def head(self) -> Head | None:
-        """The last linear layer; None for flatten."""
-        return self.network.head(self.splits[0])
+        """The last layer, of which is said what is special about it; None for flatten."""
+        head = self.network.head(self.splits[0])
+        if head is not None:
+            check_link(head)
+            for note in head.notes:
+                self.network.run.console.info(f"{head.name}: {note}")
+        return head
 
     def close(self) -> None:
         """No more features come: what an interrupted run needs to go on stays."""
@@ -100,6 +106,7 @@ class NetworkFeatures:
             head_bias=_numpy(bias),
             check_logits=None if whole.logits is None else whole.logits[:CHECK_ROWS].numpy(),
             is_ood=split.is_ood,
+            head_notes=() if head is None else head.notes,
             names=encoded_names(split.names),
             num_truncated=whole.num_truncated if split.is_text else None,
         )

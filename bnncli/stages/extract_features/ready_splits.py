@@ -65,6 +65,7 @@ def open_ready_splits(
         ("--resize", options.resize),
         ("--crop", options.crop),
         ("--last-layer", options.last_layer),
+        ("--output", options.output),
     ):
         if value:
             raise UsageError(f"{flag} needs a network; with --from-npz the features are ready")

@@ -18,7 +18,8 @@ from bnncli.storage.feature_set import SHARED_PARAMS
 from bnncli.storage.features import FeatureFile
 from bnncli.storage.provenance import Source
 
-_OF_SAVED_MODELS = ("base_model", "feature_node")  # options that change numbers, recorded where they are given
+_OF_SAVED_MODELS = ("base_model", "feature_node")
+_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output")  # options that change numbers, recorded where they are given
 
 
 def saved_model(options: ExtractFeaturesOptions) -> SavedModel | None:
@@ -118,7 +119,7 @@ def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) ->
         "model": options.model,
         "model_arg": sorted(options.model_arg),
         "last_layer": options.last_layer,
-        **{name: getattr(options, name) for name in _OF_SAVED_MODELS if getattr(options, name) is not None},
+        **{name: getattr(options, name) for name in _WHERE_GIVEN if getattr(options, name) is not None},
         **transform_json(saved),
     }
 

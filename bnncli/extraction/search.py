@@ -1,0 +1,176 @@
+"""The head of a network: the map, linear in features, that one of its outputs is given by.
+
+Where the linear layer that is called last gives the output as it is, that is it. Otherwise the output is followed back,
+operation by operation, to the products with weights that it comes from; what lies between may scale and shift each logit and
+average or choose positions, a softmax or sigmoid at the end is undone, and all must give what the network returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from bnncli.data import Inputs
+from bnncli.errors import DataError, UsageError
+from bnncli.extraction.affine import Traced, trace
+from bnncli.extraction.form import LINKS, HeadForm
+from bnncli.extraction.head import (
+    Head,
+    chosen_output,
+    head_of,
+    last_linear,
+    no_head,
+    outputs_of,
+    plain_copy,
+    run_network,
+)
+from bnncli.extraction.tape import Tape
+from bnncli.names import listed, quoted
+
+_VIEWS = {
+    *("aten::view", "aten::reshape", "aten::flatten", "aten::squeeze", "aten::unsqueeze", "aten::_unsafe_view"),
+    *("aten::contiguous", "aten::clone", "aten::detach", "aten::alias", "aten::to", "aten::_to_copy"),
+}
+_LINK_OF = {
+    "aten::log_softmax": "log_softmax",
+    "aten::_log_softmax": "log_softmax",
+    "aten::softmax": "softmax",
+    "aten::_softmax": "softmax",
+    "aten::sigmoid": "sigmoid",
+    "aten::sigmoid_": "sigmoid",
+}
+_USUAL = ("logits", "out")  # what networks call their logits where they return more
+
+
+class _Found(NamedTuple):
+    """A head, with the output that it gives and what that was made from."""
+
+    head: Head
+    form: HeadForm
+    traced: Traced
+
+
+def find_head(
+    model: nn.Module, first: Callable[[int], Inputs], *, layer: str | None = None, output: str | None = None
+) -> Head:
+    """The head of a network, which is put in evaluation mode.
+
+    Args:
+        first: gives the inputs (n, ...) of the first n examples.
+        layer: where its weights are: a module, a parameter, or several with + between them; None for any.
+        output: the name or number of the network's output that are the logits; None for the one that is found.
+
+    Raises:
+        DataError: there is none, or there are several.
+        UsageError: there is no such layer or output, or the model cannot take the inputs.
+    """
+    if layer is not None:
+        _check_names(model, layer)
+    plain = last_linear(model.eval(), first(1), layer=layer, output=output)
+    if plain is not None and plain.is_head:
+        return plain.head
+    inputs = first(2)
+    with Tape(model, inputs) as tape:
+        returned = run_network(model, inputs)
+    found = _outermost(tape, _heads(tape, returned, output))
+    fitting = [one for one in found if layer is None or one.traced.is_in(layer)]
+    if layer is None and len(fitting) > 1:
+        fitting = [one for one in found if one.form.output in _USUAL] or fitting
+    if len(fitting) == 1:
+        return fitting[0].head
+    if len(fitting) > 1 or (layer is not None and found and plain is None):
+        raise _not_one(found, layer, returned)
+    if plain is None:
+        raise _no_linear(tape, returned) or no_head(model)
+    return plain.head  # the proof on all rows says what is wrong with it
+
+
+def _check_names(model: nn.Module, layer: str) -> None:
+    known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    for name in layer.split("+"):
+        if name not in known:
+            head_of(model, name)  # refuses it
+
+
+def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
+    """The heads that the network's outputs are given by, in the order of these."""
+    outputs = outputs_of(returned)
+    if output is not None:
+        outputs = {output: chosen_output(returned, output)}
+    found = []
+    for name, tensor in outputs.items():
+        link, target = _before_link(tape, tensor)
+        traced = trace(tape, target)
+        if traced is None:
+            continue
+        said = () if link == "none" else (f"the network returns {LINKS[link].returns}: its logits are what goes in",)
+        form = HeadForm(traced.taps, traced.positions, name, link, traced.reduce_range, (*said, *traced.notes))
+        bias = None if traced.bias is None else plain_copy(traced.bias)
+        found.append(_Found(Head(traced.name, plain_copy(traced.weight), bias, form), form, traced))
+    return found
+
+
+def _before_link(tape: Tape, output: Tensor) -> tuple[str, Tensor]:
+    """The last softmax or sigmoid that gave an output and what went in; none, and the output itself."""
+    tensor, index = output, tape.writer(output, len(tape.calls))
+    is_log = False
+    while index is not None:
+        call = tape.calls[index]
+        if call.operation in _LINK_OF:
+            link = _LINK_OF[call.operation]
+            known = {"softmax": "log_softmax"}.get(link) if is_log else link
+            return ("none", output) if known is None else (known, call.args[0])
+        if call.operation == "aten::log" and not is_log:
+            is_log = True
+        elif call.operation not in _VIEWS:
+            break
+        tensor = call.args[0]
+        index = tape.writer(tensor, index)
+    return "none", output
+
+
+def _outermost(tape: Tape, found: list[_Found]) -> list[_Found]:
+    """Those from which no other is made: features that a network returns beside its logits are none. One for each head."""
+    unique: dict[tuple[int, ...], _Found] = {}
+    for one in found:
+        known = unique.get(one.traced.products)
+        if known is None or (known.form.link != "none" and one.form.link == "none"):
+            unique[one.traced.products] = one
+    heads = [*unique.values()]
+    return [one for one in heads if not any(other.traced.is_made_from(tape, one.traced) for other in heads)]
+
+
+def _no_linear(tape: Tape, returned: Any) -> DataError | None:
+    """That what follows the last weights is not linear; None where no output comes from weights."""
+    for output in outputs_of(returned).values():
+        before = tape.before(output)
+        if before is not None:
+            names = listed(product.name for product in map(tape.product, before[0]) if product is not None)
+            after = ", ".join(dict.fromkeys(tape.calls[index].operation.partition("::")[2] for index in before[1]))
+            return DataError(
+                f"the network's output is not linear in any features: it is made from {names} by {after or 'nothing else'}",
+                code="no_head",
+                hint="after the last weights only a scale, an average over positions, a softmax or a sigmoid is undone",
+            )
+    return None
+
+
+def _not_one(found: list[_Found], layer: str | None, returned: Any) -> DataError | UsageError:
+    """That there are several heads, or none of the name; lists them."""
+    heads = listed_heads(found)
+    if layer is not None and not any(one.traced.is_in(layer) for one in found):
+        return UsageError(f"\0last_layer\0: {quoted(layer)} gives no output of the network; what does: {heads}")
+    first = f"the network returns {len(returned)} outputs, of which the first is taken; " * isinstance(
+        returned, (tuple, list)
+    )
+    hint = f"add \0last_layer\0 {found[0].head.name}" if first else "choose one with \0last_layer\0 NAME"
+    return DataError(f"{first}the network has several heads: {heads}", code="not_the_head", hint=hint)
+
+
+def listed_heads(found: list[_Found]) -> str:
+    """Heads with their sizes and the outputs that they give."""
+    return ", ".join(
+        f"{quoted(one.head.name)} ({one.head.layout}; gives output {quoted(one.form.output)})" for one in found
+    )

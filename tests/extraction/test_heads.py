@@ -1,0 +1,299 @@
+"""The heads that people have: each found, proven, and giving the network's own outputs back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from bnncli.data import InputSplit, load_split
+from bnncli.errors import DataError, UsageError
+from bnncli.extraction.features import Extracted, Head, collect, extract
+from bnncli.extraction.head import check_link
+from bnncli.extraction.search import find_head
+
+IMAGES = torch.randn(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Network(nn.Module):
+    """Images (n, 3, 4, 4) to maps (n, 6, 4, 4), and what `after` makes of them with the layers of `parts`."""
+
+    def __init__(self, after: Callable[[Any, Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._after = after
+
+    def forward(self, images: Tensor) -> Any:
+        return self._after(self, self.body(images))
+
+    def vectors(self, images: Tensor) -> Tensor:
+        return self.body(images).mean((2, 3))
+
+
+def made(after: Callable[[Any, Tensor], Any], **parts: Any) -> Network:
+    """A network whose weights, and running averages, are random."""
+    network = Network(after, **parts).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in network.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.7)
+            if name.endswith(("running_var", "scale")):
+                tensor.abs_().add_(0.1)
+    return network
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> InputSplit:
+    np.savez(tmp_path / "a.npz", x=IMAGES.numpy(), y=np.arange(10) % 2)
+    return load_split(f"npz:{tmp_path / 'a.npz'}")
+
+
+def found(network: nn.Module, inputs: Tensor = IMAGES, **asked: Any) -> Head:
+    return find_head(network, lambda count: inputs[:count], **asked)
+
+
+def read(network: nn.Module, split: InputSplit, head: Head) -> Extracted:
+    return collect(extract(network, head, split, batch_size=4), len(split))
+
+
+def pooled(maps: Tensor) -> Tensor:
+    return maps.mean((2, 3))
+
+
+class Scaled(nn.Conv2d):
+    """A convolution with standardised weights."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / self.weight.std((1, 2, 3), keepdim=True)
+        return functional.conv2d(maps, weight, self.bias)
+
+
+class LowRank(nn.Module):
+    """A linear layer with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.dropout = nn.Linear(6, 3), nn.Dropout(0.1)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + 0.5 * self.up(self.down(self.dropout(x)))
+        return y
+
+
+def weights(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "pool, convolution, flatten": lambda: made(
+        lambda self, maps: self.head(maps.mean((2, 3), keepdim=True)).flatten(1), head=nn.Conv2d(6, 3, 1)
+    ),
+    "convolution, pool": lambda: made(
+        lambda self, maps: self.head(maps).flatten(1),
+        head=nn.Sequential(nn.Dropout(), nn.Conv2d(6, 3, 1), nn.AdaptiveAvgPool2d(1)),
+    ),
+    "convolution over a 1x1 map": lambda: made(
+        lambda self, maps: self.head(maps[:, :, :1, :1])[:, :, 0, 0], head=nn.Conv2d(6, 3, 1)
+    ),
+    "convolution over the whole map": lambda: made(
+        lambda self, maps: self.head(maps).squeeze(3).squeeze(2), head=nn.Conv2d(6, 3, 4)
+    ),
+    "standardised convolution": lambda: made(
+        lambda self, maps: self.head(maps.mean((2, 3), keepdim=True)).flatten(1), head=Scaled(6, 3, 1)
+    ),
+    "functional linear": lambda: made(
+        lambda self, maps: functional.linear(pooled(maps), self.weight, self.bias), weight=weights(3, 6), bias=weights(3)
+    ),
+    "matrix product": lambda: made(lambda self, maps: pooled(maps) @ self.weight + self.bias, weight=weights(6, 3), bias=weights(3)),
+    "addmm": lambda: made(lambda self, maps: torch.addmm(self.bias, pooled(maps), self.weight), weight=weights(6, 3), bias=weights(3)),
+    "tied weights": lambda: made(lambda self, maps: pooled(maps) @ self.words.weight.T, words=nn.Embedding(3, 6)),
+    "dictionary": lambda: made(lambda self, maps: {"out": self.head(pooled(maps))}, head=nn.Linear(6, 3)),
+    "dictionary of any name": lambda: made(
+        lambda self, maps: {"maps": maps, "scores": self.head(pooled(maps))}, head=nn.Linear(6, 3)
+    ),
+    "features and logits": lambda: made(
+        lambda self, maps: ((x := self.first(pooled(maps))), self.head(x)), first=nn.Linear(6, 5), head=nn.Linear(5, 3)
+    ),
+    "two tokens": lambda: made(
+        lambda self, maps: (self.head(maps[:, :, 0, 0]) + self.head_dist(maps[:, :, 1, 0])) / 2,
+        head=nn.Linear(6, 3), head_dist=nn.Linear(6, 3),
+    ),
+    "averaged heads": lambda: made(
+        lambda self, maps: (lambda x: torch.stack([head(x) for head in self.heads]).mean(0))(pooled(maps)),
+        heads=nn.ModuleList(nn.Linear(6, 3) for _ in range(3)),
+    ),
+    "low rank": lambda: made(lambda self, maps: self.head(pooled(maps)), head=LowRank()),
+    "batch norm after": lambda: made(
+        lambda self, maps: self.norm(self.head(pooled(maps))), head=nn.Linear(6, 3), norm=nn.BatchNorm1d(3)
+    ),
+    "scale after": lambda: made(lambda self, maps: self.head(pooled(maps)) / 4, head=nn.Linear(6, 3)),
+    "weight norm": lambda: made(
+        lambda self, maps: self.head(pooled(maps)), head=parametrizations.weight_norm(nn.Linear(6, 3))
+    ),
+    "spectral norm": lambda: made(
+        lambda self, maps: self.head(pooled(maps)), head=parametrizations.spectral_norm(nn.Linear(6, 3))
+    ),
+    "dropout before, in a Sequential": lambda: made(
+        lambda self, maps: self.head(pooled(maps)), head=nn.Sequential(nn.Dropout(), nn.Linear(6, 3))
+    ),
+    "every position, the last taken": lambda: made(
+        lambda self, maps: self.score(maps.flatten(2).mT)[:, -1], score=nn.Linear(6, 3, bias=False)
+    ),
+    "every position, one of data taken": lambda: made(
+        lambda self, maps: self.score(maps.flatten(2).mT)[torch.arange(len(maps)), maps[:, 0].flatten(1).argmax(1)],
+        score=nn.Linear(6, 3),
+    ),
+    "every position, averaged": lambda: made(
+        lambda self, maps: self.score(maps.flatten(2).mT).mean(1), score=nn.Linear(6, 3)
+    ),
+}  # fmt: skip
+
+
+def logits_of(returned: Any) -> Tensor:
+    if isinstance(returned, dict):
+        returned = returned["out"] if "out" in returned else returned["scores"]
+    return returned[-1] if isinstance(returned, tuple) else returned
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_features_times_head_are_the_networks_outputs(split: InputSplit, name: str) -> None:
+    network = NETWORKS[name]()
+    head = found(network)
+    whole = read(network, split, head)
+    with torch.no_grad():
+        expected = logits_of(network(IMAGES))
+    logits = whole.features @ head.weight.T + (0 if head.bias is None else head.bias)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(whole.logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_name_of_a_head_finds_it_again(name: str) -> None:
+    network = NETWORKS[name]()
+    head = found(network)
+    again = found(network, IMAGES[3:], layer=head.name)
+    assert torch.equal(again.weight, head.weight)
+    assert again.bias is head.bias or torch.equal(again.bias, head.bias)  # type: ignore[arg-type]
+    assert again.form == head.form
+
+
+RETURNED = {
+    "log_softmax": lambda logits: logits.log_softmax(1),
+    "log of softmax": lambda logits: logits.softmax(1).log(),
+    "softmax": lambda logits: functional.softmax(logits, dim=1),
+    "sigmoid": lambda logits: logits.sigmoid().squeeze(1),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_probabilities_are_undone_and_that_is_said(split: InputSplit, name: str) -> None:
+    layer = nn.Linear(6, 1 if name == "sigmoid" else 3)
+    network = made(lambda self, maps: RETURNED[name](self.head(pooled(maps))), head=layer)
+    head = found(network)
+    whole = read(network, split, head)
+    with torch.no_grad():
+        torch.testing.assert_close(whole.logits, layer(network.vectors(IMAGES)), atol=1e-5, rtol=1e-5)
+    assert head.notes[0].startswith("the network returns log-prob" if "log" in name else "the network returns prob")
+    check_link(head)
+
+
+def test_a_sigmoid_of_each_of_several_classes_is_refused() -> None:
+    network = made(lambda self, maps: self.head(pooled(maps)).sigmoid(), head=nn.Linear(6, 3))
+    with pytest.raises(DataError, match=r"returns a sigmoid of its 3 outputs, which does not fit 3 classes"):
+        check_link(found(network))
+
+
+def test_an_8_bit_head_is_dequantised_and_proven_with_its_own_rounding(split: InputSplit) -> None:
+    network = made(lambda self, maps: self.head(pooled(maps)), head=nn.Linear(6, 3))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exact = network(IMAGES)
+        network.head = torch.ao.nn.quantized.dynamic.Linear.from_float(quantizable(network.head))
+    head = found(network)
+    whole = read(network, split, head)
+    assert head.notes == ("the last layer is quantised to 8 bits: the head is dequantised, the rest runs as saved",)
+    assert 0 < (whole.logits - exact).abs().max() < 0.05
+    assert torch.equal(head.weight, network.head.weight().dequantize())
+    wrong = Head(head.name, head.weight * 1.01, head.bias, head.form)
+    with pytest.raises(DataError, match="differ from the network's output"):
+        read(network, split, wrong)
+
+
+def quantizable(layer: nn.Module) -> nn.Module:
+    layer.qconfig = torch.ao.quantization.default_dynamic_qconfig  # type: ignore[assignment]
+    return layer
+
+
+def two_heads(returned: Callable[[Tensor, Tensor], Any]) -> Network:
+    return made(
+        lambda self, maps: returned(self.first(pooled(maps)), self.second(pooled(maps))),
+        first=nn.Linear(6, 3),
+        second=nn.Linear(6, 2),
+    )
+
+
+def test_several_heads_are_listed_and_one_is_chosen(split: InputSplit) -> None:
+    network = two_heads(lambda first, second: {"a": first, "b": second})
+    listed = r"several heads: 'first' \(3 outputs of 6 features; gives output 'a'\), 'second' \(2 outputs"
+    with pytest.raises(DataError, match=listed):
+        found(network)
+    for asked in ({"layer": "second"}, {"output": "b"}):
+        head = found(network, **asked)
+        assert (head.name, head.weight.shape) == ("second", (2, 6))
+        assert torch.equal(read(network, split, head).logits, network(IMAGES)["b"])
+
+
+def test_outputs_that_are_called_logits_are_taken_for_them() -> None:
+    network = two_heads(lambda first, second: {"logits": first, "auxiliary": second})
+    assert found(network).name == "first"
+
+
+def test_an_output_or_layer_that_is_not_there_is_refused() -> None:
+    network = two_heads(lambda first, second: {"a": first, "b": second})
+    with pytest.raises(UsageError, match=r"output.*expected one of 'a', 'b'; got 'c'"):
+        found(network, output="c")
+    with pytest.raises(UsageError, match=r"last_layer.*expected one of 'first', 'second'; got 'third'"):
+        found(network, layer="third")
+    with pytest.raises(UsageError, match=r"'body.0' gives no output of the network; what does: 'first' \(3"):
+        found(network, layer="body.0")
+
+
+NOT_LINEAR = {
+    "relu, mean": lambda self, maps: self.head(maps).relu().mean((2, 3)),
+    "amax": lambda self, maps: self.head(maps).amax((2, 3)),
+    "tanh, mean": lambda self, maps: self.head(maps).tanh().mean((2, 3)),
+}
+
+
+@pytest.mark.parametrize("after", NOT_LINEAR)
+def test_what_no_head_can_give_is_refused_with_what_stands_between(after: str) -> None:
+    network = made(NOT_LINEAR[after], head=nn.Conv2d(6, 3, 1))
+    with pytest.raises(DataError, match=f"not linear in any features: it is made from 'head' by {after}"):
+        found(network)
+
+
+def test_a_head_is_proven_on_the_rows_of_a_second_batch(split: InputSplit) -> None:
+    network = made(lambda self, maps: self.head(pooled(maps)).log_softmax(1), head=nn.Linear(6, 3))
+    head = found(network)
+    scales = iter([1.0, 1.1])
+    network._after = lambda self, maps: (self.head(pooled(maps)) * next(scales)).log_softmax(1)
+    with pytest.raises(DataError, match="differ from the network's output"):
+        read(network, split, head)
+
+
+def test_one_output_takes_two_labels(split: InputSplit) -> None:
+    network = made(lambda self, maps: self.head(pooled(maps)), head=nn.Linear(6, 1))
+    split.dataset.labels[5] = 7  # type: ignore[index]
+    with pytest.raises(DataError, match="the label of row 5 is 7, a head of one output takes labels 0 and 1"):
+        read(network, split, found(network))
