@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bnncli.data import Batch, Inputs, InputSplit
 from bnncli.errors import DataError, NumericError
+from bnncli.extraction.autocast import AUTOCAST, PrecisionLoss
 from bnncli.extraction.form import HeadForm
 from bnncli.extraction.head import (
     Head,
@@ -40,6 +41,7 @@ class Extracted(NamedTuple):
     logits: Tensor | None
     labels: Tensor | None
     num_truncated: int = 0  # of the texts
+    loss: PrecisionLoss | None = None  # of the first batch, where the network runs in lower precision
 
 
 def extract(
@@ -52,6 +54,7 @@ def extract(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     first_row: int = 0,
+    autocast: str | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[Extracted]:
     """Features, logits and labels of a split, batch by batch in the split's order, on the CPU.
@@ -64,6 +67,8 @@ def extract(
         batch_size: examples a forward pass.
         dtype: what features are returned in, float32 or float16.
         first_row: rows before it are left out.
+        autocast: of AUTOCAST, what the network may compute in; the head is proved in float32, and logits are features
+            times head. None for float32.
 
     Raises:
         DataError: features that are not finite or not (n, D), a head that is not the last step, labels that are not
@@ -81,17 +86,25 @@ def extract(
         return
     start, rest = first_row, split.take(np.arange(first_row, len(split))) if first_row else split
     for number, batch in enumerate(rest.batches(batch_size, device=device, num_workers=num_workers)):
-        features, output = read(batch.inputs)
-        where = f"split {label}"
-        _check_features(features, where=where, first_row=start)
-        logits = None
+        where, logits, loss = f"split {label}", None, None
+        if autocast is None or number < 2:
+            features, output = read(batch.inputs)
+            _check_features(features, where=where, first_row=start)
+            if head is not None:
+                if number < 2:
+                    _prove_head(model, head, features, output)
+                logits = _logits(output, head, features)
+        if autocast is not None:
+            with torch.autocast(torch.device(device).type, dtype=AUTOCAST[autocast]):
+                features = read(batch.inputs)[0].float()
+            _check_features(features, where=where, first_row=start)
+            if head is not None:
+                exact, logits = logits, head.logits(features)
+                loss = PrecisionLoss.between(logits, exact) if exact is not None and start == 0 else None
         if head is not None:
-            if number < 2:
-                _prove_head(model, head, features, output)
-            logits = _logits(output, head, features)
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
-        yield Extracted(stored, None if logits is None else plain_copy(logits), batch.labels, batch.num_truncated)
+        yield Extracted(stored, None if logits is None else plain_copy(logits), batch.labels, batch.num_truncated, loss)
         start += len(features)
         task.advance(len(features))
 
@@ -99,8 +112,9 @@ def extract(
 def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
     """All batches as one, each array allocated once."""
     whole: dict[str, Tensor] = {}
-    start = num_truncated = 0
+    start, num_truncated, loss = 0, 0, None
     for batch in batches:
+        loss = loss or batch.loss
         parts = {name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)}
         for name, part in parts.items():
             if name not in whole:
@@ -108,7 +122,7 @@ def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
             whole[name][start : start + len(part)] = part
         start += len(batch.features)
         num_truncated += batch.num_truncated
-    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"), num_truncated)
+    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"), num_truncated, loss)
 
 
 def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:

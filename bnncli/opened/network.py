@@ -49,6 +49,7 @@ class InputNetwork:
         self._network = Network.of(
             run, spec, arguments, layer, opened_model(spec, arguments, **asked), params.get("output")
         )
+        self._network.autocast = params.get("autocast")
         self._folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None
         record = self._network.record
         if record is not None and record["weights_digest"] != header.weights_digest:

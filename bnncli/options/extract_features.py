@@ -82,6 +82,12 @@ class ExtractFeaturesOptions(Checked):
     resize: int | None = option(None, "Resize the shorter side of images to this many pixels.", minimum=1)
     crop: int | None = option(None, "Crop the centre square of this many pixels.", minimum=1)
     dtype: str = option("float32", "Type the features are stored in.", choices=("float32", "float16"))
+    autocast: str | None = option(
+        None,
+        "Let the network compute in lower precision (torch.autocast), which GPUs and newer CPUs are faster in; how far its "
+        "logits are from float32's is said.",
+        choices=("bf16", "fp16"),
+    )
     batch_size: int = option(256, "Inputs a batch.", minimum=1, numeric=False)
     num_workers: int = option(0, "Processes that decode images.", minimum=0, numeric=False)
 
@@ -106,5 +112,7 @@ class ExtractFeaturesOptions(Checked):
         given = [name for name in ("base_model", "feature_node", "allow_download") if getattr(self, name)]
         if self.model is not None and given and not has_name("models", self.model.partition(":")[0]):
             raise UsageError(f"\0{given[0]}\0 needs a saved model: \0model\0 {', '.join(forms('models'))}")
+        if self.autocast is not None and self.model in (None, NO_NETWORK):
+            raise UsageError("\0autocast\0 is about a network, and there is none")
         if self.model is not None and not (self.data or self.ood):
             raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")

@@ -36,6 +36,7 @@ class Network:
         checkpoint: None where inputs are the features, and where a model has weights of its own.
         saved: the model of KIND:PLACE.
         output: of the network's outputs, the one that are the logits; None for the one that is found.
+        autocast: what it computes in, of bnncli.extraction.autocast.AUTOCAST; None for float32.
     """
 
     run: Run
@@ -45,6 +46,7 @@ class Network:
     checkpoint: Checkpoint | None
     saved: SavedModel | None = None
     output: str | None = None
+    autocast: str | None = None
     _head: tuple[Head | None] | None = None
 
     @classmethod
@@ -145,6 +147,7 @@ class Network:
             device=self.run.device,
             dtype=getattr(torch, dtype),
             first_row=first_row,
+            autocast=self.autocast,
             progress=self.run.console,
         )
         return collect(batches, len(split)) if store is None else store.collect(batches)

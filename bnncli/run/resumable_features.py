@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bnncli.errors import Interrupted
+from bnncli.extraction.autocast import PrecisionLoss
 from bnncli.extraction.features import Extracted
 from bnncli.run.produce import Request
 from bnncli.run.resumable import Resumable, State
@@ -51,6 +52,7 @@ class FeatureStore:
         self._rows: RecordFile | None = None
         self._parts: dict[str, list[Tensor]] = {}
         self._num_truncated = 0
+        self._loss: PrecisionLoss | None = None
         self.num_rows = 0
 
     def restore(self) -> int:
@@ -87,7 +89,8 @@ class FeatureStore:
                 self._resumable.offer(self._state, is_last=True)
             assert self._rows is not None  # no split is empty
             parts = {name: torch.cat(found) for name, found in self._parts.items()}
-            return Extracted(self._rows.collected(), parts.get("logits"), parts.get("labels"), self._num_truncated)
+            rows, labels = self._rows.collected(), parts.get("labels")
+            return Extracted(rows, parts.get("logits"), labels, self._num_truncated, self._loss)
 
     def close(self) -> None:
         """No more rows come: keep their file as long as a state needs it, and not otherwise."""
@@ -114,6 +117,7 @@ class FeatureStore:
         self._rows.extend(batch.features)
         self.num_rows += len(batch.features)
         self._num_truncated += batch.num_truncated
+        self._loss = self._loss or batch.loss
 
     def _state(self) -> State:
         """What an interrupted run goes on from; the rows that it counts are on disk first."""

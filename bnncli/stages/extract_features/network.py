@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bnncli.data import InputSplit
+from bnncli.extraction.autocast import PrecisionLoss
 from bnncli.extraction.features import Extracted, Head
 from bnncli.extraction.head import check_link
 from bnncli.models import SavedModel
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MUCH = 0.1  # of the logits' spread: more than that changes what a posterior says of an example
+
+
 class NetworkFeatures:
     """The network that was asked for, and the splits that go through it."""
 
@@ -33,6 +37,7 @@ class NetworkFeatures:
         assert options.model is not None
         self.options, self.splits = options, splits
         self.network = Network.of(run, options.model, options.model_arg, options.last_layer, saved, options.output)
+        self.network.autocast = options.autocast
         self._stores: list[FeatureStore] = []
 
     @property
@@ -95,6 +100,7 @@ class NetworkFeatures:
             dtype=options.dtype,
             store=store,
         )
+        self._say(split, whole.loss)
         weight, bias = (None, None) if head is None else (head.weight, head.bias)
         content = FeatureFile(
             name=split.name,
@@ -120,8 +126,16 @@ class NetworkFeatures:
             "augment": "none",
             "hold_out": split.held_out,
             **transform_json(self.network.saved),
+            **({} if options.autocast is None else {"autocast": options.autocast}),
         }
         return content, preprocess, None if head is None else head.name
+
+    def _say(self, split: InputSplit, loss: PrecisionLoss | None) -> None:
+        """What lower precision changed; a warning where it is much."""
+        if loss is not None:
+            console = self.network.run.console
+            say = console.warn if loss.largest > MUCH * loss.spread else console.info
+            say(f"{split.name} in {self.options.autocast}: {loss}")
 
 
 def _largest_label(split: InputSplit) -> int:
