@@ -77,7 +77,8 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
                 f"and {tuple(tensor.shape)} in the network {spec!r}",
                 hint="pass the network's sizes with \0model_arg\0 NAME=VALUE",
             )
-    network.load_state_dict(dict(state), strict=True)
+    expected.update(state)  # as it has the versions of the modules, without which some refuse
+    network.load_state_dict(expected, strict=True)
 
 
 def _with_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:

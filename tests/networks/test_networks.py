@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional
 from bnncli import registry
 from bnncli.checkpoints.load import load_checkpoint
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.networks import load_network
+from bnncli.networks import fill_network, load_network
 from bnncli.networks.wide_resnet import build as build_wide_resnet
 from bnncli.stages.demo.fixtures import fixture_path
 
@@ -224,6 +225,20 @@ def test_half_precision_weights_become_float32() -> None:
     network = load_network("lenet5", {}, state)
     assert {value.dtype for value in network.parameters()} == {torch.float32}
     assert torch.equal(network.get_parameter("ll.weight"), state["ll.weight"].float())
+
+
+def test_modules_that_ask_for_their_version_are_filled() -> None:
+    class Versioned(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+            if local_metadata.get("version") != 2:
+                raise ValueError("another version")
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    network, saved = Versioned(3, 2), Versioned(3, 2).state_dict()
+    fill_network(network, dict(saved), "versioned")
+    assert network.weight.equal(saved["weight"])
 
 
 def test_batch_norm_counters_may_be_missing() -> None:

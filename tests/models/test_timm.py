@@ -1,0 +1,214 @@
+"""Networks of timm, against timm's own inference on the same images."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from problems.command_line import Cli
+from problems.torchvision_anywhere import importorskip
+
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+from bnncli.models import Asked, open_model
+from bnncli.storage.features import read_features
+
+RNG = np.random.default_rng(0)
+IMAGES = [Image.fromarray(RNG.integers(0, 256, (height, 40, 3), dtype=np.uint8)) for height in (40, 33)]
+NAMES = ("cat", "dog", "eel")
+
+
+@pytest.fixture(autouse=True)
+def timm() -> Any:
+    importorskip("timm")
+    import timm
+
+    return timm
+
+
+@cache
+def small() -> Any:
+    """A network that all fast tests share."""
+    import timm
+
+    torch.manual_seed(0)
+    return timm.create_model("resnet10t", num_classes=3).eval()
+
+
+def logits_of_timm(network: Any, images: list[Image.Image]) -> torch.Tensor:
+    """What timm's documentation says to do with an image."""
+    from timm.data import create_transform, resolve_model_data_config
+
+    transform = create_transform(**resolve_model_data_config(network), is_training=False)
+    with torch.no_grad():
+        return network(torch.stack([transform(image.convert("RGB")) for image in images]))
+
+
+def logits_of_ours(spec: str, state: Any, images: list[Image.Image], **arguments: str) -> torch.Tensor:
+    saved = open_model(spec, Asked(arguments))
+    with torch.no_grad():
+        return saved.build(state)(torch.from_numpy(np.asarray(saved.transform(images).inputs)))
+
+
+def images_in(folder: Path) -> list[Image.Image]:
+    """Three images of each class, in class folders, in the order in which they are read."""
+    found = []
+    for name in NAMES:
+        for number in range(3):
+            path = folder / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found.append(Image.fromarray(RNG.integers(0, 256, (30 + number, 40, 3), dtype=np.uint8)))
+            found[-1].save(path)
+    return found
+
+
+def extracted_logits(path: Path) -> np.ndarray:
+    """Features times head."""
+    split = read_features(path)
+    features = np.asarray(split.features, np.float64)
+    return features @ np.asarray(split.head_weight, np.float64).T + np.asarray(split.head_bias, np.float64)
+
+
+def save_folder(folder: Path, network: Any, **options: Any) -> Path:
+    from timm.models import _hub
+
+    _hub.save_for_hf(network, folder, **options)
+    return folder
+
+
+def test_extracted_features_times_head_are_timms_logits(cli: Cli, tmp_path: Path) -> None:
+    images = images_in(tmp_path / "data")
+    torch.save(small().state_dict(), tmp_path / "net.pt")
+    done = cli(
+        "extract-features", tmp_path / "net.pt", "--model", "timm:resnet10t", "--data", f"test=images:{tmp_path}/data"
+    )
+    assert done.code == 0, done.stderr
+    found = extracted_logits(tmp_path / "net.pt.bnn/features/test.h5")
+    assert np.abs(found - logits_of_timm(small(), images).numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_a_folder_that_timm_wrote_brings_weights_inputs_and_names(is_safe: bool, tmp_path: Path) -> None:
+    network = small()
+    config = {"mean": (0.1, 0.2, 0.3), "std": (0.3, 0.2, 0.1), "input_size": (3, 64, 96), "crop_pct": 0.5}
+    folder = save_folder(
+        tmp_path / "f",
+        network,
+        model_config={"label_names": list(NAMES)},
+        data_config=config,
+        safe_serialization=is_safe,
+    )
+    saved = open_model(f"timm:{folder}", Asked())
+    assert saved.classes == NAMES
+    assert [path.name for path in saved.files] == [
+        "config.json",
+        "model.safetensors" if is_safe else "pytorch_model.bin",
+    ]
+    assert saved.transform.to_json()["config"]["mean"] == [0.1, 0.2, 0.3]
+    import timm
+
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    assert logits_of_ours(f"timm:{folder}", None, IMAGES).sub(logits_of_timm(theirs, IMAGES)).abs().max() < 1e-5
+    assert np.asarray(saved.transform(IMAGES).inputs).shape == (2, 3, 64, 96)
+
+
+def test_a_tag_and_an_image_size_change_what_is_done(timm: Any) -> None:
+    from timm.data import create_transform, resolve_data_config
+
+    asked = {"resnet50.a1_in1k": {}, "resnet50.tv_in1k": {}, "vit_tiny_patch16_224": {"img_size": "96"}}
+    seen = []
+    for name, arguments in asked.items():
+        config = resolve_data_config(
+            {"img_size": 96} if arguments else {}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict()
+        )
+        expected = torch.stack([create_transform(**config, is_training=False)(image) for image in IMAGES]).numpy()
+        seen.append(np.asarray(open_model(f"timm:{name}", Asked(arguments)).transform(IMAGES).inputs))
+        assert np.array_equal(seen[-1], expected)
+    assert not np.array_equal(seen[0], seen[1])
+    assert seen[2].shape[-1] == 96
+
+
+def test_grey_images_are_taken_where_the_folder_has_one_mean(tmp_path: Path, timm: Any) -> None:
+    config = {"mean": (0.5,), "std": (0.25,), "input_size": (1, 32, 32)}
+    network = timm.create_model("resnet10t", num_classes=3, in_chans=1).eval()
+    folder = save_folder(tmp_path / "f", network, data_config=config, safe_serialization=True)
+    saved = open_model(f"timm:{folder}", Asked())
+    inputs = np.asarray(saved.transform([image.convert("L") for image in IMAGES]).inputs)
+    assert (saved.transform.mode, inputs.shape) == ("L", (2, 1, 32, 32))
+    assert saved.build(None)(torch.from_numpy(inputs)).shape == (2, 3)
+    assert open_model("timm:resnet10t", Asked({"in_chans": "1"})).transform is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "kind", "told"),
+    [
+        ("timm:resnet10", {}, UsageError, "there is no network 'resnet10'; near are 'resnet10t'"),
+        ("timm:resnet50.none", {}, UsageError, "resnet50 has the tags '.*got 'none'"),
+        ("timm:convnext_tiny_in22ft1k", {}, UsageError, "is an old name"),
+        ("timm:resnet10t", {"no_such": "1"}, UsageError, "cannot be built: TypeError: .*no_such"),
+        ("timm:resnet10t", {"num_classes": "4"}, DataError, r"'fc.weight' has shape \(3, 512\) in the checkpoint"),
+        ("timm:resnet18", {}, DataError, "the checkpoint does not fit the network 'timm:resnet18'"),
+    ],
+)
+def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind: type[BnnError], told: str) -> None:
+    with pytest.raises(kind, match=told) as error:
+        open_model(spec, Asked(arguments)).build(small().state_dict())
+    assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "kind", "told"),
+    [
+        ("timm:hf-hub:timm/resnet10t", {}, UsageError, "expected timm:NAME, or timm:DIR"),
+        ("timm:FOLDER/none", {}, MissingInput, "no folder '.*none'"),
+        ("timm:FOLDER", {}, MissingInput, "no file '.*config.json'"),
+        ("timm:FOLDER/hf", {}, DataError, "names no architecture of timm"),
+        ("timm:FOLDER/bad", {}, DataError, "is no whole JSON file"),
+        ("timm:FOLDER/bare", {}, MissingInput, "no model.safetensors or pytorch_model.bin in"),
+        ("timm:resnet10t", {"pretrained": "true"}, UsageError, "the checkpoint's weights are used"),
+        ("timm:resnet10t", {"img_size": "big"}, UsageError, "img_size: expected a number of pixels, got 'big'"),
+    ],
+)
+def test_what_cannot_be_opened_is_told(
+    spec: str, arguments: dict[str, str], kind: type[BnnError], told: str, tmp_path: Path
+) -> None:
+    for name, text in (("hf", '{"architectures": ["ViT"]}'), ("bad", "{"), ("bare", '{"architecture": "resnet10t"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    with pytest.raises(kind, match=told):
+        open_model(spec.replace("FOLDER", str(tmp_path)), Asked(arguments))
+
+
+def test_names_of_labels_are_taken_by_their_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    for names, expected in (
+        ({"1": "b", "0": "a"}, ("a", "b")),
+        ({"0": "a", "5": "b"}, None),
+        (["x"], ("x",)),
+        ({}, None),
+    ):
+        config = {"architecture": "resnet10t", "label_names": names, "pretrained_cfg": {}}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert open_model(f"timm:{folder}", Asked()).classes == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    ["mobilenetv3_small_050", "tf_efficientnet_lite0", "convnext_atto", "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224",
+     "regnetx_002", "mixer_s32_224", "resnetv2_50x1_bit", "tinynet_e", "edgenext_xx_small", "mobilevit_xxs", "densenet121"],
+)  # fmt: skip
+def test_logits_are_timms(name: str, timm: Any) -> None:
+    torch.manual_seed(1)
+    network = timm.create_model(name, num_classes=7).eval()
+    expected = logits_of_timm(network, IMAGES)
+    found = logits_of_ours(f"timm:{name}", network.state_dict(), IMAGES)
+    assert found.shape == (2, 7)
+    assert found.sub(expected).abs().max() < 1e-5

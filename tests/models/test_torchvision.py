@@ -1,0 +1,172 @@
+"""Networks of torchvision, against its own inference on the same images."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from problems.command_line import Cli
+from problems.torchvision_anywhere import importorskip
+
+from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.models import Asked, open_model
+from bnncli.storage.features import read_features
+
+RNG = np.random.default_rng(0)
+IMAGES = [Image.fromarray(RNG.integers(0, 256, (height, 40, 3), dtype=np.uint8)) for height in (40, 33)]
+SMALL = "shufflenet_v2_x0_5"
+
+
+@pytest.fixture(autouse=True)
+def models() -> Any:
+    importorskip("torchvision")
+    from torchvision import models
+
+    return models
+
+
+@cache
+def small() -> Any:
+    from torchvision import models
+
+    torch.manual_seed(0)
+    return models.get_model(SMALL, num_classes=3).eval()
+
+
+def logits_of_torchvision(network: Any, weights: Any, images: list[Image.Image]) -> torch.Tensor:
+    """What torchvision's documentation says to do with an image."""
+    preprocess = weights.transforms()
+    with torch.no_grad():
+        return network(torch.stack([preprocess(image) for image in images]))
+
+
+def logits_of_ours(spec: str, state: Any, images: list[Image.Image], **arguments: str) -> torch.Tensor:
+    saved = open_model(spec, Asked(arguments))
+    with torch.no_grad():
+        return saved.build(state)(torch.from_numpy(np.asarray(saved.transform(images).inputs)))
+
+
+def test_extracted_features_times_head_are_torchvisions_logits(cli: Cli, tmp_path: Path, models: Any) -> None:
+    images = []
+    for number in range(9):
+        path = tmp_path / "data" / "abc"[number // 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        images.append(Image.fromarray(RNG.integers(0, 256, (30 + number, 40, 3), dtype=np.uint8)))
+        images[-1].save(path)
+    torch.save(small().state_dict(), tmp_path / "net.pt")
+    model = f"torchvision:{SMALL}:IMAGENET1K_V1"
+    done = cli("extract-features", tmp_path / "net.pt", "--model", model, "--data", f"test=images:{tmp_path}/data")
+    assert done.code == 0, done.stderr
+    split = read_features(tmp_path / "net.pt.bnn/features/test.h5")
+    found = np.asarray(split.features, np.float64) @ np.asarray(split.head_weight).T + np.asarray(split.head_bias)
+    expected = logits_of_torchvision(small(), models.get_model_weights(SMALL)["IMAGENET1K_V1"], images)
+    assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+def test_weights_name_a_transform_and_without_them_inputs_are_arrays() -> None:
+    bare = open_model(f"torchvision:{SMALL}", Asked())
+    assert (bare.transform, bare.classes, bare.files) == (None, None, ())
+    inputs = torch.rand(2, 3, 64, 64)
+    assert bare.build(small().state_dict())(inputs).equal(small()(inputs))
+    transform = open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", Asked()).transform
+    assert transform.to_json() == {"library": "torchvision", "network": SMALL, "weights": "IMAGENET1K_V1"}
+    assert np.asarray(transform(IMAGES).inputs).dtype == np.float32
+
+
+def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
+    """Their builders set it, and no state dict tells: only the shape of a transformer's images could be seen."""
+    from bnncli.models.torchvision import _of_weights
+
+    assert _of_weights("vit_b_16", models.get_model_weights("vit_b_16")["IMAGENET1K_SWAG_E2E_V1"]) == {
+        "image_size": 384
+    }
+    assert _of_weights("googlenet", models.get_model_weights("googlenet")["IMAGENET1K_V1"]) == {"transform_input": True}
+    assert _of_weights("maxvit_t", models.get_model_weights("maxvit_t")["IMAGENET1K_V1"]) == {"input_size": (224, 224)}
+    assert _of_weights("resnet18", models.get_model_weights("resnet18")["IMAGENET1K_V1"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "kind", "told"),
+    [
+        (
+            "torchvision:resnet19",
+            {},
+            UsageError,
+            "there is no classifier 'resnet19' in torchvision.models; near are 'resnet",
+        ),
+        ("torchvision:fasterrcnn_resnet50_fpn", {}, UsageError, "there is no classifier"),
+        (f"torchvision:{SMALL}:V9", {}, UsageError, "expected weights of IMAGENET1K_V1.*; got 'V9'"),
+        (f"torchvision:{SMALL}:", {}, UsageError, r"expected torchvision:NAME\[:WEIGHTS\]"),
+        (f"torchvision:{SMALL}", {"weights": "DEFAULT"}, UsageError, "the checkpoint's weights are used"),
+        (f"torchvision:{SMALL}", {"no_such": "1"}, UsageError, "cannot be built: TypeError: .*no_such"),
+        (
+            f"torchvision:{SMALL}",
+            {"num_classes": "4"},
+            DataError,
+            r"'fc.weight' has shape \(3, 1024\) in the checkpoint",
+        ),
+        ("torchvision:shufflenet_v2_x1_0", {}, DataError, "has shape"),
+        (
+            "torchvision:squeezenet1_1",
+            {},
+            DataError,
+            "the checkpoint does not fit the network 'torchvision:squeezenet1_1'",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_told(spec: str, arguments: dict[str, str], kind: type[BnnError], told: str) -> None:
+    with pytest.raises(kind, match=told) as error:
+        open_model(spec, Asked(arguments)).build(small().state_dict())
+    assert "\n" not in error.value.message
+
+
+def test_a_torchvision_for_another_torch_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnncli.models import _torchvision_library
+
+    def broken(name: str, **told: Any) -> Any:
+        raise UsageError("it cannot be imported", code="missing_library") from RuntimeError("operator")
+
+    monkeypatch.setattr(_torchvision_library, "require", broken)
+    with pytest.raises(UsageError, match="it cannot be imported") as error:
+        _torchvision_library.require_torchvision("timm")
+    assert f"torch is {torch.__version__}" in str(error.value.hint)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("has_auxiliary", [True, False])
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_auxiliary_heads_are_as_the_checkpoint_has_them(name: str, has_auxiliary: bool, models: Any) -> None:
+    torch.manual_seed(2)
+    network = models.get_model(
+        name, num_classes=4, aux_logits=has_auxiliary, transform_input=True, init_weights=False
+    ).eval()
+    expected = logits_of_torchvision(network, models.get_model_weights(name)["IMAGENET1K_V1"], IMAGES)
+    found = logits_of_ours(f"torchvision:{name}:IMAGENET1K_V1", network.state_dict(), IMAGES)
+    assert found.sub(expected).abs().max() < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    ["resnet18", "squeezenet1_1", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "vit_b_32", "mnasnet0_5"],
+)
+def test_logits_are_torchvisions(name: str, models: Any) -> None:
+    torch.manual_seed(3)
+    network = models.get_model(name, num_classes=6).eval()
+    state = network.state_dict()
+    if name == "densenet121":  # as it was published
+        state = {key: value for key, value in state.items() if not key.endswith("num_batches_tracked")}
+        state = {
+            re.sub(r"(denselayer\d+\.(?:norm|conv))([12]\.)", r"\1.\2", key): value for key, value in state.items()
+        }
+        assert "features.denseblock1.denselayer1.norm.1.weight" in state
+    expected = logits_of_torchvision(network, models.get_model_weights(name)["IMAGENET1K_V1"], IMAGES)
+    found = logits_of_ours(f"torchvision:{name}:IMAGENET1K_V1", state, IMAGES)
+    assert found.shape == (2, 6)
+    assert found.sub(expected).abs().max() < 1e-5
