@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from problems.torchvision_anywhere import importorskip
+from problems.optional_libraries import library
 from scipy.io import savemat
 
 from bnncli.data import Preprocess, load_split
@@ -187,7 +187,7 @@ def test_every_set_has_files_here() -> None:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_split_is_torchvisions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    importorskip("torchvision")
+    library("torchvision")
     WRITERS[name](tmp_path)
     for split in _SETS[name].splits or ("",):
         ours = load_split(f"torchvision:{name}:{tmp_path}" + (f":{split}" if split else ""))
@@ -210,7 +210,7 @@ def test_every_split_is_torchvisions(name: str, tmp_path: Path, monkeypatch: pyt
     ("STL10", ":test"), ("OxfordIIITPet", ":test"), ("Food101", ":test"), ("DTD", ":val"), ("EuroSAT", "")],
 )  # fmt: skip
 def test_class_names_are_torchvisions(name: str, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    importorskip("torchvision")
+    library("torchvision")
     WRITERS[name](tmp_path)
     dataset = theirs(name, tmp_path, split.removeprefix(":"), monkeypatch)
     assert load_split(f"torchvision:{name}:{tmp_path}{split}").classes == tuple(dataset.classes)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from problems.command_line import Cli
-from problems.torchvision_anywhere import importorskip
+from problems.optional_libraries import library
 
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.models import Asked, open_model
@@ -23,21 +23,16 @@ IMAGES = [Image.fromarray(RNG.integers(0, 256, (height, 40, 3), dtype=np.uint8))
 NAMES = ("cat", "dog", "eel")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def timm() -> Any:
-    importorskip("timm")
-    import timm
-
-    return timm
+    return library("timm")
 
 
 @cache
 def small() -> Any:
     """A network that all fast tests share."""
-    import timm
-
     torch.manual_seed(0)
-    return timm.create_model("resnet10t", num_classes=3).eval()
+    return library("timm").create_model("resnet10t", num_classes=3).eval()
 
 
 def logits_of_timm(network: Any, images: list[Image.Image]) -> torch.Tensor:
@@ -110,9 +105,7 @@ def test_a_folder_that_timm_wrote_brings_weights_inputs_and_names(is_safe: bool,
         "model.safetensors" if is_safe else "pytorch_model.bin",
     ]
     assert saved.transform.to_json()["config"]["mean"] == [0.1, 0.2, 0.3]
-    import timm
-
-    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    theirs = library("timm").create_model(f"local-dir:{folder}", pretrained=True).eval()
     assert logits_of_ours(f"timm:{folder}", None, IMAGES).sub(logits_of_timm(theirs, IMAGES)).abs().max() < 1e-5
     assert np.asarray(saved.transform(IMAGES).inputs).shape == (2, 3, 64, 96)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from problems.command_line import Cli
-from problems.torchvision_anywhere import importorskip
+from problems.optional_libraries import library
 
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import Asked, open_model
@@ -23,20 +23,15 @@ IMAGES = [Image.fromarray(RNG.integers(0, 256, (height, 40, 3), dtype=np.uint8))
 SMALL = "shufflenet_v2_x0_5"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def models() -> Any:
-    importorskip("torchvision")
-    from torchvision import models
-
-    return models
+    return library("torchvision").models
 
 
 @cache
 def small() -> Any:
-    from torchvision import models
-
     torch.manual_seed(0)
-    return models.get_model(SMALL, num_classes=3).eval()
+    return library("torchvision").models.get_model(SMALL, num_classes=3).eval()
 
 
 def logits_of_torchvision(network: Any, weights: Any, images: list[Image.Image]) -> torch.Tensor:

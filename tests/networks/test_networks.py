@@ -231,7 +231,9 @@ def test_modules_that_ask_for_their_version_are_filled() -> None:
     class Versioned(nn.Linear):
         _version = 2
 
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        def _load_from_state_dict(
+            self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+        ) -> None:
             if local_metadata.get("version") != 2:
                 raise ValueError("another version")
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
