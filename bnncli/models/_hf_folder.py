@@ -98,6 +98,19 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return (folder / INDEX, *(folder / name for name in shards))
 
 
+def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a safetensors file, by its header. Raises MissingInput, or DataError where it is damaged."""
+    with open_regular(path) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        raw = stream.read(length) if length <= MAX_JSON_BYTES else b""
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        return {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise DataError(f"{quoted(path, limit=300)} is truncated or damaged", code="truncated", path=path) from None
+
+
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and Path(value).name == value
 
@@ -108,6 +121,12 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
+def classified_by(architecture: str | None) -> str | None:
+    """Sequence, Image or Audio, by the name of a class; None where that is no classifier's."""
+    match = _CLASSIFIER.fullmatch(architecture) if architecture is not None else None
+    return match[1] if match is not None else None
+
+
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     """Sequence or Image: what the model classifies.
 
@@ -115,16 +134,16 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
         DataError: the model is no classifier, or one of audio, or a regression; or its weights are quantised.
     """
     name, where = architecture_of(config), quoted(folder, limit=300)
-    match = _CLASSIFIER.fullmatch(name) if name is not None else None
-    if match is None:
+    kind = classified_by(name)
+    if kind is None:
         has = "config.json names no architecture" if name is None else f"the model is {quoted(name)}"
         expected = "expected one for sequence or image classification"
         raise DataError(f"{where}: {has}, {expected}", code="not_a_classifier", path=folder / CONFIG)
-    if match[1] == "Audio" or _has_feature_extractor(folder):
+    if kind == "Audio" or _has_feature_extractor(folder):
         message = f"{where}: {name} classifies audio, which is not supported: there is no kind of data for it"
         raise DataError(message, code="not_supported", path=folder / CONFIG)
     check_plain(config, folder)
-    return match[1]
+    return kind
 
 
 def check_plain(config: Mapping[str, Any], folder: Path) -> None:

@@ -1,0 +1,98 @@
+"""Classifiers with an adapter of the library peft merged into them; nothing of either may be missing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bnncli.errors import DataError
+from bnncli.models._extra import require
+from bnncli.models._hf_folder import classified_by, safetensors_shapes
+from bnncli.models._hf_network import check_filled, load, load_config, settled, told
+from bnncli.names import listed, quoted
+
+_PREFIX = "base_model.model."
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def adapted(folder: Path, base: Path, kind: str, architecture: str | None) -> nn.Module:
+    """The classifier of a base folder with an adapter merged into it, in evaluation mode, float32, on the CPU.
+
+    What the adapter has whole (modules_to_save, such as the classifier) may be missing from the base; and where the base is
+    no classifier, its own head is left out.
+
+    Args:
+        kind: Sequence or Image.
+        architecture: the class that the base was saved from.
+
+    Raises:
+        DataError: a weight is missing, unknown or of another shape, or the libraries cannot make the network.
+    """
+    auto = getattr(require("transformers", extra="hf"), f"AutoModelFor{kind}Classification")
+    saved = {
+        name.removeprefix(_PREFIX): shape
+        for name, shape in safetensors_shapes(folder / _WEIGHTS).items() if ".lora_" not in name
+    }  # fmt: skip
+    config = load_config(base)
+    labels = _num_labels(auto, config, saved)
+    if labels is not None:
+        config = load_config(base, num_labels=labels)
+    network, info = load(auto, base, config, None)
+    check_filled(
+        info,
+        what=f"the base model does not fit {type(network).__name__}",
+        folder=base,
+        may_miss=lambda name: name in saved,
+        may_have=lambda name: classified_by(architecture) is None,
+    )
+    return settled(_merged(network, folder))
+
+
+def _num_labels(auto: Any, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Outputs of the adapter's own head, where they are not as many as the base's config says."""
+    with torch.device("meta"):
+        own = {name: tuple(tensor.shape) for name, tensor in auto.from_config(config).state_dict().items()}
+    found = {
+        shape[0]
+        for name, shape in saved.items()
+        if name in own and shape and own[name][1:] == shape[1:] and own[name][0] == config.num_labels != shape[0]
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _merged(network: nn.Module, folder: Path) -> nn.Module:
+    """The network with the adapter's changes in its own weights.
+
+    Raises:
+        DataError: names of the adapter's file are missing or unknown, or its kind cannot be merged.
+    """
+    peft = require("peft", extra="peft")
+    with told(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about names, which are errors here
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        model = peft.get_peft_model(network, config)
+        found = model.load_adapter(str(folder), "default", is_trainable=False, torch_device="cpu")
+    parts = [
+        f"{what} ({len(names)}): {listed(sorted(names))}"
+        for what, names in (
+            ("missing from the adapter", found.missing_keys),
+            ("unknown to the network", found.unexpected_keys),
+        )
+        if names
+    ]
+    if parts:
+        message = f"{quoted(folder, limit=300)}: the adapter does not fit {type(network).__name__}; {'; '.join(parts)}"
+        raise DataError(message, code="wrong_weights", path=folder)
+    if not hasattr(model.base_model, "merge_and_unload"):
+        message = (
+            f"{quoted(folder, limit=300)}: an adapter of kind {config.peft_type} cannot be merged into the weights"
+        )
+        raise DataError(message, code="not_supported", path=folder)
+    with told(folder):
+        merged: nn.Module = model.merge_and_unload(safe_merge=True)
+    return merged

@@ -1,0 +1,102 @@
+"""Small classifiers of the library transformers with random weights, saved as people save them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from problems.optional_libraries import library
+
+transformers = library("transformers")
+
+WORDS = ["good", "bad", "film", "plot", "the", "a", "is", "and", "not", "very", "##ly", "fine", "awful"]
+TEXTS = ["the film is very good", "a bad, awful plot", "not fine", "and the plot and the film and the plot " * 3]
+LABELS = {0: "worse", 1: "same", 2: "better"}
+SMALL: dict[str, Any] = {
+    "num_labels": 3,
+    "id2label": LABELS,
+    "label2id": {name: index for index, name in LABELS.items()},
+}
+BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+VIT = {**BERT, "image_size": 8, "patch_size": 4}
+TEXT_MODELS = {
+    "Bert": dict(BERT, max_position_embeddings=16),
+    "DistilBert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 20, "max_position_embeddings": 16},
+    "Roberta": dict(BERT, max_position_embeddings=18, pad_token_id=1),
+}
+IMAGE_MODELS = {
+    "ViT": VIT,
+    "DeiT": VIT,
+    "ConvNext": {"hidden_sizes": [4, 6, 8, 10], "depths": [1, 1, 1, 1], "image_size": 32},
+    "ResNet": {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"},
+}
+
+
+def tokenizer(kind: str, **settings: Any) -> Any:
+    """A tokenizer of few words."""
+    names = (
+        ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+        if kind == "Roberta"
+        else ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    )
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {name: index for index, name in enumerate([*names, *WORDS, ","])}
+    own = Tokenizer(models.WordPiece(vocabulary, unk_token=names[3 if kind == "Roberta" else 1]))
+    own.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    first, last = ("<s>", "</s>") if kind == "Roberta" else ("[CLS]", "[SEP]")
+    ids = [(first, vocabulary[first]), (last, vocabulary[last])]
+    own.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}", pair=f"{first} $A {last} $B:1 {last}:1", special_tokens=ids
+    )
+    special = dict(zip(("cls_token", "pad_token", "sep_token", "unk_token", "mask_token"), names, strict=True))
+    if kind != "Roberta":
+        special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), names, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, **special, **settings)
+
+
+def text_folder(folder: Path, kind: str = "Bert", *, shards: bool = False, **config: Any) -> Path:
+    """A text classifier with random weights, saved."""
+    torch.manual_seed(0)
+    settings = {**SMALL, **TEXT_MODELS[kind], "vocab_size": 20, **config}
+    made = getattr(transformers, f"{kind}ForSequenceClassification")
+    network = made(made.config_class(**settings)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(folder, **({"max_shard_size": "3KB"} if shards else {}))
+    own = tokenizer(kind, model_max_length=12)
+    own.save_pretrained(folder)
+    return folder
+
+
+def image_folder(folder: Path, kind: str = "ViT", *, channels: int = 3, shards: bool = False) -> Path:
+    """An image classifier with random weights, and its processor, saved."""
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}ForImageClassification")
+    network = made(made.config_class(**SMALL, **IMAGE_MODELS[kind], num_channels=channels)).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(folder, **({"max_shard_size": "3KB"} if shards else {}))
+    size = network.config.image_size if kind != "ResNet" else 32
+    own = {"ViT": "ViT", "DeiT": "DeiT"}.get(kind, "ConvNext")
+    sizes: dict[str, Any] = {"size": {"height": size, "width": size}}
+    if own == "DeiT":
+        sizes = {"size": {"height": size + 2, "width": size + 2}, "crop_size": {"height": size, "width": size}}
+    if own == "ConvNext":
+        sizes = {"size": {"shortest_edge": size}, "crop_pct": 0.8}
+    processor = getattr(transformers, f"{own}ImageProcessor")
+    processor(**sizes, image_mean=[0.4] * channels, image_std=[0.3] * channels).save_pretrained(folder)
+    return folder
+
+
+def pictures(mode: str = "RGB") -> list[Image.Image]:
+    """Pictures of several sizes."""
+    rng = np.random.default_rng(0)
+    return [
+        Image.fromarray(rng.integers(256, size=(40 + 3 * index, 50, 3), dtype=np.uint8)).convert(mode)
+        for index in range(3)
+    ]
