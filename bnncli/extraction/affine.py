@@ -32,13 +32,11 @@ class Traced:
     Attributes:
         target: the logits.
         products: indices of the calls that they come from.
-        inputs: the tensors that features are made from, side by side.
         names: of the products.
     """
 
     target: Tensor
     products: tuple[int, ...]
-    inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
     name: str
     weight: Tensor
@@ -54,22 +52,21 @@ class Traced:
         return all(any(f"{own}.".startswith(f"{name}.") for name in names) for own in self.names)
 
     def is_made_from(self, tape: Tape, other: Traced) -> bool:
-        """Whether another's logits are among what the features are made from."""
-        return other is not self and any(one is other.target or tape.depends(one, other.target) for one in self.inputs)
+        """Whether another's logits are among what these are made from."""
+        return other is not self and tape.depends(self.target, other.target)
 
 
 def trace(tape: Tape, target: Tensor) -> Traced | None:
     """A tensor of a row for each example as features times weights; None where it is not."""
     linear = _linear(tape, target)
-    if linear is None:
+    if linear is None or target.numel() != tape.num_rows * len(linear[2]):
         return None
     products, scales, shift = linear
-    positions = _ways(products, tape.num_rows)
-    parts, bias, merged = _parts(tape, products, scales, shift, may_merge=positions == ["row"])
+    parts, bias, merged = _parts(tape, products, scales, shift)
     has_bias = bool(shift.any()) or any(product.bias is not None for product in [*products, *merged])
     weight = torch.cat([part.weight for part in parts], 1)
     taps = tuple(_tap(tape, part) for part in parts)
-    for way in positions:
+    for way in _ways([part.product for part in parts], tape.num_rows):
         rounds = {product.reduce_range for product in products}
         form = HeadForm(taps, way, "", "none", rounds.pop() if len(rounds) == 1 else None, ())
         if rounds or not _agrees(form, parts, weight, bias, target):
@@ -78,7 +75,6 @@ def trace(tape: Tape, target: Tensor) -> Traced | None:
         return Traced(
             target=target,
             products=tuple(product.at for product in products),
-            inputs=tuple(part.inputs for part in parts),
             names=names,
             name=_one_name(tape, names),
             weight=weight,
@@ -86,7 +82,7 @@ def trace(tape: Tape, target: Tensor) -> Traced | None:
             taps=taps,
             positions=way,
             reduce_range=form.reduce_range,
-            notes=tuple(_notes(form, names, scales, has_positions=_has_positions(products[0]))),
+            notes=tuple(_notes(form, names, scales, has_positions=_has_positions(parts[0].product))),
         )
     return None
 
@@ -99,12 +95,12 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
     products = [product for product in map(tape.product, before[0]) if product is not None]
     sizes = {len(product.weight) for product in products}
     num_outputs = sizes.pop()
-    if sizes or target.numel() != tape.num_rows * num_outputs:
+    if sizes or target.numel() % num_outputs:
         return None
 
     def after(values: Sequence[Tensor]) -> Tensor:
         spread = {one.at: _spread(value, one) for one, value in zip(products, values, strict=True)}
-        return tape.replay(target, before[1], spread).reshape(tape.num_rows, num_outputs)
+        return tape.replay(target, before[1], spread).reshape(-1, num_outputs)
 
     zero = torch.zeros(num_outputs, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -148,12 +144,12 @@ def _ways(products: list[Product], num_rows: int) -> list[str]:
         return ["row"]
     if any(product.inputs.ndim == 2 for product in products):
         return []
-    ways = ["one"] if len({id(product.inputs) for product in products}) == 1 else []
+    ways = ["one"] if len(products) == 1 else []
     return ["mean", *ways] if products[0].axis == 1 else [*ways, "mean"]
 
 
 def _parts(
-    tape: Tape, products: list[Product], scales: list[Tensor], shift: Tensor, *, may_merge: bool
+    tape: Tape, products: list[Product], scales: list[Tensor], shift: Tensor
 ) -> tuple[list[_Part], Tensor, list[Product]]:
     """Shares by the tensor that they are made from, the bias (K,), and the products inside that were merged into others.
 
@@ -173,7 +169,7 @@ def _parts(
 
     for product, scale in zip(products, scales, strict=True):
         add(product, scale[:, None] * product.weight, scale * (0 if product.bias is None else product.bias))
-    for key in list(parts) if may_merge and len(parts) > 1 else ():
+    for key in list(parts) if len(parts) > 1 else ():
         inner = _linear(tape, parts[key].inputs)
         others = {id(tape.origin(one.inputs, one.at)) for one in inner[0]} if inner else {key}
         if inner is None or not others <= parts.keys() - {key}:

@@ -76,8 +76,9 @@ def find_head(
         returned = run_network(model, inputs)
     found = _outermost(tape, _heads(tape, returned, output))
     fitting = [one for one in found if layer is None or one.traced.is_in(layer)]
-    if layer is None and len(fitting) > 1:
-        fitting = [one for one in found if one.form.output in _USUAL] or fitting
+    fitting = [one for one in fitting if one.head.name == layer] or fitting
+    if len(fitting) > 1:
+        fitting = [one for one in fitting if one.form.output in _USUAL] or fitting
     if len(fitting) == 1:
         return fitting[0].head
     if len(fitting) > 1 or (layer is not None and found and plain is None):

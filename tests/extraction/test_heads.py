@@ -134,6 +134,13 @@ NETWORKS: dict[str, Callable[[], Network]] = {
         heads=nn.ModuleList(nn.Linear(6, 3) for _ in range(3)),
     ),
     "low rank": lambda: made(lambda self, maps: self.head(pooled(maps)), head=LowRank()),
+    "low rank, every position": lambda: made(
+        lambda self, maps: self.head(maps.flatten(2).mT)[:, -1], head=LowRank()
+    ),
+    "an average and its parts": lambda: made(
+        lambda self, maps: {"a": (a := self.first(pooled(maps))), "b": (b := self.second(pooled(maps))), "out": (a + b) / 2},
+        first=nn.Linear(6, 3), second=nn.Linear(6, 3),
+    ),
     "batch norm after": lambda: made(
         lambda self, maps: self.norm(self.head(pooled(maps))), head=nn.Linear(6, 3), norm=nn.BatchNorm1d(3)
     ),
