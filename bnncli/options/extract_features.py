@@ -89,7 +89,7 @@ class ExtractFeaturesOptions(Checked):
         choices=("bf16", "fp16"),
     )
     batch_size: int = option(256, "Inputs a batch.", minimum=1, numeric=False)
-    num_workers: int = option(0, "Processes that decode images.", minimum=0, numeric=False)
+    num_workers: int = option(0, "Processes that read, decode images and tokenise texts.", minimum=0, numeric=False)
 
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
     save_every: float = option(

@@ -372,7 +372,7 @@ def test_a_dataset_that_breaks_a_rule_is_refused(datasets: Path, name: str) -> N
         inputs_of(load_split(f"py:{datasets}:{name}"))
 
 
-@pytest.mark.parametrize("spec", ["train.npz", "csv:train.csv", "npz:", ":x"])
+@pytest.mark.parametrize("spec", ["train.npz", "xml:train.xml", "npz:", ":x"])
 def test_a_spec_of_no_known_kind_lists_the_kinds(spec: str) -> None:
     with pytest.raises(UsageError, match=r"expected npz:FILE.*idx:IMAGES,LABELS, images:DIR.* py:module:factory.* or "):
         load_split(spec)

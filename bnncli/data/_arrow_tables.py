@@ -1,0 +1,207 @@
+"""Arrow and Parquet files as tables: a batch of rows in memory at a time, in each process its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bnncli.data._arrow_types import arrow_library, class_names_of, columns_of
+from bnncli.errors import DataError, DeviceError
+from bnncli.machine.input_files import is_failure, open_regular, read_error
+from bnncli.names import quoted
+from bnncli.numerics.digests import file_sha256
+from bnncli.progress import Progress
+
+_ROWS_AT_ONCE = 1024  # of Parquet, whose row groups may be larger than memory
+_BUFFER = 1 << 20
+
+
+class Blocks(Protocol):
+    """A file whose blocks of rows are read from their start on."""
+
+    @property
+    def schema(self) -> Any:
+        """Of pyarrow."""
+
+    def sizes(self) -> list[int]:
+        """Rows in each block."""
+
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """Record batches of a block, with these columns, in their order."""
+
+
+class ParquetBlocks:
+    """The row groups of a Parquet file."""
+
+    def __init__(self, path: Path, spelled: str) -> None:
+        library = arrow_library("pyarrow.parquet", spelled)
+        self._file = library.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER)
+        self.schema = self._file.schema_arrow
+
+    def sizes(self) -> list[int]:
+        """Rows in each row group."""
+        metadata = self._file.metadata
+        return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """Rows of a row group, unpacked some at a time."""
+        return self._file.iter_batches(_ROWS_AT_ONCE, row_groups=[block], columns=names, use_threads=False)
+
+
+class ArrowBlocks:
+    """The record batches of an Arrow file, or of a stream in a file as Hugging Face's datasets write, mapped into memory."""
+
+    def __init__(self, path: Path, spelled: str) -> None:
+        library = arrow_library("pyarrow", spelled)
+        with open_regular(path) as stream:
+            is_file = stream.read(6) == b"ARROW1"
+        mapped = library.memory_map(str(path))
+        reader = library.ipc.open_file(mapped) if is_file else library.ipc.open_stream(mapped)
+        self.schema = reader.schema
+        if is_file:
+            self._count, self._batch = reader.num_record_batches, reader.get_batch
+        else:
+            found = list(reader)  # where they are in the file: nothing of it is read
+            self._count, self._batch = len(found), found.__getitem__
+
+    def sizes(self) -> list[int]:
+        """Rows in each batch."""
+        return [self._batch(block).num_rows for block in range(self._count)]
+
+    def batches(self, block: int, names: list[str]) -> Iterator[Any]:
+        """The batch."""
+        yield self._batch(block).select(names)
+
+
+class _Open(NamedTuple):
+    """Where the reading of a block has come to."""
+
+    process: int
+    file: int
+    block: int
+    names: tuple[str, ...]
+    batches: Iterator[Any]
+    start: int
+    batch: Any
+
+
+class BlockTable:
+    """The rows of files of one schema, one file after the other."""
+
+    def __init__(
+        self, path: Path, files: Sequence[Path], kind: type[ParquetBlocks] | type[ArrowBlocks], spelled: str
+    ) -> None:
+        """Raises MissingInput; DataError for damaged files or ones that differ in their columns; UsageError without pyarrow."""
+        self.path, self._files, self._kind, self._spelled = path, list(files), kind, spelled
+        arrow_library("pyarrow", spelled)
+        self.columns: dict[str, str] = {}
+        self.class_names: Mapping[str, tuple[str, ...]] = {}
+        self._spans: list[tuple[int, int]] = []  # file and block
+        self._open: _Open | None = None
+        self._blocks: tuple[int, int, Blocks] | None = None  # the file that is open, and in which process
+        sizes = []
+        for number, file in enumerate(self._files):
+            blocks = self._opened(number)
+            with self._damage(file):
+                columns, counts = columns_of(blocks.schema, spelled), blocks.sizes()
+            if number == 0:
+                self.columns, self.class_names = columns, class_names_of(blocks.schema.metadata)
+            if columns.keys() != self.columns.keys():
+                odd = sorted(columns.keys() ^ self.columns.keys())[0]
+                raise DataError(
+                    f"{quoted(file, limit=300)} and {quoted(self._files[0].name)} differ in the column {quoted(odd)}",
+                    path=file,
+                )
+            self._spans += [(number, block) for block in range(len(counts))]
+            sizes += counts
+        self._starts = np.array([0, *accumulate(sizes)], np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None, "_blocks": None}
+
+    def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
+        """How many rows there are, and all values of some columns."""
+        found: list[list[Any]] = [[] for _ in names]
+        for number, block in self._spans if names else ():
+            with self._damage(self._files[number]):
+                for batch in self._opened(number).batches(block, list(names)):
+                    for column, name in zip(found, names, strict=True):
+                        column += batch.column(name).to_pylist()
+        return int(self._starts[-1]), found
+
+    def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
+        """Values of columns in the rows (n,); in ascending order each batch of a block is unpacked once."""
+        found: list[list[Any]] = [[] for _ in names]
+        spans = np.searchsorted(self._starts, rows, side="right") - 1
+        place = 0
+        while place < len(rows):
+            span = int(spans[place])
+            start, batch = self._batch_of(span, int(rows[place] - self._starts[span]), tuple(names))
+            first = int(self._starts[span]) + start
+            stop = place + 1
+            while stop < len(rows) and first <= rows[stop] < first + batch.num_rows:
+                stop += 1
+            taken = batch.take(arrow_library("pyarrow", self._spelled).array(rows[place:stop] - first))
+            for column, name in zip(found, names, strict=True):
+                column += taken.column(name).to_pylist()
+            place = stop
+        return found
+
+    def digests(self, progress: Progress) -> list[str]:
+        """Of each file."""
+        found = []
+        for file in self._files:
+            with open_regular(file) as stream:
+                found.append(file_sha256(stream, progress))
+        return found
+
+    def _batch_of(self, span: int, row: int, names: tuple[str, ...]) -> tuple[int, Any]:
+        """The batch that has a row of a block, and the row of the block that it starts with."""
+        number, block = self._spans[span]
+        now = self._open
+        if now is None or now[:4] != (os.getpid(), number, block, names) or row < now.start:
+            with self._damage(self._files[number]):
+                batches = iter(self._opened(number).batches(block, list(names)))
+                now = _Open(os.getpid(), number, block, names, batches, 0, next(batches))
+        with self._damage(self._files[number]):
+            while row >= now.start + now.batch.num_rows:
+                now = now._replace(start=now.start + now.batch.num_rows, batch=next(now.batches))
+        self._open = now
+        return now.start, now.batch
+
+    def _opened(self, number: int) -> Blocks:
+        """A file, open in this process: what another one has open is not shared."""
+        if self._blocks is None or self._blocks[:2] != (os.getpid(), number):
+            file = self._files[number]
+            with open_regular(file), self._damage(file):
+                self._blocks = os.getpid(), number, self._kind(file, self._spelled)
+        return self._blocks[2]
+
+    def _damage(self, file: Path) -> _Damage:
+        return _Damage(file, self._spelled)
+
+
+class _Damage:
+    """Errors of pyarrow inside the block, as ours."""
+
+    def __init__(self, file: Path, spelled: str) -> None:
+        self._file, self._spelled = file, spelled
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        library = arrow_library("pyarrow", self._spelled)
+        shown = quoted(self._file, limit=300)
+        if isinstance(error, MemoryError):
+            raise DeviceError(f"not enough memory to read {shown}", code="out_of_memory") from error
+        if isinstance(error, OSError) and is_failure(error):
+            raise read_error(error, self._file) from error
+        if isinstance(error, (library.ArrowException, OSError, StopIteration, UnicodeDecodeError)):
+            why = " ".join(str(error).split())[:200] or "it ends before its last row"
+            raise DataError(f"{shown} is no whole {self._spelled} file: {why}", path=self._file) from error

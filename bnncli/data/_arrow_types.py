@@ -1,0 +1,123 @@
+"""What the columns of Arrow tables hold, and the library that reads them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bnncli.data._columns import IMAGE, LIST, OTHER, REAL, TEXT, WHOLE
+from bnncli.errors import DataError, UsageError
+from bnncli.names import listed, quoted
+
+
+def arrow_library(module: str, spelled: str) -> Any:
+    """The module of pyarrow.
+
+    Args:
+        spelled: the kind of data that needs it.
+
+    Raises:
+        UsageError: it is not installed, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        why = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({error})"
+        message = f"\0data\0 {spelled} needs pyarrow, which {why}"
+        raise UsageError(message, code="missing_library", hint="pip install 'bnncli[parquet]'") from error
+
+
+def columns_of(schema: Any, spelled: str) -> dict[str, str]:
+    """What each column of a schema holds."""
+    types = arrow_library("pyarrow", spelled).types
+    return {field.name: _held(field.type, types) for field in schema}
+
+
+def _held(kind: Any, types: Any) -> str:
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    checks = (
+        (TEXT, ("is_string", "is_large_string", "is_string_view")),
+        (WHOLE, ("is_integer", "is_boolean")),
+        (REAL, ("is_floating",)),
+        (LIST, ("is_list", "is_large_list", "is_fixed_size_list")),
+        (IMAGE, ("is_binary", "is_large_binary", "is_fixed_size_binary")),
+    )
+    for holds, names in checks:
+        if any(getattr(types, name)(kind) for name in names):
+            return holds
+    if types.is_struct(kind) and {"bytes", "path"} <= {kind.field(place).name for place in range(kind.num_fields)}:
+        return IMAGE
+    return OTHER
+
+
+def class_names_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
+    """Names of the classes that Hugging Face's datasets write into a schema."""
+    try:
+        stored = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+        return names_of_features(stored["info"]["features"])
+    except (ValueError, LookupError, TypeError, RecursionError):  # others may write what they like there
+        return {}
+
+
+def names_of_features(features: Any) -> dict[str, tuple[str, ...]]:
+    """Names of the classes of each feature that is a ClassLabel."""
+    if not isinstance(features, Mapping):
+        return {}
+    named = {
+        name: feature.get("names")
+        for name, feature in features.items()
+        if isinstance(feature, Mapping) and feature.get("_type") == "ClassLabel"
+    }
+    return {name: tuple(map(str, names)) for name, names in named.items() if isinstance(names, list)}
+
+
+def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, list[Path]]:
+    """The file, folder or pattern, and the files, sorted.
+
+    Raises:
+        UsageError: a folder has the files of several splits.
+        DataError: a pattern or a folder without such files.
+    """
+    path = Path(place).expanduser()
+    if path.is_dir():
+        found = sorted(file for suffix in suffixes for file in path.rglob(f"*{suffix}") if _is_shown(file, path))
+        splits = sorted({split for file in found if (split := _split_of(file)) is not None})
+        if len(splits) > 1:
+            raise UsageError(
+                f"\0data\0 {spelled}: {quoted(path, limit=300)} has the files of several splits: {listed(splits)}",
+                hint=f"give a pattern, as {spelled}:{path}/**/{splits[0]}-*{found[0].suffix}",
+            )
+    elif any(letter in place for letter in "*?[") and not path.exists():
+        fixed = Path(
+            *[part for part in path.parts if not any(letter in part for letter in "*?[")][: _first_pattern(path)]
+        )
+        found = sorted(file for file in fixed.glob(str(path.relative_to(fixed))) if file.is_file())
+    else:
+        return path, [path]
+    if not found:
+        what = (
+            f"no {spelled} files in {quoted(path, limit=300)}"
+            if path.is_dir()
+            else f"no file is like {quoted(path, limit=300)}"
+        )
+        raise DataError(what, path=path, code="empty_split")
+    return path, found
+
+
+def _first_pattern(path: Path) -> int:
+    """How many parts of a path come before the first that is a pattern."""
+    return next(place for place, part in enumerate(path.parts) if any(letter in part for letter in "*?["))
+
+
+def _is_shown(file: Path, folder: Path) -> bool:
+    return file.is_file() and not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+
+def _split_of(file: Path) -> str | None:
+    """The split that a file is of, where it is called as data sets of several are: train-00000-of-00002, test."""
+    first = file.stem.partition("-")[0]
+    return first if first in ("train", "test", "validation", "valid", "val", "dev") else None

@@ -1,0 +1,103 @@
+"""Labels out of the values of a column: numbers as they are, names numbered in their order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bnncli.data._labels import check_labels
+from bnncli.errors import DataError
+from bnncli.names import quoted
+
+_WHOLE = re.compile(r"[+-]?\d+")
+_LARGEST = 1 << 62
+
+
+class Labels(NamedTuple):
+    """Labels (N,) int64, None where no row has one, and the names of the classes, None where they are numbers."""
+
+    numbers: np.ndarray | None
+    classes: tuple[str, ...] | None
+
+
+def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: str) -> Labels:
+    """Labels out of a column.
+
+    Args:
+        values: whole numbers, truth values, or texts; texts that are all whole numbers are numbers.
+        names: of the classes, where the table has numbers and tells what they mean.
+        where: the column, for messages.
+
+    Raises:
+        DataError: some rows have no label, or values are not of one of these kinds.
+    """
+    is_missing = [value is None or value == "" for value in values]
+    if all(is_missing):
+        return Labels(None, names)
+    if any(is_missing):
+        raise DataError(
+            f"{where}: row {is_missing.index(True)} has no label", code="bad_labels",
+            hint="leave out the rows without a label, or name no label: label=",
+        )  # fmt: skip
+    if all(isinstance(value, str) for value in values):
+        if names is None and not all(_WHOLE.fullmatch(value) for value in values):
+            return _by_name(values, where)
+        if names is not None:
+            return Labels(_known(values, names, where), names)
+        values = [int(value) for value in values]
+    if all(isinstance(value, bool) for value in values):
+        return Labels(np.array(values, np.int64), None)
+    numbers = _array(values, where)
+    if numbers.dtype.kind in "iu" and numbers.ndim == 1 and (numbers == -1).all():  # so test splits are published
+        return Labels(None, names)
+    found = check_labels(numbers, num_rows=len(values), where=where)
+    if names is not None and len(found) and found.max() >= len(names):
+        raise DataError(
+            f"{where}: row {int(found.argmax())} has {found.max()}, there are {len(names)} classes", code="bad_labels"
+        )
+    return Labels(found, names)
+
+
+def _by_name(values: Sequence[str], where: str) -> Labels:
+    """Texts as names of classes, numbered in sorted order. Raises DataError where they are real numbers."""
+    classes = sorted(set(values))
+    if all(_is_real(name) for name in classes):
+        check_labels(np.array([float(value) for value in values]), num_rows=len(values), where=where)
+    place = {name: number for number, name in enumerate(classes)}
+    return Labels(np.array([place[value] for value in values], np.int64), tuple(classes))
+
+
+def _known(values: Sequence[str], names: tuple[str, ...], where: str) -> np.ndarray:
+    place = {name: number for number, name in enumerate(names)}
+    for row, value in enumerate(values):
+        if value not in place:
+            raise DataError(
+                f"{where}: row {row} has {quoted(value)}, which is no class of the table", code="bad_labels"
+            )
+    return np.array([place[value] for value in values], np.int64)
+
+
+def _array(values: Sequence[Any], where: str) -> np.ndarray:
+    """Numbers, or lists of as many numbers each, as an array."""
+    try:
+        numbers = np.array(values)
+    except (ValueError, OverflowError):
+        numbers = np.array([None])
+    if numbers.dtype.kind not in "iufb" or (numbers.dtype.kind in "iu" and np.abs(numbers).max() > _LARGEST):
+        kinds = sorted({type(value).__name__ for value in values})
+        raise DataError(
+            f"{where}: labels must be whole numbers from 0 on, or names, all of one kind; got {', '.join(kinds)}",
+            code="bad_labels",
+        )
+    return numbers
+
+
+def _is_real(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

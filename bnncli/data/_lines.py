@@ -1,0 +1,104 @@
+"""Files of lines, gzipped or not, read from any place in them: open once, and safe in other processes."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from bnncli.errors import DataError
+from bnncli.machine.input_files import is_failure, open_regular, reading
+from bnncli.names import quoted
+from bnncli.numerics.digests import file_sha256
+from bnncli.progress import Progress
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_UTF8_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class LineFile:
+    """A file of text in UTF-8. What is gzipped is unpacked into a file without a name, which is gone when this is.
+
+    Attributes:
+        start: the byte where its text begins, after the mark that some editors write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises MissingInput, or DataError where it is damaged or in UTF-16."""
+        self.path = path
+        self._stream = _opened(path)
+        head = os.pread(self._stream.fileno(), 3, 0)
+        if head[:2] in _UTF16_MARKS:
+            raise DataError(
+                f"{quoted(path, limit=300)} is in UTF-16, expected UTF-8", path=path, hint="iconv -f UTF-16 -t UTF-8"
+            )
+        self.start = len(_UTF8_MARK) if head == _UTF8_MARK else 0
+
+    def __del__(self) -> None:
+        if "_stream" in self.__dict__:
+            self._stream.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"])  # type: ignore[misc]
+
+    def lines(self) -> Iterator[bytes]:
+        """Every line with what ends it, from the start of the text."""
+        self._stream.seek(self.start)
+        return iter(self._stream.readline, b"")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` up to `stop`. Raises DataError when the file has become shorter."""
+        parts, place = [], start
+        with reading(self.path):
+            while place < stop and (part := os.pread(self._stream.fileno(), stop - place, place)):
+                parts.append(part)
+                place += len(part)
+        if place < stop:
+            raise DataError(
+                f"{quoted(self.path, limit=300)} was changed while it was read", path=self.path, code="input_replaced"
+            )
+        return b"".join(parts)
+
+    def digest(self, progress: Progress) -> str:
+        """Of the text, whether gzipped or not."""
+        with reading(self.path):
+            return file_sha256(self._stream, progress)
+
+
+def decoded(line: bytes, where: str) -> str:
+    """The text of UTF-8 bytes. Raises DataError."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is no text in UTF-8 (byte {error.object[error.start]:#04x})",
+            hint="iconv -f WINDOWS-1252 -t UTF-8, if that is what it is in",
+        ) from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """The file, or what is in it, open."""
+    with open_regular(path) as stream:
+        if stream.read(2) != _GZIP_MAGIC:
+            return os.fdopen(os.dup(stream.fileno()), "rb")
+        stream.seek(0)
+        # It lives as long as the data set.
+        plain = cast(IO[bytes], tempfile.TemporaryFile())  # noqa: SIM115
+        try:
+            shutil.copyfileobj(cast(IO[bytes], gzip.GzipFile(fileobj=stream)), plain, 1 << 20)
+        except (EOFError, OSError, zlib.error) as error:
+            plain.close()
+            if is_failure(error):
+                raise
+            raise DataError(f"{quoted(path, limit=300)} is not a whole gzip file: {error}", path=path) from error
+    plain.flush()
+    return plain

@@ -1,0 +1,236 @@
+"""Tables as data sets: rows read when they are asked for, of the columns that are needed, and nothing else held."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from bnncli.data._columns import IMAGE, Roles, find_roles
+from bnncli.data._label_values import Labels, labels_of
+from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
+from bnncli.data._preprocess import Preprocess
+from bnncli.errors import DataError
+from bnncli.machine.input_files import open_regular
+from bnncli.names import quoted
+from bnncli.numerics.digests import file_sha256
+from bnncli.progress import Progress
+
+
+class StoredTable(Protocol):
+    """Rows of named columns in files."""
+
+    @property
+    def path(self) -> Path:
+        """The file or folder, for messages; paths of images are relative to its folder."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """What each column holds, in the words of `_columns`."""
+
+    @property
+    def class_names(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the classes whose numbers a column has, where the table tells them."""
+
+    def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
+        """How many rows there are, and all values of some columns; every row is looked at."""
+
+    def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
+        """Values of columns in the rows (n,)."""
+
+    def digests(self, progress: Progress) -> list[str]:
+        """Of the content, wherever it lies."""
+
+
+@dataclass(frozen=True, eq=False)
+class TableDataset:
+    """Texts, images or numbers in the columns of a table.
+
+    Attributes:
+        num_rows: stored.
+        labels: (rows,) int64, or None.
+        paths: of the images (rows,), where the table has their paths.
+        mode: of the images.
+    """
+
+    table: StoredTable
+    roles: Roles
+    num_rows: int
+    labels: np.ndarray | None
+    classes: tuple[str, ...] | None
+    preprocess: Preprocess
+    paths: tuple[str, ...] | None = None
+    mode: str = ""
+    is_sized: bool = True
+    _known_digests: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def items(self) -> str:
+        """Texts; images where the model brings a transform for them; else arrays."""
+        if self.roles.kind == "text":
+            return "texts"
+        is_for_transform = self.roles.kind == "image" and self.preprocess.transform is not None
+        return "images" if is_for_transform else "arrays"
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The paths of the images, where the table has them."""
+        return self.paths
+
+    @property
+    def is_labeled(self) -> bool:
+        """Whether the rows have labels."""
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Any], np.ndarray | None]:
+        """Texts, images or numbers (n, D) of the rows, and labels (n,). Raises DataError for a value of another kind."""
+        labels = None if self.labels is None else self.labels[rows]
+        values = self.table.read(rows, self.roles.inputs)
+        if self.roles.kind == "text":
+            return self._texts(rows, values), labels
+        if self.roles.kind == "x":
+            return self._numbers(rows, values), labels
+        return self._images(rows, values[0]), labels
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
+        """Digests of the files and of image files they name, the columns, what the classes are called, and the rows."""
+        found = {
+            "sha256": np.array(self._digests(progress)),
+            "columns": np.array(self.roles.to_texts()),
+            "classes": np.array(self.classes or (), dtype=str),
+            "rows": rows,
+        }
+        return found if self.roles.kind != "image" else {**found, "mode": np.array([self.mode])}
+
+    def _digests(self, progress: Progress) -> list[str]:
+        """Of the table and of the image files that it names; taken once for all splits of one table."""
+        if not self._known_digests:
+            self._known_digests.extend(self.table.digests(progress))
+            task = progress.task("hash images", len(self.paths or ()))
+            for name in self.paths or ():
+                with open_regular(self._file(name)) as stream:
+                    self._known_digests.append(file_sha256(stream))
+                task.advance()
+        return self._known_digests
+
+    def _texts(self, rows: np.ndarray, values: list[list[Any]]) -> list[Any]:
+        for name, column in zip(self.roles.inputs, values, strict=True):
+            for row, value in zip(rows.tolist(), column, strict=True):
+                if not isinstance(value, str):
+                    raise self._odd(row, name, "a text", value)
+        return list(zip(*values, strict=True)) if len(values) == 2 else values[0]
+
+    def _numbers(self, rows: np.ndarray, values: list[list[Any]]) -> np.ndarray:
+        arrays = []
+        for name, column in zip(self.roles.inputs, values, strict=True):
+            try:
+                array = np.array(column, np.float32)
+            except (ValueError, TypeError):
+                odd = next((place for place, value in enumerate(column) if not _is_number(value)), 0)
+                raise self._odd(int(rows[odd]), name, "a number", column[odd]) from None
+            arrays.append(array.reshape(len(rows), -1))
+        return np.concatenate(arrays, axis=1)
+
+    def _images(self, rows: np.ndarray, values: list[Any]) -> np.ndarray | list[Image.Image]:
+        images = [self._image(row, value) for row, value in zip(rows.tolist(), values, strict=True)]
+        if self.items == "images":
+            return images
+        arrays = [sized(image, self.preprocess, f"row {row}") for row, image in zip(rows.tolist(), images, strict=True)]
+        for row, array in zip(rows.tolist(), arrays, strict=True):
+            check_same_size(array, arrays[0], f"row {row}", f"row {rows[0]}")
+        return np.stack(arrays)
+
+    def _image(self, row: int, value: Any) -> Image.Image:
+        """One image, decoded: of its bytes where they are there, else of its path."""
+        data = value.get("bytes") if isinstance(value, dict) else value
+        where = f"row {row} of {quoted(self.table.path, limit=300)}"
+        if data is None and isinstance(value, dict):
+            data = value.get("path")
+        if isinstance(data, str):
+            with open_regular(self._file(data)) as stream, opened_image(stream, f"{quoted(data)}, {where}") as image:
+                return self._converted(image, data)
+        if not isinstance(data, bytes):
+            raise self._odd(row, self.roles.inputs[0], "an image", data)
+        with opened_image(io.BytesIO(data), where, self.table.path) as image:
+            return self._converted(image, f"row {row}")
+
+    def _converted(self, image: Image.Image, name: str) -> Image.Image:
+        mode = self.mode or mode_of({image.mode})
+        check_mode(image, mode, name)
+        return image.convert(mode)
+
+    def _file(self, name: str) -> Path:
+        folder = self.table.path if self.table.path.is_dir() else self.table.path.parent
+        return folder / Path(name).expanduser()
+
+    def _odd(self, row: int, column: str, expected: str, value: Any) -> DataError:
+        came = "nothing" if value is None else f"{type(value).__name__} {quoted(value)}"
+        where = quoted(self.table.path, limit=300)
+        return DataError(f"{where}: row {row}, column {quoted(column)}: expected {expected}, got {came}")
+
+
+def table_dataset(
+    table: StoredTable, named: Mapping[str, str], preprocess: Preprocess, *, spelled: str
+) -> TableDataset:
+    """The data set of a table, its labels read.
+
+    Args:
+        named: columns that the user names.
+        spelled: the kind, for messages.
+
+    Raises:
+        DataError: a column is missing, labels break a rule, or there are no rows.
+        UsageError: it cannot be told which column is what.
+    """
+    where = quoted(table.path, limit=300)
+    takes = None if preprocess.transform is None else preprocess.transform.takes
+    roles = find_roles(table.columns, named, takes=takes, where=where, spelled=spelled)
+    has_paths = roles.kind == "image" and table.columns[roles.inputs[0]] != IMAGE
+    num_rows, values = table.values([*roles.labels, *(roles.inputs if has_paths else ())])
+    if num_rows == 0:
+        raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
+    labels = _labels(table, roles, values[: len(roles.labels)], where)
+    paths = tuple(str(value) for value in values[-1]) if has_paths else None
+    found = TableDataset(table, roles, num_rows, labels.numbers, labels.classes, preprocess, paths)
+    if roles.kind != "image":
+        return found
+    return replace(found, mode=_mode(found, preprocess))
+
+
+def _mode(dataset: TableDataset, preprocess: Preprocess) -> str:
+    """What the model takes; else grey when the first image is."""
+    if preprocess.transform is not None:
+        return preprocess.transform.mode or "RGB"
+    first = dataset.table.read(np.zeros(1, np.int64), dataset.roles.inputs)[0][0]
+    return dataset._image(0, first).mode
+
+
+def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: str) -> Labels:
+    """Of one column; several are a matrix, one a class."""
+    if not roles.labels:
+        return Labels(None, None)
+    if len(roles.labels) == 1:
+        (name,) = roles.labels
+        return labels_of(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
+    rows = [labels_of(column, None, where=f"{where}: column {quoted(name)}").numbers
+            for name, column in zip(roles.labels, values, strict=True)]  # fmt: skip
+    matrix = [row.tolist() for row in rows if row is not None]
+    if len(matrix) < len(rows):
+        raise DataError(f"{where}: a column of the labels has none", code="bad_labels")
+    return Labels(labels_of(list(zip(*matrix, strict=True)), None, where=where).numbers, roles.labels)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (ValueError, TypeError):
+        return False
+    return True

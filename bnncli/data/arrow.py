@@ -1,0 +1,32 @@
+"""`arrow:FILE-or-DIR[:text=COL,label=COL]`: tables of Arrow or Feather files; a pattern such as `DIR/train-*.arrow` as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bnncli.data._arrow_tables import ArrowBlocks, BlockTable
+from bnncli.data._arrow_types import files_of
+from bnncli.data._columns import divide
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._table import TableDataset, table_dataset
+from bnncli.options.parts import Form
+
+FORM = Form("arrow:FILE-or-DIR[:text=COL,label=COL]", place=15)
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a file or a folder as it stands."""
+    return Path(place).expanduser().exists()
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
+    """Texts, images or numbers, and labels; of columns that are named or found.
+
+    Raises:
+        MissingInput: no such file or folder.
+        DataError: no or damaged files, a missing column, labels that break a rule.
+        UsageError: it cannot be told which column is what, or pyarrow is not installed.
+    """
+    text, named = divide(place, "arrow")
+    path, files = files_of(text, (".arrow", ".feather", ".ipc"), "arrow")
+    return table_dataset(BlockTable(path, files, ArrowBlocks, "arrow"), named, preprocess, spelled="arrow")

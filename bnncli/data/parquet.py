@@ -1,0 +1,32 @@
+"""`parquet:FILE-or-DIR[:text=COL,label=COL]`: tables of Parquet files; a pattern such as `DIR/train-*.parquet` as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bnncli.data._arrow_tables import BlockTable, ParquetBlocks
+from bnncli.data._arrow_types import files_of
+from bnncli.data._columns import divide
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._table import TableDataset, table_dataset
+from bnncli.options.parts import Form
+
+FORM = Form("parquet:FILE-or-DIR[:text=COL,label=COL]", place=14)
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a file or a folder as it stands."""
+    return Path(place).expanduser().exists()
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
+    """Texts, images or numbers, and labels; of columns that are named or found.
+
+    Raises:
+        MissingInput: no such file or folder.
+        DataError: no or damaged files, a missing column, labels that break a rule.
+        UsageError: it cannot be told which column is what, or pyarrow is not installed.
+    """
+    text, named = divide(place, "parquet")
+    path, files = files_of(text, (".parquet", ".pq"), "parquet")
+    return table_dataset(BlockTable(path, files, ParquetBlocks, "parquet"), named, preprocess, spelled="parquet")

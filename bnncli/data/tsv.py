@@ -1,0 +1,30 @@
+"""`tsv:FILE[:text=COL,label=COL]`: a table of text separated by tabs, gzipped or not, whose first line names the columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bnncli.data._columns import divide
+from bnncli.data._delimited import DelimitedTable
+from bnncli.data._preprocess import Preprocess
+from bnncli.data._table import TableDataset, table_dataset
+from bnncli.options.parts import Form
+
+FORM = Form("tsv:FILE[:text=COL,label=COL]", place=12)
+
+
+def exists(place: str) -> bool:
+    """Whether the text names a file as it stands."""
+    return Path(place).expanduser().is_file()
+
+
+def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
+    """Texts, images by their paths, or numbers, and labels; of columns that are named or found.
+
+    Raises:
+        MissingInput: no such file.
+        DataError: a damaged row, a missing column, labels that break a rule.
+        UsageError: it cannot be told which column is what.
+    """
+    path, named = divide(place, "tsv")
+    return table_dataset(DelimitedTable(Path(path).expanduser(), delimiter="\t"), named, preprocess, spelled="tsv")

@@ -1,0 +1,310 @@
+"""Parquet, Arrow and folders of Hugging Face's datasets: rows as they were written, a block at a time."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from problems.transforms import Halved, WordLengths
+
+from bnncli.data import InputSplit, Preprocess, load_split
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+NUM_ROWS = 50
+TEXTS = [f"text {row}" * (row % 3 + 1) for row in range(NUM_ROWS)]
+LABELS = [row % 3 for row in range(NUM_ROWS)]
+NAMES = ["c", "a", "b"]  # of the classes, in no order
+FEATURES = {"label": {"names": NAMES, "_type": "ClassLabel"}, "text": {"dtype": "string", "_type": "Value"}}
+
+
+def table(rows: slice = slice(None), **columns: Any) -> Any:
+    found = pa.table({"text": TEXTS[rows], "label": LABELS[rows], **columns})
+    return found.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})})
+
+
+def write_stream(whole: Any, path: Path, *, rows: int = 7) -> Path:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, whole.schema) as writer:
+        writer.write_table(whole, max_chunksize=rows)
+    return path
+
+
+def write_file(whole: Any, path: Path) -> Path:
+    options = pa.ipc.IpcWriteOptions(compression="lz4")  # as Feather is by default
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, whole.schema, options=options) as writer:
+        writer.write_table(whole, max_chunksize=7)
+    return path
+
+
+def write_saved(folder: Path, *, features: Any = FEATURES) -> Path:
+    """As `Dataset.save_to_disk` does, in two files, the second one first by its name."""
+    folder.mkdir(parents=True)
+    names = ["data-9.arrow", "data-1.arrow"]
+    for name, rows in zip(names, (slice(20), slice(20, None)), strict=True):
+        write_stream(table(rows).replace_schema_metadata(None), folder / name)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
+    return folder
+
+
+def write_cached(folder: Path) -> Path:
+    """As `load_dataset` does: all splits beside each other, and what `map` has made."""
+    folder.mkdir(parents=True)
+    whole = table().replace_schema_metadata(None)
+    write_stream(whole.slice(20), folder / "my-set-train-00001-of-00002.arrow")
+    write_stream(whole.slice(0, 20), folder / "my-set-train-00000-of-00002.arrow")
+    write_stream(whole.slice(0, 5), folder / "my-set-test.arrow")
+    write_stream(whole.slice(0, 2), folder / "cache-0123456789.arrow")
+    (folder / "dataset_info.json").write_text(json.dumps({"features": FEATURES}))
+    return folder
+
+
+def write_dict(folder: Path) -> Path:
+    """As `DatasetDict.save_to_disk` does."""
+    write_saved(folder / "train")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    return folder
+
+
+def write_parquet_files(folder: Path) -> Path:
+    folder.mkdir()
+    for number, rows in enumerate((slice(20), slice(20, None))):
+        pq.write_table(table(rows), folder / f"train-0000{number}-of-00002.parquet", row_group_size=13)
+    pq.write_table(table(slice(5)), folder / "test-00000-of-00001.parquet")
+    return folder
+
+
+def one_parquet_file(folder: Path) -> str:
+    pq.write_table(table(), folder / "a.parquet", row_group_size=13)
+    return f"parquet:{folder / 'a.parquet'}"
+
+
+FORMS: dict[str, Callable[[Path], str]] = {
+    "a file": one_parquet_file,
+    "a pattern": lambda folder: f"parquet:{write_parquet_files(folder / 'a')}/train-*.parquet:label=label",
+    "a stream": lambda folder: f"arrow:{write_stream(table(), folder / 'a.arrow')}",
+    "an arrow file": lambda folder: f"arrow:{write_file(table(), folder / 'a.feather')}",
+    "saved": lambda folder: f"hf-dataset:{write_saved(folder / 'a')}",
+    "saved splits": lambda folder: f"hf-dataset:{write_dict(folder / 'a')}:train",
+    "cached": lambda folder: f"hf-dataset:{write_cached(folder / 'a/default/0.0.0')}:train:text=text",
+    "cached, by a folder above": lambda folder: f"hf-dataset:{write_cached(folder / 'a/0').parent}:train",
+}
+
+
+def load(spec: str, transform: Any = None) -> InputSplit:
+    return load_split(spec, name="train", preprocess=Preprocess(transform=transform or WordLengths()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_come_as_they_were_written(tmp_path: Path, form: str) -> None:
+    split = load(FORMS[form](tmp_path))
+    assert split.classes == tuple(NAMES)
+    assert split.labels is not None
+    assert split.labels.tolist() == LABELS
+    for rows in (np.arange(NUM_ROWS), np.arange(3, NUM_ROWS, 5), np.array([0]), np.array([49]), np.array([12, 13, 5])):
+        assert split.dataset.read(rows)[0] == [TEXTS[row] for row in rows]
+    again = pickle.loads(pickle.dumps(split.dataset))
+    assert again.read(np.array([21]))[0] == [TEXTS[21]]
+
+
+@pytest.mark.parametrize("form", ["a file", "a stream", "saved"])
+def test_workers_read_what_one_process_reads(tmp_path: Path, form: str) -> None:
+    split = load(FORMS[form](tmp_path))
+    first = [np.concatenate([batch.inputs["input_ids"] for batch in split.batches(4, num_workers=n)]) for n in (0, 2)]
+    assert np.array_equal(*first)
+
+
+def test_a_large_row_group_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"text": [f"text {row}" for row in range(5000)]}), tmp_path / "a.parquet")
+    split = load(f"parquet:{tmp_path / 'a.parquet'}")
+    passes, read = [], pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *args, **options: passes.append(1) or read(*args, **options))  # fmt: skip
+    for start in range(0, 5000, 256):
+        rows = np.arange(start, min(start + 256, 5000))
+        assert split.dataset.read(rows)[0] == [f"text {row}" for row in rows]
+    assert len(passes) == 1
+    assert split.dataset.read(np.array([3]))[0] == ["text 3"]  # and again from its start
+    assert len(passes) == 2
+
+
+def test_only_the_columns_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(table(big=[b"x" * 1000] * NUM_ROWS), tmp_path / "a.parquet")
+    asked, read = [], pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *args, **options: asked.append(options["columns"]) or read(*args, **options))  # fmt: skip
+    split = load(f"parquet:{tmp_path / 'a.parquet'}")
+    split.dataset.read(split.rows)
+    assert asked == [["label"], ["text"]]
+
+
+def png(row: int, mode: str = "RGB") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (4, 4), (5 * row, 0, 255)).convert(mode).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("stored", ["structs", "bytes"])
+@pytest.mark.parametrize("transform", [None, Halved()])
+def test_images_are_decoded(tmp_path: Path, stored: str, transform: Any) -> None:
+    data = [png(row) for row in range(10)]
+    images = [{"bytes": each, "path": None} for each in data] if stored == "structs" else data
+    pq.write_table(pa.table({"img": images, "fine_label": LABELS[:10]}), tmp_path / "a.parquet", row_group_size=4)
+    split = load_split(f"parquet:{tmp_path / 'a.parquet'}:image=img,label=fine_label", preprocess=Preprocess(transform=transform))  # fmt: skip
+    inputs = np.concatenate([batch.inputs for batch in split.batches(3, num_workers=1)])
+    scaled = (inputs + 1) / 2 if transform else inputs
+    np.testing.assert_allclose(scaled[:, :, 1, 1] * 255, [[5 * row, 0, 255] for row in range(10)], atol=1e-3)
+
+
+def test_grey_images_have_one_channel_and_files_of_images_are_found_by_their_paths(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(png(3, "L"))
+    rows = [{"bytes": None, "path": "0.png"}, {"bytes": png(3, "L"), "path": None}]
+    pq.write_table(pa.table({"image": rows}), tmp_path / "a.parquet")
+    inputs = np.concatenate([batch.inputs for batch in load_split(f"parquet:{tmp_path / 'a.parquet'}").batches(2)])
+    assert inputs.shape == (2, 1, 4, 4)
+    assert (inputs[0] == inputs[1]).all()
+
+
+def test_numbers_and_lists_of_numbers_are_inputs_where_they_are_named(tmp_path: Path) -> None:
+    columns = {
+        "a": [1.5, 2.5],
+        "b": [3, 4],
+        "many": [[1.0, 2.0], [3.0, 4.0]],
+        "label": pa.array(["x", "y"]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    split = load_split(f"parquet:{tmp_path / 'a.parquet'}:x=a+many+b")
+    np.testing.assert_array_equal(next(split.batches(2)).inputs, [[1.5, 1, 2, 3], [2.5, 3, 4, 4]])
+    assert split.classes == ("x", "y")
+
+
+def test_the_identity_is_of_files_columns_classes_and_rows(tmp_path: Path) -> None:
+    def digest(spec: str) -> str:
+        return load(spec).order_digest
+
+    saved = write_saved(tmp_path / "a")
+    renamed = write_saved(tmp_path / "b", features={"label": {"names": ["a", "b", "c"], "_type": "ClassLabel"}})
+    found = [digest(f"hf-dataset:{saved}{more}") for more in ("", ":label=", "@9")]
+    assert len({*found, digest(f"hf-dataset:{renamed}")}) == 4
+    assert digest(f"hf-dataset:{write_saved(tmp_path / 'c')}") == found[0]
+
+
+def write_other(folder: Path) -> str:
+    folder.mkdir()
+    pq.write_table(table(), folder / "0.parquet")
+    pq.write_table(pa.table({"text": ["a"]}), folder / "1.parquet")
+    return f"parquet:{folder}"
+
+
+def write_damaged(path: Path) -> str:
+    pq.write_table(table(), path)
+    path.write_bytes(path.read_bytes()[:-40])
+    return f"parquet:{path}"
+
+
+def write_images(path: Path, second: Image.Image) -> str:
+    stream = io.BytesIO()
+    second.save(stream, "PNG")
+    pq.write_table(pa.table({"image": [png(1, "L"), stream.getvalue()]}), path)
+    return f"parquet:{path}"
+
+
+@pytest.mark.parametrize(("mode", "message"), [("RGB", "'row 1' is a colour image"), ("I;16", "more than 8 bits")])
+def test_images_that_would_lose_something_are_refused(tmp_path: Path, mode: str, message: str) -> None:
+    split = load_split(write_images(tmp_path / "a.parquet", Image.new(mode, (4, 4))))
+    with pytest.raises(DataError, match=message):
+        list(split.batches(2))
+
+
+def test_bytes_that_are_no_image_are_told_with_their_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [png(1), b"no image"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"cannot decode row 1 of '.*a.parquet'"):
+        list(load_split(f"parquet:{tmp_path / 'a.parquet'}").batches(2))
+
+
+def write_text(path: Path) -> str:
+    path.write_text("text,label\na,1\n")
+    return f"arrow:{path}"
+
+
+REFUSED: dict[str, tuple[Callable[[Path], str], type[BnnError], str]] = {
+    "several splits": (lambda f: f"parquet:{write_parquet_files(f / 'a')}", UsageError, "several splits: 'test', 'train'"),
+    "no match": (lambda f: f"parquet:{write_parquet_files(f / 'a')}/valid-*.parquet", DataError, "no file is like '.*valid-"),
+    "no files": (lambda f: f"parquet:{f}", DataError, "no parquet files in"),
+    "nothing there": (lambda f: f"parquet:{f}/none.parquet:text=a", MissingInput, "no file '.*none.parquet'"),
+    "other columns": (lambda f: write_other(f / "a"), DataError, "differ in the column 'label'"),
+    "damaged": (lambda f: write_damaged(f / "a.parquet"), DataError, "is no whole parquet file"),
+    "of another kind": (lambda f: write_text(f / "a.arrow"), DataError, "is no whole arrow file"),
+    "no such column": (lambda f: f"{one_parquet_file(f)}:text=words", DataError, "has no column 'words'; it has 'text', 'label'"),
+    "no folder": (lambda f: f"hf-dataset:{f}/none", MissingInput, "no folder '.*none'"),
+    "no split named": (lambda f: f"hf-dataset:{write_dict(f / 'a')}", UsageError, "several splits: it has 'train', 'test'"),
+    "no such split": (lambda f: f"hf-dataset:{write_cached(f / 'a')}:valid", UsageError, "no split 'valid'; it has 'test', 'train'"),
+    "one split": (lambda f: f"hf-dataset:{write_saved(f / 'a')}:test", UsageError, "is one split; leave 'test' out"),
+    "no data set": (lambda f: f"hf-dataset:{f}", DataError, "has no state.json, dataset_dict.json or dataset_info.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_told_in_a_line(tmp_path: Path, case: str) -> None:
+    make, error, message = REFUSED[case]
+    with pytest.raises(error, match=message) as caught:
+        load(make(tmp_path))
+    assert "\n" not in caught.value.message
+
+
+def test_damage_within_a_file_is_told_by_a_worker_too(tmp_path: Path) -> None:
+    split = load(one_parquet_file(tmp_path))
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[4:40] = b"\xff" * 36
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(DataError, match=r"a.parquet' is no whole parquet file"):
+        list(split.batches(5, num_workers=1))
+
+
+def test_a_missing_library_is_told_with_what_installs_it(tmp_path: Path) -> None:
+    spec = one_parquet_file(tmp_path)
+    code = f"""
+import sys
+sys.modules["pyarrow"] = None
+from bnncli.data import load_split
+from bnncli.errors import UsageError
+try:
+    load_split({spec!r})
+except UsageError as error:
+    print(error.message, error.hint, sep="|")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "\0data\0 parquet needs pyarrow, which is not installed|pip install 'bnncli[parquet]'\n", done
+
+
+@pytest.mark.long
+def test_folders_of_the_library_itself_are_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=NAMES)})
+    whole = datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS}, features=features)
+    chosen = whole.shuffle(seed=1).filter(lambda row: row["label"] > 0)
+    expected = list(chosen["text"])
+    chosen.save_to_disk(tmp_path / "saved", num_shards=3)
+    datasets.DatasetDict({"train": chosen, "test": whole}).save_to_disk(tmp_path / "both")
+    chosen.to_parquet(tmp_path / "a.parquet")
+    chosen.to_csv(tmp_path / "a.csv")
+    chosen.to_json(tmp_path / "a.jsonl")
+    builder = datasets.load_dataset("parquet", data_files={"train": str(tmp_path / "a.parquet")}, cache_dir=str(tmp_path / "cache"))  # fmt: skip
+    assert builder["train"].num_rows == len(expected)
+    for spec in ("hf-dataset:saved", "hf-dataset:both:train", "hf-dataset:cache", "parquet:a.parquet", "csv:a.csv", "jsonl:a.jsonl"):  # fmt: skip
+        kind, _, place = spec.partition(":")
+        split = load(f"{kind}:{tmp_path / place}")
+        assert split.dataset.read(split.rows)[0] == expected, spec
+        assert split.labels is not None
+        assert split.labels.tolist() == list(chosen["label"])
+        assert split.classes == (None if kind in ("csv", "jsonl") else tuple(NAMES)), spec

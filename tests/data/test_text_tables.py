@@ -1,0 +1,318 @@
+"""csv, tsv and jsonl: every row as it was written, found again by its place; columns named or found; damage told by its row."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from problems.transforms import Halved, WordLengths
+
+from bnncli.data import InputSplit, Preprocess, hold_out, load_split
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+
+# What breaks readers: quotation marks, delimiters, line ends of all kinds, other scripts, spaces, long texts.
+TEXTS = [
+    "plain",
+    'she said "no"',
+    '"quoted as a whole"',
+    "a, comma; semicolon",
+    "tab\there",
+    "two\nlines",
+    "windows\r\nlines",
+    "old mac\rlines",
+    " spaces ",
+    "naïve 日本 \u2028 line separator \x85 and \x1c",
+    "",
+    "'" * 3,
+    "x" * 200_000,
+    '"',
+    "\\",
+    "last",
+]
+LABELS = ["no", "yes"] * (len(TEXTS) // 2)
+SAMPLE = [["text", "label"], ["a b", "1"], ["c", "0"], ["d e f", "2"]]
+
+
+def write(path: Path, rows: Sequence[Sequence[Any]], **options: Any) -> Path:
+    with open(path, "w", newline="", encoding=options.pop("encoding", "utf-8")) as stream:
+        csv.writer(stream, **options).writerows(rows)
+    return path
+
+
+def load(spec: str, transform: Any = None) -> InputSplit:
+    return load_split(spec, name="train", preprocess=Preprocess(transform=transform or WordLengths()))
+
+
+def texts_of(split: InputSplit) -> list[Any]:
+    """All texts, read in batches and in one, and with gaps."""
+    whole = list(split.dataset.read(split.rows)[0])
+    for rows in (split.rows[::3], split.rows[-1:], split.rows[[0, 2]]):
+        assert list(split.dataset.read(rows)[0]) == [whole[row] for row in rows]
+    return whole
+
+
+def labels_of(split: InputSplit) -> list[int]:
+    assert split.labels is not None
+    return [int(label) for label in split.labels]
+
+
+CSV_FORMS: dict[str, dict[str, Any]] = {
+    "as csv.writer does": {},
+    "as spreadsheets do": {"encoding": "utf-8-sig", "delimiter": ";"},
+    "all quoted, newlines alone": {"quoting": csv.QUOTE_ALL, "lineterminator": "\n"},
+    "with a name for the column before": {"lineterminator": "\n"},
+}
+
+
+@pytest.mark.parametrize("form", CSV_FORMS)
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_texts_of_a_csv_file_come_as_they_were_written(tmp_path: Path, form: str, is_zipped: bool) -> None:
+    rows: list[list[Any]] = [
+        ["text", "other, and", "label"],
+        *([text, 3, label] for text, label in zip(TEXTS, LABELS, strict=True)),
+    ]
+    path = write(tmp_path / "a.csv", rows, **CSV_FORMS[form])
+    if is_zipped:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    split = load(f"csv:{path}:text=text")
+    assert texts_of(split) == TEXTS
+    assert split.classes == ("no", "yes")
+    assert labels_of(split) == [0, 1] * (len(TEXTS) // 2)
+
+
+def test_empty_lines_are_no_rows_and_the_last_line_need_not_end(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text,label\n\na,1\n\n\r\nb c,0\n\n\nd,1")
+    split = load(f"csv:{tmp_path / 'a.csv'}")
+    assert texts_of(split) == ["a", "b c", "d"]
+    assert labels_of(split) == [1, 0, 1]
+
+
+def test_a_tsv_file_quoted_where_it_must_be_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tsv", [["text", "label"], *zip(TEXTS, LABELS, strict=True)], delimiter="\t")
+    assert texts_of(load(f"tsv:{path}")) == TEXTS
+
+
+def test_a_tsv_file_with_single_quotation_marks_is_read_line_by_line(tmp_path: Path) -> None:
+    texts = ['"the start of a quotation', 'its end"', 'a "word"', '5" screen', "plain"]
+    lines = ["sentence\tlabel", *(f"{text}\t{row % 2}" for row, text in enumerate(texts)), '"all ""of"" it"\t1', ""]
+    (tmp_path / "a.tsv").write_text("\n".join(lines))
+    split = load(f"tsv:{tmp_path / 'a.tsv'}")
+    assert texts_of(split) == [*texts, 'all "of" it']
+    assert labels_of(split) == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_texts_of_a_jsonl_file_come_as_they_were_written(tmp_path: Path, is_zipped: bool) -> None:
+    records = [{"text": text, "label": label == "yes", "id": 3} for text, label in zip(TEXTS, LABELS, strict=True)]
+    lines = [json.dumps(record, ensure_ascii=row % 2 == 0) for row, record in enumerate(records)]
+    data = "\n".join([*lines[:3], "", " ", *lines[3:]]).encode()
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(data) if is_zipped else data)
+    split = load(f"jsonl:{tmp_path / 'a.jsonl'}")
+    assert texts_of(split) == TEXTS
+    assert labels_of(split) == [0, 1] * (len(TEXTS) // 2)
+    assert split.classes is None
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_workers_read_what_one_process_reads(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    if kind == "csv":
+        write(path, [["text", "label"], *zip(TEXTS, LABELS, strict=True)])
+    else:
+        path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    split = load(f"{kind}:{path}")
+    ids = [np.concatenate([batch.inputs["input_ids"] for batch in split.batches(3, num_workers=workers)]) for workers in (0, 2)]  # fmt: skip
+    assert np.array_equal(*ids)
+    again = pickle.loads(pickle.dumps(split.dataset))  # as processes that are started anew get it
+    assert again.read(split.rows)[0] == TEXTS
+
+
+FOUND: dict[str, tuple[list[str], list[str], Any]] = {
+    "": (["id", "Sentence", "LABEL"], ["text"], ["Sentence"]),
+    ":text=a,label=b": (["a", "b", "text"], ["text"], ["a"]),
+    ":text=a+b": (["a", "b"], ["pair"], ["a", "b"]),
+    ":text=a+b,label=": (["a+b", "label"], ["text"], ["a+b"]),
+    ":text=a, b:c,label=d=e": (["a, b:c", "d=e"], ["text"], ["a, b:c"]),
+    ":label=text": (["text", "other"], ["text"], ["other"]),
+    "@2": (["premise", "hypothesis", "label"], ["pair"], ["premise", "hypothesis"]),
+}
+
+
+@pytest.mark.parametrize("named", FOUND)
+def test_columns_are_found_or_named(tmp_path: Path, named: str) -> None:
+    columns, _, expected = FOUND[named]
+    rows = [[f"{name} {row}" for name in columns] for row in range(3)]
+    split = load(f"csv:{write(tmp_path / 'a:text=b, c@2.csv', [columns, *rows])}{named}")
+    found = [tuple(f"{name} {row}" for name in expected) for row in range(len(split))]
+    assert texts_of_few(split) == [texts if len(expected) > 1 else texts[0] for texts in found]
+    assert split.is_labeled == ("label=" not in named.replace("label=d", "").replace("label=b", "").replace("label=t", "") and len(columns) > 1 and named != ":text=a+b")  # fmt: skip
+
+
+def texts_of_few(split: InputSplit) -> list[Any]:
+    return list(split.dataset.read(split.rows)[0])
+
+
+def test_numbers_are_inputs_where_they_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["a", "b", "label"], [1, "2.5", 0], ["-3", "1e-3", 1]])
+    split = load_split(f"csv:{path}:x=b+a")
+    batch = next(split.batches(5))
+    np.testing.assert_allclose(batch.inputs, [[2.5, 1], [1e-3, -3]], rtol=1e-6)
+    assert labels_of(split) == [0, 1]
+
+
+@pytest.mark.parametrize("transform", [None, Halved()])
+def test_images_are_named_by_their_paths(tmp_path: Path, transform: Any) -> None:
+    (tmp_path / "pictures").mkdir()
+    for row in range(3):
+        Image.new("RGB", (4, 4), (51 * row, 0, 255)).save(tmp_path / "pictures" / f"{row}.png")
+    rows = [["image_path", "label"], *([f"pictures/{row}.png", row % 2] for row in range(3))]
+    path = write(tmp_path / "a.csv", rows)
+    spec = f"csv:{path}" + ("" if transform else ":image=image_path")
+    split = load_split(spec, preprocess=Preprocess(transform=transform))
+    inputs = np.concatenate([batch.inputs for batch in split.batches(2, num_workers=1)])
+    scaled = (inputs + 1) / 2 if transform else inputs
+    np.testing.assert_allclose(scaled[:, :, 0, 0] * 255, [[51 * row, 0, 255] for row in range(3)], atol=1e-3)
+    assert split.names == [f"pictures/{row}.png" for row in range(3)]
+    before = split.order_digest
+    Image.new("RGB", (4, 4), (9, 0, 255)).save(tmp_path / "pictures" / "1.png")
+    assert load_split(spec, preprocess=Preprocess(transform=transform)).order_digest != before
+
+
+def test_the_identity_is_of_the_text_the_columns_and_the_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["text", "other", "label"], *([text, "b", 1] for text in TEXTS)])
+    first = load(f"csv:{path}")
+    (tmp_path / "elsewhere.csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert load(f"csv:{tmp_path / 'elsewhere.csv.gz'}").order_digest == first.order_digest
+    others = [load(f"csv:{path}{more}").order_digest for more in (":text=other", ":label=", "@3")]
+    path.write_bytes(path.read_bytes() + b"one more,b,1\r\n")
+    assert len({first.order_digest, load(f"csv:{path}").order_digest, *others}) == 5
+
+
+def test_rows_held_out_are_rows_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["text", "label"], *([f"text {row}", row] for row in range(9))])
+    splits = hold_out({"train": load(f"csv:{path}")}, "val=train:4", seed=1)
+    for split in splits.values():
+        assert list(split.dataset.read(split.rows)[0]) == [f"text {row}" for row in split.rows]
+        assert labels_of(split) == split.rows.tolist()
+
+
+LABEL_COLUMNS: dict[str, tuple[list[str], list[int] | None, Any]] = {
+    "numbers": (["2", "0", "1"], [2, 0, 1], None),
+    "names": (["spam", "ham", "spam"], [1, 0, 1], ("ham", "spam")),
+    "names with numbers": (["1", "two", "1"], [0, 1, 0], ("1", "two")),
+    "none at all": (["", "", ""], None, None),
+    "a test split's": (["-1", "-1", "-1"], None, None),
+}
+
+
+@pytest.mark.parametrize("kind", LABEL_COLUMNS)
+def test_labels_are_numbers_or_names(tmp_path: Path, kind: str) -> None:
+    column, expected, classes = LABEL_COLUMNS[kind]
+    path = write(tmp_path / "a.csv", [["text", "label"], *(["a", label] for label in column)])
+    split = load(f"csv:{path}")
+    assert split.is_labeled == (expected is not None)
+    assert (None if expected is None else labels_of(split)) == expected
+    assert split.classes == classes
+
+
+BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
+    "no bytes": ("csv", b"", DataError, "'a.csv' is empty: expected a line that names its columns"),
+    "carriage returns": ("csv", b"text,label\ra,1\rb,0\r", DataError, "its lines end in carriage returns alone"),
+    "a header alone": ("csv", b"text,label\n", DataError, "'a.csv' has no rows"),
+    "too few fields": ("csv", b"text,label\na,1\n\nb\n", DataError, r"row 1 \(line 4\) has 1 fields, there are 2 columns"),
+    "too many": ("csv", b"text,label\na,1\nb, c,1\n", DataError, r"row 1 \(line 3\) has 3 fields"),
+    "open quotation": ("csv", b'text,label\n"a\nb",1\n"b,1\nc,0\n', DataError, r"row 1 \(line 4\) is damaged: unexpected end"),
+    "text after it": ("csv", b'text,label\na,1\n"b"c,1\n', DataError, r"row 1 \(line 3\) is damaged: ',' expected"),
+    "latin-1": ("csv", b"text,label\na,1\ncaf\xe9,1\n", DataError, r"row 1 \(line 3\) is no text in UTF-8 \(byte 0xe9\)"),
+    "utf-16": ("csv", "text,label\na,1\n".encode("utf-16"), DataError, "is in UTF-16, expected UTF-8"),
+    "half a gzip file": ("csv", gzip.compress(b"text,label\na,1\n" * 99)[:-9], DataError, "is not a whole gzip file"),
+    "a missing label": ("csv", b"text,label\na,x\nb,\n", DataError, "column 'label': row 1 has no label"),
+    "real labels": ("csv", b"text,label\na,0.5\nb,1\n", DataError, "row 0 is 0.5: real numbers"),
+    "negative labels": ("csv", b"text,label\na,0\nb,-1\n", DataError, "row 1 has -1"),
+    "two columns of a name": ("csv", b"text,text,label\na,b,1\n", DataError, "several columns called 'text'"),
+    "two texts": ("csv", b"review,content,y\na,b,1\n", UsageError, "could be the text: 'review', 'content'"),
+    "two labels": ("csv", b"text,label,class\na,0,1\n", UsageError, "could be the label: 'label', 'class'"),
+    "no texts": ("csv", b"a,b,label\n1,2.5,0\n", UsageError, r"'a' \(whole numbers\), 'b' \(real numbers\)$"),
+    "odd tabs": ("tsv", b"text\tlabel\na\t1\nb\tc\td\n", DataError, r"row 1 \(line 3\) has 3 fields"),
+    "no objects": ("jsonl", b"\n", DataError, "is empty: expected a JSON object on each line"),
+    "no JSON": ("jsonl", b'{"text": "a"}\n\n{"text": "b"\n', DataError, r"row 1 \(line 3\) is no JSON"),
+    "one document": ("jsonl", b'[{"text": "a"}]', DataError, "expected an object.*jq -c"),
+    "a document of lines": ("jsonl", b'{\n"text": "a"}', DataError, "is no JSON.*jq -c"),
+    "latin-1 in JSON": ("jsonl", b'{"text": "a"}\n{"text": "\xe9"}', DataError, r"row 1 \(line 2\) is no text in UTF-8"),
+    "labels of two kinds": ("jsonl", b'{"text": "a", "label": 1}\n{"text": "a", "label": "b"}', DataError, "got int, str"),
+    "several labels": ("jsonl", b'{"text": "a", "label": [1, 1]}\n{"text": "a", "label": [0, 1]}', DataError, "multilabel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_damage_is_told_in_a_line_with_its_row(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, data, error, message = BAD[case]
+    Path(f"a.{kind}").write_bytes(data)
+    with pytest.raises(error, match=message) as caught:
+        load(f"{kind}:a.{kind}")
+    assert "\n" not in caught.value.message
+
+
+READ_BAD = {
+    "none": (b'{"text": "a"}\n{"text": null}', "row 1, column 'text': expected a text, got nothing"),
+    "missing": (b'{"text": "a"}\n{"other": "b"}', "row 1, column 'text': expected a text, got nothing"),
+    "a number": (b'{"text": "a"}\n{"text": 3}', "row 1, column 'text': expected a text, got int '3'"),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("case", READ_BAD)
+def test_a_row_without_a_text_is_named(tmp_path: Path, case: str, num_workers: int) -> None:
+    data, message = READ_BAD[case]
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        list(load(f"jsonl:{tmp_path / 'a.jsonl'}").batches(2, num_workers=num_workers))
+
+
+NAMED_BAD: dict[str, tuple[Any, type[BnnError], str]] = {
+    ":text=absent": (WordLengths(), DataError, "has no column 'absent'; it has 'text', 'label'"),
+    ":label=absent": (WordLengths(), DataError, "has no column 'absent'"),
+    ":text=text+absent": (WordLengths(), DataError, "has no column 'absent'"),
+    ":text=text,x=label": (WordLengths(), UsageError, "expected one of text=, image= and x="),
+    ":text=": (WordLengths(), UsageError, "expected columns as text=COL,label=COL"),
+    ":words=text": (WordLengths(), UsageError, "expected columns as text=COL,label=COL.*got 'words=text'"),
+    ":text=text+label+text": (WordLengths(), UsageError, "text= takes one column, or two for pairs"),
+    ":x=text": (None, DataError, "row 0, column 'text': expected a number, got str 'a b'"),
+    "": (Halved(), UsageError, "could be the image; beside the label there are 'text'"),
+    ":text=text": (Halved(), UsageError, "the data are texts, and the model takes images"),
+    ":image=text": (WordLengths(), UsageError, "the data are images, and the model takes texts"),
+    ":label=": (None, UsageError, "the data are texts, and the model has no tokenizer"),
+    ":image=text,label=": (Halved(), MissingInput, "no file '.*a b'"),
+}
+
+
+@pytest.mark.parametrize("named", NAMED_BAD)
+def test_columns_that_cannot_be_are_refused(tmp_path: Path, named: str) -> None:
+    transform, error, message = NAMED_BAD[named]
+    spec = f"csv:{write(tmp_path / 'a.csv', SAMPLE)}{named}"
+    with pytest.raises(error, match=message):
+        next(load_split(spec, preprocess=Preprocess(transform=transform)).batches(2))
+
+
+def test_a_file_that_is_gone_is_a_missing_input(tmp_path: Path) -> None:
+    for spec in ("csv:none.csv", "csv:none.csv:text=a", "tsv:none.tsv@3", "jsonl:none.jsonl"):
+        with pytest.raises(MissingInput, match="no file 'none"):
+            load(spec)
+
+
+def test_a_file_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", SAMPLE)
+    split = load(f"csv:{path}")
+    with open(path, "r+b") as stream:
+        stream.truncate(20)
+    with pytest.raises(DataError, match="was changed while it was read"):
+        list(split.batches(2))
