@@ -52,7 +52,7 @@ class Console:
 
     def info(self, text: str) -> None:
         """A line that -q silences."""
-        self._line("INFO", text)
+        self._line("INFO", spelled(text))
 
     def warn(self, text: str) -> None:
         """A warning: shown unless -q, and kept for the result and the provenance."""

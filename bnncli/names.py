@@ -1,8 +1,14 @@
-"""Names made fit for a message or a table; of what came from a file: no control characters, no escapes, no endless lines."""
+"""Names made fit for a message or a table; of what came from a file: no control characters, no escapes, no endless lines.
+
+And what the names of tensors tell, whoever gave them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+_AVERAGED = re.compile(r"(?:^|[._-])(?:ema|averag\w*|swa|polyak|teacher|shadow)(?:[._-]|$)", re.IGNORECASE)
 
 
 def printable(text: str, *, keep_bytes: bool = False) -> str:
@@ -40,3 +46,14 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
 def posterior_title(posterior: str, variant: str, group: str | None) -> str:
     """What a table calls the posterior of predictions: its name, and theirs where that is not <posterior>.<variant>."""
     return posterior if group in (None, f"{posterior}.{variant}") else f"{posterior} ({group})"
+
+
+def prefixes_of(names: Iterable[str]) -> list[str]:
+    """Every prefix of names of tensors, the empty one and those that end with a dot, the shortest first."""
+    found = {name[: match.end()] for name in names for match in re.finditer(r"\.", name)}
+    return sorted({"", *found}, key=lambda prefix: (prefix.count("."), prefix))
+
+
+def is_averaged(name: str) -> bool:
+    """Whether the name of a state, or what stands before the names in one, says that it is a running average of another."""
+    return _AVERAGED.search(name) is not None

@@ -63,8 +63,11 @@ class Checkpoint:
         check_finite(self.state)
 
 
-def load_checkpoint(path: Path | str, *, progress: Progress = SILENT) -> Checkpoint:
+def load_checkpoint(path: Path | str, *, wanted: str | None = None, progress: Progress = SILENT) -> Checkpoint:
     """The state dict in a checkpoint file, read without running any code of the file.
+
+    Args:
+        wanted: which state of several, as select_state takes it; None for the usual one.
 
     Raises:
         MissingInput: no such file, not readable, not a regular file.
@@ -79,7 +82,7 @@ def load_checkpoint(path: Path | str, *, progress: Progress = SILENT) -> Checkpo
             kind = _checkpoint_kind(stream, path)
             content_notes = _check_content(stream, kind, progress)
             saved = _load_safetensors(stream) if kind == "safetensors" else load_tensors(stream, kind=kind)
-            state, selected_key, notes = select_state(saved)
+            state, selected_key, notes = select_state(saved, wanted)
             state, stripped, name_notes = clean_names(state)
             check_sizes(state, stream.seek(0, 2))
             return Checkpoint(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bnncli.errors import DataError
-from bnncli.names import listed, quoted
+from bnncli.errors import DataError, UsageError
+from bnncli.names import is_averaged, listed, prefixes_of, quoted
 
 # Averaged weights first: they are what their owner evaluates. Then the usual words, most explicit first.
 KEYS = (
@@ -17,21 +19,112 @@ KEYS = (
     "net_state_dict", "network", "module", "weights", "params", "ema",
 )  # fmt: skip
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
-_WRAPPERS = ("module.", "_orig_mod.")
+# Of data parallel training, torch.compile, FSDP, activation checkpointing and Fabric; the second to fourth also inside names.
+_INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("module.", *_INNER, "_forward_module.")
 _ATTRIBUTES = ("model.", "net.")
 _MAX_DEPTH = 5
+_MAX_PREFIX = 3
+_MAX_CHOICES = 5
+_OPTIMIZER = re.compile(r"optim|lr_sched", re.IGNORECASE)
 # torch.optim.swa_utils.AveragedModel keeps its count beside the network.
 _COUNTER = "n_averaged"
 
 
-def select_state(saved: Any) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
+def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
     """The state dict in a loaded checkpoint, the dotted key it was under (None: at the top), and notes.
+
+    Args:
+        wanted: the state of this key, of this prefix of names, or the averaged one (ema); None for the usual one.
 
     Raises:
         DataError: there is none, or the choice is not clear.
+        UsageError: there is none that is called `wanted`.
     """
-    path: list[str] = []
-    notes: list[str] = []
+    if wanted is not None:
+        return *_wanted_state(saved, wanted), ()
+    path = _usual_path(saved)
+    notes = tuple(f"averaged weights {quoted(key)} were picked, not the raw ones" for key in path if key in _AVERAGED)
+    return _checked(_below(saved, path)), ".".join(path) or None, notes
+
+
+class StateInside(NamedTuple):
+    """One of the states in a checkpoint: its dotted key, empty at the top; a copy within a state has its prefix at the end."""
+
+    key: str
+    num_tensors: int
+    is_averaged: bool
+
+
+def states_in(saved: Any) -> list[StateInside]:
+    """Every state dict in a loaded checkpoint but those of optimizers, and the averaged copies within them."""
+    found = []
+    for path, state in _dictionaries(saved):
+        found.append(StateInside(".".join(path), len(state), is_averaged(".".join(path))))
+        for prefix in _averaged_copies(state):
+            count = sum(name.startswith(prefix) for name in state)
+            found.append(StateInside(".".join((*path, prefix[:-1])), count, True))
+    return found
+
+
+def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None]:
+    """The state that is called so, and its dotted key."""
+    states = states_in(saved)
+    keys = [wanted]
+    if wanted == "ema" and not any(one.key == wanted for one in states):
+        averaged = [one.key for one in states if one.is_averaged]
+        keys = averaged if len(averaged) == 1 else []
+    else:
+        with suppress(DataError):
+            keys.append(".".join((*_usual_path(saved), wanted)))
+    for key in keys:
+        for path, state in _dictionaries(saved):
+            own = ".".join(path)
+            prefix = key[len(own) + bool(own) :] + "."
+            if key == own:
+                return _checked(state), key or None
+            if key.startswith(own) and any(name.startswith(prefix) for name in state):
+                inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+                return _checked(inside), key
+    there = listed([one.key for one in states if one.key], limit=10) or "one alone, at the top"
+    raise UsageError(f"\0state\0: the checkpoint has no state {quoted(wanted)}; it has {there}")
+
+
+def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Every dictionary of tensors with its path, outermost first; what optimizers keep is not looked at."""
+    if not isinstance(saved, Mapping) or not saved or len(path) > _MAX_DEPTH:
+        return
+    if not all(isinstance(key, str) for key in saved) or (path and _OPTIMIZER.match(path[-1])):
+        return
+    values = [value for name, value in saved.items() if not name.endswith("_extra_state")]
+    if values and all(isinstance(value, Tensor) for value in values):
+        if any(value.ndim for value in values):  # else counters, or the scores of earlier epochs
+            yield path, saved
+        return
+    for key, value in saved.items():
+        yield from _dictionaries(value, (*path, key))
+
+
+def _averaged_copies(state: Mapping[str, Tensor]) -> list[str]:
+    """Prefixes that say that they are averages, with the same names behind them as behind another."""
+    near = [prefix for prefix in prefixes_of(state) if 1 <= prefix.count(".") <= _MAX_PREFIX]
+    averaged = [prefix for prefix in near if is_averaged(prefix[:-1])]
+    if not averaged:
+        return []
+    behind = {
+        prefix: frozenset(name[len(prefix) :] for name in state if name.startswith(prefix)) for prefix in ("", *near)
+    }
+    others = {behind[prefix] for prefix in near if not is_averaged(prefix[:-1])}
+    found: list[str] = []
+    for prefix in averaged:
+        if behind[prefix] in others and not prefix.startswith(tuple(found or ["\0"])):
+            found.append(prefix)
+    return found
+
+
+def _usual_path(saved: Any) -> tuple[str, ...]:
+    """The keys to the state dict that is meant where nobody says which."""
+    path: tuple[str, ...] = ()
     for _ in range(_MAX_DEPTH):
         if not isinstance(saved, Mapping):
             where = f" under {quoted('.'.join(path))}" if path else ""
@@ -40,22 +133,25 @@ def select_state(saved: Any) -> tuple[dict[str, Tensor], str | None, tuple[str, 
             )
         key = _next_key(saved)
         if key is None:
-            return _checked(saved), ".".join(path) or None, tuple(notes)
-        if key in _AVERAGED:
-            notes.append(f"averaged weights {quoted(key)} were picked, not the raw ones")
-        path.append(key)
-        saved = saved[key]
+            return path
+        path, saved = (*path, key), saved[key]
     raise DataError(
         f"no state dict within {_MAX_DEPTH} nested dictionaries ({quoted('.'.join(path))})",
         code="no_state_dict",
     )
 
 
+def _below(saved: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        saved = saved[key]
+    return saved
+
+
 def clean_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...], tuple[str, ...]]:
     """The state with wrapper prefixes gone from its names, the prefixes in the order they went, and notes.
 
-    `module.` (data parallel) and `_orig_mod.` (compile) go as often as all names have them, `_orig_mod.` also from
-    inside names; a leading `model.` or `net.` goes only if every name has it.
+    Those of wrappers, as `module.` (data parallel) and `_orig_mod.` (compile), go as often as all names have them, some also
+    from inside names; a leading `model.` or `net.` goes only if every name has it.
 
     Raises:
         DataError: two names become one.
@@ -69,9 +165,10 @@ def clean_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[s
     while prefix := _common_prefix(names.values()):
         names = {original: name.removeprefix(prefix) for original, name in names.items()}
         stripped.append(prefix)
-    if any("_orig_mod." in name for name in names.values()):
-        names = {original: name.replace("_orig_mod.", "") for original, name in names.items()}
-        stripped.append("._orig_mod.")
+    for wrapper in _INNER:
+        if any(wrapper in name for name in names.values()):
+            names = {original: name.replace(wrapper, "") for original, name in names.items()}
+            stripped.append(f".{wrapper}")
     if len(set(names.values())) != len(names):
         raise DataError("two tensors have the same name once wrapper prefixes are removed", code="duplicate_key")
     return {names[original]: tensor for original, tensor in state.items()}, tuple(stripped), notes
@@ -90,10 +187,10 @@ def _next_key(saved: Mapping[Any, Any]) -> str | None:
     ]  # fmt: skip
     if len(inner) == 1 and isinstance(inner[0], str):
         return inner[0]
-    raise DataError(
-        f"no state dict found: the file holds {listed(saved)}", code="no_state_dict",
-        hint=f"expected tensors, or a dictionary of tensors under one of {', '.join(KEYS)}",
-    )  # fmt: skip
+    hint = f"expected tensors, or a dictionary of tensors under one of {', '.join(KEYS)}"
+    if states := states_in(saved):
+        hint = "choose one: " + ", ".join(f"\0state\0 {one.key}" for one in states[:_MAX_CHOICES])
+    raise DataError(f"no state dict found: the file holds {listed(saved)}", code="no_state_dict", hint=hint)
 
 
 def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from bnncli.networks._load import fill_network, load_network
+from bnncli.networks._names import notes_on_names
 
-__all__ = ["fill_network", "load_network"]
+__all__ = ["fill_network", "load_network", "notes_on_names"]

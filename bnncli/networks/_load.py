@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from bnncli import registry
 from bnncli.errors import DataError, UsageError
 from bnncli.machine import user_code
-from bnncli.names import listed, quoted
+from bnncli.names import listed, prefixes_of, quoted
+from bnncli.networks._names import COUNTER, fitted
 
 _FAMILY = "networks"
-_PREFIXES = ("model.", "net.", "module.")
-_COUNTER = ".num_batches_tracked"
 
 
 def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, Tensor] | None) -> nn.Module:
@@ -57,13 +56,32 @@ def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any]
         )
     module = registry.load_module(_FAMILY, spec)
     infer: Callable[[Mapping[str, Tensor]], dict[str, Any]] = getattr(module, "arguments_from", lambda state: {})
-    return module.build, infer(state)
+    return module.build, _inferred(infer, state)
+
+
+def _inferred(infer: Callable[[Mapping[str, Tensor]], dict[str, Any]], state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the shapes tell of the arguments; where the names have a prefix that tells more, below that."""
+    found = infer(state)
+    if not found:
+        below = (
+            {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            for prefix in prefixes_of(state)
+        )
+        found = max(map(infer, below), key=len, default={})  # the first of those that tell as much
+    return found
 
 
 def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> None:
-    """Copy the tensors into the network. Raises DataError with the names or shapes that do not fit; `spec` is what to call it."""
+    """Copy the tensors into the network, whose names and shapes must all fit; prefixes that the two do not share go.
+
+    Args:
+        spec: what the network is called in messages.
+
+    Raises:
+        DataError: names or shapes do not fit; with their names.
+    """
     expected = network.state_dict()
-    state = _with_counters(_with_prefix(state, expected), expected)
+    state = _with_counters(fitted(state, expected).state, expected)
     if not state.keys() & expected.keys() and not expected:
         raise DataError(f"the checkpoint has {len(state)} tensors but the network {spec!r} has none")
     missing = [name for name in expected if name not in state]
@@ -81,17 +99,9 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
     network.load_state_dict(expected, strict=True)
 
 
-def _with_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The state with a prefix put back that clean-up took away although the network itself has it."""
-    for prefix in _PREFIXES:
-        if expected and {prefix + name for name in state} == expected.keys():
-            return {prefix + name: tensor for name, tensor in state.items()}
-    return state
-
-
 def _with_counters(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> Mapping[str, Tensor]:
     """The state with batch-norm counters where a checkpoint from before torch 0.4.1 has none; prediction needs none."""
-    return {**{name: value for name, value in expected.items() if name.endswith(_COUNTER)}, **state}
+    return {**{name: value for name, value in expected.items() if name.endswith(COUNTER)}, **state}
 
 
 def _mismatch(spec: str, missing: list[str], unexpected: list[str]) -> str:

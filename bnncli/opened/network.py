@@ -44,11 +44,10 @@ class InputNetwork:
             self._preprocess = data.Preprocess.parse(
                 **{name: params[name] for name in ("mean", "std", "resize", "crop")}
             )
-            spec, arguments = str(params["model"]), list(params["model_arg"])
+            spec, arguments, state = str(params["model"]), list(params["model_arg"]), params.get("state")
             asked = {name: params.get(name) for name in ("base_model", "feature_node")}
-        self._network = Network.of(
-            run, spec, arguments, layer, opened_model(spec, arguments, **asked), params.get("output")
-        )
+        saved = opened_model(spec, arguments, **asked)
+        self._network = Network.of(run, spec, arguments, layer, saved, params.get("output"), state=state)
         self._network.autocast = params.get("autocast")
         self._folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None
         record = self._network.record

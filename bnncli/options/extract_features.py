@@ -77,6 +77,11 @@ class ExtractFeaturesOptions(Checked):
         "Which of the network's outputs its logits are, by name or place (0, 1, ...), when it returns several.",
         metavar="NAME",
     )
+    state: str | None = option(
+        None,
+        "Which weights of a checkpoint that has several, by the dotted key that inspect lists, or ema for the averaged ones.",
+        metavar="NAME",
+    )
     mean: str | None = option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]")
     std: str | None = option(None, "Standard deviation of each channel.", metavar="S[,S,S]")
     resize: int | None = option(None, "Resize the shorter side of images to this many pixels.", minimum=1)
@@ -114,5 +119,7 @@ class ExtractFeaturesOptions(Checked):
             raise UsageError(f"\0{given[0]}\0 needs a saved model: \0model\0 {', '.join(forms('models'))}")
         if self.autocast is not None and self.model in (None, NO_NETWORK):
             raise UsageError("\0autocast\0 is about a network, and there is none")
+        if self.model == NO_NETWORK and self.state is not None:
+            raise UsageError("\0state\0 needs a network whose checkpoint has several states")
         if self.model is not None and not (self.data or self.ood):
             raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")

@@ -37,28 +37,29 @@ def record_of_files(run: Run, files: ModelFiles, *, kind: str, file_sha256: str,
     return {**files.to_json(run.folder.root), **digests, **read}
 
 
-def recorded_checkpoint(run: Run, files: ModelFiles | None) -> dict[str, Any] | None:
+def recorded_checkpoint(run: Run, files: ModelFiles | None, *, state: str | None) -> dict[str, Any] | None:
     """The record of the run's checkpoint by features that were made with a file of the same bytes; None without any.
 
     Features that came with warnings do not count: some may be about the checkpoint, and are to be said again.
 
     Args:
         files: of a model with weights of its own, which are the checkpoint then.
+        state: which of the checkpoint's weights the features are of.
 
     Raises:
         MissingInput, DeviceError, ReadError: the checkpoint cannot be read, as open_regular says.
     """
     if files is not None:
-        records = _records(run, files.to_json(run.folder.root))
+        records = _records(run, files.to_json(run.folder.root), state)
         digest = files.sha256(run.console) if records else None
     else:
         with open_regular(run.checkpoint_path) as stream:
-            records = _records(run, {"path": run.checkpoint_path.name})
+            records = _records(run, {"path": run.checkpoint_path.name}, state)
             digest = file_sha256(stream, run.console) if records else None
     return next((record for record in records if record["file_sha256"] == digest), None)
 
 
-def _records(run: Run, place: dict[str, Any]) -> list[dict[str, Any]]:
+def _records(run: Run, place: dict[str, Any], state: str | None) -> list[dict[str, Any]]:
     """The records in the run's features that say all that reading the checkpoint again would, with its place as it is now."""
     found = []
     for name in run.folder.splits():
@@ -68,6 +69,7 @@ def _records(run: Run, place: dict[str, Any]) -> list[dict[str, Any]]:
         except BnnError:  # said where that split is asked for
             continue
         record = header.provenance.get("checkpoint")
+        is_of_use = is_of_use and header.provenance["params"].get("state") == state
         if is_of_use and record and {*_READ} <= record.keys() and ("files" in record) == ("files" in place):
             found.append(place | {name: record[name] for name in _READ})
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,11 @@ import torch
 
 from bnncli import data
 from bnncli.checkpoints.load import Checkpoint, load_checkpoint
-from bnncli.errors import DataError
+from bnncli.errors import DataError, UsageError
 from bnncli.extraction.features import Extracted, Head, collect, extract
 from bnncli.extraction.search import find_head
 from bnncli.models import SavedModel
-from bnncli.networks import load_network
+from bnncli.networks import load_network, notes_on_names
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.checkpoint_record import record_of, record_of_files
@@ -58,11 +58,22 @@ class Network:
         last_layer: str | None,
         saved: SavedModel | None,
         output: str | None,
+        *,
+        state: str | None = None,
     ) -> Network:
-        """The network, its checkpoint read and checked; what is odd about that is warned of."""
+        """The network, its checkpoint read and checked; what is odd about that is warned of.
+
+        Args:
+            state: which of the checkpoint's weights, where it has several.
+
+        Raises:
+            UsageError: one is named, and the network has none but its own weights.
+        """
         if spec == NO_NETWORK or own_files(saved, run.checkpoint_path) is not None:
+            if state is not None:
+                raise UsageError(f"\0state\0: {spec!r} has weights of its own, and no state to choose")
             return cls(run, spec, arguments, last_layer, None, saved, output)
-        checkpoint = load_checkpoint(run.checkpoint_path, progress=run.console)
+        checkpoint = load_checkpoint(run.checkpoint_path, wanted=state, progress=run.console)
         for note in checkpoint.notes:
             run.console.warn(note)
         return cls(run, spec, arguments, last_layer, checkpoint, saved, output)
@@ -86,10 +97,11 @@ class Network:
         """
         state = None if self.checkpoint is None else self.checkpoint.state
         if self.saved is None:
-            return load_network(self.spec, arguments_by_name(self.arguments), state).to(self.run.device), None
+            module = load_network(self.spec, arguments_by_name(self.arguments), state)
+            return self._noted(module, state).to(self.run.device), None
         files = own_files(self.saved, self.run.checkpoint_path) if state is None else None
         if files is None:
-            return self.saved.build(state).to(self.run.device), None
+            return self._noted(self.saved.build(state), state).to(self.run.device), None
         digest, before = files.sha256(self.run.console), files.states()
         module = self.saved.build(None)
         if files.states() != before:
@@ -105,6 +117,12 @@ class Network:
             weights_digest=tensor_digest(named),
         )
         return module.to(self.run.device), record
+
+    def _noted(self, module: torch.nn.Module, state: Mapping[str, torch.Tensor] | None) -> torch.nn.Module:
+        """The network, once it is said where in the checkpoint its weights were."""
+        for note in notes_on_names(state or {}, module):
+            self.run.console.info(note)
+        return module
 
     def head(self, example: data.InputSplit) -> Head | None:
         """The last layer: as named, or found on the first rows of a split; None for flatten."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from bnncli.errors import BnnError, DataError, MissingInput
+from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.machine.devices import configure_torch, device_name, select_device
 from bnncli.numerics import seeds
@@ -254,7 +254,11 @@ class Run:
             else:
                 from bnncli.checkpoints.load import load_checkpoint
 
-                self._weights = load_checkpoint(path).weights_digest
+                try:
+                    found = load_checkpoint(path, wanted=recorded.get("selected_key"))
+                except UsageError:  # it is laid out in another way now
+                    found = load_checkpoint(path)
+                self._weights = found.weights_digest
         return self._weights
 
     @property

@@ -33,7 +33,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The checkpoints that are parsed from now on."""
     found: list[Path] = []
     whole = load.select_state
-    monkeypatch.setattr(load, "select_state", lambda saved: found.append(Path()) or whole(saved))
+    monkeypatch.setattr(load, "select_state", lambda *given: found.append(Path()) or whole(*given))
     return found
 
 

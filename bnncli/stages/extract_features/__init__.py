@@ -138,7 +138,7 @@ def _checkpoint_record(
     """The checkpoint as provenance records it, read where it is not the one of the run's features; None without one."""
     if options.model == NO_NETWORK:
         return None
-    recorded = recorded_checkpoint(run, files)
+    recorded = recorded_checkpoint(run, files, state=options.state)
     if recorded is None:
         if not run.write.dry_run and not {*names} & {*run.folder.splits()}:  # those may refuse, and that is said first
             check_network_file(options)

@@ -36,7 +36,8 @@ class NetworkFeatures:
     ) -> None:
         assert options.model is not None
         self.options, self.splits = options, splits
-        self.network = Network.of(run, options.model, options.model_arg, options.last_layer, saved, options.output)
+        of, layer, output = options.model, options.last_layer, options.output
+        self.network = Network.of(run, of, options.model_arg, layer, saved, output, state=options.state)
         self.network.autocast = options.autocast
         self._stores: list[FeatureStore] = []
 

@@ -66,6 +66,7 @@ def open_ready_splits(
         ("--crop", options.crop),
         ("--last-layer", options.last_layer),
         ("--output", options.output),
+        ("--state", options.state),
     ):
         if value:
             raise UsageError(f"{flag} needs a network; with --from-npz the features are ready")

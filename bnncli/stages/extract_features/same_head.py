@@ -24,9 +24,9 @@ def check_same_head(
     for name in sorted({*run.folder.splits()} - {*names}):
         path = run.folder.features(name)
         header = read_header(path)
-        if header.weights_digest != weights_digest:
-            continue
         theirs = header.provenance.get("params", {})
+        if header.weights_digest != weights_digest and theirs.get("state") == shared.get("state"):
+            continue
         for option in differences(theirs, shared):
             what = "preprocessing of the model" if option == "transform" else f"--{option.replace('_', '-')}"
             raise DataError(

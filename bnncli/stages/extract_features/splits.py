@@ -19,7 +19,8 @@ from bnncli.storage.features import FeatureFile
 from bnncli.storage.provenance import Source
 
 _OF_SAVED_MODELS = ("base_model", "feature_node")
-_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "autocast")  # options that change numbers, recorded where they are given
+# Options that change numbers, recorded where they are given.
+_WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast")
 
 
 def saved_model(options: ExtractFeaturesOptions) -> SavedModel | None:
