@@ -1,22 +1,22 @@
 """Checkpoints as people save them, read as a plain dictionary of named tensors without running any of their code.
 
-Reads torch's zip format (1.6 and later), its older pickle format, and safetensors. The format is what the first bytes
-say, whatever the file is called.
+Reads torch's zip format (1.6 and later), its older pickle format, and safetensors, in one file or in shards. The format is
+what the first bytes say, whatever the file is called.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bnncli.checkpoints.pickles import list_globals, load_tensors, load_trusted, trust_hint
-from bnncli.checkpoints.shards import sharded_file
+from bnncli.checkpoints.shards import Sharded, Shards, checkpoint_sha256, sharded_file, sharded_folder, shards_of
 from bnncli.checkpoints.sniff import HINTS, describe_wrong_kind, sniff, sniff_zip
 from bnncli.checkpoints.state_dicts import clean_names, select_state
 from bnncli.checkpoints.zip_checksums import UNCHECKED, check_checksums
@@ -40,10 +40,10 @@ class Checkpoint:
 
     Attributes:
         state: tensors by name, on the CPU, in the type they were saved in, names without wrapper prefixes.
-        format: torch-zip, torch-legacy or safetensors.
+        format: torch-zip, torch-legacy or safetensors; with -shards where there are several files.
         selected_key: dotted path of the state dict inside the file, None where the file is the state dict.
         stripped_prefixes: prefixes removed from the names, in the order they were removed.
-        file_sha256: hexadecimal digest of the file's bytes.
+        file_sha256: hexadecimal digest of the file's bytes; of several, of their names and bytes.
         weights_digest: digest of the state, the same for every file format.
         size: bytes.
         notes: what a reader should be told, such as that averaged weights were picked.
@@ -77,45 +77,148 @@ def load_checkpoint(path: Path | str, *, wanted: str | None = None, progress: Pr
         Untrusted: the file is a program, or loading it would call code that it names.
     """
     path = Path(path)
+    shards = shards_of(path)
+    if shards is None:
+        _check_whole(path)
+    parts = [_read_file(file, progress) for file in ([path] if shards is None else shards.files)]
+    try:
+        saved = parts[0].saved if shards is None else _joined(shards, parts)
+        state, selected_key, notes = select_state(saved, wanted)
+        state, stripped, name_notes = clean_names(state)
+        size = sum(part.size for part in parts)
+        check_sizes(state, size)
+        content_notes = dict.fromkeys(note for part in parts for note in part.notes)
+        return Checkpoint(
+            state=state,
+            format=parts[0].kind if shards is None else f"{parts[0].kind}-shards",
+            selected_key=selected_key,
+            stripped_prefixes=stripped,
+            file_sha256=parts[0].sha256 if shards is None else checkpoint_sha256(path, progress),
+            weights_digest=tensor_digest(state),
+            size=size,
+            path=path,
+            notes=(*notes, *name_notes, *content_notes),
+        )
+    except (DataError, Untrusted) as error:
+        raise _about(error, path) from error.__cause__
+
+
+def _check_whole(path: Path) -> None:
+    """Nothing, unless a file is a part of a checkpoint in several files: then DataError, with what to give instead."""
+    if (sharded := sharded_file(path)) is not None and path.is_file():
+        raise DataError(f"{quoted(path, limit=300)}: {sharded.what}", code="sharded", hint=sharded.hint, path=path)
+
+
+class _Part(NamedTuple):
+    """What one file of a checkpoint holds."""
+
+    saved: Any
+    kind: str
+    notes: tuple[str, ...]
+    sha256: str
+    size: int
+
+
+def _read_file(path: Path, progress: Progress) -> _Part:
+    """One file, read without running any code of it."""
     with open_regular(path) as stream:
         try:
-            kind = _checkpoint_kind(stream, path)
-            content_notes = _check_content(stream, kind, progress)
+            kind = _checkpoint_kind(stream)
+            notes = _check_content(stream, kind, progress)
             saved = _load_safetensors(stream) if kind == "safetensors" else load_tensors(stream, kind=kind)
-            state, selected_key, notes = select_state(saved, wanted)
-            state, stripped, name_notes = clean_names(state)
-            check_sizes(state, stream.seek(0, 2))
-            return Checkpoint(
-                state=state, format=kind, selected_key=selected_key, stripped_prefixes=stripped,
-                file_sha256=file_sha256(stream, progress), weights_digest=tensor_digest(state),
-                size=stream.seek(0, 2), path=path, notes=(*notes, *name_notes, *content_notes),
-            )  # fmt: skip
+            return _Part(saved, kind, notes, file_sha256(stream, progress), stream.seek(0, 2))
         except (DataError, Untrusted) as error:
             raise _about(error, path) from error.__cause__
 
 
-def convert_checkpoint(path: Path | str, *, trust_pickle: bool) -> dict[str, Tensor]:
+def _joined(shards: Shards, parts: Sequence[_Part]) -> dict[str, Any]:
+    """The tensors of all shards, each there once, and where the index says.
+
+    Raises:
+        DataError: it is not.
+    """
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for file, part in zip(shards.files, parts, strict=True):
+        if not isinstance(part.saved, Mapping):
+            raise DataError(f"{quoted(file.name)} holds no dictionary of tensors", code="no_state_dict")
+        if twice := part.saved.keys() & found.keys():
+            name = min(twice, key=str)
+            raise DataError(
+                f"{quoted(name)} is in {quoted(places[name])} and in {quoted(file.name)}", code="duplicate_key"
+            )
+        found |= part.saved
+        places |= dict.fromkeys(part.saved, file.name)
+    wrong = sorted(
+        name
+        for name in {*places, *shards.weight_map}
+        if shards.index and places.get(name) != shards.weight_map.get(name)
+    )
+    if wrong:
+        there, said = (where.get(wrong[0], "no file") for where in (places, shards.weight_map))
+        raise DataError(
+            f"the index does not fit the shards: {quoted(wrong[0])} is in {quoted(there)}, by the index in {quoted(said)}",
+            code="bad_index", hint="copy or download all files again",
+        )  # fmt: skip
+    return found
+
+
+def convert_checkpoint(
+    path: Path | str,
+    *,
+    trust_pickle: bool,
+    wanted: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
+) -> dict[str, Tensor]:
     """The tensors of a checkpoint, names cleaned up; with trust_pickle, of any pickle, whose code is then run.
+
+    Args:
+        path: a file, or the folder of a checkpoint in several.
+        wanted: which state of several, as select_state takes it; None for the usual one.
+        say: told what a reader should know of the weights.
 
     Raises:
         What load_checkpoint raises; with trust_pickle, DataError when the pickle cannot be loaded.
     """
     path = Path(path)
-    if not trust_pickle:
-        return load_checkpoint(path).state
+    if path.is_dir() and (sharded := sharded_folder(path)) is not None:
+        return _distributed(sharded, wanted, say)
+    if not trust_pickle or path.is_dir() or shards_of(path) is not None:
+        checkpoint = load_checkpoint(path, wanted=wanted)
+        for note in checkpoint.notes:
+            say(note)
+        return checkpoint.state
+    _check_whole(path)
     with open_regular(path) as stream:
         try:
             kind = sniff(stream)
             if kind != "pickle":
-                kind = _checkpoint_kind(stream, path)
+                kind = _checkpoint_kind(stream)
                 _check_content(stream, kind, SILENT)
             saved = _load_safetensors(stream) if kind == "safetensors" else load_trusted(stream)
-            state, _, _ = select_state(saved.state_dict() if isinstance(saved, torch.nn.Module) else saved)
+            state, _, _ = select_state(saved.state_dict() if isinstance(saved, torch.nn.Module) else saved, wanted)
             state, _, _ = clean_names(state)
             check_sizes(state, stream.seek(0, 2))
             check_finite(state)
         except (DataError, Untrusted) as error:
             raise _about(error, path) from error.__cause__
+    return state
+
+
+def _distributed(sharded: Sharded, wanted: str | None, say: Callable[[str], object]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of a cluster."""
+    from bnncli.checkpoints.distributed import read_deepspeed, read_distributed
+
+    if sharded.kind == "deepspeed":
+        saved, note = read_deepspeed(sharded.folder)
+        say(note)
+    else:
+        saved = read_distributed(sharded.folder)
+    state, _, notes = select_state(saved, wanted)
+    state, _, name_notes = clean_names(state)
+    check_finite(state)
+    for note in (*notes, *name_notes):
+        say(note)
     return state
 
 
@@ -149,10 +252,8 @@ def check_sizes(state: Mapping[str, Tensor], size: int) -> None:
         )  # fmt: skip
 
 
-def _checkpoint_kind(stream: IO[bytes], path: Path) -> str:
-    """torch-zip, torch-legacy or safetensors; raises for everything else, a part of a checkpoint in several files too."""
-    if (sharded := sharded_file(path)) is not None:
-        raise DataError(sharded.what, code="sharded", hint=sharded.hint)
+def _checkpoint_kind(stream: IO[bytes]) -> str:
+    """torch-zip, torch-legacy or safetensors; raises for everything else."""
     kind = sniff(stream)
     if kind == "zip":
         kind = sniff_zip(stream)

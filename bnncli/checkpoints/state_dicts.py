@@ -187,8 +187,11 @@ def _next_key(saved: Mapping[Any, Any]) -> str | None:
     ]  # fmt: skip
     if len(inner) == 1 and isinstance(inner[0], str):
         return inner[0]
+    states = states_in(saved)
+    if len(states) == 1:
+        return next(key for key in saved if f"{states[0].key}.".startswith(f"{key}."))
     hint = f"expected tensors, or a dictionary of tensors under one of {', '.join(KEYS)}"
-    if states := states_in(saved):
+    if states:
         hint = "choose one: " + ", ".join(f"\0state\0 {one.key}" for one in states[:_MAX_CHOICES])
     raise DataError(f"no state dict found: the file holds {listed(saved)}", code="no_state_dict", hint=hint)
 

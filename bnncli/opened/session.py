@@ -13,7 +13,8 @@ from threading import RLock
 from typing import Any
 
 from bnncli import registry
-from bnncli.errors import MissingInput, UsageError
+from bnncli.checkpoints.shards import shards_of
+from bnncli.errors import BnnError, MissingInput, UsageError
 from bnncli.machine.devices import configure_torch, device_name, select_device, settings_kept
 from bnncli.opened.messages import Listener, errors_in_python
 from bnncli.options import ComputeOptions, InputOptions, NameOptions, RecordOptions, RunOptions, WriteOptions
@@ -174,10 +175,12 @@ def _here() -> str | None:
 
 
 def _state_of(path: Path) -> State | None:
-    """What the system says of the checkpoint's file; None where there is none."""
+    """What the system says of the checkpoint's file, or files; None where there is none."""
     try:
-        return state_of(path.stat())
-    except (OSError, ValueError):
+        shards = shards_of(path)
+        files = [path] if shards is None else shards.every
+        return sum((state_of(file.stat()) for file in files), ())
+    except (OSError, ValueError, BnnError):
         return None
 
 

@@ -14,3 +14,8 @@ class ConvertOptions(Checked):
     trust_pickle: bool = option(
         False, "Unpickle SOURCE although that can run any code in it. Only for files you trust."
     )
+    state: str | None = option(
+        None,
+        "Which weights of a checkpoint that has several, by the dotted key that inspect lists, or ema for the averaged ones.",
+        metavar="NAME",
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError
 from bnncli.machine.input_files import open_regular
-from bnncli.numerics.digests import file_sha256
 from bnncli.run.model_files import ModelFiles
 from bnncli.run.revisions import is_another
 from bnncli.run.session import Run
@@ -53,9 +53,11 @@ def recorded_checkpoint(run: Run, files: ModelFiles | None, *, state: str | None
         records = _records(run, files.to_json(run.folder.root), state)
         digest = files.sha256(run.console) if records else None
     else:
-        with open_regular(run.checkpoint_path) as stream:
-            records = _records(run, {"path": run.checkpoint_path.name}, state)
-            digest = file_sha256(stream, run.console) if records else None
+        if not run.checkpoint_path.is_dir():
+            with open_regular(run.checkpoint_path):
+                pass
+        records = _records(run, {"path": run.checkpoint_path.name}, state)
+        digest = checkpoint_sha256(run.checkpoint_path, run.console) if records else None
     return next((record for record in records if record["file_sha256"] == digest), None)
 
 

@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.lazy import torch
 from bnncli.machine.devices import configure_torch, device_name, select_device
 from bnncli.numerics import seeds
-from bnncli.numerics.digests import file_sha256
 from bnncli.options import (
     CommonOptions,
     ComputeOptions,
@@ -245,11 +245,11 @@ class Run:
             return str(recorded["weights_digest"]) if is_same else f"files:{self._own_files[files]}"
         if not hasattr(self, "_weights"):
             path = self.checkpoint_path
-            if not path.is_file():
+            if not path.exists():
                 raise MissingInput(
                     f"no checkpoint {path}", hint="give the checkpoint that the run was made from", path=path
                 )
-            if file_sha256(path) == recorded["file_sha256"]:
+            if checkpoint_sha256(path) == recorded["file_sha256"]:
                 self._weights = str(recorded["weights_digest"])
             else:
                 from bnncli.checkpoints.load import load_checkpoint

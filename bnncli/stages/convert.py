@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
 from bnncli.machine.input_files import open_regular
@@ -17,10 +18,14 @@ from bnncli.storage.freshness import carries_our_mark, is_same_file
 
 COMMAND = Command(
     "Write a checkpoint's weights as a safetensors state dict.",
-    "The only command that may unpickle code, and only with --trust-pickle.",
+    "The only command that may unpickle code, and only with --trust-pickle. Takes the folder of a checkpoint in several files "
+    "too: shards with an index, distributed checkpoints of torch (FSDP), DeepSpeed (ZeRO 1 to 3).",
     (ConvertOptions, WriteOptions, CommonOptions),
-    ("bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle",),
-    (Argument("source", "The checkpoint."), Argument("target", "The safetensors file to write.")),
+    ("bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle", "bnncli convert step-1000/ step-1000.safetensors"),
+    (
+        Argument("source", "The checkpoint: a file, or a folder of several."),
+        Argument("target", "The safetensors file to write."),
+    ),
     place=160,
 )
 
@@ -43,11 +48,14 @@ def run(run: Run, options: ConvertOptions) -> Result:
         if target.stat().st_size and carries_our_mark(target):
             raise OutputExists(f"{target} is an artifact of bnncli", hint="give another name", path=target)
     check_writable(target.parent, hint="write it to another place")
-    with open_regular(source):  # or it is missing, which is told before the slow imports
-        from safetensors.torch import save
+    if not (source.is_dir() and (sharded_folder(source) or shards_of(source))):
+        with open_regular(source):  # or it is missing, which is told before the slow imports
+            pass
+    from safetensors.torch import save
 
-        from bnncli.checkpoints.load import convert_checkpoint
-    state = convert_checkpoint(source, trust_pickle=options.trust_pickle)
+    from bnncli.checkpoints.load import convert_checkpoint
+
+    state = convert_checkpoint(source, trust_pickle=options.trust_pickle, wanted=options.state, say=run.console.info)
     size = sum(tensor.nbytes for tensor in state.values())
     digest = tensor_digest(state)
     output: dict[str, Any] = {"role": "state_dict", "path": str(target), "content_digest": digest}

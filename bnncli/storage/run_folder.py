@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from bnncli.checkpoints.shards import sharded_folder
+from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.errors import MissingInput, OutputExists, UsageError
 from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.options.evaluate import FEATURES_NAME
@@ -34,7 +34,7 @@ class RunFolder:
         Raises:
             MissingInput: when the checkpoint is a folder that has no run, or an artifact of a run.
         """
-        if checkpoint.is_dir() and not (is_name and _can_be_name(checkpoint)):
+        if checkpoint.is_dir() and not (_can_be_name(checkpoint) and (is_name or shards_of(checkpoint) is not None)):
             if not _can_be_name(checkpoint):
                 raise _is_folder(checkpoint)
             beside = Path(run_dir) if run_dir is not None else checkpoint.with_name(f"{checkpoint.name}.bnn")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kills import run_python, start
 from problems.command_line import Cli
 
 from bnncli import data
@@ -138,47 +137,7 @@ def test_outputs_of_two_layers_together_name_the_option(cli: Cli, tmp_path: Path
     assert "--last-layer" in done.json["error"]["hint"]
 
 
-def save_shards(folder: Path, state: dict[str, torch.Tensor], suffix: str) -> list[Path]:
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    paths = []
-    for place, (name, tensor) in enumerate(state.items(), start=1):
-        paths.append(folder / f"model-{place:05}-of-{len(state):05}.{suffix}")
-        if suffix == "safetensors":
-            save_file({name: tensor}, paths[-1])
-        else:
-            torch.save({name: tensor}, paths[-1])
-    (folder / f"model.{suffix}.index.json").write_text('{"weight_map": {}}')
-    return paths
-
-
-def run_hint(words: list[str]) -> None:
-    assert words[0] == "python"
-    process = start(run_python, words[1:])
-    process.join(timeout=60)
-    assert process.exitcode == 0
-
-
 STATE = {"0.weight": torch.arange(6.0).reshape(2, 3), "0.bias": torch.ones(2)}
-
-
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_shards_are_called_so_and_the_hint_joins_them(cli: Cli, tmp_path: Path, suffix: str) -> None:
-    paths = save_shards(tmp_path / "my net", STATE, suffix)
-    for given, code in ((paths[0].parent, 66), (paths[0], 65), (paths[0].parent / f"model.{suffix}.index.json", 65)):
-        done = cli("extract-features", given, "--model", "lenet5", "--data", "a=npz:x.npz", "--json")
-        done = cli("convert", given, tmp_path / "out.safetensors", "--json") if code == 65 else done
-        assert (done.code, done.json["error"]["code"]) == (code, "sharded")
-        assert "2 shards" in done.json["error"]["message"]
-    words = shlex.split(done.json["error"]["hint"].removeprefix("make one file of them: "))
-    run_hint(words)
-    joined = load_checkpoint(Path(words[3])).state
-    assert joined.keys() == STATE.keys()
-    assert all(torch.equal(joined[name], STATE[name]) for name in STATE)
-    paths[1].unlink()
-    with pytest.raises(DataError, match="2 shards, of which 1 are there"):
-        load_checkpoint(paths[0])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -196,7 +155,7 @@ def test_a_distributed_checkpoint_is_called_so_and_the_hint_converts_it(cli: Cli
             load_checkpoint(path)
         assert caught.value.hint == done.json["error"]["hint"]
     words = shlex.split(done.json["error"]["hint"].removeprefix("make one file of it: "))
-    run_hint(words)
+    assert cli(*words[1:]).code == 0
     state = load_checkpoint(Path(words[-1])).state
     assert all(torch.equal(state[name], STATE[name]) for name in STATE)
 

@@ -1,0 +1,263 @@
+"""Checkpoints that a cluster wrote, put together again: torch.distributed.checkpoint (FSDP) and DeepSpeed (ZeRO 1 to 3).
+
+Nothing of what they name is run. A distributed checkpoint's .metadata is a pickle: it is read by an unpickler that knows the
+few classes that describe tensors, and no others. Tensors go through torch's weights_only loader, in which the classes of DeepSpeed,
+which the weights have no need of, are stand-ins that do nothing.
+
+Source: torch.distributed.checkpoint.metadata; DeepSpeed's utils/zero_to_fp32.py, for how ZeRO lays out its flat groups.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from bnncli.checkpoints.pickles import harmful, load_tensors, needs_trust
+from bnncli.errors import DataError, MissingInput, Untrusted
+from bnncli.machine.input_files import open_regular
+from bnncli.names import listed, quoted
+
+METADATA = ".metadata"
+_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+_OPTIMIZER = re.compile(r"optim|lr_sched", re.IGNORECASE)
+_RANK = re.compile(r"zero_pp_rank_(\d+)_")
+_SHARED, _SMALL = 16, 1 << 24
+_DAMAGE = (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+
+
+def read_distributed(folder: Path) -> dict[str, Any]:
+    """The tensors of a distributed checkpoint of torch, nested as they were saved; optimizers' and other objects left out.
+
+    Raises:
+        MissingInput: a file is not there.
+        DataError: it is damaged, or made with extensions.
+        Untrusted: its metadata names a class that describes no tensors.
+    """
+    try:
+        return _distributed(folder)
+    except (*_DAMAGE, EOFError, OverflowError, pickle.UnpicklingError, MemoryError) as error:
+        what = f"{quoted(folder, limit=300)}: the distributed checkpoint is damaged"
+        raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
+
+
+def _distributed(folder: Path) -> dict[str, Any]:
+    with open_regular(folder / METADATA) as stream:
+        metadata = _Descriptions(stream).load()
+    kept = {
+        name: entry for name, entry in metadata.state_dict_metadata.items()
+        if hasattr(entry, "chunks") and not any(_OPTIMIZER.match(str(part)) for part in _path(metadata, name))
+    }  # fmt: skip
+    _check_size(folder, (math.prod(entry.size) * entry.properties.dtype.itemsize for entry in kept.values()))
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in kept.items()}
+    places: dict[str, list[Any]] = {}
+    for index, place in metadata.storage_data.items():
+        if index.fqn in state:
+            places.setdefault(place.relative_path, []).append((index, place))
+    filled = dict.fromkeys(state, 0)
+    for name in sorted(places):
+        if "/" in name or name in ("", ".", ".."):
+            raise DataError(
+                f"{quoted(folder, limit=300)} names {quoted(name)}, which is outside of it", code="bad_index"
+            )
+        with open_regular(folder / name) as stream:
+            for index, place in places[name]:
+                filled[index.fqn] += _fill(state[index.fqn], index, _slice(stream, place))
+    if short := [name for name, count in filled.items() if count != state[name].numel()]:
+        raise DataError(f"{quoted(folder, limit=300)} lacks parts of {listed(short)}", code="truncated")
+    nested: dict[str, Any] = {}
+    for name, tensor in state.items():
+        *above, last = _path(metadata, name)
+        inner = nested
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = tensor
+    return nested
+
+
+class _Descriptions(pickle.Unpickler):
+    """Reads what describes tensors, and refuses every other class or function before it is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in _OF_METADATA.get(module, ()) and not is_type:
+            raise Untrusted(
+                f"the checkpoint's {METADATA} asks for {quoted(f'{module}.{name}')}, which describes no tensors; nothing was run",
+                code="needs_code",
+            )
+        return super().find_class(module, name)
+
+
+def _path(metadata: Any, name: str) -> Sequence[Any]:
+    """Where a tensor stood in what was saved."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return paths.get(name) or (name,)
+
+
+def _slice(stream: IO[bytes], place: Any) -> Tensor:
+    """The tensor that a stretch of a file holds."""
+    if getattr(place, "transform_descriptors", None):
+        raise DataError(f"its files are packed with {listed(place.transform_descriptors)}", code="packed")
+    is_there = place.offset >= 0 and 0 < place.length <= stream.seek(0, 2) - place.offset
+    stream.seek(place.offset if is_there else 0)
+    tensor = load_tensors(io.BytesIO(stream.read(place.length)), kind="torch-zip") if is_there else None
+    if not isinstance(tensor, Tensor):
+        raise DataError("a .distcp file is shorter than it was, or holds no tensor", code="truncated")
+    return tensor
+
+
+def _fill(whole: Tensor, index: Any, part: Tensor) -> int:
+    """Copies a part of a tensor to its place; how many numbers it has."""
+    target = whole
+    for axis, (start, length) in enumerate(zip(index.offset or [0] * part.ndim, part.shape, strict=True)):
+        target = target.narrow(axis, start, length)
+    target.copy_(part)
+    return part.numel()
+
+
+def _check_size(folder: Path, claimed: Iterator[int]) -> None:
+    total, there = sum(claimed), sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    if total > _SHARED * there + _SMALL:
+        raise DataError(f"the tensors claim {total} bytes, of files of {there}", code="size_mismatch")
+
+
+def read_deepspeed(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """The weights of a DeepSpeed checkpoint, and what was read: in float32 as the optimizer has them, else as the network ran.
+
+    Raises:
+        MissingInput: a rank's file is not there.
+        DataError: it is damaged, or split over tensor-parallel ranks.
+        Untrusted: a file asks for code.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    models = [name for name in names if name.endswith("_model_states.pt")]
+    if any("mp_rank_00" not in name for name in models):
+        raise DataError(
+            f"{quoted(folder, limit=300)} is split over tensor-parallel ranks, which is not read", code="packed"
+        )
+    if not models:
+        raise MissingInput(f"no ..._model_states.pt in {quoted(folder, limit=300)}", path=folder)
+    saved = _inert(folder / models[0])
+    optimizers = {rank: name for name in names if name.endswith("_optim_states.pt") for rank in [_rank_of(name)]}
+    try:
+        if not optimizers:
+            return _as_it_ran(
+                folder, saved
+            ), "the weights as the network ran; its optimizer's float32 ones are not there"
+        lack = sorted({*range(max(optimizers) + 1)} - {*optimizers})
+        ranks = [_inert(folder / optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
+        count = ranks[0]["partition_count"]
+        count = max(count) if isinstance(count, Sequence) else count
+        if lack or len(ranks) != count:
+            raise MissingInput(
+                f"{quoted(folder, limit=300)} has the optimizer's files of {len(ranks)} ranks, of {count}",
+                code="missing_shards", path=folder, hint="copy or download all of them",
+            )  # fmt: skip
+        shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}
+        _check_size(folder, (4 * math.prod(shape) for shape in shapes.values()))
+        merged = _sliced(saved["param_shapes"], ranks) if ranks[0]["zero_stage"] <= 2 else _gathered(shapes, ranks)
+        state = {**_kept(saved), **merged}
+        state |= {
+            name: state[other] for name, other in dict(saved.get("shared_params") or {}).items() if other in state
+        }
+        return state, f"float32 weights of {len(ranks)} ranks"
+    except _DAMAGE as error:
+        what = f"{quoted(folder, limit=300)}: the DeepSpeed checkpoint is damaged or of another layout"
+        raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
+
+
+def _as_it_ran(folder: Path, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    state = dict(saved["module"])
+    if any(tensor.numel() == 0 and name in _names_of_parameters(saved) for name, tensor in state.items()):
+        raise MissingInput(
+            f"no ..._optim_states.pt in {quoted(folder, limit=300)}, which hold the weights", path=folder
+        )
+    return state
+
+
+def _names_of_parameters(saved: Mapping[str, Any]) -> set[str]:
+    return {name for group in saved.get("param_shapes") or [] for name, shape in group.items() if math.prod(shape)}
+
+
+def _kept(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Buffers, and parameters that were not trained, where every rank has all of them."""
+    module, buffers = saved["module"], saved.get("buffer_names") or []
+    frozen = saved.get("frozen_param_fragments") or {}
+    shapes = saved.get("frozen_param_shapes") or {}
+    whole = {name: part for name, part in frozen.items() if part.numel() == math.prod(shapes[name])}
+    if split := frozen.keys() - whole.keys():
+        raise ValueError(f"frozen parameters are split over ranks: {listed(sorted(split))}")
+    return {
+        **{name: module[name].float() for name in buffers},
+        **{n: p.float().view(shapes[n]) for n, p in whole.items()},
+    }
+
+
+def _sliced(groups: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """ZeRO 1 and 2: each rank has a stretch of every flat group."""
+    found: dict[str, Tensor] = {}
+    for place, shapes in enumerate(groups):
+        flat = torch.cat([rank["single_partition_of_fp32_groups"][place] for rank in ranks])
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        parts = flat[: sum(sizes)].split(sizes)  # the rest is padding
+        found |= {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    return found
+
+
+def _gathered(shapes: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """ZeRO 3: each rank has a stretch of every parameter."""
+    flat = [torch.cat(list(rank["fp32_flat_groups"])) for rank in ranks]
+    found: dict[str, Tensor] = {}
+    start = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        length = math.ceil(size / len(flat))
+        found[name] = torch.cat([part.narrow(0, start, length) for part in flat])[:size].reshape(shape)
+        start += length
+    return found
+
+
+def _rank_of(name: str) -> int:
+    found = _RANK.search(name)
+    return int(found[1]) if found else 0
+
+
+def _inert(path: Path) -> Any:
+    """What a file of DeepSpeed's holds, its own classes replaced by ones that do nothing."""
+    with open_regular(path) as stream:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+        if foreign := harmful([name for name in names if not name.startswith("deepspeed.")]):
+            raise needs_trust(foreign)
+        stream.seek(0)
+        stand_ins: list[Any] = [
+            (type("StandIn", (_StandIn,), {}), name) for name in names if name.startswith("deepspeed.")
+        ]
+        with torch.serialization.safe_globals(stand_ins):
+            return load_tensors(stream, kind="torch-zip")
+
+
+class _StandIn:
+    """In the place of a class of DeepSpeed: takes anything, keeps nothing."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
