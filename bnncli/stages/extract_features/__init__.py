@@ -20,9 +20,8 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run import revisions as _revisions
 from bnncli.run.checkpoint_record import recorded_checkpoint
-from bnncli.run.inputs import head_theta
 from bnncli.run.model_files import ModelFiles, own_files
-from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.produce import Computed, Request
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
@@ -38,6 +37,7 @@ from bnncli.stages.extract_features.splits import (
     truncation_note,
     user_sources,
 )
+from bnncli.stages.extract_features.trained_map import make_map
 from bnncli.stages.extract_features.unfinished import unfinished_kept
 from bnncli.storage.atomic import check_free_space
 from bnncli.storage.features import (
@@ -45,13 +45,10 @@ from bnncli.storage.features import (
     FeatureFile,
     check_split,
     encoded_names,
-    head_digest,
     read_features,
     write_features,
 )
-from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
-from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from bnncli.stages.extract_features.network import NetworkFeatures
@@ -107,7 +104,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
 
     def also() -> list[Result]:
         first = _head_of(run, names[0], heads)
-        return [] if options.model == NO_NETWORK else [_make_map(run, options, first, recorded)]
+        return [] if options.model == NO_NETWORK else [make_map(run, options, first, recorded)]
 
     with unfinished_kept(network):
         results = settle(run, works, also=also)
@@ -251,38 +248,6 @@ def _head_of(run: Run, split: str, made: Mapping[str, FeatureFile]) -> FeatureFi
     return made[split] if split in made else read_features(run.folder.features(split))
 
 
-def _make_map(
-    run: Run, options: ExtractFeaturesOptions, content: FeatureFile, checkpoint: dict[str, Any] | None
-) -> Result:
-    """The network as trained, as a posterior with all its mass at the head's weights."""
-    weight, bias = content.head_weight, content.head_bias
-    if weight is None:
-        return Result()
-    layout = HeadLayout(weight.shape[0], weight.shape[1], bias is not None)
-    size = 16 * layout.num_params
-    target = run.folder.posterior("map")
-    params = {"last_layer": options.last_layer}
-    source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
-    request = Request(
-        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, lambda: size
-    )
-
-    def compute() -> Computed:
-        from bnncli.posteriors.point import Point  # here, for torch
-
-        theta = head_theta(weight, bias)
-        assert theta is not None
-        tensors, meta = Point(theta, layout).to_tensors()
-        meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
-
-        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
-            return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
-
-        return Computed(publish)
-
-    return produce(run, request, compute)
-
-
 def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     try:
         splits, arrays = open_ready_splits(options, seed=_hold_out_seed(run))
@@ -317,7 +282,7 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     ]
 
     def also() -> list[Result]:
-        return [] if head is None else [_make_map(run, options, _head_of(run, names[0], heads), None)]
+        return [] if head is None else [make_map(run, options, _head_of(run, names[0], heads), None)]
 
     return _finish(run, settle(run, works, also=also))
 

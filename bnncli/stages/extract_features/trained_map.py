@@ -1,0 +1,48 @@
+"""posteriors/map.safetensors: the network as trained, which extract-features writes beside the features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnncli.options import ExtractFeaturesOptions
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import head_theta
+from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.session import Result, Run
+from bnncli.storage.features import FeatureFile, head_digest
+from bnncli.storage.posteriors import write_posterior
+from bnncli.storage.provenance import Source
+from bnncli.theta.head import HeadLayout
+
+
+def make_map(
+    run: Run, options: ExtractFeaturesOptions, content: FeatureFile, checkpoint: dict[str, Any] | None
+) -> Result:
+    """The network as trained, as a posterior with all its mass at the head's weights."""
+    weight, bias = content.head_weight, content.head_bias
+    if weight is None:
+        return Result()
+    layout = HeadLayout(weight.shape[0], weight.shape[1], bias is not None)
+    size = 16 * layout.num_params
+    target = run.folder.posterior("map")
+    params = {"last_layer": options.last_layer}
+    source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
+    request = Request(
+        target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, lambda: size
+    )
+
+    def compute() -> Computed:
+        from bnncli.posteriors.point import Point  # here, for torch
+
+        theta = head_theta(weight, bias)
+        assert theta is not None
+        tensors, meta = Point(theta, layout).to_tensors()
+        meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)
+
+        return Computed(publish)
+
+    return produce(run, request, compute)
