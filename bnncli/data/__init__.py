@@ -5,6 +5,7 @@ from __future__ import annotations
 from bnncli.data._classes import matched_to
 from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
+from bnncli.data._labels import common_task
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._spec import load_split, parse_split
 from bnncli.data._split import Batch, Inputs, InputSplit
@@ -18,6 +19,7 @@ __all__ = [
     "Preprocess",
     "Transform",
     "Transformed",
+    "common_task",
     "feature_splits",
     "hold_out",
     "hold_out_rows",

@@ -35,7 +35,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True, eq=False)
 class ArrayDataset:
-    """Inputs (rows, ...) and labels (rows,) in memory, in the type they were stored in."""
+    """Inputs (rows, ...) and labels (rows,) or (rows, L) in memory, in the type they were stored in."""
 
     inputs: np.ndarray | Tensor
     labels: np.ndarray | None

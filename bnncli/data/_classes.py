@@ -22,14 +22,27 @@ class Numbering:
     numbers: np.ndarray | None = None
 
     def of(self, labels: np.ndarray) -> np.ndarray:
-        """Labels (n,) as outputs of the model. Raises DataError for one that has no name."""
+        """Labels (n,), or (n, L), as outputs of the model. Raises DataError for one that has no name, or an output without."""
         if self.numbers is None:
             return labels
+        if labels.ndim == 2:
+            return self._columns(labels, self.numbers)
         if len(labels) and labels.max() >= len(self.numbers):
             raise DataError(
                 f"a label is {labels.max()}, and the data name {len(self.numbers)} classes", code="bad_labels"
             )
         return self.numbers[labels]
+
+    def _columns(self, labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Zeros and ones (n, L) with the columns in the order of the model's outputs: each needs one, absent is not unknown."""
+        if labels.shape[1] != len(numbers) or len(numbers) != len(self.classes):
+            raise DataError(
+                f"an example has {labels.shape[1]} labels, the data name {len(numbers)}, and the model has {len(self.classes)}",
+                code="bad_labels",
+            )
+        found = np.empty_like(labels)
+        found[:, numbers] = labels
+        return found
 
 
 def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit:

@@ -9,18 +9,20 @@ from pathlib import Path
 import numpy as np
 
 from bnncli.data._arrays import npz_names, places, read_npz
-from bnncli.data._labels import check_labels
+from bnncli.data._labels import check_labels, common_task
 from bnncli.errors import DataError
 from bnncli.likelihoods import likelihood_of
 from bnncli.progress import Progress
 
 _FEATURES, _LABELS, _NAMES = "features_", "labels_", "names_"
-_EXPECTED = "features_<split> (N, D), labels_<split> (N,), names_<split> (N,), head_weight (K, D), head_bias (K,)"
+_EXPECTED = (
+    "features_<split> (N, D), labels_<split> (N,) or (N, L), names_<split> (N,), head_weight (K, D), head_bias (K,)"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureDataset:
-    """Features (rows, D) float32, labels (rows,) int64 or None, and a text for each row in `texts`, or None."""
+    """Features (rows, D) float32, labels (rows,) int64, (rows, L) uint8 or None, and a text for each row in `texts`, or None."""
 
     features: np.ndarray
     labels: np.ndarray | None
@@ -62,11 +64,13 @@ class FeatureArrays:
     Attributes:
         splits: by name.
         head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or it has no bias.
+        likelihood: of the labels, by name; None where classes exclude each other.
     """
 
     splits: Mapping[str, FeatureDataset]
     head_weight: np.ndarray | None
     head_bias: np.ndarray | None
+    likelihood: str | None = None
 
     @property
     def num_features(self) -> int:
@@ -79,11 +83,12 @@ def feature_splits(path: Path | str) -> list[str]:
     return [name.removeprefix(_FEATURES) for name in npz_names(Path(path)) if name.startswith(_FEATURES)]
 
 
-def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) -> FeatureArrays:
+def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = (), task: str | None = None) -> FeatureArrays:
     """Features, labels and head out of an npz file, shapes, types and values checked.
 
     Args:
         unlabeled: splits whose labels are left out: out-of-distribution data has other classes.
+        task: what labels were said to be, one of bnncli.likelihoods.TASKS; None for what they show.
 
     Raises:
         MissingInput: no such file.
@@ -113,14 +118,15 @@ def read_feature_arrays(path: Path | str, *, unlabeled: Collection[str] = ()) ->
         for split in splits if (key := f"{_LABELS}{split}") in arrays
     }  # fmt: skip
     labels = {split: array for split, array in labels.items() if split not in unlabeled}
+    likelihood = common_task({f"{path}: {_LABELS}{split}": array for split, array in labels.items()}, task)
     if head_weight is not None:
-        _check_range(labels, likelihood_of(len(head_weight)).num_classes, path)
+        _check_range(labels, len(head_weight), path)
     texts = {
         split: _texts(arrays[key], key, len(features[split]), path)
         for split in splits if (key := f"{_NAMES}{split}") in arrays
     }  # fmt: skip
     found = {split: FeatureDataset(array, labels.get(split), texts.get(split)) for split, array in features.items()}
-    return FeatureArrays(found, head_weight, head_bias)
+    return FeatureArrays(found, head_weight, head_bias, likelihood)
 
 
 def _texts(array: np.ndarray, name: str, num_rows: int, path: Path) -> np.ndarray:
@@ -176,8 +182,16 @@ def _check_shapes(
         raise DataError(f"{path}: head_bias has shape {bias.shape}, expected ({len(weight)},)", path=path)
 
 
-def _check_range(labels: Mapping[str, np.ndarray], num_classes: int, path: Path) -> None:
+def _check_range(labels: Mapping[str, np.ndarray], num_outputs: int, path: Path) -> None:
+    num_classes = likelihood_of(num_outputs).num_classes
     for split, array in labels.items():
+        if array.ndim == 2:
+            if array.shape[1] != num_outputs:
+                message = (
+                    f"{path}: labels_{split} has {array.shape[1]} labels an example, the head {num_outputs} outputs"
+                )
+                raise DataError(message, code="bad_labels", path=path)
+            continue
         bad = np.flatnonzero(array >= num_classes)
         if len(bad):
             raise DataError(

@@ -1,22 +1,35 @@
-"""The rules for labels, one class an example; and what arrays that break them are instead."""
+"""The rules for labels, one class an example or several labels; and what arrays that break them are instead.
+
+Several labels are a matrix (N, L) of zeros and ones. One whose rows all have a single one may be classes in another form: what
+it is has to be said, by `task`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from bnncli.errors import DataError
+from bnncli.likelihoods import MULTILABEL
 
 MAX_CLASSES = 1_000_000
 _ONE_CLASS = "bnncli takes one class an example"
+_RULE = "labels must be whole numbers of shape (N,), counted from 0"
+_IF_LABELS = "add \0task\0 multilabel if each column is a label by itself"
 
 
 def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray:
-    """Labels (N,) as int64: whole numbers from 0 on, one for each row.
+    """Labels (N,) as int64: whole numbers from 0 on, one for each row; or zeros and ones (N, L), L at least 2, as uint8.
+
+    What a matrix of zeros and ones means is for `common_task` to say.
 
     Raises:
         DataError: another shape or type, or a negative label, naming the rule, the first bad row, and what was found.
     """
-    rule = "labels must be whole numbers of shape (N,), counted from 0"
+    rule = _RULE
+    if is_matrix(labels) and len(labels) == num_rows:
+        return labels.astype(np.uint8)
     if labels.ndim == 2 and labels.shape[1] == 1:
         raise DataError(f"{where}: {rule}; got shape {labels.shape}", hint="save labels[:, 0]", code="bad_labels")
     if labels.ndim == 2 and labels.size:
@@ -33,6 +46,51 @@ def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray
         raise DataError(f"{where}: {rule}; row {first} has {labels[first]}", code="bad_labels")
     check_largest(int(labels.max(initial=0)), f"{where}: {rule}; row {int(labels.argmax()) if len(labels) else 0}")
     return labels.astype(np.int64)
+
+
+def is_matrix(labels: np.ndarray) -> bool:
+    """Whether labels are (N, L) zeros and ones, of at least two columns and one row."""
+    is_shaped = labels.ndim == 2 and labels.shape[1] > 1 and labels.size > 0 and labels.dtype.kind in "biuf"
+    return is_shaped and bool(np.isin(labels, (0, 1)).all())
+
+
+def shows_several(labels: np.ndarray | None) -> bool:
+    """Whether checked labels are several an example: zeros and ones with several ones in a row."""
+    return labels is not None and labels.ndim == 2 and bool((labels.sum(axis=1) > 1).any())
+
+
+def common_task(labels: Mapping[str, np.ndarray | None], task: str | None) -> str | None:
+    """The likelihood that checked labels ask for by name, the same for all of them; None where their classes exclude each other.
+
+    Args:
+        labels: by what they are called in messages.
+        task: what they were said to be, None for what they show: several labels where a row of any has several ones.
+
+    Raises:
+        DataError: some are not of the task, or may be of several.
+    """
+    shown = MULTILABEL if task is None and any(shows_several(array) for array in labels.values()) else task
+    for where, array in labels.items():
+        _check_task(array, shown, where)
+    widths = {where: array.shape[1] for where, array in labels.items() if array is not None and array.ndim == 2}
+    if len(set(widths.values())) > 1:
+        found = ", ".join(f"{where} has {width}" for where, width in widths.items())
+        raise DataError(f"the splits differ in the number of labels an example: {found}", code="bad_labels")
+    return MULTILABEL if shown == MULTILABEL else None
+
+
+def _check_task(labels: np.ndarray | None, task: str | None, where: str) -> None:
+    """Raise DataError unless labels are of the task; None allows no matrix, which may be classes in another form."""
+    if labels is None or (labels.ndim == 2) == (task == MULTILABEL):
+        return
+    if labels.ndim == 1:
+        raise DataError(
+            f"{where}: several labels an example are zeros and ones (N, L), L at least 2; got shape {labels.shape}",
+            hint="leave \0task\0 multilabel out where an example has one class", code="bad_labels",
+        )  # fmt: skip
+    found, hint = explain_matrix(labels)
+    hint += f"; {_IF_LABELS}" if task is None else f", or leave \0task\0 {task} out"
+    raise DataError(f"{where}: {_RULE}; got shape {labels.shape}{found}", hint=hint, code="bad_labels")
 
 
 def check_largest(label: int, where: str) -> None:

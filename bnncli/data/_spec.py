@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bnncli import registry
+from bnncli.data._labels import common_task
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._split import InputSplit
 from bnncli.data._transform import check_fits
@@ -36,10 +37,15 @@ def _forms() -> str:
     return f"{', '.join(others)} or {last}, each with @N for the first N rows"
 
 
-def load_split(spec: str, *, name: str = "", preprocess: Preprocess | None = None) -> InputSplit:
+def load_split(
+    spec: str, *, name: str = "", preprocess: Preprocess | None = None, takes_any_labels: bool = False
+) -> InputSplit:
     """The split that `KIND:PLACE[@N]` names, its files open or in memory.
 
     A trailing `@N` belongs to the file name where such a file exists.
+
+    Args:
+        takes_any_labels: whether zeros and ones (N, L) pass whatever they are, as other splits may tell: `common_task`.
 
     Raises:
         UsageError: unknown kind or form, or data of another kind than the model takes.
@@ -62,4 +68,7 @@ def load_split(spec: str, *, name: str = "", preprocess: Preprocess | None = Non
     if count is not None and not 1 <= count <= len(dataset):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")
     rows = np.arange(len(dataset) if count is None else count)
-    return InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count, name)
+    split = InputSplit(spec, dataset, rows, preprocess, dataset.is_labeled, count, name)
+    if not takes_any_labels:
+        common_task({f"{kind}:{place}": split.shown_labels}, None)
+    return split

@@ -32,7 +32,7 @@ class Dataset(Protocol):
 
     @property
     def labels(self) -> np.ndarray | None:
-        """(rows,) int64; None without labels, and where they are known only when an example is read."""
+        """(rows,) int64, or (rows, L) uint8 of several labels an example; None without, and where they are known only when read."""
 
     @property
     def is_labeled(self) -> bool:
@@ -58,14 +58,14 @@ class Dataset(Protocol):
         """Examples stored."""
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """Inputs as stored and labels (n,) int64 of the rows (n,): an array (n, ...), arrays by name, or a list of items."""
+        """Inputs as stored and labels (n,) int64, or (n, L) uint8, of the rows (n,): an array, arrays by name, or a list of items."""
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray | Tensor] | None:
         """Arrays that change when these rows (n,), or what they hold, do; None where only reading everything would tell."""
 
 
 class Batch(NamedTuple):
-    """Inputs on the device, labels (n,) int64 on the CPU or None, and how many texts the model's tokenizer cut.
+    """Inputs on the device, labels (n,) int64 or (n, L) uint8 on the CPU or None, and how many texts the tokenizer cut.
 
     Inputs are (n, ...) in float32, or token ids; or several of them, by the names of the network's arguments.
     """
@@ -110,11 +110,23 @@ class InputSplit:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Labels (N,) int64; None without labels, or where they are known only when read (py:)."""
+        """Labels (N,) int64, or (N, L) uint8; None without labels, or where they are known only when read (py:)."""
         known = self.dataset.labels
         if not self.is_labeled or known is None:
             return None
         return known[self.rows] if self.numbering is None else self.numbering.of(known[self.rows])
+
+    @property
+    def shown_labels(self) -> np.ndarray | None:
+        """The labels as far as they are known before any example is read: of user's code (py:) the first; None without."""
+        first: np.ndarray | None = getattr(self.dataset, "first_labels", None)
+        return self.labels if self.labels is not None or not self.is_labeled else first
+
+    @property
+    def num_labels(self) -> int | None:
+        """L where an example has several labels; None where it has one class, or none."""
+        shown = self.shown_labels
+        return shown.shape[1] if shown is not None and shown.ndim == 2 else None
 
     @property
     def classes(self) -> tuple[str, ...] | None:

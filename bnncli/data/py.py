@@ -1,9 +1,9 @@
 """`py:module:factory` or `py:file.py:factory`: a torch Dataset that the user's code makes.
 
-Items are (input, label) or just the input. Inputs are what the network takes, except that uint8 is scaled to [0, 1]; other
-whole numbers, such as token ids, are passed on as they are. A dict of inputs goes to the network's arguments by its names; its
-own `label` or `labels` is the label where it comes alone. Texts, pairs of them, and PIL images go through what the model
-brings for them.
+Items are (input, label) or just the input; a label is a class, or zeros and ones, one for each of several labels. Inputs are
+what the network takes, except that uint8 is scaled to [0, 1]; other whole numbers, such as token ids, are passed on as they are.
+A dict of inputs goes to the network's arguments by its names; its own `label` or `labels` is the label where it comes alone.
+Texts, pairs of them, and PIL images go through what the model brings for them.
 Its attributes `classes` (a text for each class) and `names` (one for each example) are used where it has them.
 """
 
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from bnncli.data._labels import check_largest, explain_matrix
+from bnncli.data._labels import check_largest, explain_matrix, is_matrix
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import DataError, UsageError
 from bnncli.machine import user_code
@@ -45,18 +45,29 @@ class TorchDataset:
     labels: None = None
     is_sized: bool = False
     items: str = "arrays"
+    first_labels: np.ndarray | None = None
+
+    @property
+    def num_labels(self) -> int | None:
+        """L of several labels an example; None where it has one class, or none."""
+        return None if self.first_labels is None else self.first_labels.shape[1]
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """Inputs of the rows and labels (n,). Raises DataError for unequal shapes or labels that break the rule."""
+        """Inputs of the rows and labels (n,) or (n, L). Raises DataError for unequal shapes or labels that break the rule."""
         inputs: list[Any] = []
-        labels: list[int | None] = []
+        labels: list[int | np.ndarray | None] = []
         for row in rows.tolist():
             with user_code.running(f"{self.spec} row {row}"):
                 item = self.dataset[row]
             value, label = _item(item, f"{self.spec} row {row}", self.items)
+            if label is not None and _width(label) != self.num_labels:
+                raise DataError(
+                    f"{self.spec}: row {row} has {_described(_width(label))}, row 0 {_described(self.num_labels)}",
+                    code="bad_labels",
+                )
             if inputs and self.items == "arrays":
                 _check_same(value, inputs[0], f"{self.spec}: row {row}")
             if self.is_labeled != (label is not None):
@@ -65,7 +76,8 @@ class TorchDataset:
                 )
             inputs.append(value)
             labels.append(label)
-        found = np.array(labels, np.int64) if self.is_labeled else None
+        dtype = np.int64 if self.num_labels is None else np.uint8
+        found = np.array(labels, dtype) if self.is_labeled else None
         return inputs if self.items != "arrays" else _stacked(inputs), found
 
     def identity(self, rows: np.ndarray, progress: Progress) -> None:
@@ -106,7 +118,17 @@ def open_dataset(place: str, preprocess: Preprocess) -> TorchDataset:
         raise DataError(f"py:{place}: its attributes `classes` and `names` may not have the character NUL in them")
     if names is not None and len(names) != size:
         raise DataError(f"py:{place}: its attribute `names` has {len(names)} names for {size} examples")
-    return TorchDataset(dataset, f"py:{place}", label is not None, classes, names, items=items)
+    several = label[None] if isinstance(label, np.ndarray) else None
+    return TorchDataset(dataset, f"py:{place}", label is not None, classes, names, items=items, first_labels=several)
+
+
+def _width(label: int | np.ndarray) -> int | None:
+    """L of several labels; None of a class."""
+    return None if isinstance(label, int) else len(label)
+
+
+def _described(width: int | None) -> str:
+    return "a class" if width is None else f"{width} labels"
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
@@ -140,8 +162,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) or is_pair
 
 
-def _item(item: Any, where: str, items: str) -> tuple[Any, int | None]:
-    """The input, arrays as tensors, and the label as a number or None."""
+def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | None]:
+    """The input, arrays as tensors, and the label as a number, as zeros and ones (L,), or None."""
     value, label = _divided(item)
     number = None if label is None else _label(label, where)
     if items == "texts":
@@ -192,11 +214,13 @@ def _stacked(inputs: list[Any]) -> Tensor | dict[str, Tensor]:
     return torch.stack(inputs)
 
 
-def _label(label: Any, where: str) -> int:
+def _label(label: Any, where: str) -> int | np.ndarray:
     try:
         array = np.asarray(label)
     except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError) as error:
         raise DataError(f"{where}: the label cannot be made a number: {str(error)[:150]}", code="bad_labels") from error
+    if array.ndim == 1 and is_matrix(array[None]):
+        return array.astype(np.uint8)
     if array.ndim == 1 and array.size > 1:
         found, hint = explain_matrix(array[None])
         raise DataError(

@@ -35,7 +35,7 @@ __all__ = ["Extracted", "Head", "collect", "extract", "head_of", "prove_head"]
 
 
 class Extracted(NamedTuple):
-    """Features (n, D) in the storage type, logits (n, K) float32 or None without a head, labels (n,) or None."""
+    """Features (n, D) in the storage type, logits (n, K) float32 or None without a head, labels (n,), (n, L) or None."""
 
     features: Tensor
     logits: Tensor | None
@@ -202,6 +202,13 @@ def _check_features(features: Tensor, *, where: str, first_row: int) -> None:
 def _check_labels(batch: Batch, head: Head, *, where: str, first_row: int) -> None:
     num_classes = head.layout.num_classes
     if batch.labels is None:
+        return
+    if batch.labels.ndim == 2:
+        if batch.labels.shape[1] != head.layout.num_outputs:
+            raise DataError(
+                f"{where}: an example has {batch.labels.shape[1]} labels, the head has {head.layout.num_outputs} outputs",
+                code="bad_labels", hint="give data of other labels with \0ood\0, which stores none",
+            )  # fmt: skip
         return
     bad = (batch.labels >= num_classes).nonzero()
     if len(bad):

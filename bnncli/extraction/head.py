@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -147,21 +147,26 @@ def prove_head(head: Head, features: Tensor, output: Tensor) -> None:
     )  # fmt: skip
 
 
-def check_link(head: Head) -> None:
+def check_link(head: Head, likelihood: str | None = None) -> None:
     """Nothing, when what the network makes of the logits fits what they mean: a softmax classes, a sigmoid labels.
+
+    Args:
+        likelihood: of the outputs by name; None where their number says it.
 
     Raises:
         DataError: it does not, such as a sigmoid of each of several classes.
     """
-    link = "none" if head.form is None else head.form.link
-    if link == "none" or head.layout.likelihood.is_shift_invariant == link.endswith("softmax"):
+    link, layout = "none" if head.form is None else head.form.link, replace(head.layout, likelihood_name=likelihood)
+    if link == "none" or layout.likelihood.is_shift_invariant == link.endswith("softmax"):
         return
+    is_sigmoid = link == "sigmoid"
     raise DataError(
         f"the network returns a {link.replace('_', '-')} of its {head.layout.num_outputs} outputs, which does not fit "
         f"{head.layout.num_classes} classes: "
-        + ("a sigmoid of each says that they do not exclude each other" if link == "sigmoid" else "it sums to one"),
+        + ("a sigmoid of each says that they do not exclude each other" if is_sigmoid else "it sums to one"),
         code="not_the_head",
-        hint="return the output of the last linear layer as it is",
+        hint="return the output of the last linear layer as it is"
+        + (", or add \0task\0 multilabel if each is a label by itself" if is_sigmoid else ""),
     )
 
 

@@ -129,6 +129,7 @@ class Likelihood(Protocol):
 
 
 MULTILABEL = str(Multilabel.name)
+TASKS = ("multiclass", "binary", MULTILABEL)  # what people call the kinds of labels
 
 
 @cache
@@ -150,6 +151,17 @@ def recorded_name(meta: Mapping[str, Any]) -> str | None:
 def name_to_record(name: str | None) -> dict[str, str]:
     """What an artifact records of it: nothing where the number of outputs says it."""
     return {} if name is None else {"likelihood": name}
+
+
+def why_unfit(task: str, num_outputs: int) -> str | None:
+    """Why so many outputs cannot be for one of TASKS; None where they can."""
+    expected = {
+        "multiclass": (num_outputs > 1, "at least 2; a single one tells two classes apart: \0task\0 binary"),
+        "binary": (num_outputs <= 2, "1 or 2"),
+        MULTILABEL: (num_outputs > 1, "one for each of at least 2 labels"),
+    }
+    fits, wanted = expected[task]
+    return None if fits else f"the head has {num_outputs} output{'s' * (num_outputs > 1)}, expected {wanted}"
 
 
 def has_exclusive_classes(name: str | None) -> bool:

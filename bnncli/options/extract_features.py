@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
+from bnncli.likelihoods import TASKS
 from bnncli.options.declaration import Checked, option
 from bnncli.options.parts import declaration, forms
 from bnncli.registry import check_name, has_name, names
@@ -68,6 +69,12 @@ class ExtractFeaturesOptions(Checked):
         None,
         "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias. CKPT is then just the run's name.",
         metavar="FILE",
+    )
+    task: str | None = option(
+        None,
+        "What labels are: multiclass, binary, or multilabel, zeros and ones (N, L) of which each column is a label by itself. "
+        "Found where labels are zeros and ones with several ones in a row.",
+        choices=TASKS,
     )
     last_layer: str | None = option(
         None, "Name of the last linear layer, when it is not the last one called.", metavar="NAME"

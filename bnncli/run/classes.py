@@ -51,7 +51,15 @@ def run_classes(
             hint=_HINT,
             path=path,
         )
-    if split.labels is not None and int(split.labels.max()) >= len(names):
+    if split.labels is not None and split.labels.ndim == 2 and split.labels.shape[1] != len(names):
+        raise DataError(
+            f"split {split.name!r} has {split.labels.shape[1]} labels an example, split {source.stem!r} of this run has "
+            f"{len(names)} classes",
+            code="class_mismatch",
+            hint=_HINT,
+            path=path,
+        )
+    if split.labels is not None and split.labels.ndim == 1 and int(split.labels.max()) >= len(names):
         raise DataError(
             f"split {split.name!r} has labels up to {int(split.labels.max())}, split {source.stem!r} of this run has "
             f"{len(names)} classes",

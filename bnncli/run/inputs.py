@@ -15,6 +15,7 @@ from bnncli import registry
 from bnncli.errors import DataError, MissingInput
 from bnncli.inference import memory
 from bnncli.lazy import torch
+from bnncli.likelihoods import recorded_name
 from bnncli.machine.devices import available_memory
 from bnncli.numerics.digests import json_sha256
 from bnncli.posteriors.samples import Samples
@@ -56,10 +57,10 @@ class Split:
     @property
     def layout(self) -> HeadLayout:
         """The head's layout; without a head, one output a class, with a bias."""
-        weight = self.content.head_weight
+        weight, name = self.content.head_weight, self.content.likelihood
         if weight is None:
-            return HeadLayout(len(self.content.classes), self.content.features.shape[1])
-        return HeadLayout(weight.shape[0], weight.shape[1], has_bias=self.content.head_bias is not None)
+            return HeadLayout(len(self.content.classes), self.content.features.shape[1], likelihood_name=name)
+        return HeadLayout(weight.shape[0], weight.shape[1], self.content.head_bias is not None, name)
 
     def features(self, device: torch.device) -> Tensor:
         """(N, D) float32 on the device; on the CPU the file's own pages, where they are float32."""
@@ -81,7 +82,7 @@ class Split:
         return torch.cat(blocks)
 
     def labels(self, device: torch.device) -> Tensor:
-        """(N,) int64 on the device. Raises DataError for a split without labels."""
+        """(N,) int64, or (N, C) uint8, on the device. Raises DataError for a split without labels."""
         if self.content.labels is None:
             raise DataError(f"split {self.content.name!r} has no labels; they are needed here", code="no_labels")
         return torch.from_numpy(self.content.labels).to(device)
@@ -169,7 +170,7 @@ def load_split(run: Run, name: str) -> Split:
         )
     run.use(content.header)
     checkpoint = run.belongs(content.header)
-    identity = head_digest(content)
+    identity = f"{head_digest(content)} {content.likelihood}"
     first = run.heads.setdefault("head", (name, identity))
     if first[1] != identity:
         raise DataError(
@@ -248,9 +249,9 @@ def _damaged(path: Path, error: Exception) -> DataError:
 def samples_of(content: SampleFile) -> Samples:
     """The draws (C, T, P) of a sample file as a posterior."""
     weight = torch.from_numpy(content.head_weight)
-    layout = HeadLayout(
-        content.head_weight.shape[2], content.head_weight.shape[3], has_bias=content.head_bias is not None
-    )
+    num_outputs, num_features = content.head_weight.shape[2:]
+    name = None if content.header is None else recorded_name(content.header.meta)
+    layout = HeadLayout(num_outputs, num_features, content.head_bias is not None, name)
     bias = None if content.head_bias is None else torch.from_numpy(content.head_bias)
     return Samples(layout.join(weight, bias), layout)
 

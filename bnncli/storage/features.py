@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bnncli.errors import DataError
+from bnncli.likelihoods import MULTILABEL, has_exclusive_classes, name_to_record, recorded_name
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, read_texts, write_hdf5
 from bnncli.storage.headers import Header
@@ -30,7 +31,7 @@ class FeatureFile:
 
     Attributes:
         features: (N, D) float32 or float16; of a file, its pages.
-        labels: (N,) int64, or None without labels.
+        labels: (N,) int64, or (N, C) uint8, zeros and ones, of several labels an example; None without labels.
         sample_id: (N,) int64, the row of each example in its source.
         classes: names of the C classes; index = label.
         head_weight, head_bias: (K, D) and (K,) float32; None where there is no head, or no bias.
@@ -39,6 +40,7 @@ class FeatureFile:
         names: (N,) bytes of one length, the UTF-8 name of each example; None where the data name none. Of a file, its pages.
         num_truncated: how many texts the model's tokenizer cut; None where the examples are no texts.
         head_notes: what is special about how the head was taken from the network.
+        likelihood: of the labels by name; None where an example has one class.
     """
 
     name: str
@@ -54,6 +56,7 @@ class FeatureFile:
     names: Array | None = None
     num_truncated: int | None = None
     head_notes: tuple[str, ...] = ()
+    likelihood: str | None = None
 
 
 def write_features(
@@ -79,7 +82,7 @@ def write_features(
     arrays |= {name: value for name, value in optional.items() if value is not None}
     counts = None
     if split.labels is not None:
-        counts = np.bincount(split.labels, minlength=len(split.classes)).tolist()
+        counts = label_counts(split.labels, len(split.classes)).tolist()
     meta = {
         "split": split.name,
         "num_examples": len(split.features),
@@ -92,6 +95,7 @@ def write_features(
         "head_digest": head_digest(split),
         **({} if split.num_truncated is None else {"num_truncated": split.num_truncated}),
         **({"head_notes": [*split.head_notes]} if split.head_notes else {}),
+        **name_to_record(split.likelihood),
     }
     texts: dict[str, str | list[str]] = {"classes": split.classes, "preprocess": canonical_json(preprocess)}
     made_from = {**provenance, "source": source}  # where the data lay is no part of the content
@@ -130,6 +134,7 @@ def read_features(path: Path, *, is_full_check: bool = False) -> FeatureFile:
         names=arrays.get("sample_name"),
         num_truncated=header.meta.get("num_truncated"),
         head_notes=tuple(header.meta.get("head_notes", ())),
+        likelihood=recorded_name(header.meta),
     )
     check_split(path, split)
     return split
@@ -148,12 +153,20 @@ def check_split(path: Path, split: FeatureFile) -> None:
         raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
     if split.names is not None and (split.names.shape != (rows,) or split.names.dtype.kind != "S"):
         raise DataError(f"{path}: expected a name for each of {rows} rows", code="bad_shape", path=path)
+    if split.likelihood not in (None, MULTILABEL):
+        raise DataError(f"{path}: unknown likelihood {split.likelihood!r}", code="damaged", path=path)
     bad = _rows_not_finite(split.features)
     if len(bad):
         raise DataError(
             f"{path}: {len(bad)} rows are not finite, the first is row {bad[0]}", code="not_finite", path=path
         )
-    if labels is not None:
+    if labels is not None and not has_exclusive_classes(split.likelihood):
+        if labels.shape != (rows, len(split.classes)) or labels.dtype != np.uint8 or labels.max() > 1:
+            message = f"{path}: labels must be zeros and ones ({rows}, {len(split.classes)}) as uint8"
+            raise DataError(f"{message}; got {labels.dtype} {labels.shape}", code="bad_labels", path=path)
+    elif labels is not None and labels.ndim != 1:
+        raise DataError(f"{path}: labels must be one a row, got shape {labels.shape}", code="bad_labels", path=path)
+    elif labels is not None:
         wrong = np.flatnonzero((labels < 0) | (labels >= len(split.classes)))
         if labels.shape != (rows,) or len(wrong):
             first = f"; row {wrong[0]} has {labels[wrong[0]]}" if len(wrong) else ""
@@ -196,6 +209,11 @@ def _rows_not_finite(features: Array) -> Array:
         if not is_finite.all():
             found.append(start + np.flatnonzero(~is_finite.all(axis=1)))
     return np.concatenate(found)
+
+
+def label_counts(labels: Array, num_classes: int) -> Array:
+    """How many examples (C,) are of each class, or have each label, of labels (N,) or (N, C)."""
+    return np.bincount(labels, minlength=num_classes) if labels.ndim == 1 else labels.sum(axis=0, dtype=np.int64)
 
 
 def encoded_names(names: Sequence[str] | None) -> Array | None:

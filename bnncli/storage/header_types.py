@@ -115,6 +115,7 @@ _META_IF_THERE: dict[str, Check] = {
     "interval_level": _or_none(_is_number),
     "warning": _or_none(is_text),
     "method": is_text,
+    "likelihood": is_text,
     "type": is_text,
     "classes": _list_of(is_text),
     "metrics": _is_object,

@@ -30,6 +30,9 @@ from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, 
 from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import (
     check_network_file,
+    check_outputs,
+    likelihood_of_run,
+    likelihood_of_splits,
     model_identity,
     open_splits,
     saved_model,
@@ -76,10 +79,12 @@ def run(run: Run, options: ExtractFeaturesOptions) -> Result:
 
 
 def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Result:
-    splits = open_splits(
-        options, saved, seed=_hold_out_seed(run), unreadable=lambda name, error: note_unreadable(run, [name], error)
-    )
-    network = cache(partial(_open_network, run, options, splits, saved))
+    def unreadable(name: str, error: BnnError) -> None:
+        note_unreadable(run, [name], error)
+
+    splits = open_splits(options, saved, seed=_hold_out_seed(run), unreadable=unreadable)
+    likelihood = likelihood_of_splits(run, options, saved, splits, unreadable=unreadable)
+    network = cache(partial(_open_network, run, options, splits, saved, likelihood))
     names = [split.name for split in splits]
     recorded = _checkpoint_record(run, options, names, network, own_files(saved, run.checkpoint_path))
     begin = partial(check_network_file, options)
@@ -88,7 +93,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
             run,
             one.name,
             recorded,
-            _params(run, options, one, saved),
+            _params(run, options, one, saved, likelihood),
             user_sources(options, one, saved),
             len(one),
             begin,
@@ -117,12 +122,16 @@ def _hold_out_seed(run: Run) -> int:
 
 
 def _open_network(
-    run: Run, options: ExtractFeaturesOptions, splits: list[data.InputSplit], saved: SavedModel | None
+    run: Run,
+    options: ExtractFeaturesOptions,
+    splits: list[data.InputSplit],
+    saved: SavedModel | None,
+    likelihood: str | None,
 ) -> NetworkFeatures:
     """The network that the splits go through, its checkpoint read."""
     from bnncli.stages.extract_features.network import NetworkFeatures  # here, for torch
 
-    return NetworkFeatures(run, options, splits, saved)
+    return NetworkFeatures(run, options, splits, saved, likelihood)
 
 
 def _checkpoint_record(
@@ -159,14 +168,14 @@ def _extract(
         raise DataError(message, code="input_replaced", hint="run the command again", path=run.checkpoint_path)
     content, preprocess, layer = network().features(split, request)
     heads[split.name] = _without_rows(content)
-    check_same_head(run, content, names, recorded, shared_params(options, saved))
+    check_same_head(run, content, names, recorded, shared_params(options, saved, content.likelihood))
     computed = _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
     computed.summary.extend(truncation_note(split, content))
     return computed
 
 
 def _params(
-    run: Run, options: ExtractFeaturesOptions, split: data.InputSplit, saved: SavedModel | None
+    run: Run, options: ExtractFeaturesOptions, split: data.InputSplit, saved: SavedModel | None, likelihood: str | None
 ) -> dict[str, Any]:
     """What changes the numbers of one split's features."""
     return {
@@ -180,6 +189,7 @@ def _params(
         "seed": run.compute.seed if split.held_out else None,
         "is_ood": split.is_ood,
         **({} if split.first_rows is None else {"first_rows": split.first_rows}),
+        **({} if likelihood is None else {"task": likelihood}),
     }
 
 
@@ -258,11 +268,17 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
         head = head_of_run(run, splits, arrays.num_features)
     else:
         head = ReadyHead(arrays.head_weight, arrays.head_bias)
+    names = [split.name for split in splits]
+    is_told = options.task is not None or any(split.is_labeled for split in splits)
+    likelihood = arrays.likelihood if is_told else likelihood_of_run(run, names)
+    widths = [split.num_labels for split in splits if split.num_labels is not None]
     if head is not None:
+        check_outputs(options.task or likelihood, len(head.weight))
         num_classes = head.num_classes
+    elif widths:
+        num_classes = widths[0]
     else:
         num_classes = max([2, *(int(one.labels.max()) + 1 for one in arrays.splits.values() if one.labels is not None)])
-    names = [split.name for split in splits]
     requests = []
     for split in splits:
         params = {
@@ -270,6 +286,7 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
             "hold_out": split.held_out,
             "seed": run.compute.seed if split.held_out else None,
             "is_ood": split.is_ood,
+            **({} if likelihood is None else {"task": likelihood}),
         }
         digest = json_sha256([split.order_digest, None if head is None else head.digest, num_classes])
         source = Source(f"data.{split.name}", Path(str(options.from_npz)), f"sha256:{digest}", is_artifact=False)
@@ -277,7 +294,7 @@ def _from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     note_changed(run, requests)
     heads: dict[str, FeatureFile] = {}
     works = [
-        Work(request, partial(_ready, run, options, split, head, num_classes, names, heads))
+        Work(request, partial(_ready, run, options, split, head, num_classes, likelihood, names, heads))
         for split, request in zip(splits, requests, strict=True)
     ]
 
@@ -293,6 +310,7 @@ def _ready(
     split: data.InputSplit,
     head: ReadyHead | None,
     num_classes: int,
+    likelihood: str | None,
     names: list[str],
     heads: dict[str, FeatureFile],
 ) -> Computed:
@@ -308,6 +326,7 @@ def _ready(
         check_logits=None if head is None else head.logits(features[:CHECK_ROWS]),
         is_ood=split.is_ood,
         names=encoded_names(split.names),
+        likelihood=likelihood,
     )
     heads[split.name] = _without_rows(content)
     check_same_head(run, content, names, None, {})

@@ -18,7 +18,7 @@ from bnncli.run.network import Network
 from bnncli.run.produce import Request
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
-from bnncli.stages.extract_features.splits import class_names, transform_json
+from bnncli.stages.extract_features.splits import check_outputs, class_names, transform_json
 from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
 
 if TYPE_CHECKING:
@@ -32,10 +32,15 @@ class NetworkFeatures:
     """The network that was asked for, and the splits that go through it."""
 
     def __init__(
-        self, run: Run, options: ExtractFeaturesOptions, splits: list[InputSplit], saved: SavedModel | None
+        self,
+        run: Run,
+        options: ExtractFeaturesOptions,
+        splits: list[InputSplit],
+        saved: SavedModel | None,
+        likelihood: str | None,
     ) -> None:
         assert options.model is not None
-        self.options, self.splits = options, splits
+        self.options, self.splits, self.likelihood = options, splits, likelihood
         of, layer, output = options.model, options.last_layer, options.output
         self.network = Network.of(run, of, options.model_arg, layer, saved, output, state=options.state)
         self.network.autocast = options.autocast
@@ -48,10 +53,11 @@ class NetworkFeatures:
 
     @cached_property
     def head(self) -> Head | None:
-        """The last layer, of which is said what is special about it; None for flatten."""
+        """The last layer, of which is said what is special about it; None for flatten. Raises UsageError where it cannot be for the task."""
         head = self.network.head(self.splits[0])
         if head is not None:
-            check_link(head)
+            check_outputs(self.options.task or self.likelihood, head.layout.num_outputs)
+            check_link(head, self.likelihood)
             for note in head.notes:
                 self.network.run.console.info(f"{head.name}: {note}")
         return head
@@ -74,6 +80,9 @@ class NetworkFeatures:
         named = [split for split in self.splits if split.classes and not split.is_ood]
         if named:
             return class_names(self.splits, len(named[0].classes or ()), None)
+        widths = [split.num_labels for split in self.splits if split.num_labels is not None]
+        if widths:
+            return [str(index) for index in range(widths[0])]
         counts = [_largest_label(split) + 1 for split in self.splits if split.is_labeled and not split.is_ood]
         return [str(index) for index in range(max([2, *counts]))]
 
@@ -116,6 +125,7 @@ class NetworkFeatures:
             head_notes=() if head is None else head.notes,
             names=encoded_names(split.names),
             num_truncated=whole.num_truncated if split.is_text else None,
+            likelihood=self.likelihood,
         )
         preprocess = {
             "mean": options.mean,
@@ -148,7 +158,7 @@ def _largest_label(split: InputSplit) -> int:
 
 def _labels(split: InputSplit, whole: Extracted) -> np.ndarray | None:
     known = split.labels if split.labels is not None else _numpy(whole.labels)
-    return None if known is None or split.is_ood else known.astype(np.int64)
+    return None if known is None or split.is_ood else known if known.ndim == 2 else known.astype(np.int64)
 
 
 def _numpy(tensor: Tensor | None) -> np.ndarray | None:

@@ -71,7 +71,7 @@ def open_ready_splits(
         if value:
             raise UsageError(f"{flag} needs a network; with --from-npz the features are ready")
     assert options.from_npz is not None
-    arrays = data.read_feature_arrays(Path(options.from_npz), unlabeled=options.ood)
+    arrays = data.read_feature_arrays(Path(options.from_npz), unlabeled=options.ood, task=options.task)
     for name in options.ood:
         if name not in arrays.splits:
             raise UsageError(f"--ood: with --from-npz name one of {', '.join(arrays.splits)}; got {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.errors import DataError
+from bnncli.likelihoods import recorded_name
 from bnncli.run.classes import run_classes
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -24,6 +25,17 @@ def check_same_head(
     for name in sorted({*run.folder.splits()} - {*names}):
         path = run.folder.features(name)
         header = read_header(path)
+        if header.weights_digest == weights_digest and recorded_name(header.meta) != content.likelihood:
+            there, here = (
+                "several labels" if one is not None else "one class"
+                for one in (recorded_name(header.meta), content.likelihood)
+            )
+            raise DataError(
+                f"split {name!r} of this run has {there} an example, those now given {here}",
+                code="mixed_options",
+                path=path,
+                hint="say --task, give all splits in one command with --force, or another --run-dir",
+            )
         theirs = header.provenance.get("params", {})
         if header.weights_digest != weights_digest and theirs.get("state") == shared.get("state"):
             continue

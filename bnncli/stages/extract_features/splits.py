@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bnncli import data
-from bnncli.errors import BnnError, DataError, UsageError
+from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
+from bnncli.likelihoods import MULTILABEL, recorded_name, why_unfit
 from bnncli.machine import user_code
 from bnncli.models import SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.model_files import ModelFiles, opened_model
+from bnncli.run.session import Run
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.feature_set import SHARED_PARAMS
 from bnncli.storage.features import FeatureFile
 from bnncli.storage.provenance import Source
@@ -60,7 +63,7 @@ def open_splits(
             if name in splits:
                 raise UsageError(f"{flag}: split {name!r} is named twice")
             try:
-                split = data.load_split(spec, name=name, preprocess=preprocess)
+                split = data.load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True)
                 split = split.as_ood() if flag == "--ood" else split
                 splits[name] = data.matched_to(split, None if saved is None else saved.classes)
             except BnnError as error:
@@ -125,9 +128,58 @@ def model_identity(options: ExtractFeaturesOptions, saved: SavedModel | None) ->
     }
 
 
-def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None) -> dict[str, Any]:
+def likelihood_of_splits(
+    run: Run,
+    options: ExtractFeaturesOptions,
+    saved: SavedModel | None,
+    splits: list[data.InputSplit],
+    *,
+    unreadable: Callable[[str, BnnError], None],
+) -> str | None:
+    """The likelihood by name that the splits ask for; else what the model says, or the run's other splits.
+
+    Args:
+        unreadable: told the names of the splits, and what is wrong with their labels, before that is raised.
+
+    Raises:
+        DataError: labels that are not what was said, or that may be several things.
+    """
+    labels = {split.spec: split.shown_labels for split in splits if split.is_labeled}
+    task = options.task or (MULTILABEL if saved is not None and saved.task == MULTILABEL else None)
+    try:
+        found = data.common_task(labels, task)
+    except BnnError as error:
+        for split in splits:
+            unreadable(split.name, error)
+        raise
+    return found if labels or task is not None else likelihood_of_run(run, [split.name for split in splits])
+
+
+def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
+    """The likelihood by name of a run's other splits; None where the number of outputs says it, or there are none."""
+    for name in run.folder.splits():
+        if name not in without:
+            try:
+                found = recorded_name(read_header(run.folder.features(name)).meta)
+            except NOT_OF_CONTENT:
+                raise
+            except BnnError:  # said where that split is asked for
+                continue
+            if found is not None:
+                return found
+    return None
+
+
+def check_outputs(task: str | None, num_outputs: int) -> None:
+    """Raise UsageError where a head of so many outputs cannot be for the task that was said."""
+    why = None if task is None else why_unfit(task, num_outputs)
+    if why is not None:
+        raise UsageError(f"\0task\0 {task}: {why}")
+
+
+def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:
     """The options that all splits of a run must share."""
-    own = model_identity(options, saved)
+    own = {**model_identity(options, saved), "task": likelihood}
     return {name: own[name] if name in own else getattr(options, name, None) for name in SHARED_PARAMS}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bnncli.likelihoods import name_to_record
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import head_theta
@@ -23,10 +24,10 @@ def make_map(
     weight, bias = content.head_weight, content.head_bias
     if weight is None:
         return Result()
-    layout = HeadLayout(weight.shape[0], weight.shape[1], bias is not None)
+    layout = HeadLayout(weight.shape[0], weight.shape[1], bias is not None, content.likelihood)
     size = 16 * layout.num_params
     target = run.folder.posterior("map")
-    params = {"last_layer": options.last_layer}
+    params = {"last_layer": options.last_layer, **name_to_record(content.likelihood)}
     source = Source("head", Path(options.from_npz or run.checkpoint_path), head_digest(content), is_artifact=False)
     request = Request(
         target, "posterior", "map", params, _revisions.EXTRACT_FEATURES, [source], checkpoint, lambda: size

@@ -12,6 +12,7 @@ from bnncli.registry import declaring
 from bnncli.run.inputs import Split
 from bnncli.run.session import Run
 from bnncli.run.val_report import warn_if_worse
+from bnncli.storage.features import label_counts
 
 if TYPE_CHECKING:
     from bnncli.posteriors.gaussian import Gaussian
@@ -31,7 +32,7 @@ def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
         if split.content.labels is None:
             continue
         classes = split.content.classes
-        counts = np.bincount(split.content.labels, minlength=len(classes))
+        counts = label_counts(split.content.labels, len(classes))
         missing = [str(classes[place]) for place in np.flatnonzero(counts[: len(classes)] == 0)]
         if missing:
             shown = ", ".join(repr(name) for name in missing[:_MOST_NAMES]) + ", ..." * (len(missing) > _MOST_NAMES)

@@ -19,6 +19,7 @@ from bnncli.inference import memory
 from bnncli.inference.hmc import Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_space_draws import complete
+from bnncli.likelihoods import name_to_record
 from bnncli.machine.memory import budget
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
@@ -87,6 +88,7 @@ class Sampling:
             "method": "hmc",
             "type": "samples",
             **self.prior.to_meta(),
+            **name_to_record(train.layout.likelihood_name),
             "param_layout": train.layout.to_json(),
             "whitening": structure,
             **({} if rows is None else {"row_space_rank": rows.rank}),
