@@ -32,6 +32,7 @@ class TrainingFeatures:
         labels: (N,) classes, or None.
         generator: makes a stream of random numbers for a purpose.
         settings: values of the options that detectors bring.
+        no_classes: why there are no labels, where there are none.
     """
 
     features: Tensor
@@ -39,6 +40,7 @@ class TrainingFeatures:
     device: torch.device
     generator: Callable[[str], torch.Generator]
     settings: Mapping[str, Any]
+    no_classes: str = "the training split has no labels"
 
 
 @dataclass(frozen=True)

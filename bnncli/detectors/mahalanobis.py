@@ -11,7 +11,7 @@ def of_features(train: TrainingFeatures) -> FittedDetector:
     from bnncli.evaluation.feature_scores import Mahalanobis
 
     if train.labels is None:
-        raise DataError("the training split has no labels")
+        raise DataError(train.no_classes)
     return FittedDetector(Mahalanobis.fit(train.features, train.labels, device=train.device).scores)
 
 

@@ -27,7 +27,7 @@ from bnncli.lazy import special
 NUM_DRAWS = 1000  # of the labels of a calibrated model
 _FEWEST_DRAWS = 200
 _MOST_VALUES = 1 << 16  # draws of all bins together; fewer draws where there are many bins
-_RARE = 5  # stated events of a bin, below which its noise is no guide
+FEWEST_EVENTS = 5  # stated events of a bin, below which its noise is no guide
 _STEPS = 14  # of a bisection: the ends are exact to a few thousandths of the width
 _DOUBLINGS = 40
 
@@ -105,7 +105,7 @@ def drawn_gaps(
     ratio = np.divide(tilted, stated, out=np.ones_like(tilted), where=stated > 0)
     apart = np.clip(squares * ratio**2, tilted**2 / size, tilted)
     noise = tilted - _happened(size, tilted, apart, num_draws, generator)
-    return Gaps(found, calibrated, noise, stated < _RARE)
+    return Gaps(found, calibrated, noise, stated < FEWEST_EVENTS)
 
 
 def largest_gap(size: NDArray, stated: NDArray, squares: NDArray, observed: NDArray, *, level: float) -> dict[str, Any]:

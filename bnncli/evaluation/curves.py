@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bnncli.evaluation.calibration import NUM_BINS, reliability
+from bnncli.evaluation.calibration import NUM_BINS, Reliability, reliability
 from bnncli.evaluation.example_statistics import ExampleStatistics
 
 MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width
@@ -27,7 +27,11 @@ def reliability_curve(examples: ExampleStatistics, *, num_bins: int = NUM_BINS) 
     Args:
         examples: labelled.
     """
-    bins = reliability(examples, num_bins=num_bins)
+    return curve_of_bins(reliability(examples, num_bins=num_bins))
+
+
+def curve_of_bins(bins: Reliability) -> Curve:
+    """What bins hold, as reliability_curve gives it."""
     means = {"confidence": bins.confidence, "accuracy": bins.accuracy}
     shown: Curve = {"edges": bins.edges.tolist(), "count": bins.count.tolist()}
     return shown | {name: [None if np.isnan(v) else float(v) for v in values] for name, values in means.items()}

@@ -6,11 +6,13 @@ A score is a function of these vectors, so that predictions larger than memory c
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.errors import DataError
+from bnncli.evaluation.label_statistics import LabelStatistics, label_statistics
 from bnncli.evaluation.probabilities import checked_blocks
 from bnncli.lazy import special
 
@@ -28,6 +30,7 @@ class ExampleStatistics:
         labels: (N,) int64 in [0, C), or None for an unlabelled split; the rest is None with it.
         is_right: (N,) bool, the predicted class is the label.
         label_probability: (N,) float64.
+        of_labels: what there is where classes are labels, of which an example has several; no other field about the label is.
         label_rank: (N,) int64, how many classes come before the label: the more probable ones and, among equals, those
             of smaller index; 0 exactly where is_right.
     """
@@ -41,33 +44,42 @@ class ExampleStatistics:
     is_right: NDArray[np.bool_] | None = None
     label_probability: NDArray[np.float64] | None = None
     label_rank: NDArray[np.int64] | None = None
+    of_labels: LabelStatistics | None = None
 
     def __len__(self) -> int:
         return len(self.confidence)
 
 
-def examples_of(probs: NDArray, labels: NDArray | None = None, *, num_classes: int | None = None) -> ExampleStatistics:
+def examples_of(
+    probs: NDArray, labels: NDArray | None = None, *, num_classes: int | None = None, is_exclusive: bool = True
+) -> ExampleStatistics:
     """The numbers of each example of probs (N, C), which are read once, in blocks of rows, and checked.
 
     Args:
         probs: (N, C); may be mapped from a file.
-        labels: (N,) integers in [0, C), or None.
+        labels: (N,) integers in [0, C), or None; (N, C) zeros and ones where classes do not exclude each other.
         num_classes: the C that is expected.
+        is_exclusive: whether they do.
 
     Raises:
         DataError: what is no probability, or labels of another length or outside [0, C).
     """
-    if labels is not None:
-        check_labels(labels, probs.shape)
     size = probs.shape[1] if num_classes is None else num_classes
+    if labels is not None and is_exclusive:
+        check_labels(labels, probs.shape)
+    classes = labels if is_exclusive else None
     found = [
-        _of_block(block, None if labels is None else np.asarray(labels[rows], dtype=np.int64))
-        for rows, block in checked_blocks(probs, size)
+        _of_block(
+            block, None if classes is None else np.asarray(classes[rows], dtype=np.int64), is_exclusive=is_exclusive
+        )
+        for rows, block in checked_blocks(probs, size, is_exclusive=is_exclusive)
     ]
     if not found:
-        found = [_of_block(np.empty((0, size)), None if labels is None else np.empty(0, dtype=np.int64))]
+        nothing = None if classes is None else np.empty(0, dtype=np.int64)
+        found = [_of_block(np.empty((0, size)), nothing, is_exclusive=is_exclusive)]
     names = [spec.name for spec in fields(ExampleStatistics) if spec.name in found[0]]
-    return ExampleStatistics(size, **{name: np.concatenate([part[name] for part in found]) for name in names})
+    vectors: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in names}
+    return ExampleStatistics(size, **vectors, of_labels=None if is_exclusive else label_statistics(probs, labels))
 
 
 def check_labels(labels: NDArray, shape: tuple[int, ...]) -> None:
@@ -83,7 +95,7 @@ def check_labels(labels: NDArray, shape: tuple[int, ...]) -> None:
         raise DataError(f"labels: expected 0 to {shape[1] - 1}, got {smallest} to {largest}")
 
 
-def _of_block(probs: NDArray, labels: NDArray[np.int64] | None) -> dict[str, NDArray]:
+def _of_block(probs: NDArray, labels: NDArray[np.int64] | None, *, is_exclusive: bool) -> dict[str, NDArray]:
     """The vectors of a block of rows, by name."""
     predicted = probs.argmax(axis=1)
     wide = probs.astype(np.float64)
@@ -93,6 +105,8 @@ def _of_block(probs: NDArray, labels: NDArray[np.int64] | None) -> dict[str, NDA
         "entropy": special.entr(np.maximum(wide, 0)).sum(axis=1),  # rounding may leave -1e-8
         "squared_norm": np.einsum("nc,nc->n", wide, wide),
     }
+    if not is_exclusive:
+        out["entropy"] = out["entropy"] + special.entr(np.clip(1 - wide, 0, 1)).sum(axis=1)
     if labels is not None:
         own = np.take_along_axis(wide, labels[:, None], axis=1)
         is_before = np.arange(probs.shape[1]) < labels[:, None]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import reliability
 from bnncli.evaluation.example_statistics import examples_of
+from bnncli.evaluation.label_calibration import label_reliability
 from bnncli.evaluation.paired import holm
 from bnncli.evaluation.weighted_scores import nll_per_example
 from bnncli.lazy import special
@@ -81,12 +82,12 @@ class Excess:
 
 
 def score(name: str, probs: NDArray, labels: NDArray, *, losses: NDArray[np.float64] | None = None) -> Scored:
-    """A predictive with class probabilities (N, C) at examples with labels (N,), N at least 1.
+    """A predictive with class probabilities (N, C) at examples with labels (N,), or (N, C) where there are several, N at least 1.
 
     Args:
         losses: (N,), in place of those of probs: held-out ones, for what was fitted to these labels.
     """
-    bins = reliability(examples_of(probs, labels))
+    bins = reliability(examples_of(probs, labels)) if labels.ndim == 1 else label_reliability(probs, labels)
     gaps = np.nan_to_num(np.abs(bins.accuracy - bins.confidence))
     ece = float((bins.count * gaps).sum() / bins.count.sum())
     return Scored(name, nll_per_example(probs, labels) if losses is None else losses, ece)

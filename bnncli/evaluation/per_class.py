@@ -18,7 +18,7 @@ from bnncli.lazy import sparse
 
 MOST_PROBABILITIES = 1 << 25  # that are ranked: 128 MB
 FEW = 10  # examples of a class, below which its own scores say little
-_RANKING_COST = 40.0  # operations of an example, class and replicate
+RANKING_COST = 40.0  # operations of an example, class and replicate
 _CHOICES = {"average": "macro", "classes": "present"}
 
 
@@ -74,7 +74,7 @@ def _counted(members: list[ScoreForm], predicted: NDArray, labels: NDArray, *, n
         precision = np.where(np.isnan(recall), np.nan, np.nan_to_num(precision))
         return np.stack([np.nanmean(values, axis=1) for values in (recall, f1, precision)], axis=1)
 
-    return ScoreGroup(members, statistic, per_class=_once(shares, size))
+    return ScoreGroup(members, statistic, per_class=of_every_class(shares, size))
 
 
 def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreGroup:
@@ -86,7 +86,7 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
         values = np.asarray(probs)
         found = np.full((2, len(weights), num_classes), np.nan)
         for k in present:
-            found[:, :, k] = _areas(values[:, k], labels == k, weights)
+            found[:, :, k] = areas_under_curves(values[:, k], labels == k, weights)
         return list(found)
 
     def statistic(weights: NDArray) -> Floats:
@@ -97,10 +97,10 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
         none = [~is_known.any(axis=1) for is_known in known]
         return np.stack([np.where(lacks, np.nan, mean) for lacks, mean in zip(none, means, strict=True)], axis=1)
 
-    return ScoreGroup(members, statistic, cost=_RANKING_COST * num_classes, per_class=_once(areas, size))
+    return ScoreGroup(members, statistic, cost=RANKING_COST * num_classes, per_class=of_every_class(areas, size))
 
 
-def _areas(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
+def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
     """AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
     order = np.argsort(-scores, kind="stable")
     ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of tied scores
@@ -117,7 +117,7 @@ def _areas(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
     return np.stack([np.where(is_defined, part / n, np.nan) for part, n in zip((pairs, precision), sizes, strict=True)])
 
 
-def _once(shares: Callable[[NDArray], list[Floats]], size: int) -> Callable[[], list[list[float | None]]]:
+def of_every_class(shares: Callable[[NDArray], list[Floats]], size: int) -> Callable[[], list[list[float | None]]]:
     """The values of every class with each example once, for each score; None where undefined."""
 
     def values() -> list[list[float | None]]:

@@ -20,28 +20,31 @@ def row_blocks(num_rows: int, row_size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
-def check_probabilities(probs: NDArray, num_classes: int) -> None:
+def check_probabilities(probs: NDArray, num_classes: int, *, is_exclusive: bool = True) -> None:
     """Pass when probs (N, C) are probabilities of `num_classes` classes.
+
+    Args:
+        is_exclusive: whether the classes exclude each other; else each is a label by itself.
 
     Raises:
         DataError: another shape, values that are not finite or outside [0, 1], rows that do not sum to 1
-            within 1e-4; the hint names the likely cause.
+            within 1e-4 where classes exclude each other; the hint names the likely cause.
     """
-    for _ in checked_blocks(probs, num_classes):
+    for _ in checked_blocks(probs, num_classes, is_exclusive=is_exclusive):
         pass
 
 
-def checked_blocks(probs: NDArray, num_classes: int) -> Iterator[tuple[slice, NDArray]]:
+def checked_blocks(probs: NDArray, num_classes: int, *, is_exclusive: bool = True) -> Iterator[tuple[slice, NDArray]]:
     """Rows and values of each block of probs (N, C), checked as check_probabilities does."""
     if probs.ndim != 2 or probs.shape[1] != num_classes:
         raise DataError(f"probs: expected shape (N, {num_classes}), got {probs.shape}")
     for rows in row_blocks(*probs.shape):
         block = np.asarray(probs[rows])
-        _check_values(block)
+        _check_values(block, is_exclusive=is_exclusive)
         yield rows, block
 
 
-def _check_values(probs: NDArray) -> None:
+def _check_values(probs: NDArray, *, is_exclusive: bool) -> None:
     if probs.size == 0:
         return
     if not np.isfinite(probs).all():
@@ -58,6 +61,6 @@ def _check_values(probs: NDArray) -> None:
         if smallest >= 0 and largest <= 100:
             hint = "these look like percentages; divide by 100"
         raise DataError(f"probs: expected values in [0, 1], got {smallest:g} to {largest:g}", hint=hint)
-    if worst > ROW_SUM_TOLERANCE:
+    if is_exclusive and worst > ROW_SUM_TOLERANCE:
         hint = "sigmoid outputs per class, or rows that lost a class, do not sum to 1"
         raise DataError(f"probs: expected rows that sum to 1 within 1e-4, got one off by {worst:g}", hint=hint)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bnncli.evaluation.example_statistics import ExampleStatistics
+from bnncli.evaluation.label_statistics import decision_losses
 
 # The smallest probability that the log sees: float32 probabilities underflow to 0, whose log would be
 # infinite.
@@ -85,6 +86,11 @@ def confidence_scores(examples: ExampleStatistics) -> list[ScoreGroup]:
     return [means([confidence, ScoreForm("mean_entropy", {}, None)], [examples.confidence, examples.entropy])]
 
 
+def entropy_score(examples: ExampleStatistics) -> ScoreGroup:
+    """Mean entropy alone, nats."""
+    return means([ScoreForm("mean_entropy", {}, None)], [examples.entropy])
+
+
 def label_scores(examples: ExampleStatistics) -> list[ScoreGroup]:
     """Accuracy, NLL and Brier score."""
     rank, probability = examples.label_rank, examples.label_probability
@@ -116,6 +122,11 @@ def nll(probs: NDArray, labels: NDArray) -> float:
 
 
 def nll_per_example(probs: NDArray, labels: NDArray) -> Floats:
-    """Negative log probability (N,) of each example's label, nats, clamped at SMALLEST_PROBABILITY."""
+    """Negative log probability (N,) of each example's label, nats, clamped at SMALLEST_PROBABILITY.
+
+    Of several labels an example, (N, L), the mean over them: of each being there or not.
+    """
+    if labels.ndim == 2:
+        return decision_losses(probs, labels != 0)[0].mean(axis=1)
     column = np.asarray(labels, dtype=np.int64)[:, None]
     return log_losses(np.take_along_axis(np.asarray(probs), column, axis=1)[:, 0])

@@ -12,9 +12,12 @@ import numpy as np
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError
 from bnncli.evaluation.example_statistics import ExampleStatistics, check_labels, examples_of
+from bnncli.evaluation.label_scores import one_sided_labels
+from bnncli.evaluation.label_statistics import check_label_sets
 from bnncli.evaluation.per_class import rare_classes
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.integrators import load_integrator
+from bnncli.likelihoods import name_to_record, recorded_name
 from bnncli.options import EvaluateOptions
 from bnncli.run.prediction_groups import PredictionGroup
 from bnncli.run.session import Run
@@ -54,7 +57,8 @@ class PredictedSplit:
     def examples(self) -> ExampleStatistics:
         """The numbers of each example."""
         try:
-            return examples_of(self.file.probs, self.file.labels, num_classes=len(self.file.classes))
+            size, is_exclusive = len(self.file.classes), self.file.is_exclusive
+            return examples_of(self.file.probs, self.file.labels, num_classes=size, is_exclusive=is_exclusive)
         except DataError as error:
             path = self.header.path
             raise DataError(f"{path}: {error.message}", hint=error.hint, path=path) from None
@@ -106,12 +110,27 @@ def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[Pr
         file = PredictedSplit(header).file
         if file.labels is None or len(file.labels) == 0:
             continue
+        if not file.is_exclusive:
+            _warn_of_one_sided_labels(run, name, file)
+            continue
         check_labels(file.labels, (len(file.labels), len(file.classes)))
         absent, few = rare_classes(file.labels, file.classes)
         if absent:
             run.console.warn(f"split {name} has no examples of {_listed(absent)}: means over classes leave them out")
         if few:
             run.console.warn(f"split {name} has few examples of {_listed(few)}: scores of single classes say little")
+
+
+def _warn_of_one_sided_labels(run: Run, split: str, file: PredictionFile) -> None:
+    """Warn of labels that none, or all, of a split's examples have."""
+    assert file.labels is not None
+    check_label_sets(file.labels, (len(file.labels), len(file.classes)))
+    for names, who in zip(one_sided_labels(file.labels, file.classes), ("no example", "every example"), strict=True):
+        if names:
+            text = _listed(names).replace("class", "label", 1).replace("labeles", "labels", 1)
+            run.console.warn(
+                f"split {split}: {who} has {text}: means over labels leave them out where they are undefined"
+            )
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -130,6 +149,7 @@ def _described(group: PredictionGroup, header: Header) -> dict[str, Any]:
         "settings": dict(header.meta.get("settings", {})),
         "samples": num_draws(group, header),
         "split": header.meta["split"],
+        **name_to_record(recorded_name(header.meta)),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bnncli.likelihoods import recorded_name
 from bnncli.names import posterior_title
 from bnncli.run.session import Table
 from bnncli.scores import declared
@@ -31,7 +32,12 @@ def score_table(
     """
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
     shown = [
-        {_form(metric): metric for metric in row["metrics"] if _is_shown(metric, chosen, scores)} for row in ordered
+        {
+            _form(metric): metric
+            for metric in row["metrics"]
+            if _is_shown(metric, chosen, scores, has_labels=recorded_name(row) is not None)
+        }
+        for row in ordered
     ]
     forms = _columns(shown)
     cells = [
@@ -47,12 +53,14 @@ def score_title(metric: Mapping[str, Any]) -> str:
     return declared()[metric["name"]].title.format(**metric)
 
 
-def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str]) -> bool:
+def _is_shown(metric: Mapping[str, Any], chosen: Sequence[str], scores: Sequence[str], *, has_labels: bool) -> bool:
     if metric.get("score", scores[0]) not in scores:
         return False
     if chosen:
         return metric["name"] in chosen
     score = declared()[metric["name"]]
+    if has_labels and score.shown_of_labels is not None:
+        return all(metric.get(key) == value for key, value in score.shown_of_labels.items())
     return score.is_shown and all(metric.get(key) == value for key, value in score.usual.items())
 
 

@@ -45,6 +45,8 @@ class Score:
         note: a line below the table that has it among the usual ones.
         options: those that set it, by their names; their values are in the `settings` of a scored split.
         of_split: the score of one split's predictions.
+        of_labels: the same where an example has several labels; None where it means nothing there.
+        shown_of_labels: choices of the form that evaluate shows there; None: as of classes.
         of_two_splits: its forms, of how well a score of each example tells two splits apart.
         of_other_split: the row of what predictions of an out-of-distribution split (named) say by themselves.
         of_draws: the distance between draws of theta and those of a reference.
@@ -52,7 +54,7 @@ class Score:
     """
 
     title: str
-    place: int = LAST
+    place: float = LAST
     digits: int = 4
     is_shown: bool = False
     usual: Mapping[str, str] = field(default_factory=dict)
@@ -62,6 +64,8 @@ class Score:
     note: str | None = None
     options: Mapping[str, ScoreOption] = field(default_factory=dict)
     of_split: Callable[[ScoredPredictions], Sequence[ScoreGroup]] | None = None
+    of_labels: Callable[[ScoredPredictions], Sequence[ScoreGroup]] | None = None
+    shown_of_labels: Mapping[str, str] | None = None
     of_two_splits: Callable[[], Sequence[DetectionForm]] | None = None
     of_other_split: Callable[[ExampleStatistics, str, Bootstrap | None], Row] | None = None
     of_draws: Callable[[], Distance] | None = None
@@ -94,16 +98,16 @@ def further_names() -> list[str]:
 
 
 def split_scores(split: ScoredPredictions, names: Collection[str] | None = None) -> list[ScoreGroup]:
-    """Every score of one split's predictions, or those of these names and what is computed with them."""
+    """Every score of one split's predictions, or those of these names and what is computed with them.
+
+    Where an example has several labels, those that mean something there.
+    """
     scores = declared()
     split = replace(split, settings={name: one.default for name, one in options().items()} | dict(split.settings))
     wanted = scores if names is None else {scores[name].computed_by or name for name in names}
-    return [
-        group
-        for name, score in scores.items()
-        if score.of_split is not None and name in wanted
-        for group in score.of_split(split)
-    ]
+    has_labels = split.examples.of_labels is not None
+    makers = {name: score.of_labels if has_labels else score.of_split for name, score in scores.items()}
+    return [group for name, make in makers.items() if make is not None and name in wanted for group in make(split)]
 
 
 def detection_forms() -> dict[str, Sequence[DetectionForm]]:

@@ -1,4 +1,4 @@
-"""The share of examples whose label is the most probable class."""
+"""The share of examples whose label is the most probable class; of several labels, of which every one is told rightly."""
 
 from __future__ import annotations
 
@@ -18,4 +18,11 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     return label_scores(split.examples)
 
 
-SCORE = Score(title="accuracy", place=1, is_shown=True, of_split=of_split)
+def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
+    """Accuracy of whole examples, Hamming loss, NLL and Brier score of all decisions."""
+    from bnncli.evaluation.label_scores import decision_scores
+
+    return decision_scores(split.probs, split.examples)
+
+
+SCORE = Score(title="accuracy", place=1, is_shown=True, of_split=of_split, of_labels=of_labels)

@@ -18,4 +18,11 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     return per_class_scores(split.probs, split.examples)
 
 
-SCORE = Score(title="balanced accuracy", place=7, of_split=of_split)
+def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
+    """All means over labels, and rankings of all decisions in one."""
+    from bnncli.evaluation.label_scores import label_by_label_scores
+
+    return label_by_label_scores(split.probs, split.examples)
+
+
+SCORE = Score(title="balanced accuracy", place=7, facts=("num_left_out",), of_split=of_split, of_labels=of_labels)

@@ -4,4 +4,12 @@ from __future__ import annotations
 
 from bnncli.scores import Score
 
-SCORE = Score(title="class AUROC", place=10, computed_by="balanced_accuracy")
+SCORE = Score(
+    title="class AUROC",
+    place=10,
+    usual={"average": "macro"},
+    told_by=("average",),
+    facts=("num_left_out",),
+    shown_of_labels={"average": "macro"},
+    computed_by="balanced_accuracy",
+)

@@ -22,6 +22,17 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     return [*groups, class_wise_scores(split.probs, split.examples.labels, num_bins=num_bins)]
 
 
+def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
+    """ECE of all decisions in one, and the mean over the labels of the ECE of each."""
+    from bnncli.evaluation.class_wise import class_wise_scores
+    from bnncli.evaluation.label_calibration import pooled_calibration
+
+    assert split.examples.of_labels is not None
+    labels, num_bins = split.examples.of_labels.labels, split.settings["bins"]
+    pooled = pooled_calibration(split.probs, labels, num_bins=num_bins)
+    return [pooled, class_wise_scores(split.probs, labels, num_bins=num_bins)]
+
+
 BINS = ScoreOption(
     text="Bins of ECE and MCE.", in_compare="Bins of calibration errors.", default=15, minimum=1, place=2
 )  # the usual choice since Guo et al. (2017)
@@ -37,4 +48,5 @@ SCORE = Score(
     has_floor=True,
     options={"bins": BINS},
     of_split=of_split,
+    of_labels=of_labels,
 )

@@ -18,4 +18,11 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     return confidence_scores(split.examples)
 
 
-SCORE = Score(title="confidence", place=17, of_split=of_split)
+def of_labels(split: ScoredPredictions) -> list[ScoreGroup]:
+    """Mean entropy, the sum over the labels of each."""
+    from bnncli.evaluation.weighted_scores import entropy_score
+
+    return [entropy_score(split.examples)]
+
+
+SCORE = Score(title="confidence", place=17, of_split=of_split, of_labels=of_labels)

@@ -21,4 +21,4 @@ def of_split(split: ScoredPredictions) -> list[ScoreGroup]:
     return [means(members, [split.mutual_info])]
 
 
-SCORE = Score(title="mutual information", place=19, of_split=of_split)
+SCORE = Score(title="mutual information", place=19, of_split=of_split, of_labels=of_split)

@@ -72,11 +72,11 @@ def check_artifact(path: Path) -> Header:
         read_features(path, is_full_check=True)
     elif header.kind == "predictions":
         content = read_predictions(path)
-        check_probabilities(content.probs, len(content.classes))
+        check_probabilities(content.probs, len(content.classes), is_exclusive=content.is_exclusive)
         if content.group_probs is not None and content.group_weights is not None:
             # A group without weight has no probabilities, and zeros in their place.
             for group in content.group_probs[content.group_weights > 0]:
-                check_probabilities(group, len(content.classes))
+                check_probabilities(group, len(content.classes), is_exclusive=content.is_exclusive)
     elif header.kind == "metrics":
         read_metrics(path)
     else:

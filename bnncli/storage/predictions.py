@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bnncli.errors import DataError
+from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, write_hdf5
 from bnncli.storage.headers import Header
 
@@ -19,14 +20,14 @@ class PredictionFile:
     """Predictions of a split.
 
     Attributes:
-        probs: (N, C) float32, rows sum to 1.
+        probs: (N, C) float32, rows sum to 1; where meta's `likelihood` is multilabel each class is a label by itself.
         entropy: (N,) float32, nats, of the mean probabilities.
         mutual_info: (N,) float32, nats; None for integrators that do not sample.
-        labels: (N,) int64 or None. sample_id: (N,) int64.
+        labels: (N,) int64, (N, C) uint8 of several labels an example, or None. sample_id: (N,) int64.
         classes: the C class names.
         probs_samples: (S, N, C) float16, of every draw; only where they were asked for.
         interval: (N, 2) float32, central part of the posterior of the predicted class's probability; how much of it, meta's
-            `interval_level` says (95 % where it does not).
+            `interval_level` says (95 % where it does not); (N, C, 2), of every label's, where there are several.
         log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters.
         energy: (N,) float32, -log sum exp of the logits at the posterior's mean.
         max_logit: (N,) float32, the largest of those.
@@ -56,6 +57,11 @@ class PredictionFile:
     group_rows: Array | None = None
     group_weights: Array | None = None
 
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether classes exclude each other; of a file, as its header says."""
+        return self.header is None or has_exclusive_classes(recorded_name(self.header.meta))
+
 
 # What a file may lack, with the shape it has where it is there.
 _OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -71,6 +77,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "group_rows": ("R",),
     "group_weights": ("G",),
 }
+_OF_LABELS: dict[str, tuple[str, ...]] = {"labels": ("N", "C"), "interval": ("N", "C", "2")}
 _GROUPS = ("group_probs", "group_rows", "group_weights")
 _CHECK_ROWS = 4096  # held in memory at once
 _MAPPED = ("probs", "log_concentration", "probs_samples", "group_probs")
@@ -115,7 +122,8 @@ def read_predictions(path: Path) -> PredictionFile:
         raise DataError(f"{path}: has groups of draws and no {', '.join(lacking)}", code="damaged", path=path)
     sizes = {"N": len(arrays["sample_id"]), "C": len(classes), "2": 2, "S": len(arrays.get("probs_samples", ()))}
     sizes |= {"G": len(arrays.get("group_weights", ())), "R": len(arrays.get("group_rows", ()))}
-    for name, axes in {"probs": ("N", "C"), "entropy": ("N",), **_OPTIONAL}.items():
+    of_labels = {} if has_exclusive_classes(recorded_name(header.meta)) else _OF_LABELS
+    for name, axes in {"probs": ("N", "C"), "entropy": ("N",), **_OPTIONAL, **of_labels}.items():
         expected = tuple(sizes[axis] for axis in axes)
         if name in arrays and arrays[name].shape != expected:
             message = f"{path}: expected {name} {expected}, got {arrays[name].shape}"

@@ -79,7 +79,10 @@ def _errors(splits: Sequence[PredictedSplit], measure: Measure, measured: Sequen
     labels = [None if file.labels is None else np.asarray(file.labels)[file.group_rows] for file in files]
 
     def values(*probs: np.ndarray) -> dict[Key, float]:
-        examples = [examples_of(own, known, num_classes=own.shape[1]) for own, known in zip(probs, labels, strict=True)]
+        examples = [
+            examples_of(own, known, num_classes=own.shape[1], is_exclusive=files[0].is_exclusive)
+            for own, known in zip(probs, labels, strict=True)
+        ]
         return {one.key: np.nan if one.value is None else one.value for one in measure(examples, list(probs))}
 
     there = list(values(*(own.mean() for own in groups)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import CheckFailed, DataError, MissingInput
+from bnncli.likelihoods import recorded_name
 from bnncli.options import EvaluateOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import spelled
@@ -129,6 +130,11 @@ def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
         )
     there = {metric["name"] for metric in metrics} if not options.metric else set()
     lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
+    if any(recorded_name(row) is not None for row in rows):
+        lines.append(
+            "several labels an example: accuracy is of examples with every label right (at 0.5); NLL, Brier score and ECE are of "
+            "each label's decision; class AUROC and average precision are means over labels"
+        )
     if options.intervals:
         lines.append(
             f"[low, high]: {100 * options.level:g} % intervals by a bootstrap over examples ({options.bootstrap} replicates); "
@@ -160,8 +166,19 @@ def _check_defined(options: EvaluateOptions, rows: list[dict[str, Any]]) -> None
         for name in options.metric:
             found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
             if all(m["value"] is None for m in found):
-                reason = found[0]["undefined"] if found else "there is no out-of-distribution split"
+                reason = found[0]["undefined"] if found else _why_absent(name, rows)
                 raise DataError(f"--metric {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
+
+
+def _why_absent(name: str, rows: list[dict[str, Any]]) -> str:
+    """Why no row has a score."""
+    score = declared()[name]
+    makers = (score, *([declared()[score.computed_by]] if score.computed_by else []))
+    is_of_split = any(one.of_split is not None for one in makers)
+    if is_of_split:
+        has_labels = any(recorded_name(row) is not None for row in rows)
+        return "it is not for several labels an example" if has_labels else "it is for several labels an example"
+    return "there is no out-of-distribution split"
 
 
 def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, reference: Reference) -> Result:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import WriteError
+from bnncli.likelihoods import has_exclusive_classes, recorded_name
 from bnncli.names import posterior_title
 from bnncli.options.assertions import Quantity
 from bnncli.run.prediction_groups import PredictionGroup
@@ -38,10 +39,11 @@ class Plot:
 def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bins: int) -> dict[str, Row]:
     """The curves of one posterior's predictions of each in-distribution split (all when none is named), by split.
 
-    `reliability` and `risk_coverage` are None without labels; `roc` has a curve for each out-of-distribution split. A split
+    `reliability` and `risk_coverage` are None without labels, the latter of several labels an example too; `roc` has a curve for each out-of-distribution split. A split
     without examples has none of them.
     """
-    from bnncli.evaluation.curves import reliability_curve, risk_coverage_curve, roc_curve
+    from bnncli.evaluation.curves import curve_of_bins, reliability_curve, risk_coverage_curve, roc_curve
+    from bnncli.evaluation.label_calibration import label_reliability
 
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     latent = group.posterior_path if is_latent(group.posterior_path) else None
@@ -50,12 +52,17 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bi
         if splits and name not in splits:
             continue
         run.console.poll(f"curves of {group.name}")
-        examples = PredictedSplit(header).examples
+        split = PredictedSplit(header)
+        examples = split.examples
         is_labeled = examples.is_right is not None and len(examples) > 0
         curves: Row = {"reliability": None, "risk_coverage": None, "roc": {}}
         if is_labeled and examples.is_right is not None:
             curves["reliability"] = reliability_curve(examples, num_bins=num_bins)
             curves["risk_coverage"] = risk_coverage_curve(examples.confidence, examples.is_right)
+        own = examples.of_labels
+        if own is not None and own.labels is not None and len(examples):
+            bins = label_reliability(split.file.probs, own.labels, num_bins=num_bins)
+            curves["reliability"] = curve_of_bins(bins)
         for other in outside:
             if len(examples) and len(other.examples):
                 curves["roc"][other.name] = roc_curve(examples.confidence, other.examples.confidence)
@@ -85,7 +92,8 @@ def planned_plots(run: Run, groups: Sequence[PredictionGroup], splits: Sequence[
                 continue
             if header.meta.get("is_labeled") and header.meta["num_examples"]:
                 add("reliability", name)
-                add("risk-coverage", name)
+                if has_exclusive_classes(recorded_name(header.meta)):
+                    add("risk-coverage", name)
                 if is_latent(group.posterior_path):
                     add("density", name)
             for other, outside in group.splits(is_ood=True).items():

@@ -105,12 +105,16 @@ def _scores(
 ) -> tuple[dict[str, Scores], dict[str, Mapping[str, int]]]:
     """Every score of the examples of each split, (N,), or the reason why there is none; and what defines each score."""
     labels = train.content.labels
+    several = (
+        {"no_classes": "an example has several labels, and no class"} if labels is not None and labels.ndim == 2 else {}
+    )
     given = TrainingFeatures(
         torch.from_numpy(train.content.features),
-        None if labels is None else torch.from_numpy(labels),
+        None if labels is None or several else torch.from_numpy(labels),
         run.device,
         run.stream,
         options.detector_settings,
+        **several,
     )
     fitted = {name: _fit(detector, given) for name, detector in declared().items() if detector.of_features is not None}
     for note in (note for one in fitted.values() if isinstance(one, FittedDetector) for note in one.notes):

@@ -54,6 +54,11 @@ def run(run: Run, options: PredictOptions) -> Result:
     posteriors = _posteriors(run, options)
     asked = AskedIntegrators.of(options, [posterior.header for posterior in posteriors])
     classes = splits[0].content.classes
+    if options.table is not None and any(split.content.likelihood is not None for split in splits):
+        raise UsageError(
+            "\0table\0: a row is an example of one class, and here an example has several labels",
+            hint="probabilities and intervals of every label are in the prediction files, and in bnncli.open(...).predict(x)",
+        )
     merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
     if options.table is not None:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]

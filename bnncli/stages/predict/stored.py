@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
+from bnncli.likelihoods import name_to_record
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.options.declaration import spelled
 from bnncli.run.inputs import Split
@@ -77,6 +78,7 @@ def _meta(predictor: Predictor, choice: IntegratorChoice, split: Split) -> dict[
         "is_ood": split.content.is_ood,
         "is_labeled": split.content.labels is not None,
         "order_digest": split.content.header.meta.get("order_digest") if split.content.header else None,
+        **name_to_record(predictor.posterior.layout.likelihood_name),
     }
 
 

@@ -1,0 +1,7 @@
+"""The share of labels that are told wrongly, where an example has several."""
+
+from __future__ import annotations
+
+from bnncli.scores import Score
+
+SCORE = Score(title="Hamming loss", place=1.5, shown_of_labels={}, computed_by="accuracy")
