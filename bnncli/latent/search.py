@@ -32,7 +32,7 @@ def nll_of_repeats(
     *,
     scaling: Scaling | None = None,
 ) -> Tensor:
-    """Mean NLL (R,) float64 of labels (N,) under the mean probability of NUM_NETWORKS networks of each repeat.
+    """Mean NLL (R,) float64 of labels (N,) or (N, C) under the mean probability of NUM_NETWORKS networks of each repeat.
 
     Args:
         features: (N, D), on the model's device or the CPU. labels: on the model's device.
@@ -46,7 +46,12 @@ def nll_of_repeats(
         total = torch.zeros((), dtype=torch.float64, device=model.device)
         for rows, block in inputs.blocks():
             logits = layout.logits(block, theta)
-            single = layout.likelihood.log_likelihoods(logits, labels[rows]).double()
-            total += (math.log(NUM_NETWORKS) - torch.logsumexp(single, dim=0)).sum()
+            if layout.likelihood.is_exclusive:
+                single = layout.likelihood.log_likelihoods(logits, labels[rows]).double()
+            else:  # each label by itself, as it is predicted: draws (S, n L)
+                decisions = layout.likelihood.decision_logs(logits.permute(2, 0, 1), labels[rows]).double()
+                single = decisions.transpose(0, 1).flatten(1)
+            losses = math.log(NUM_NETWORKS) - torch.logsumexp(single, dim=0)
+            total += losses.sum() * len(block) / len(losses)
         found.append(total / len(features))
     return torch.stack(found)

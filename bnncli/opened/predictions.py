@@ -27,11 +27,11 @@ class ClassProbabilities:
     """Probabilities of N examples, in NumPy arrays: what `bnncli predict` stores of them.
 
     Attributes:
-        probs: (N, C) float32, rows sum to one; the columns are `classes`.
+        probs: (N, C) float32, rows sum to one unless each class is a label by itself; the columns are `classes`.
         entropy: (N,) float32, nats, of probs.
         mutual_info: (N,) float32, nats: the part of the entropy that is due to not knowing the weights; None without draws.
-        interval: (N, 2) float32, central interval of the probability of the most probable class; None where the integrator
-            has none.
+        interval: (N, 2) float32, central interval of the probability of the most probable class, or (N, C, 2) of every
+            label's; None where the integrator has none.
         interval_level: what the intervals hold: 0.95, less with few draws; None without intervals.
         classes: names of the C classes.
         draws: how many draws predicted; None without.

@@ -33,13 +33,14 @@ class SplitArrays:
     """A split of a run, as `extract-features` stored it.
 
     Attributes:
-        features: (N, D) float32 or float16, in the file's pages. labels: (N,) int64; None without.
+        features: (N, D) float32 or float16, in the file's pages. labels: (N,) int64, or (N, C) uint8 of several labels
+            an example; None without.
         classes: names of the C classes. is_ood: whether it is out of the distribution.
     """
 
     name: str
     features: NDArray[np.floating[Any]]
-    labels: NDArray[np.int64] | None
+    labels: NDArray[np.int64] | NDArray[np.uint8] | None
     classes: tuple[str, ...]
     is_ood: bool
 

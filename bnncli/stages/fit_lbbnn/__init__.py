@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bnncli.likelihoods import outputs_for
+from bnncli.likelihoods import name_to_record, outputs_for
 from bnncli.options import FitLbbnnOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -40,6 +40,7 @@ def run(run: Run, options: FitLbbnnOptions) -> Result:
     if val is None and options.slab_sd == "auto":
         options = replace(options, slab_sd="1")
     params = {**options.params(), "sizes": list(layout.sizes), "seed": run.compute.seed}
+    params |= name_to_record(layout.likelihood_name)
     request = posterior_request(
         run,
         "lbbnn",
@@ -72,8 +73,9 @@ def _val(run: Run, options: FitLbbnnOptions, layout: NetworkLayout) -> Split | N
 def _layout(options: FitLbbnnOptions, train: Split) -> NetworkLayout:
     """Outputs as the network's head has them; without a head as many as the classes need."""
     head, num_classes = train.layout, len(train.content.classes)
-    outputs = head.num_outputs if train.content.head_weight is not None else outputs_for(num_classes)
-    return NetworkLayout((head.num_features, *options.hidden_sizes, outputs))
+    has_own = train.content.head_weight is not None or not head.likelihood.is_exclusive
+    outputs = head.num_outputs if has_own else outputs_for(num_classes)
+    return NetworkLayout((head.num_features, *options.hidden_sizes, outputs), head.likelihood_name)
 
 
 def _report(meta: Mapping[str, Any]) -> Report:

@@ -49,7 +49,13 @@ def short_plan(options: FitLbbnnOptions, plan: Plan, num_examples: int) -> str |
 
 
 def guessing(labels: Tensor, num_classes: int) -> float:
-    """Log likelihood of labels (N,) under the classes' own shares, nats."""
+    """Log likelihood of labels (N,) under the classes' own shares, nats; of labels (N, C) under the share of each."""
+    if labels.ndim == 2:
+        there = labels.cpu().double().sum(dim=0)
+        rest = len(labels) - there
+        return float(
+            (torch.special.xlogy(there, there / len(labels)) + torch.special.xlogy(rest, rest / len(labels))).sum()
+        )
     counts = torch.bincount(labels.cpu(), minlength=num_classes).double()
     return float(torch.special.xlogy(counts, counts / counts.sum()).sum())
 

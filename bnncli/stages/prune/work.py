@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bnncli.evaluation.example_statistics import examples_of
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.options import PruneOptions
 from bnncli.posteriors.latent_binary import LatentBinary
@@ -74,7 +75,7 @@ def _metrics(run: Run, sparse: Sparse, posterior: LatentBinary, split: Split | N
 
 
 def _scores(run: Run, sparse: Sparse, split: Split) -> dict[str, float]:
-    """Accuracy and mean NLL of one network."""
+    """Accuracy and mean NLL of one network; of several labels, of whole examples and of all decisions."""
     network: Any = sparse.to(run.device)
     labels = split.labels(run.device)
     probs = torch.cat(
@@ -83,6 +84,12 @@ def _scores(run: Run, sparse: Sparse, split: Split) -> dict[str, float]:
             for features in split.feature_blocks(run.device)
         ]
     )
+    if labels.ndim == 2:
+        found = examples_of(probs.cpu().numpy(), labels.cpu().numpy(), is_exclusive=False).of_labels
+        assert found is not None
+        assert found.num_wrong is not None
+        assert found.log_loss is not None
+        return {"accuracy": float((found.num_wrong == 0).mean()), "nll": float(found.log_loss.mean())}
     own = probs.gather(1, labels.unsqueeze(1)).double().clamp(min=torch.finfo(torch.float32).tiny)
     return {
         "accuracy": float((probs.argmax(dim=1) == labels).double().mean()),
