@@ -248,7 +248,7 @@ BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
     "a document of lines": ("jsonl", b'{\n"text": "a"}', DataError, "is no JSON.*jq -c"),
     "latin-1 in JSON": ("jsonl", b'{"text": "a"}\n{"text": "\xe9"}', DataError, r"row 1 \(line 2\) is no text in UTF-8"),
     "labels of two kinds": ("jsonl", b'{"text": "a", "label": 1}\n{"text": "a", "label": "b"}', DataError, "got int, str"),
-    "several labels": ("jsonl", b'{"text": "a", "label": [1, 1]}\n{"text": "a", "label": [0, 1]}', DataError, "multilabel"),
+    "one-hot labels": ("jsonl", b'{"text": "a", "label": [1, 0]}\n{"text": "a", "label": [0, 1]}', DataError, "one-hot"),
 }  # fmt: skip
 
 

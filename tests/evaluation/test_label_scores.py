@@ -16,7 +16,6 @@ from bnncli.evaluation.curves import curve_of_bins
 from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
 from bnncli.evaluation.label_calibration import label_reliability, pooled_calibration
 from bnncli.evaluation.label_scores import decision_scores, one_sided_labels
-from bnncli.evaluation.label_statistics import SMALLEST_REST
 from bnncli.evaluation.metric_rows import Row, score_rows
 from bnncli.evaluation.probabilities import check_probabilities
 from bnncli.evaluation.scored_predictions import ScoredPredictions
@@ -167,7 +166,7 @@ def test_a_label_that_was_surely_absent_and_is_there_costs_what_float32_can_tell
     labels = np.array([[1, 0], [1, 0]], np.uint8)
     found = row(rows_of(probs, labels), "nll")
     assert found["num_clamped"] == 2
-    expected = -np.log([np.finfo(np.float32).tiny, SMALLEST_REST]).sum() / 4
+    expected = -np.log([np.finfo(np.float32).tiny, 2.0**-25]).sum() / 4
     assert found["value"] == pytest.approx(expected)
 
 
