@@ -58,6 +58,20 @@ def read_distributed(folder: Path) -> dict[str, Any]:
         raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
 
 
+def described(folder: Path) -> dict[str, str]:
+    """Type and shape of each tensor of a distributed checkpoint, as its metadata say. Raises as read_distributed does."""
+    try:
+        with open_regular(folder / METADATA) as stream:
+            entries = _Descriptions(stream).load().state_dict_metadata
+        return {
+            str(name): f"{str(entry.properties.dtype).removeprefix('torch.')} {tuple(entry.size)}"
+            for name, entry in entries.items() if hasattr(entry, "chunks")
+        }  # fmt: skip
+    except (*_DAMAGE, EOFError, OverflowError, pickle.UnpicklingError, MemoryError) as error:
+        what = f"{quoted(folder, limit=300)}: the distributed checkpoint is damaged"
+        raise DataError(f"{what}: {type(error).__name__}: {str(error)[:120]}", code="truncated") from error
+
+
 def _distributed(folder: Path) -> dict[str, Any]:
     with open_regular(folder / METADATA) as stream:
         metadata = _Descriptions(stream).load()

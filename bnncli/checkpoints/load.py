@@ -27,10 +27,12 @@ from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.progress import SILENT, Progress
 
 _SHARED, _SMALL = 16, 1 << 24
+_SAVE_TENSORS = "save the network's state_dict() where you trust the program, and give that file"
+# What it is, and the way out; FILE stands for the file.
 _CODE_KINDS = {
-    "torchscript": "a TorchScript program",
-    "pt2": "an exported program (.pt2)",
-    "torch-package": "a torch.package archive",
+    "torchscript": ("a TorchScript program", f"run its graph: \0model\0 jit:FILE; or {_SAVE_TENSORS}"),
+    "pt2": ("an exported program (.pt2)", f"run its graph: \0model\0 export:FILE; or {_SAVE_TENSORS}"),
+    "torch-package": ("a torch.package archive", _SAVE_TENSORS),
 }
 
 
@@ -76,6 +78,11 @@ def load_checkpoint(path: Path | str, *, wanted: str | None = None, progress: Pr
             an older torch file has none, and only sizes, types and places can be checked.
         Untrusted: the file is a program, or loading it would call code that it names.
     """
+    return load_whole(path, wanted=wanted, progress=progress)[0]
+
+
+def load_whole(path: Path | str, *, wanted: str | None = None, progress: Progress = SILENT) -> tuple[Checkpoint, Any]:
+    """The state dict in a checkpoint file, and all that the file holds. Raises what load_checkpoint raises."""
     path = Path(path)
     shards = shards_of(path)
     if shards is None:
@@ -88,7 +95,7 @@ def load_checkpoint(path: Path | str, *, wanted: str | None = None, progress: Pr
         size = sum(part.size for part in parts)
         check_sizes(state, size)
         content_notes = dict.fromkeys(note for part in parts for note in part.notes)
-        return Checkpoint(
+        checkpoint = Checkpoint(
             state=state,
             format=parts[0].kind if shards is None else f"{parts[0].kind}-shards",
             selected_key=selected_key,
@@ -99,6 +106,7 @@ def load_checkpoint(path: Path | str, *, wanted: str | None = None, progress: Pr
             path=path,
             notes=(*notes, *name_notes, *content_notes),
         )
+        return checkpoint, saved
     except (DataError, Untrusted) as error:
         raise _about(error, path) from error.__cause__
 
@@ -261,10 +269,8 @@ def _checkpoint_kind(stream: IO[bytes]) -> str:
     if kind in ("torch-zip", "torch-legacy", "safetensors"):
         return kind
     if kind in _CODE_KINDS:
-        raise Untrusted(
-            f"the file is {_CODE_KINDS[kind]}: code, not only tensors", code="program",
-            hint="save the network's state_dict() where you trust the program, and give that file",
-        )  # fmt: skip
+        what, hint = _CODE_KINDS[kind]
+        raise Untrusted(f"the file is {what}: code, not only tensors", code="program", hint=hint)
     if kind == "pickle":
         raise Untrusted(_raw_pickle(stream), code="needs_code", hint=trust_hint())
     raise DataError(describe_wrong_kind(kind), code=f"is_{kind}", hint=HINTS.get(kind))
@@ -315,4 +321,6 @@ def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
     message = f"{quoted(path, limit=300)}: {error.message}"
     is_pickle = error.code == "needs_code"
     hint = trust_hint(str(path), str(path.with_suffix(".safetensors"))) if is_pickle else error.hint
+    if hint is not None and error.code in ("program", "is_onnx", "is_skops"):
+        hint = hint.replace("FILE", str(path))
     return type(error)(message, hint=hint, code=error.code, path=path)

@@ -27,7 +27,7 @@ _MAGIC = {
 def sniff(stream: IO[bytes]) -> str:
     """The kind of an open file, by its first bytes.
 
-    One of empty, zip, torch-legacy, safetensors, pickle, git-lfs, html, hdf5, npy, gzip, tar, unknown.
+    One of empty, zip, torch-legacy, safetensors, pickle, git-lfs, html, hdf5, npy, gzip, onnx, tar, unknown.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
@@ -49,11 +49,19 @@ def sniff(stream: IO[bytes]) -> str:
         return "safetensors"
     if head[:1] == b"\x80" and head[1:2] in (b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"):
         return "pickle"
+    if _is_onnx(head):
+        return "onnx"
     return "tar" if head[257:262] == b"ustar" else "unknown"
 
 
+def _is_onnx(head: bytes) -> bool:
+    """Whether a file begins as an ONNX model does: with its version, and a field of those that come next."""
+    # Of onnx.ModelProto: ir_version is field 1; producer_name, producer_version, graph, opset_import are 2, 3, 7, 8.
+    return head[:1] == b"\x08" and head[1:2] <= b"\x40" and head[2:3] in (b"\x12", b"\x1a", b"\x3a", b"\x42")
+
+
 def sniff_zip(stream: IO[bytes]) -> str:
-    """The kind of a zip file by its members: torch-zip, torchscript, pt2, torch-package, npz or zip.
+    """The kind of a zip file by its members: torch-zip, torchscript, pt2, torch-package, skops, npz or zip.
 
     Raises:
         DataError: truncated, or a member is compressed, encrypted, duplicated, overlapping or outside the archive.
@@ -89,6 +97,8 @@ def _zip_kind(inner: set[str], names: list[str]) -> str:
         return "pt2"
     if ".data/extern_modules" in inner or ".data/extern_modules" in names:
         return "torch-package"
+    if "schema.json" in names:
+        return "skops"
     return "torch-zip" if "data.pkl" in inner else "zip"
 
 
@@ -131,6 +141,8 @@ def describe_wrong_kind(kind: str, members: list[str] | None = None) -> str:
         "npy": "the file is a NumPy array, not a checkpoint",
         "npz": "the file is an npz archive of arrays, not a checkpoint",
         "gzip": "the file is gzip-compressed",
+        "onnx": "the file is an ONNX graph, not a checkpoint",
+        "skops": "the file is one of skops: an estimator of scikit-learn, not a checkpoint",
         "tar": "the file is a tar archive (saved before torch 0.4?), which is not read",
         "zip": "the file is a zip archive without data.pkl, so not a torch checkpoint",
     }.get(kind, "the file is neither a torch nor a safetensors checkpoint")
@@ -142,5 +154,7 @@ HINTS = {
     "git-lfs": "git lfs pull",
     "html": "download the file itself",
     "gzip": "gunzip it first",
+    "onnx": "run its graph: \0model\0 onnx:FILE",
+    "skops": "its linear classifier: \0model\0 sklearn:FILE",
     "npz": "features and labels of your own are read with \0from_npz\0 FILE",
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bnncli import registry
@@ -68,6 +70,27 @@ def _inferred(infer: Callable[[Mapping[str, Tensor]], dict[str, Any]], state: Ma
             for prefix in prefixes_of(state)
         )
         found = max(map(infer, below), key=len, default={})  # the first of those that tell as much
+    return found
+
+
+def recognised(state: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Any]]]:
+    """The built-in networks whose names and shapes these are, each with the arguments that the shapes imply.
+
+    Nothing is computed: networks are built without numbers.
+    """
+    found = []
+    for name in registry.own_names(_FAMILY):
+        module = registry.load_module(_FAMILY, name)
+        arguments = _inferred(getattr(module, "arguments_from", lambda state: {}), state)
+        if not arguments:
+            continue
+        with suppress(UsageError, DataError, ValueError, RuntimeError), torch.device("meta"):
+            expected = module.build(**arguments).state_dict()
+            theirs = _with_counters(fitted(state, expected).state, expected)
+            if {key: value.shape for key, value in theirs.items()} == {
+                key: value.shape for key, value in expected.items()
+            }:
+                found.append((name, arguments))
     return found
 
 

@@ -11,6 +11,7 @@ from bnncli.options.parts import declaration, forms
 from bnncli.registry import check_name, has_name, names
 
 NO_NETWORK = "flatten"
+EITHER = "give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE"
 
 
 def _model_help() -> str:
@@ -113,8 +114,8 @@ class ExtractFeaturesOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.model is None) == (self.from_npz is None):
-            raise UsageError("give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE")
+        if self.model is not None and self.from_npz is not None:
+            raise UsageError(EITHER)
         if self.model is not None and ":" not in self.model:
             if has_name("models", self.model):
                 raise UsageError(

@@ -15,6 +15,11 @@ from bnncli.options.evaluate import FEATURES_NAME
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 MAX_NAME_BYTES = 255
+# How a folder with this file is named.
+_MODELS = {
+    "adapter_config.json": "name it as the model: \0model\0 peft:DIR \0base_model\0 BASE",
+    "config.json": "name it as the model: \0model\0 hf:DIR (timm:DIR where timm wrote it)",
+}
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,10 @@ def _is_folder(folder: Path) -> MissingInput:
     sharded = sharded_folder(folder)
     if sharded is not None:
         return MissingInput(f"expected one file; {sharded.what}", hint=sharded.hint, path=folder, code="sharded")
+    for name, way in _MODELS.items():
+        if (folder / name).is_file():
+            message = f"expected a checkpoint file; {folder} is the folder of a saved model"
+            return MissingInput(message, hint=way.replace("DIR", str(folder)), path=folder)
     own = folder.with_suffix("") if folder.suffix == ".bnn" else None
     hint = f"give the checkpoint itself: {own}" if own else "give the checkpoint file in it"
     return MissingInput(f"expected a checkpoint file; {folder} is a folder", hint=hint, path=folder)

@@ -1,0 +1,208 @@
+"""Folders: of a saved model, of a checkpoint in several files, of a run, of data; told by the names of their files and small JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bnncli.checkpoints.shards import sharded_folder, shards_of
+from bnncli.errors import MissingInput
+from bnncli.machine.input_files import reading
+from bnncli.names import listed, quoted
+from bnncli.options.command_line import pasted
+from bnncli.stages.inspect.data_files import can_be_read
+from bnncli.stages.inspect.found import Found, data_line
+
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+_CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
+_MOST = 1 << 22
+
+
+def folder_found(folder: Path) -> Found:
+    """What a folder is.
+
+    Raises:
+        MissingInput: nothing that is known lies in it.
+        DataError: a small file in it is damaged.
+    """
+    with reading(folder):
+        names = sorted(entry.name for entry in folder.iterdir())
+        tellers: tuple[Callable[[Path, list[str]], Found | None], ...] = (
+            _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _images, _tables, _one_file
+        )  # fmt: skip
+        for tell in tellers:
+            if (found := tell(folder, names)) is not None:
+                return found
+    what = f"it holds {listed(names)}" if names else "it is empty"
+    raise MissingInput(f"{quoted(folder, limit=300)} is a folder of no kind that is known; {what}", path=folder)
+
+
+def _run(folder: Path, names: list[str]) -> Found | None:
+    """A run folder of ours."""
+    if folder.suffix != ".bnn" or not {"features", "posteriors", "predictions", "metrics"} & {*names}:
+        return None
+    found = Found("run")
+    for part in ("features", "posteriors", "predictions", "metrics"):
+        files = sorted(file.name for file in (folder / part).glob("[!.]*")) if part in names else []
+        found.add(part, ", ".join(files) or "none", key=part)
+    found.suggested = pasted("status", str(folder.with_suffix("")))
+    return found
+
+
+def _adapter(folder: Path, names: list[str]) -> Found | None:
+    """An adapter of PEFT."""
+    if "adapter_config.json" not in names:
+        return None
+    config, found = _json(folder / "adapter_config.json"), Found("peft adapter")
+    for name in (
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "modules_to_save",
+    ):
+        if config.get(name) is not None:
+            found.add(name, config[name], key=name)
+    base = str(config.get("base_model_name_or_path") or "")
+    local = next((place for place in (base, str(folder / base)) if base and Path(place).is_dir()), "BASE")
+    found.suggest(folder, model=f"peft:{folder}", data="SPEC", base_model=local)
+    return found
+
+
+def _saved_model(folder: Path, names: list[str]) -> Found | None:
+    """A folder of save_pretrained, or one that timm wrote."""
+    if "config.json" not in names:
+        return None
+    config = _json(folder / "config.json")
+    if isinstance(config.get("architecture"), str):
+        found = Found("timm folder")
+        found.add("architecture", config["architecture"], key="architecture")
+        for name in ("num_classes", "label_names"):
+            if config.get(name) is not None:
+                found.add(name, config[name])
+        found.suggest(folder, model=f"timm:{folder}", data="images:TRAIN")
+        return found
+    if not isinstance(config.get("model_type"), str):
+        return None
+    found = Found("hugging face folder")
+    architectures = [str(one) for one in config.get("architectures") or []]
+    found.add("model type", config["model_type"], key="model_type")
+    found.add("architecture", ", ".join(architectures) or "not said", key="architecture")
+    for name in ("transformers_version", "torch_dtype", "dtype", "problem_type"):
+        if config.get(name) is not None:
+            found.add(name, config[name], key=name)
+    labels = config.get("id2label")
+    if isinstance(labels, dict):
+        found.add("classes", f"{len(labels)}: {listed(labels.values())}")
+        found.document["classes"] = [str(label) for label in labels.values()]
+    weights = [name for name in names if name.endswith((".safetensors", ".bin"))]
+    found.add("weights", ", ".join(weights) or "none", key="weights")
+    found.add(
+        "preprocessing", ", ".join(name for name in names if re.match(r"tokenizer|preprocessor|vocab", name)) or "none"
+    )
+    task = next((match[1] for one in architectures if (match := _CLASSIFIER.search(one))), None)
+    if task is None:
+        found.add("note", "it is no classifier: its outputs are features at most, and it has no head")
+    else:
+        data = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}.get(task, "SPEC")
+        found.suggest(folder, model=f"hf:{folder}", data=data)
+    return found
+
+
+def _data_set(folder: Path, names: list[str]) -> Found | None:
+    """A data set of Hugging Face, saved to disk."""
+    if not {"dataset_info.json", "dataset_dict.json"} & {*names}:
+        return None
+    found = Found("hf-dataset")
+    if "dataset_dict.json" in names:
+        splits = _json(folder / "dataset_dict.json").get("splits") or []
+        found.add("splits", ", ".join(map(str, splits)), key="splits")
+    found.suggested = data_line(f"hf-dataset:{folder}") if can_be_read("hf-dataset") else None
+    return found
+
+
+def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
+    """A checkpoint of torch.distributed.checkpoint or of DeepSpeed, for convert."""
+    sharded = sharded_folder(folder)
+    if sharded is None:
+        return None
+    found = Found("deepspeed checkpoint" if sharded.kind == "deepspeed" else "distributed checkpoint")
+    found.add("files", len(list(sharded.folder.iterdir())), key="files")
+    found.add("folder", str(sharded.folder))
+    if (sharded.folder / ".metadata").is_file() and sharded.kind == "distributed":
+        from bnncli.checkpoints.distributed import described
+
+        arrays = described(sharded.folder)
+        found.document["arrays"] = arrays
+        found.facts += [[f"tensor {quoted(name)}", text] for name, text in arrays.items()]
+    out = sharded.folder.absolute().parent / f"{sharded.folder.absolute().name}.safetensors"
+    found.suggested = pasted("convert", str(folder), str(out))
+    return found
+
+
+def _shards(folder: Path, names: list[str]) -> Found | None:
+    """A checkpoint in shards, read as one."""
+    if shards_of(folder) is None:
+        return None
+    from bnncli.stages.inspect.weights import checkpoint_found
+
+    return checkpoint_found(folder)
+
+
+def _images(folder: Path, names: list[str]) -> Found | None:
+    """Class folders with images."""
+    classes = [name for name in names if (folder / name).is_dir() and _has_image(folder / name)]
+    if not classes:
+        return None
+    found = Found("images")
+    found.add("classes", f"{len(classes)}: {listed(classes)}")
+    found.document["classes"] = classes
+    found.suggested = data_line(f"images:{folder}")
+    return found
+
+
+def _has_image(folder: Path) -> bool:
+    return any(file.suffix.lower() in _IMAGES for file in folder.iterdir())
+
+
+def _tables(folder: Path, names: list[str]) -> Found | None:
+    """Parquet or Arrow files, or WebDataset shards."""
+    for suffix, kind, place in (
+        (".parquet", "parquet", folder), (".arrow", "arrow", folder), (".tar", "webdataset", folder / "*.tar")
+    ):  # fmt: skip
+        files = [name for name in names if name.endswith(suffix)]
+        if files:
+            found = Found(kind)
+            found.add("files", f"{len(files)}: {listed(files)}")
+            found.suggested = data_line(f"{kind}:{place}") if can_be_read(kind) else None
+            return found
+    return None
+
+
+def _one_file(folder: Path, names: list[str]) -> Found | None:
+    """Any folder with files of weights: they are what to look at."""
+    files = [name for name in names if name.endswith(_WEIGHTS)]
+    if not files:
+        return None
+    found = Found("folder")
+    for name in files:
+        found.add("file", name)
+    found.document["files"] = files
+    found.suggested = pasted("inspect", str(folder / files[0]))
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a small JSON file holds; nothing where it is no dictionary."""
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        try:
+            content = json.loads(stream.read(_MOST))
+        except (ValueError, RecursionError):
+            return {}
+    return content if isinstance(content, dict) else {}
