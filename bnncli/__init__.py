@@ -35,7 +35,8 @@ def open(
         device: to compute on: auto (a GPU where there is one), cpu, cuda or cuda:N.
         seed: of every random stream: with that of a command, its numbers.
         model: the network that the features were made by, as `extract-features` was told it; needed only to predict for
-            inputs, and only where it is code of yours (`file.py:factory`, `package.module:factory`), which is then run.
+            inputs, and only where it is code of yours (`file.py:factory`, `package.module:factory`), which is then run, or
+            a saved model (`hf:DIR` and the like), which is then loaded.
 
     Raises:
         bnncli.errors.BnnError: as the commands say it, with the keywords of these functions for the commands' options:

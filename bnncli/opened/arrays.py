@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnncli.errors import DataError
 from bnncli.lazy import torch
+from bnncli.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +30,51 @@ def as_tensor(x: Any) -> Tensor:
     if len(tensor) == 0:
         raise DataError(f"{_WHERE}: no examples", code="empty_split")
     return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Texts, or PIL images, for the preprocessing that a model brings: a data set without labels.
+
+    Attributes:
+        items: texts or images.
+    """
+
+    given: list[Any]
+    items: str
+    labels: None = None
+    is_labeled: bool = False
+    classes: None = None
+    is_sized: bool = False
+    names: None = None
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def read(self, rows: np.ndarray) -> tuple[list[Any], None]:
+        """Those of the rows (n,)."""
+        return [self.given[row] for row in rows.tolist()], None
+
+    def identity(self, rows: np.ndarray, progress: Progress) -> None:
+        """None: only reading everything would tell."""
+
+
+def as_items(x: Any) -> Items | None:
+    """The texts or images of what a caller gives; None where it is something else.
+
+    Raises:
+        DataError: a single text or image, which is none of several.
+    """
+    from PIL import Image  # here, for its time
+
+    for kind, what in ((str, "texts"), (Image.Image, "images")):
+        if isinstance(x, kind):
+            message = f"{_WHERE}: expected a list of {what}; got one that is in no list"
+            raise DataError(message, hint="give [x]", code="bad_shape")
+        given = x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "UO" else x
+        if isinstance(given, list | tuple) and given and all(isinstance(one, kind) for one in given):
+            return Items(list(given), what)
+    return None
 
 
 def is_features(tensor: Tensor, num_features: int) -> bool:
@@ -52,9 +99,11 @@ def check_finite(tensor: Tensor) -> None:
         raise DataError(message, hint="leave them out: x[np.isfinite(x).all(axis=1)]", code="not_finite")
 
 
-def described(tensor: Tensor) -> str:
-    """Shape and type of an array, for messages."""
-    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+def described(inputs: Tensor | Items) -> str:
+    """Shape and type of an array, or how many texts or images, for messages."""
+    if isinstance(inputs, Items):
+        return f"{len(inputs)} {inputs.items}"
+    return f"{tuple(inputs.shape)} of {str(inputs.dtype).removeprefix('torch.')}"
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from bnncli.data._arrays import ArrayDataset
 from bnncli.errors import BnnError, DataError, Untrusted, UsageError
 from bnncli.machine.devices import random_numbers_kept
 from bnncli.machine.user_code import CodeFolder
-from bnncli.models import is_kind
+from bnncli.models import SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256, tensor_digest
-from bnncli.opened.arrays import check_finite, described
+from bnncli.opened.arrays import Items, check_finite, described
 from bnncli.opened.messages import exits_refused
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run.model_files import opened_model
+from bnncli.run.model_files import ModelFiles, opened_model
 from bnncli.run.network import Network
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -41,12 +41,10 @@ class InputNetwork:
         self.header, self._code = header, code
         with interpreting(header.path):
             layer, self._dtype = header.meta["layer"], str(params["dtype"])
-            self._preprocess = data.Preprocess.parse(
-                **{name: params[name] for name in ("mean", "std", "resize", "crop")}
-            )
+            sizes = {name: params[name] for name in ("mean", "std", "resize", "crop")}
             spec, arguments, state = str(params["model"]), list(params["model_arg"]), params.get("state")
-            asked = {name: params.get(name) for name in ("base_model", "feature_node")}
-        saved = opened_model(spec, arguments, **asked)
+        saved = saved_as(spec, header)
+        self._preprocess = data.Preprocess.parse(**sizes, transform=None if saved is None else saved.transform)
         self._network = Network.of(run, spec, arguments, layer, saved, params.get("output"), state=state)
         self._network.autocast = params.get("autocast")
         self._folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None
@@ -58,14 +56,18 @@ class InputNetwork:
         """Whether it was made as this header says, of this code."""
         return (self.header.content_digest, self._code) == (header.content_digest, code)
 
-    def features(self, inputs: Tensor) -> Tensor:
-        """Features (N, D) of inputs (N, ...), on the CPU, in the type that the run's features are stored in.
+    def features(self, inputs: Tensor | Items) -> Tensor:
+        """Features (N, D) of inputs (N, ...), or of N texts or images, on the CPU, in the type that the run's are stored in.
 
         Raises:
             DataError, UsageError: the network cannot take them, or they are not finite.
         """
-        check_finite(inputs)
-        dataset = ArrayDataset(inputs, None)
+        if isinstance(inputs, Items):
+            dataset: ArrayDataset | Items = inputs
+            self._check_takes(inputs)
+        else:
+            check_finite(inputs)
+            dataset = ArrayDataset(inputs, None)
         split = data.InputSplit("x", dataset, np.arange(len(inputs)), self._preprocess, is_labeled=False)
         try:
             with (
@@ -82,6 +84,16 @@ class InputNetwork:
             expected = f"features, or inputs of the network {self._network.spec!r}"
             message = f"x: expected {expected}; got {described(inputs)}: {error.message}"
             raise DataError(message, code="wrong_inputs") from error
+
+    def _check_takes(self, inputs: Items) -> None:
+        """Pass when the model makes its own inputs of such items. Raises DataError otherwise."""
+        transform = self._preprocess.transform
+        if transform is None or transform.takes != inputs.items:
+            takes = "arrays" if transform is None else transform.takes
+            message = (
+                f"x: expected features, or {takes} for the network {self._network.spec!r}; got {described(inputs)}"
+            )
+            raise DataError(message, code="wrong_inputs")
 
     def _check_head(self, head: Any) -> None:
         """Pass when the network's last layer is the head that the run's features belong to. Raises DataError otherwise."""
@@ -134,8 +146,10 @@ def open_network(run: Run, header: Header, named: str | None, known: InputNetwor
             hint="its features were made elsewhere: make these there too",
         )
     if named is None and spec not in registry.own_names("networks"):
+        what = "; that a file names it does not have it loaded"
+        what = what if is_kind(spec) else ", which is code; that a file names it does not have it run"
         raise Untrusted(
-            f"the features of this run were made by {spec!r}, which is code; that a file names it does not have it run",
+            f"the features of this run were made by {spec!r}{what}",
             hint=f"if it is yours, name it: bnncli.open({str(run.checkpoint_path)!r}, model={spec!r})",
         )
     if named is not None and named != spec:
@@ -147,28 +161,54 @@ def open_network(run: Run, header: Header, named: str | None, known: InputNetwor
 
 
 def _check_same_code(spec: str, named: str) -> None:
-    """Pass when the same factory of a file is named by another path. Raises UsageError otherwise."""
+    """Pass when the same factory of a file, or a model of the same kind, is named by another path. Raises UsageError otherwise."""
+    if is_kind(spec) and named.partition(":")[0] == spec.partition(":")[0]:
+        return  # whether its files are the same is looked at next
     (place, _, factory), (own, _, recorded) = named.rpartition(":"), spec.rpartition(":")
     if not (place.endswith(".py") and own.endswith(".py") and factory == recorded):
         raise UsageError(f"\0model\0: the features of this run were made by {spec!r}; got {named!r}")
 
 
 def _checked_code(run: Run, header: Header, named: str) -> str | None:
-    """Digest of a network's file, which is as it was when the features were made; None where there is no such file.
+    """Digest of a network's file or files, which are as they were when the features were made; None where there are none.
 
     Raises:
-        DataError: it has changed; where that is allowed, it is warned of.
+        DataError: one has changed; where that is allowed, it is warned of.
     """
-    code = Path(named.rpartition(":")[0])
     recorded = [entry["content_digest"] for entry in header.inputs if entry["role"] == "model"]
-    if code.suffix != ".py" or not code.is_file():
+    found = _files_of_model(named, header) if is_kind(named) else _file_of_code(named)
+    if found is None:
         return None
-    digest = f"sha256:{file_sha256(code)}"
+    place, digest = found
     if not recorded or recorded == [digest]:
         return digest
-    message = f"{code} is not as it was when {header.path} was made from it"
+    message = f"{place} is not as it was when {header.path} was made from it"
     if not run.inputs.allow_stale:
         hint = run.remake(header, force=True) or UNKNOWN_MAKER
-        raise DataError(message, code="stale_input", hint=hint, path=code)
+        raise DataError(message, code="stale_input", hint=hint, path=place)
     run.console.warn(f"{message}; used all the same (\0allow_stale\0)")
     return digest
+
+
+def _file_of_code(named: str) -> tuple[Path, str] | None:
+    """The file of a factory and its digest; None where a module is named."""
+    code = Path(named.rpartition(":")[0])
+    return (code, f"sha256:{file_sha256(code)}") if code.suffix == ".py" and code.is_file() else None
+
+
+def _files_of_model(named: str, header: Header) -> tuple[Path, str] | None:
+    """The folder of a saved model's files and their digest; None where it has none."""
+    saved = saved_as(named, header)
+    if saved is None or not saved.files:
+        return None
+    files = ModelFiles.of(saved.files)
+    return files.folder, f"sha256:{files.sha256()}"
+
+
+def saved_as(spec: str, header: Header) -> SavedModel | None:
+    """The saved model that features were made by, as their parameters say; None for other networks."""
+    with interpreting(header.path):
+        params = header.provenance["params"]
+        arguments = list(params["model_arg"])
+        asked = {name: params.get(name) for name in ("base_model", "feature_node")}
+    return opened_model(spec, arguments, **asked)

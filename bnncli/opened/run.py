@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import BnnError, DataError
-from bnncli.opened.arrays import as_tensor, checked_features, described, is_features
+from bnncli.models import is_kind
+from bnncli.opened.arrays import Items, as_items, as_tensor, checked_features, described, is_features
 from bnncli.opened.messages import errors_in_python
 from bnncli.opened.metrics import metrics_of
 from bnncli.opened.posterior import OpenedPosterior
@@ -22,6 +25,7 @@ from bnncli.storage.artifacts import read_header
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
+    from PIL.Image import Image
     from torch import Tensor
 
     from bnncli.opened.network import InputNetwork
@@ -121,20 +125,26 @@ class OpenedRun:
             split = None if split is None else checked_text("split", split)
             return metrics_of(run, posterior=posterior, split=split)
 
-    def features(self, inputs: ArrayLike | Tensor, *, allow_stale: bool = False) -> NDArray[np.floating[Any]]:
+    def features(
+        self, inputs: ArrayLike | Tensor | Sequence[Image], *, allow_stale: bool = False
+    ) -> NDArray[np.floating[Any]]:
         """Features (N, D) of inputs (N, ...), by the network and the preprocessing that made those of the run.
+
+        Where the model brings its own preprocessing, inputs are a list of N texts or of N PIL images.
 
         Raises:
             DataError: the run has no network, it cannot take the inputs, or its code has changed.
             Untrusted: the network is code, and `open` was not told so.
         """
         with self._session.computing(allow_stale=allow_stale) as run:
-            found: NDArray[np.floating[Any]] = self._input_network(run).features(as_tensor(inputs)).numpy()
+            given = as_items(inputs)
+            network = self._input_network(run)
+            found: NDArray[np.floating[Any]] = network.features(as_tensor(inputs) if given is None else given).numpy()
             return found
 
     def predict(
         self,
-        x: ArrayLike | Tensor,
+        x: ArrayLike | Tensor | Sequence[Image],
         *,
         posterior: str = "laplace",
         integrator: str | None = None,
@@ -146,7 +156,8 @@ class OpenedRun:
 
         Args:
             x: features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
-                (N, ...), such as images, which the run's network turns into features. Where inputs are rows of D real numbers
+                (N, ...), such as images, which the run's network turns into features; so is a list of texts, or of PIL
+                images, where the model brings its own preprocessing. Where inputs are rows of D real numbers
                 themselves, `features` says what is meant: run.predict(run.features(x)).
             posterior: name or file.
             integrator: by default plug-in for the network, mc for all others.
@@ -172,8 +183,9 @@ class OpenedRun:
 
     def _features(self, run: Run, x: Any, num_features: int) -> Tensor:
         """What a posterior takes, (N, D), of features or inputs."""
-        tensor = as_tensor(x)
-        if is_features(tensor, num_features):
+        given = as_items(x)
+        tensor = as_tensor(x) if given is None else given
+        if not isinstance(tensor, Items) and is_features(tensor, num_features):
             return checked_features(tensor)
         try:
             network = self._input_network(run)
@@ -210,6 +222,10 @@ class OpenedRun:
         model = self._model
         if model is not None and ".py:" in model:
             model = self._session.placed(model)
+        elif model is not None and is_kind(model):
+            kind, _, place = model.partition(":")
+            elsewhere = self._session.placed(place)
+            model = f"{kind}:{elsewhere}" if os.path.exists(elsewhere) else model  # a place may be a name
         self._network = open_network(run, network_header(run), model, self._network)
         return self._network
 

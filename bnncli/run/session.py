@@ -129,7 +129,6 @@ class Run:
     heads: dict[str, tuple[str, str]] = field(default_factory=dict)
     followed: Followed = field(default_factory=dict)
     has_device: bool = False
-    _own_files: dict[ModelFiles, str] = field(default_factory=dict)
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -239,10 +238,12 @@ class Run:
         """Digest of the checkpoint's weights as they are now; a file with the recorded bytes is not parsed."""
         files = ModelFiles.recorded(recorded, self.folder.root)
         if files is not None:
-            if files not in self._own_files:
-                self._own_files[files] = files.sha256(self.console)
-            is_same = self._own_files[files] == recorded["file_sha256"]
-            return str(recorded["weights_digest"]) if is_same else f"files:{self._own_files[files]}"
+            try:
+                digest = files.sha256(self.console)
+            except MissingInput as error:
+                message = f"{error.message}, of the model that the run was made from"
+                raise MissingInput(message, hint="put it back, or make the features again", path=error.path) from None
+            return str(recorded["weights_digest"]) if digest == recorded["file_sha256"] else f"files:{digest}"
         if not hasattr(self, "_weights"):
             path = self.checkpoint_path
             if not path.exists():
