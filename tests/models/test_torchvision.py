@@ -12,14 +12,12 @@ import pytest
 import torch
 from PIL import Image
 from problems.command_line import Cli
+from problems.image_networks import IMAGES, check_equal, images_in, logits_of_ours, settled, stored_logits
 from problems.optional_libraries import library
 
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import Asked, open_model
-from bnncli.storage.features import read_features
 
-RNG = np.random.default_rng(0)
-IMAGES = [Image.fromarray(RNG.integers(0, 256, (height, 40, 3), dtype=np.uint8)) for height in (40, 33)]
 SMALL = "shufflenet_v2_x0_5"
 
 
@@ -31,7 +29,7 @@ def models() -> Any:
 @cache
 def small() -> Any:
     torch.manual_seed(0)
-    return library("torchvision").models.get_model(SMALL, num_classes=3).eval()
+    return settled(library("torchvision").models.get_model(SMALL, num_classes=3))
 
 
 def logits_of_torchvision(network: Any, weights: Any, images: list[Image.Image]) -> torch.Tensor:
@@ -41,27 +39,14 @@ def logits_of_torchvision(network: Any, weights: Any, images: list[Image.Image])
         return network(torch.stack([preprocess(image) for image in images]))
 
 
-def logits_of_ours(spec: str, state: Any, images: list[Image.Image], **arguments: str) -> torch.Tensor:
-    saved = open_model(spec, Asked(arguments))
-    with torch.no_grad():
-        return saved.build(state)(torch.from_numpy(np.asarray(saved.transform(images).inputs)))
-
-
 def test_extracted_features_times_head_are_torchvisions_logits(cli: Cli, tmp_path: Path, models: Any) -> None:
-    images = []
-    for number in range(9):
-        path = tmp_path / "data" / "abc"[number // 3] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        images.append(Image.fromarray(RNG.integers(0, 256, (30 + number, 40, 3), dtype=np.uint8)))
-        images[-1].save(path)
+    images = images_in(tmp_path / "data", ("a", "b", "c"))
     torch.save(small().state_dict(), tmp_path / "net.pt")
     model = f"torchvision:{SMALL}:IMAGENET1K_V1"
     done = cli("extract-features", tmp_path / "net.pt", "--model", model, "--data", f"test=images:{tmp_path}/data")
     assert done.code == 0, done.stderr
-    split = read_features(tmp_path / "net.pt.bnn/features/test.h5")
-    found = np.asarray(split.features, np.float64) @ np.asarray(split.head_weight).T + np.asarray(split.head_bias)
     expected = logits_of_torchvision(small(), models.get_model_weights(SMALL)["IMAGENET1K_V1"], images)
-    assert np.abs(found - expected.numpy()).max() < 1e-5
+    check_equal(stored_logits(tmp_path / "net.pt.bnn/features/test.h5"), expected)
 
 
 def test_weights_name_a_transform_and_without_them_inputs_are_arrays() -> None:
@@ -138,12 +123,10 @@ def test_a_torchvision_for_another_torch_is_told_in_one_line(monkeypatch: pytest
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
 def test_auxiliary_heads_are_as_the_checkpoint_has_them(name: str, has_auxiliary: bool, models: Any) -> None:
     torch.manual_seed(2)
-    network = models.get_model(
-        name, num_classes=4, aux_logits=has_auxiliary, transform_input=True, init_weights=False
-    ).eval()
+    network = models.get_model(name, num_classes=4, aux_logits=has_auxiliary, transform_input=True, init_weights=False)
+    network = settled(network, size=299)
     expected = logits_of_torchvision(network, models.get_model_weights(name)["IMAGENET1K_V1"], IMAGES)
-    found = logits_of_ours(f"torchvision:{name}:IMAGENET1K_V1", network.state_dict(), IMAGES)
-    assert found.sub(expected).abs().max() < 1e-5
+    check_equal(logits_of_ours(f"torchvision:{name}:IMAGENET1K_V1", network.state_dict(), IMAGES), expected)
 
 
 @pytest.mark.long
@@ -153,7 +136,9 @@ def test_auxiliary_heads_are_as_the_checkpoint_has_them(name: str, has_auxiliary
 )
 def test_logits_are_torchvisions(name: str, models: Any) -> None:
     torch.manual_seed(3)
-    network = models.get_model(name, num_classes=6).eval()
+    network = settled(models.get_model(name, num_classes=6), size=224)
+    if name.startswith("vit"):
+        torch.nn.init.normal_(network.heads.head.weight)  # zero when it is made
     state = network.state_dict()
     if name == "densenet121":  # as it was published
         state = {key: value for key, value in state.items() if not key.endswith("num_batches_tracked")}
@@ -162,6 +147,4 @@ def test_logits_are_torchvisions(name: str, models: Any) -> None:
         }
         assert "features.denseblock1.denselayer1.norm.1.weight" in state
     expected = logits_of_torchvision(network, models.get_model_weights(name)["IMAGENET1K_V1"], IMAGES)
-    found = logits_of_ours(f"torchvision:{name}:IMAGENET1K_V1", state, IMAGES)
-    assert found.shape == (2, 6)
-    assert found.sub(expected).abs().max() < 1e-5
+    check_equal(logits_of_ours(f"torchvision:{name}:IMAGENET1K_V1", state, IMAGES), expected)
