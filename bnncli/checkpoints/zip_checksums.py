@@ -7,6 +7,7 @@ what was changed since cannot be told. safetensors files and torch files of befo
 from __future__ import annotations
 
 import zipfile
+import zlib
 from typing import IO
 
 from bnncli.errors import DataError
@@ -37,7 +38,7 @@ def check_checksums(stream: IO[bytes], progress: Progress = SILENT) -> bool:
                 with archive.open(member) as content:
                     while block := content.read(_BLOCK):
                         task.advance(len(block))
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         if is_failure(error):
             raise
         what = f"zip member {quoted(name)} is not as it was written" if name else "it is a damaged zip archive"

@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from bnncli.checkpoints.load import check_sizes
 from bnncli.checkpoints.sniff import check_members, sniff, sniff_zip
 from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
@@ -200,9 +201,14 @@ def _payload(archive: zipfile.ZipFile, config: Mapping[str, Any], folder: str) -
         stored = STORED[meta["dtype"]]
         flat = torch.frombuffer(content, dtype=stored) if content else torch.zeros(0, dtype=stored)
         sizes, strides = ([one["as_int"] for one in meta[key]] for key in ("sizes", "strides"))
-        tensor = flat.as_strided(sizes, strides, meta["storage_offset"]["as_int"])
-        found[name] = tensor.to(DTYPES[meta["dtype"]]).contiguous()
-    return found
+        found[name] = flat.as_strided(sizes, strides, meta["storage_offset"]["as_int"])
+    check_sizes(found, sum(member.file_size for member in archive.infolist()))
+    return {name: tensor.to(_read_as(tensor.dtype)).contiguous() for name, tensor in found.items()}
+
+
+def _read_as(stored: torch.dtype) -> torch.dtype:
+    """The type that a stored one is computed in."""
+    return next(DTYPES[number] for number, dtype in STORED.items() if dtype == stored)
 
 
 def _keys(calls: list[Mapping[str, Any]], num_outputs: int) -> list[str] | None:

@@ -45,6 +45,7 @@ class GraphHead(NamedTuple):
         weight, bias: (K, D) and (K,) or None, float32.
         is_pooled: whether its outputs at all positions are averaged behind it.
         is_channels_first: whether the features are (n, D, ...) in place of (n, ..., D).
+        tail: the values from the head's step on to an output of the graph, without its own; empty where none is known.
     """
 
     features: str
@@ -52,6 +53,7 @@ class GraphHead(NamedTuple):
     bias: np.ndarray | None
     is_pooled: bool
     is_channels_first: bool = False
+    tail: tuple[str, ...] = ()
 
 
 class HeadSearch:
@@ -73,26 +75,28 @@ class HeadSearch:
             DataError: there is none; lists the linear steps with their shapes.
             UsageError: no linear step takes what the named node gives.
         """
+        ends = [head for output in outputs if (head := self._before(output)) is not None]
         if feature_node is not None:
-            return self._after(feature_node)
-        for output in outputs:
-            if (found := self._before(output)) is not None:
-                return found
+            named = self._after(feature_node)
+            return next((head for head in ends if head.features == named.features), named)
+        if ends:
+            return ends[0]
         raise DataError(
             f"{self._what}: no linear step gives the output; {self._candidates()}", code="no_head",
-            hint="name the node whose output the last linear step takes with \0feature_node\0",
+            hint="if one of them is the head all the same, name the node before it with \0feature_node\0",
         )  # fmt: skip
 
     def _before(self, output: str) -> GraphHead | None:
         """The linear step that the value comes from, through what may stand behind a head."""
-        is_pooled = False
+        is_pooled, tail = False, list[str]()
         value: str | None = output
         while value is not None and (step := self._maker.get(value)) is not None:
             if (head := self._head(step, is_pooled)) is not None:
-                return head
+                return head._replace(tail=tuple(tail[::-1]))
             if step.does not in (ADD, POOL, SHAPE, AFTER):
                 return None
             is_pooled |= step.does == POOL
+            tail.append(value)
             value = self._only_input(step)
         return None
 

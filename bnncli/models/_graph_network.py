@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bnncli.checkpoints.load import check_finite
 from bnncli.errors import DataError
 from bnncli.models._graph_head import GraphHead, names_of
 from bnncli.names import quoted
@@ -40,13 +41,22 @@ class GraphNetwork(nn.Module):
         program: called with the inputs by name; returns the graph's outputs, and the features.
         inputs: what the graph takes, by name, in its order.
         outputs: names of the entries where the graph returns a mapping; None where it returns a tensor or a tuple.
+        tail: makes an output of the head's logits again, or gives back the one that the graph has made.
+        tail_at: which output that is.
     """
 
     def __init__(
-        self, program: nn.Module, inputs: Mapping[str, GraphInput], outputs: Sequence[str] | None, head: GraphHead
+        self,
+        program: nn.Module,
+        inputs: Mapping[str, GraphInput],
+        outputs: Sequence[str] | None,
+        head: GraphHead,
+        *,
+        tail: nn.Module | None = None,
+        tail_at: int = 0,
     ) -> None:
         super().__init__()
-        self.program = program
+        self.program, self.tail, self._tail_at = program, tail, tail_at
         self._inputs, self._outputs = dict(inputs), outputs
         self._is_pooled, self._is_channels_first = head.is_pooled, head.is_channels_first
         num_classes, num_features = head.weight.shape
@@ -55,12 +65,15 @@ class GraphNetwork(nn.Module):
             self.head.weight.copy_(torch.from_numpy(head.weight))
             if head.bias is not None:
                 self.head.bias.copy_(torch.from_numpy(head.bias))
+        check_finite(self.state_dict())
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """What the graph returns for inputs (n, ...)."""
         given = self._checked(self._named(args, kwargs))
         outputs, features = self._in_batches(given)
-        self.head(self._rows(features))
+        logits = self.head(self._rows(features))
+        if self.tail is not None:
+            outputs[self._tail_at] = self.tail(logits, outputs[self._tail_at])
         if self._outputs is not None:
             return dict(zip(self._outputs, outputs, strict=True))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import onnx
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from bnncli.errors import DataError
 from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, Step
 from bnncli.models._graph_network import GraphInput
+from bnncli.models._onnx_tail import Tail, TailStep
 from bnncli.names import quoted
 
 _DTYPES: dict[int, torch.dtype] = {
@@ -79,9 +83,17 @@ class OnnxGraph:
                     self._known[name] = self._evaluated(node, name, values)
         return self._known[name]
 
+    def tail(self, values: Sequence[str]) -> Tail:
+        """The steps that give these values, behind the head."""
+        steps = []
+        for node in (self._makers[value] for value in values):
+            arrays = [None if name == "" else self.constant(name) for name in node.input]
+            steps.append(TailStep(_WORDS[node.op_type], node.op_type, arrays, _attributes(node)))
+        return Tail(steps)
+
     def _step(self, node: onnx.NodeProto) -> Step:
         does, inputs = _WORDS.get(node.op_type, ""), tuple(name or None for name in node.input)
-        own = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+        own = _attributes(node)
         is_scaled = (
             own.get("alpha", 1) != 1 or own.get("beta", 1) != 1 or own.get("transA", 0) or own.get("group", 1) != 1
         )
@@ -131,28 +143,53 @@ class OnnxProgram(nn.Module):
 
     def __init__(self, graph: OnnxGraph, features: str, *, digest: str) -> None:
         super().__init__()
-        self._features, self._outputs, self._path = features, graph.outputs, graph.path
+        self._features, self._inputs, self._outputs, self._path = features, [*graph.inputs], graph.outputs, graph.path
         if features not in graph.outputs and features not in graph.inputs:
             graph.model.graph.output.append(onnx.ValueInfoProto(name=features))
         self._model = graph.model.SerializeToString()
         self.register_buffer("digest", torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8))
         self._sessions: dict[bool, Any] = {}
+        self._number = next(_NUMBERS)
+        _PROGRAMS[self._number] = self
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
         """The outputs and the features, real numbers in float32."""
-        device = next(iter(inputs.values())).device
+        wanted = [*self._outputs, *([] if self._features in (*self._outputs, *inputs) else [self._features])]
+        found = _operator()([*inputs.values()], self._number, wanted)
+        values = dict(zip(wanted, found, strict=True))
+        return [values[name] for name in self._outputs], {**inputs, **values}[self._features]
+
+    def run(self, inputs: Sequence[Tensor], wanted: Sequence[str]) -> list[Tensor]:
+        """Values of these names, for inputs in the graph's order."""
+        device = inputs[0].device
         is_on_gpu = device.type == "cuda"
         if is_on_gpu not in self._sessions:
             self._sessions[is_on_gpu] = _session(self._model, self._path, is_on_gpu=is_on_gpu)
-        wanted = [*self._outputs, *([] if self._features in (*self._outputs, *inputs) else [self._features])]
+        given = {name: tensor.cpu().numpy() for name, tensor in zip(self._inputs, inputs, strict=True)}
         try:
-            found = self._sessions[is_on_gpu].run(
-                wanted, {name: tensor.cpu().numpy() for name, tensor in inputs.items()}
-            )
+            found = self._sessions[is_on_gpu].run(wanted, given)
         except Exception as error:  # onnxruntime's errors have no base of their own
             raise RuntimeError(f"onnxruntime: {' '.join(str(error).split())[:200]}") from error
-        values = {name: _tensor(array, name).to(device) for name, array in zip(wanted, found, strict=True)}
-        return [values[name] for name in self._outputs], {**inputs, **values}[self._features]
+        return [_tensor(array, name).to(device) for name, array in zip(wanted, found, strict=True)]
+
+
+_NUMBERS = count()
+_PROGRAMS: WeakValueDictionary[int, OnnxProgram] = WeakValueDictionary()
+
+
+@cache
+def _operator() -> Any:
+    """A session as an operator of PyTorch: whoever follows its operators sees that what comes out is made of the inputs."""
+
+    def run(inputs: list[Tensor], number: int, wanted: list[str]) -> list[Tensor]:
+        return _PROGRAMS[number].run(inputs, wanted)
+
+    schema = "(Tensor[] inputs, int number, str[] wanted) -> Tensor[]"
+    return torch.library.custom_op("bnncli::onnx", run, mutates_args=(), schema=schema)
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
 
 
 def keys_of(outputs: Sequence[str]) -> list[str] | None:
@@ -177,7 +214,7 @@ def _session(model: bytes, path: Path, *, is_on_gpu: bool) -> Any:
     if is_on_gpu and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         providers.insert(0, "CUDAExecutionProvider")
     try:
-        return onnxruntime.InferenceSession(model, options, providers=providers)
+        return onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=0)  # which it prints
     except Exception as error:  # onnxruntime's errors have no base of their own
         why = " ".join(str(error).split())[:200]
         raise DataError(

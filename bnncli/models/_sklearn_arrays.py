@@ -8,6 +8,7 @@ Source: scikit-learn, LogisticRegression.predict_proba, SGDClassifier.predict_pr
 from __future__ import annotations
 
 import json
+import tokenize
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from bnncli.names import listed, quoted
 
 NAMES = ("coef_", "intercept_", "classes_", "mean_", "scale_")  # of the arrays; the first must be there
 _PROTOCOLS = (0, 1, 2)
+_DAMAGE = (
+    KeyError, ValueError, TypeError, AttributeError, EOFError, RecursionError, MemoryError, tokenize.TokenError,
+    SyntaxError, zipfile.BadZipFile,
+)  # fmt: skip
 _KNOWN = ("builtins", "numpy", "sklearn", "scipy", "collections")
 _NO_LIKELIHOOD = (
     "LinearSVC",
@@ -160,7 +165,7 @@ def read_skops(path: Path) -> Estimator:
             raise type(error)(
                 f"{quoted(path, limit=300)}: {error.message}", hint=error.hint, code=error.code, path=path
             ) from error
-        except (KeyError, ValueError, TypeError, AttributeError, RecursionError, zipfile.BadZipFile) as error:
+        except _DAMAGE as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise DataError(
                 f"{quoted(path, limit=300)}: the skops file cannot be read ({why})", code="bad_skops", path=path

@@ -38,7 +38,9 @@ class OnnxFile(GraphFile):
         search = HeadSearch(str(self.files[0]), graph.steps(), graph.constant)
         head = search.find(outputs_in_order(graph.outputs, keys), self.feature_node)
         digest = json_sha256([file_sha256(file) for file in self.files])
-        return GraphNetwork(OnnxProgram(graph, head.features, digest=digest), graph.inputs, keys, head).eval()
+        program = OnnxProgram(graph, head.features, digest=digest)
+        at = graph.outputs.index(head.tail[-1]) if head.tail else 0
+        return GraphNetwork(program, graph.inputs, keys, head, tail=graph.tail(head.tail), tail_at=at).eval()
 
 
 def open_model(place: str, asked: Asked) -> OnnxFile:

@@ -229,6 +229,53 @@ def test_weights_that_were_pickled_are_not_loaded(tmp_path: Path) -> None:
         )
 
 
+def test_a_tensor_that_claims_more_than_the_file_has_is_refused(tmp_path: Path) -> None:
+    path = exported(tmp_path / "net.pt2", nn.Sequential(nn.Flatten(), nn.Linear(36, 3)))
+    changed(
+        path,
+        '"sizes": [{"as_int": 3}, {"as_int": 36}]',
+        '"sizes": [{"as_int": 999999}, {"as_int": 999}]',
+        of="config.json",
+    )
+    changed(
+        path,
+        '"strides": [{"as_int": 36}, {"as_int": 1}]',
+        '"strides": [{"as_int": 0}, {"as_int": 0}]',
+        of="config.json",
+    )
+    with pytest.raises(DataError, match="the tensors claim 3995996"):
+        open_exported(str(path), Asked()).build(None)
+
+
+@pytest.mark.parametrize("form", ["export", "jit"])
+def test_weights_that_are_not_finite_are_refused(form: str, tmp_path: Path) -> None:
+    net = network("linear")
+    net.body[0].weight.data[0] = float("nan")  # type: ignore[index,union-attr]
+    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net.pt", net)}[
+        form
+    ]()
+    with pytest.raises(DataError, match="weights are not finite"):
+        {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
+
+
+@pytest.mark.parametrize("member", [".py", "constants.pkl"])
+def test_a_damaged_script_is_one_line(member: str, tmp_path: Path) -> None:
+    path = traced(tmp_path / "net.pt", network("linear"))
+    with zipfile.ZipFile(path) as archive:
+        place = next(one for one in archive.infolist() if one.filename.endswith(member))
+    content = bytearray(path.read_bytes())
+    start = (
+        place.header_offset
+        + 30
+        + int.from_bytes(content[place.header_offset + 28 : place.header_offset + 30], "little")
+    )
+    start += len(place.filename.encode())
+    content[start : start + place.compress_size] = bytes([255]) * place.compress_size
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="is not as it was written"):
+        open_script(str(path), Asked()).build(None)
+
+
 def test_a_script_that_touches_files_is_not_loaded(tmp_path: Path) -> None:
     class Writer(nn.Module):
         def forward(self, images: Tensor) -> Tensor:

@@ -223,3 +223,32 @@ def test_without_onnxruntime_one_line_says_what_installs_it(tmp_path: Path, monk
     with pytest.raises(UsageError, match="onnx needs onnxruntime, which is not installed") as told:
         saved.build(None)
     assert told.value.hint == "pip install 'bnncli[onnx]'"
+
+
+def test_what_stands_behind_the_head_is_done_again_and_only_taken_where_it_is_the_output(tmp_path: Path) -> None:
+    nodes = [
+        *FLAT,
+        helper.make_node("Gemm", ["flat", "w"], ["scores"]),
+        helper.make_node("Div", ["scores", "temperature"], ["divided"]),
+        helper.make_node("BatchNormalization", ["divided", "scale", "shift", "mean", "variance"], ["normal"]),
+        helper.make_node("Softmax", ["normal"], ["out"]),
+    ]
+    stored = {
+        "w": 0.1 * array(64, 3),
+        "temperature": np.float32(2),
+        "scale": array(3),
+        "shift": array(3),
+        "mean": array(3),
+    }
+    path = graph_file(tmp_path / "net.onnx", nodes, KERNEL | stored | {"variance": array(3) ** 2}, inputs=IMAGES)
+    network, images = open_model(str(path), Asked()).build(None), array(5, 1, 6, 6)
+    seen: list[tuple[Any, torch.Tensor]] = []
+    network.tail.register_forward_hook(lambda module, args, output: seen.append((args, output)))  # type: ignore[union-attr,operator]
+    with torch.inference_mode():
+        network(torch.from_numpy(images))
+    ((logits, own), found) = seen[0]
+    assert found is not own
+    np.testing.assert_allclose(own.numpy(), run(path, {"images": images})[0], atol=1e-6)
+    torch.testing.assert_close(found, own, atol=1e-6, rtol=1e-4)
+    other = own + 1e-3
+    assert network.tail(logits, other) is other  # type: ignore[operator]
