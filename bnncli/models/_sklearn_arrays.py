@@ -71,11 +71,6 @@ def _seen(value: Any) -> Any:
     return Estimator.of(value) if is_estimator else value
 
 
-def is_estimator(model: object) -> bool:
-    """Whether an object is one of scikit-learn's."""
-    return type(model).__module__.partition(".")[0] == "sklearn"
-
-
 def arrays_of(model: Estimator) -> dict[str, np.ndarray]:
     """Coefficients (K, D), or (1, D) of two classes, intercepts, classes, and what inputs are shifted and divided by before.
 

@@ -1,12 +1,15 @@
-"""convert: a checkpoint in, a plain safetensors state dict out."""
+"""convert: a checkpoint in, a plain safetensors state dict out; a classifier of scikit-learn in, its arrays out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from bnncli.checkpoints.shards import sharded_folder, shards_of
-from bnncli.checkpoints.sniff import sniff
+from bnncli.checkpoints.sniff import sniff, sniff_zip
+from bnncli.data._arrays import npz_names
 from bnncli.errors import OutputExists, UsageError
 from bnncli.machine.input_files import open_regular
 from bnncli.numerics.digests import tensor_digest
@@ -19,12 +22,17 @@ from bnncli.storage.freshness import carries_our_mark, is_same_file
 COMMAND = Command(
     "Write a checkpoint's weights as a safetensors state dict.",
     "The only command that may unpickle code, and only with --trust-pickle. Takes the folder of a checkpoint in several files "
-    "too: shards with an index, distributed checkpoints of torch (FSDP), DeepSpeed (ZeRO 1 to 3).",
+    "too: shards with an index, distributed checkpoints of torch (FSDP), DeepSpeed (ZeRO 1 to 3). "
+    "A TARGET that ends in .npz gets the arrays of a linear classifier of scikit-learn, for --model sklearn:FILE.",
     (ConvertOptions, WriteOptions, CommonOptions),
-    ("bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle", "bnncli convert step-1000/ step-1000.safetensors"),
+    (
+        "bnncli convert ckpt.ckpt ckpt.safetensors --trust-pickle",
+        "bnncli convert step-1000/ step-1000.safetensors",
+        "bnncli convert model.joblib model.npz --trust-pickle",
+    ),
     (
         Argument("source", "The checkpoint: a file, or a folder of several."),
-        Argument("target", "The safetensors file to write."),
+        Argument("target", "The safetensors file to write, or an .npz file of a classifier of scikit-learn."),
     ),
     place=160,
 )
@@ -41,16 +49,15 @@ def run(run: Run, options: ConvertOptions) -> Result:
         raise OutputExists(f"{target} exists", hint="add --force to replace it", path=target)
     if target.exists() and not target.is_file():
         raise OutputExists(f"{target} is not a file", path=target)
+    is_classifier = target.suffix == ".npz"
     if target.exists():
-        with open_regular(target) as stream:
-            if sniff(stream) not in ("safetensors", "empty"):
-                raise OutputExists(f"{target} is not a safetensors file", hint="give another name", path=target)
-        if target.stat().st_size and carries_our_mark(target):
-            raise OutputExists(f"{target} is an artifact of bnncli", hint="give another name", path=target)
+        _check_kind(target, "npz" if is_classifier else "safetensors")
     check_writable(target.parent, hint="write it to another place")
     if not (source.is_dir() and (sharded_folder(source) or shards_of(source))):
         with open_regular(source):  # or it is missing, which is told before the slow imports
             pass
+    if is_classifier:
+        return _write_classifier(run, options, source, target)
     from safetensors.torch import save
 
     from bnncli.checkpoints.load import convert_checkpoint
@@ -60,9 +67,56 @@ def run(run: Run, options: ConvertOptions) -> Result:
     digest = tensor_digest(state)
     output: dict[str, Any] = {"role": "state_dict", "path": str(target), "content_digest": digest}
     summary = [f"{len(state)} tensors, {size / 1e6:.1f} MB, weights digest {digest[:27]}"]
+    return _publish(
+        run,
+        output,
+        lambda: save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}),
+        size,
+        summary,
+    )
+
+
+def _check_kind(target: Path, kind: str) -> None:
+    """Pass when the file that is to be replaced is one that convert may have written, or empty. Raises OutputExists otherwise."""
+    with open_regular(target) as stream:
+        found = sniff(stream)
+        if (sniff_zip(stream) if found == "zip" else found) not in (kind, "empty"):
+            what = "an npz file" if kind == "npz" else f"a {kind} file"
+            raise OutputExists(f"{target} is not {what}", hint="give another name", path=target)
+    if kind == "npz" and target.stat().st_size and "coef_" not in npz_names(target):
+        raise OutputExists(f"{target} holds no classifier", hint="give another name", path=target)
+    if target.stat().st_size and carries_our_mark(target):
+        raise OutputExists(f"{target} is an artifact of bnncli", hint="give another name", path=target)
+
+
+def _write_classifier(run: Run, options: ConvertOptions, source: Path, target: Path) -> Result:
+    """Write the arrays of a classifier of scikit-learn."""
+    import numpy as np
+
+    from bnncli.models._sklearn_convert import convert_classifier
+
+    if options.state is not None:
+        raise UsageError("--state chooses among weights of a checkpoint; a classifier has one set")
+    arrays = convert_classifier(source, target, trust_pickle=options.trust_pickle)
+    digest = tensor_digest(arrays)
+    output: dict[str, Any] = {"role": "classifier", "path": str(target), "content_digest": digest}
+    size = sum(array.nbytes for array in arrays.values())
+    shape = " x ".join(map(str, arrays["coef_"].shape))
+    summary = [f"{', '.join(arrays)}; coefficients {shape}, weights digest {digest[:27]}"]
+
+    def content() -> bytes:
+        stream = BytesIO()
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
+        return stream.getvalue()
+
+    return _publish(run, output, content, size, summary)
+
+
+def _publish(run: Run, output: dict[str, Any], content: Callable[[], bytes], size: int, summary: list[str]) -> Result:
+    """Write the file, or say that it would be written."""
+    target = Path(output["path"])
     if run.write.dry_run:
         return Result("planned", [output], lines=[f"write {target} ({size / 1e6:.1f} MB)"], summary=summary)
-    content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()})
     action = "replaced" if target.exists() else "computed"
-    publish_bytes(target, content, may_replace=run.write.force)
+    publish_bytes(target, content(), may_replace=run.write.force)
     return Result(action, [output], summary=summary)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import pytest
 import torch
+from problems.command_line import Cli
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.linear_model import LinearRegression, LogisticRegression, SGDClassifier
 from sklearn.pipeline import make_pipeline
@@ -151,3 +154,36 @@ def test_other_features_than_it_was_fitted_on_are_one_line(tmp_path: Path) -> No
     network = open_model(str(tmp_path / "model.npz"), Asked()).build(None)
     with pytest.raises(DataError, match=r"takes 4 features, got inputs of shape \(2, 5\)"):
         network(torch.zeros(2, 5))
+
+
+@pytest.mark.parametrize("write", [joblib.dump, lambda model, path: path.write_bytes(pickle.dumps(model))])
+def test_convert_writes_the_arrays_of_a_pickle_only_where_it_is_trusted(
+    write: Callable[[Any, Path], object], tmp_path: Path, cli: Cli
+) -> None:
+    source, target, model = tmp_path / "model.pkl", tmp_path / "model.npz", FITTED["names in an object array"]()
+    write(model, source)
+    refused = cli("convert", source, target)
+    assert (refused.code, target.exists()) == (77, False)
+    assert "sklearn.linear_model._logistic.LogisticRegression" in refused.stderr
+    assert f"bnncli convert {source} {target} --trust-pickle" in refused.stderr
+    assert cli("convert", source, target, "--trust-pickle").code == 0
+    check(model, target)
+    assert cli("convert", source, target, "--trust-pickle").code == 73
+    assert cli("convert", source, target, "--trust-pickle", "--force").code == 0
+
+
+def test_convert_reads_skops_files_and_keeps_arrays_that_are_no_classifier(tmp_path: Path, cli: Cli) -> None:
+    skops = pytest.importorskip("skops.io")
+    model = FITTED["scaled"]()
+    skops.dump(model, tmp_path / "model.skops")
+    assert cli("convert", tmp_path / "model.skops", tmp_path / "model.npz").code == 0
+    check(model, tmp_path / "model.npz")
+    np.savez(tmp_path / "data.npz", x=X)
+    kept = cli("convert", tmp_path / "model.skops", tmp_path / "data.npz", "--force")
+    assert (kept.code, "holds no classifier" in kept.stderr) == (73, True)
+    odd = cli("convert", tmp_path / "data.npz", tmp_path / "other.npz")
+    assert (odd.code, "expected a skops file" in odd.stderr) == (65, True)
+    joblib.dump(LinearSVC().fit(X, TWO), tmp_path / "svc.joblib")
+    margins = cli("convert", tmp_path / "svc.joblib", tmp_path / "other.npz", "--trust-pickle")
+    assert (margins.code, "has no likelihood" in margins.stderr) == (65, True)
+    assert not (tmp_path / "other.npz").exists()
