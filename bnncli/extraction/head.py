@@ -253,9 +253,10 @@ def outputs_of(returned: Any) -> dict[str, Tensor]:
 def chosen_output(returned: Any, name: str) -> Tensor:
     """The output of that name. Raises UsageError where there is none."""
     outputs = outputs_of(returned)
+    if name not in outputs and {*outputs} <= {""}:
+        raise UsageError(f"\0output\0: the network returns nothing that has a name: leave it out; got {name!r}")
     if name not in outputs:
-        choices = listed(outputs, limit=20) if {*outputs} - {""} else "none: the network returns a single tensor"
-        raise UsageError(f"\0output\0: expected one of {choices}; got {name!r}")
+        raise UsageError(f"\0output\0: expected one of {listed(outputs, limit=20)}; got {name!r}")
     return outputs[name]
 
 

@@ -270,6 +270,9 @@ def test_an_output_or_layer_that_is_not_there_is_refused() -> None:
     network = two_heads(lambda first, second: {"a": first, "b": second})
     with pytest.raises(UsageError, match=r"output.*expected one of 'a', 'b'; got 'c'"):
         found(network, output="c")
+    alone = two_heads(lambda first, second: first)
+    with pytest.raises(UsageError, match="returns nothing that has a name: leave it out; got 'a'"):
+        found(alone, output="a")
     with pytest.raises(UsageError, match=r"last_layer.*expected one of 'first', 'second'; got 'third'"):
         found(network, layer="third")
     with pytest.raises(UsageError, match=r"'body.0' gives no output of the network; what does: 'first' \(3"):
