@@ -24,6 +24,7 @@ from bnncli.progress import Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKEN_IDS = "input_ids"  # what tokenizers call them, and networks that take them
 # Deflate cannot shrink data further than this; what claims more is a bomb.
 _MAX_RATIO = 1032
 _SLACK = 4096

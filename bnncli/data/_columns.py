@@ -149,7 +149,9 @@ def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spe
     else:
         every = ", ".join(f"{quoted(name)} ({holds})" for name, holds in list(others.items())[:20]) or "none"
         message = f"no column of {where} could be the {kind}; beside the label there are {every}"
-        hint = f"name it: {spelled}:FILE:{kind}=COLUMN"
+        numbers = [name for name, holds in others.items() if holds in (WHOLE, REAL, LIST)]
+        as_numbers = f", or numbers as inputs: x={'+'.join(numbers[:3])}" if numbers and kind == "text" else ""
+        hint = f"name it: {spelled}:FILE:{kind}=COLUMN{as_numbers}"
     raise UsageError(f"\0data\0 {spelled}: {message}", hint=hint)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,8 +49,6 @@ def read_ahead(
         BnnError: as the data set's `read`; the transform cannot take what it gives.
     """
     chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    if num_workers and transform is not None:  # the processes are many already, and tokenizers warn of being forked
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loader = torch_data.DataLoader(
         _Chunks(dataset, chunks, transform, where),
         batch_size=None,

@@ -6,20 +6,25 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from bnncli.data._columns import IMAGE, Roles, find_roles
+from bnncli.data._arrays import TOKEN_IDS
+from bnncli.data._columns import IMAGE, LIST, Roles, find_roles
 from bnncli.data._label_values import Labels, labels_of
 from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
+from bnncli.data._transform import settled
 from bnncli.errors import DataError
 from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
+
+if TYPE_CHECKING:
+    from bnncli.data._split import Stored
 
 
 class StoredTable(Protocol):
@@ -90,14 +95,14 @@ class TableDataset:
     def __len__(self) -> int:
         return self.num_rows
 
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Any], np.ndarray | None]:
+    def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
         """Texts, images or numbers (n, D) of the rows, and labels (n,). Raises DataError for a value of another kind."""
         labels = None if self.labels is None else self.labels[rows]
         values = self.table.read(rows, self.roles.inputs)
         if self.roles.kind == "text":
             return self._texts(rows, values), labels
         if self.roles.kind == "x":
-            return self._numbers(rows, values), labels
+            return self._numbers(rows, values) if not self._has_names else self._lists(rows, values), labels
         return self._images(rows, values[0]), labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
@@ -138,6 +143,24 @@ class TableDataset:
                 raise self._odd(int(rows[odd]), name, "a number", column[odd]) from None
             arrays.append(array.reshape(len(rows), -1))
         return np.concatenate(arrays, axis=1)
+
+    @property
+    def _has_names(self) -> bool:
+        """Whether the network takes the columns by their names: several of lists, and token ids."""
+        inputs = self.roles.inputs
+        is_lists = all(self.table.columns[name] == LIST for name in inputs)
+        return is_lists and (len(inputs) > 1 or inputs == (TOKEN_IDS,))
+
+    def _lists(self, rows: np.ndarray, values: list[list[Any]]) -> dict[str, np.ndarray]:
+        found = {}
+        for name, column in zip(self.roles.inputs, values, strict=True):
+            try:
+                found[name] = settled(np.array(column))
+            except ValueError:
+                sizes = [len(value) if isinstance(value, list) else None for value in column]
+                odd = next((place for place, size in enumerate(sizes) if size != sizes[0]), 0)
+                raise self._odd(int(rows[odd]), name, f"{sizes[0]} numbers: pad them alike", column[odd]) from None
+        return found
 
     def _images(self, rows: np.ndarray, values: list[Any]) -> np.ndarray | list[Image.Image]:
         images = [self._image(row, value) for row, value in zip(rows.tolist(), values, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bnncli.data._arrays import ArrayDataset, NamedArrays, array_dataset, named_arrays, npz_names, read_npz
+from bnncli.data._arrays import TOKEN_IDS, ArrayDataset, NamedArrays, array_dataset, named_arrays, npz_names, read_npz
 from bnncli.data._preprocess import Preprocess
 from bnncli.errors import UsageError
 from bnncli.options.parts import Form
@@ -17,7 +17,6 @@ from bnncli.options.parts import Form
 FORM = Form("npz:FILE[:x,y]", place=10)
 
 DEFAULT_NAMES = ("x", "y")
-_TOKEN_IDS = "input_ids"  # what tokenizers call them
 
 
 def exists(place: str) -> bool:
@@ -40,7 +39,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArra
     inputs = _inputs(path, names[0])
     arrays = read_npz(path, [*inputs, *names[1:]])
     labels = arrays[names[1]] if len(names) == 2 else None
-    if len(inputs) > 1 or inputs == [_TOKEN_IDS]:
+    if len(inputs) > 1 or inputs == [TOKEN_IDS]:
         return named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
     return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
 

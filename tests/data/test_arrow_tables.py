@@ -188,6 +188,19 @@ def test_numbers_and_lists_of_numbers_are_inputs_where_they_are_named(tmp_path: 
     assert split.classes == ("x", "y")
 
 
+def test_lists_of_token_ids_go_to_the_networks_arguments(tmp_path: Path) -> None:
+    ids = [[1, 2, 0], [3, 4, 5]]
+    pq.write_table(pa.table({"input_ids": ids, "attention_mask": [[1, 1, 0], [1, 1, 1]]}), tmp_path / "a.parquet")
+    for columns in ("input_ids+attention_mask", "input_ids"):
+        inputs = next(load_split(f"parquet:{tmp_path / 'a.parquet'}:x={columns}").batches(2)).inputs
+        assert isinstance(inputs, dict)
+        assert "+".join(inputs) == columns
+        assert (inputs["input_ids"].tolist(), str(inputs["input_ids"].dtype)) == (ids, "torch.int64")
+    pq.write_table(pa.table({"input_ids": [[1, 2, 0], [3, 4]]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row 1, column 'input_ids': expected 3 numbers: pad them alike, got list"):
+        next(load_split(f"parquet:{tmp_path / 'a.parquet'}:x=input_ids").batches(2))
+
+
 def test_the_identity_is_of_files_columns_classes_and_rows(tmp_path: Path) -> None:
     def digest(spec: str) -> str:
         return load(spec).order_digest

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from problems.transforms import WordLengths
-from torch import Tensor, nn
+from problems.words_model import MeanOfWords
 
 from bnncli.data import InputSplit, Preprocess, load_split
 from bnncli.errors import DataError
@@ -16,23 +16,6 @@ from bnncli.extraction.features import collect, extract
 from bnncli.extraction.search import find_head
 
 TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"]
-
-
-class MeanOfWords(nn.Module):
-    """A classifier of the mean embedding of the words that count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(10, 3)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.head(self.pooled(input_ids, attention_mask))
-
-    def pooled(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        mask = attention_mask.float()[:, :, None]
-        return (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
 
 
 @pytest.fixture
