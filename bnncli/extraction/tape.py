@@ -98,6 +98,11 @@ class Tape(TorchDispatchMode):
         self._parameters = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
         self._hooks: list[Any] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: PyTorch would import its compiler, seconds, to keep it from what is not compiled."""
+        return False
+
     def __enter__(self) -> Tape:
         for name, module in self.model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
@@ -287,6 +292,11 @@ class ProductInputs(TorchDispatchMode):
         super().__init__()
         self.found: dict[int, Tensor] = {}
         self._wanted, self._count = {*wanted}, 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: PyTorch would import its compiler, seconds, to keep it from what is not compiled."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""

@@ -53,7 +53,7 @@ def adapted(**options: bool) -> tuple[nn.Module, Any]:
 
 def bit() -> tuple[nn.Module, Any]:
     network = library("timm").models.ResNetV2(layers=(1,) * 4, channels=(128,) * 4, stem_chs=32, num_classes=3)
-    return drawn(network), images(32)
+    return drawn(network), images(64)
 
 
 def of_timm(name: str, size: int, **options: Any) -> tuple[nn.Module, Any]:
