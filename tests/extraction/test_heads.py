@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pretend_cuda
 import pytest
 import torch
 from torch import Tensor, nn
@@ -309,3 +310,29 @@ def test_one_output_takes_two_labels(split: InputSplit) -> None:
     split.dataset.labels[5] = 7  # type: ignore[index]
     with pytest.raises(DataError, match="the label of row 5 is 7, a head of one output takes labels 0 and 1"):
         read(network, split, found(network))
+
+
+def waits(network: Network, head: Head, split: InputSplit, batch_size: int) -> int:
+    """How often the host waits for the device."""
+    with pretend_cuda.pretend() as gpu:
+        collect(extract(network, head, split, batch_size=batch_size, device="cuda:0"), len(split))
+    assert not gpu.problems()
+    return gpu.num_syncs
+
+
+@pytest.mark.parametrize("name", ["low rank", "functional linear", "every position, the last taken", "two tokens"])
+def test_a_head_of_any_kind_costs_a_gpu_no_more_waits_a_batch(split: InputSplit, name: str) -> None:
+    plain, network = NETWORKS["weight norm"](), NETWORKS[name]()
+    expected, own = (
+        waits(one, found(one), split, 1) - waits(one, found(one.cpu()), split, 2) for one in (plain, network)
+    )
+    assert own == expected
+
+
+def test_a_head_is_the_same_on_a_gpu() -> None:
+    network = NETWORKS["low rank"]()
+    expected = found(network)
+    with pretend_cuda.pretend() as gpu:
+        head = found(network.to("cuda:0"), IMAGES.to("cuda:0"))
+    assert torch.equal(head.weight, expected.weight)
+    assert not gpu.problems()
