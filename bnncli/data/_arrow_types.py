@@ -64,15 +64,25 @@ def class_names_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[st
 
 
 def names_of_features(features: Any) -> dict[str, tuple[str, ...]]:
-    """Names of the classes of each feature that is a ClassLabel."""
+    """Names of the classes of each feature that is a ClassLabel, or a list of them."""
     if not isinstance(features, Mapping):
         return {}
-    named = {
-        name: feature.get("names")
-        for name, feature in features.items()
-        if isinstance(feature, Mapping) and feature.get("_type") == "ClassLabel"
-    }
+    inner = {name: _inner(feature) for name, feature in features.items()}
+    named = {name: feature.get("names") for name, feature in inner.items() if feature.get("_type") == "ClassLabel"}
     return {name: tuple(map(str, names)) for name, names in named.items() if isinstance(names, list)}
+
+
+def _inner(feature: Any) -> Mapping[str, Any]:
+    """A feature, or that of a list's values, which the library has written in three ways."""
+    if isinstance(feature, list) and len(feature) == 1:
+        return _inner(feature[0])
+    if not isinstance(feature, Mapping):
+        return {}
+    return (
+        _inner(feature["feature"])
+        if feature.get("_type") in ("Sequence", "List", "LargeList") and "feature" in feature
+        else feature
+    )
 
 
 def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, list[Path]]:

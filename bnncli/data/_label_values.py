@@ -27,7 +27,8 @@ def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: st
     """Labels out of a column.
 
     Args:
-        values: whole numbers, truth values, or texts; texts that are all whole numbers are numbers.
+        values: whole numbers, truth values, or texts; texts that are all whole numbers are numbers. Where classes have names,
+            lists of their numbers too: several labels an example.
         names: of the classes, where the table has numbers and tells what they mean.
         where: the column, for messages.
 
@@ -42,6 +43,8 @@ def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: st
             f"{where}: row {is_missing.index(True)} has no label", code="bad_labels",
             hint="leave out the rows without a label, or name no label: label=",
         )  # fmt: skip
+    if names is not None and all(isinstance(value, list) for value in values):
+        return Labels(check_labels(zeros_and_ones(values, len(names), where), num_rows=len(values), where=where), names)
     if all(isinstance(value, str) for value in values):
         if names is None and not all(_WHOLE.fullmatch(value) for value in values):
             return _by_name(values, where)
@@ -59,6 +62,18 @@ def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: st
             f"{where}: row {int(found.argmax())} has {found.max()}, there are {len(names)} classes", code="bad_labels"
         )
     return Labels(found, names)
+
+
+def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str) -> np.ndarray:
+    """A matrix (N, C) with a one for each class that a list names. Raises DataError for a number that is no class."""
+    found = np.zeros((len(values), num_classes), np.int64)
+    for row, numbers in enumerate(values):
+        for number in numbers:
+            if not isinstance(number, int) or not 0 <= number < num_classes:
+                message = f"{where}: row {row} has {number!r}, there are {num_classes} classes"
+                raise DataError(message, code="bad_labels")
+            found[row, number] = 1
+    return found
 
 
 def _by_name(values: Sequence[str], where: str) -> Labels:

@@ -54,11 +54,9 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
             hint="give a model that brings its own, as \0model\0 hf:FOLDER",
         )
     if transform is not None and {items, transform.takes} == {"texts", "images"}:
-        hint = "name the column of {0}: {0}=COLUMN" if _has_columns(spec) else "give data of {0}"
-        raise UsageError(
-            f"{spec}: the data are {items}, and the model takes {transform.takes}",
-            hint=hint.format(transform.takes.removesuffix("s")),
-        )
+        column = transform.takes.removesuffix("s")
+        hint = f"name the column: {column}=COLUMN" if _has_columns(spec) else f"give data of {transform.takes}"
+        raise UsageError(f"{spec}: the data are {items}, and the model takes {transform.takes}", hint=hint)
 
 
 def _has_columns(spec: str) -> bool:

@@ -2,8 +2,9 @@
 
 Items are (input, label) or just the input; a label is a class, or zeros and ones, one for each of several labels. Inputs are
 what the network takes, except that uint8 is scaled to [0, 1]; other whole numbers, such as token ids, are passed on as they are.
-A dict of inputs goes to the network's arguments by its names; its own `label` or `labels` is the label where it comes alone.
-Texts, pairs of them, and PIL images go through what the model brings for them.
+A dict of inputs goes to the network's arguments by its names; a dict that comes alone may have the label as its `label` or
+`labels`. Texts, pairs of them, and PIL images, also as the one other value of such a dict, go through what the model brings for
+them.
 Its attributes `classes` (a text for each class) and `names` (one for each example) are used where it has them.
 """
 
@@ -149,8 +150,11 @@ def _divided(item: Any) -> tuple[Any, Any]:
     """Input and label of an item, which may have none. Two texts are a pair."""
     if isinstance(item, Mapping):
         names = [name for name in ("labels", "label") if name in item]
-        if len(names) == 1:
-            return {name: value for name, value in item.items() if name not in names}, item[names[0]]
+        label = names[0] if len(names) == 1 else None
+        rest = {name: value for name, value in item.items() if name != label}
+        only = next(iter(rest.values())) if len(rest) == 1 else None
+        value = only if _is_text(only) or isinstance(only, Image.Image) else rest
+        return value, None if label is None else item[label]
     if isinstance(item, (tuple, list)) and len(item) == 2 and not _is_text(item):
         return item[0], item[1]
     return item, None

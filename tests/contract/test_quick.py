@@ -29,6 +29,7 @@ SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro", "pydantic")
 MADE = (
     "extract-features net.pt --model net.py:make --data train=npz:data.npz --data test=npz:data.npz@40 --hold-out val=test:9",
     "extract-features flat --model flatten --data train=npz:data.npz --ood far=npz:data.npz@40 --hold-out val=train:9",
+    "extract-features table --model flatten --data train=csv:table.csv:x=a+b --data test=jsonl:table.jsonl:x=a+b",
     "extract-features ready --from-npz features.npz --ood far --hold-out some=test:9",
     "fit-laplace small --prior-precision 10",
     "fit-laplace net.pt --structure diag --prior-precision 10",
@@ -94,6 +95,8 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     shutil.copy(finished_run.with_name("features.npz"), folder)
     rng = np.random.default_rng(0)
     np.savez(folder / "data.npz", x=rng.random((60, 1, 2, 2), dtype=np.float32), y=rng.integers(3, size=60))
+    (folder / "table.csv").write_text("a,b,label\n" + "1,2.5,0\n3,4,1\n" * 5)
+    (folder / "table.jsonl").write_text('{"a": 1, "b": 2.5, "label": 0}\n' * 5)
     (folder / "net.py").write_text(NETWORK)
     shapes = {"1.weight": (3, 4), "1.bias": (3,), "3.weight": (3, 3), "3.bias": (3,)}
     torch.save({name: torch.from_numpy(rng.random(shape)).float() for name, shape in shapes.items()}, folder / "net.pt")

@@ -17,6 +17,8 @@ from PIL import Image
 from problems.transforms import Halved, WordLengths
 
 from bnncli.data import InputSplit, Preprocess, load_split
+from bnncli.data._arrow_types import names_of_features
+from bnncli.data._label_values import zeros_and_ones
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pa = pytest.importorskip("pyarrow")
@@ -210,6 +212,24 @@ def test_the_identity_is_of_files_columns_classes_and_rows(tmp_path: Path) -> No
     found = [digest(f"hf-dataset:{saved}{more}") for more in ("", ":label=", "@9")]
     assert len({*found, digest(f"hf-dataset:{renamed}")}) == 4
     assert digest(f"hf-dataset:{write_saved(tmp_path / 'c')}") == found[0]
+
+
+LISTED = {
+    "List": {"feature": FEATURES["label"], "_type": "List"},
+    "Sequence": {"feature": FEATURES["label"], "length": -1, "_type": "Sequence"},
+    "brackets": [FEATURES["label"]],
+}
+
+
+@pytest.mark.parametrize("form", LISTED)
+def test_lists_of_classes_have_their_names(form: str) -> None:
+    assert names_of_features({"labels": LISTED[form], "text": FEATURES["text"]}) == {"labels": tuple(NAMES)}
+
+
+def test_lists_of_classes_are_zeros_and_ones() -> None:
+    assert zeros_and_ones([[0, 2], [], [1]], 3, "a").tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    with pytest.raises(DataError, match="a: row 1 has 3, there are 3 classes"):
+        zeros_and_ones([[0], [3]], 3, "a")
 
 
 def write_other(folder: Path) -> str:

@@ -25,6 +25,7 @@ from PIL import Image
 TEXTS = {TEXTS!r}
 def texts(): return [(text, row % 2) for row, text in enumerate(TEXTS)]
 def bare(): return TEXTS
+def records(): return [{{"text": text, "label": row % 2}} for row, text in enumerate(TEXTS)]
 def pairs(): return [((text, "zz"), 1) for text in TEXTS]
 def odd(): return [("text", 0), (3.0, 1)]
 def images(): return [(Image.new("RGB", (4 + row, 6), (row, 0, 255)), row % 2) for row in range(5)]
@@ -56,7 +57,7 @@ def plain(batches: list[Batch]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("factory", ["texts", "bare"])
+@pytest.mark.parametrize("factory", ["texts", "bare", "records"])
 def test_texts_become_what_the_tokenizer_makes_of_them(datasets: Path, factory: str, num_workers: int) -> None:
     batches = batches_of(f"py:{datasets}:{factory}", WordLengths(), num_workers=num_workers)
     assert named(batches, "input_ids").tolist() == IDS
