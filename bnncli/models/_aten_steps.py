@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, Step
+from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, GraphStep
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "_convolution")
 # Where features, weight and bias stand among the arguments, and whether the weight is (D, K).
@@ -29,12 +29,12 @@ _WORDS = {
 _DOES = {name: does for does, names in _WORDS.items() for name in names}
 
 
-def aten_step(operator: str, output: str, inputs: Sequence[str | None], *, name: str = "") -> Step:
+def aten_step(operator: str, output: str, inputs: Sequence[str | None], *, name: str = "") -> GraphStep:
     """The step that an operator such as `addmm` makes of its arguments; None among these for one that is no tensor."""
     if operator in _LINEAR:
         places, is_transposed = _LINEAR[operator]
         picked = tuple(inputs[place] if place < len(inputs) else None for place in places)
-        return Step(LINEAR, output, picked, name, is_transposed)
+        return GraphStep(LINEAR, output, picked, name, is_transposed)
     if operator in _CONVOLUTIONS:
-        return Step(CONV, output, tuple(inputs[:3]), name)
-    return Step(_DOES.get(operator, ""), output, tuple(inputs), name)
+        return GraphStep(CONV, output, tuple(inputs[:3]), name)
+    return GraphStep(_DOES.get(operator, ""), output, tuple(inputs), name)

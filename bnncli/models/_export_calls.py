@@ -42,7 +42,7 @@ CHECKS = re.compile(
 _OPERATOR = re.compile(r"torch\.ops\.aten\.([a-z_]\w*)\.(\w+)")
 
 
-class Call:
+class ExportCall:
     """One call of an operator."""
 
     def __init__(self, node: Mapping[str, Any]) -> None:

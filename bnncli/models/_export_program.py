@@ -24,7 +24,7 @@ from bnncli.checkpoints.sniff import check_members, sniff, sniff_zip
 from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import open_regular
-from bnncli.models._export_calls import CHECKS, DTYPES, STORED, Call, names_in
+from bnncli.models._export_calls import CHECKS, DTYPES, STORED, ExportCall, names_in
 from bnncli.names import quoted
 
 _MAJOR = 8
@@ -58,7 +58,7 @@ class ExportedGraph:
             }
         self._read_signature(module["signature"], stored)
         self.keys = _keys(module["module_call_graph"], len(self.outputs))
-        self.nodes = [Call(node) for node in self.graph["nodes"] if not CHECKS.fullmatch(node["target"])]
+        self.nodes = [ExportCall(node) for node in self.graph["nodes"] if not CHECKS.fullmatch(node["target"])]
 
     def _json(self, archive: zipfile.ZipFile, pattern: str) -> dict[str, Any]:
         found = [name for name in archive.namelist() if re.fullmatch(pattern, name)]
@@ -175,9 +175,9 @@ def constants_of(graph: ExportedGraph) -> Callable[[str], Tensor | None]:
     return constant
 
 
-def _needed(calls: list[Call], wanted: set[str]) -> list[Call]:
+def _needed(calls: list[ExportCall], wanted: set[str]) -> list[ExportCall]:
     """The calls that the wanted values depend on, in their order; others, such as calls that change a value in place, too."""
-    kept: list[Call] = []
+    kept: list[ExportCall] = []
     for call in reversed(calls):
         gives = {name for kind, content in call.outputs for name in names_in(kind, content)}
         if gives & wanted or not gives or call.operator.endswith("_"):

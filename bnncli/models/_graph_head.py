@@ -19,7 +19,7 @@ LINEAR, CONV, ADD, POOL, SHAPE, AFTER = "linear", "conv", "add", "pool", "shape"
 _MOST_LISTED = 20
 
 
-class Step(NamedTuple):
+class GraphStep(NamedTuple):
     """One node of a graph.
 
     Attributes:
@@ -64,7 +64,7 @@ class HeadSearch:
         constant: the value of that name as an array; None where it depends on the inputs.
     """
 
-    def __init__(self, what: str, steps: Sequence[Step], constant: Callable[[str], np.ndarray | None]) -> None:
+    def __init__(self, what: str, steps: Sequence[GraphStep], constant: Callable[[str], np.ndarray | None]) -> None:
         self._what, self._steps, self._constant = what, steps, constant
         self._maker = {step.output: step for step in steps}
 
@@ -116,13 +116,13 @@ class HeadSearch:
             step = self._maker.get(value)
             value = self._only_input(step) if step is not None and step.does in (SHAPE, POOL) else None
 
-    def _only_input(self, step: Step) -> str | None:
+    def _only_input(self, step: GraphStep) -> str | None:
         """The input that is not known without the graph's inputs; None where there are several."""
         taken = step.inputs[:1] if step.does in (SHAPE, POOL) else step.inputs  # the others are sizes
         free = [name for name in taken if name is not None and self._constant(name) is None]
         return free[0] if len(free) == 1 else None
 
-    def _head(self, step: Step, is_pooled: bool) -> GraphHead | None:
+    def _head(self, step: GraphStep, is_pooled: bool) -> GraphHead | None:
         """The step as a head; None where it is none."""
         if step.does == ADD:
             return self._sum(step, is_pooled)
@@ -134,7 +134,7 @@ class HeadSearch:
         bias = self._vector(step.inputs[2] if len(step.inputs) > 2 else None, len(weight))
         return GraphHead(features, weight, bias, is_pooled, step.does == CONV)
 
-    def _sum(self, step: Step, is_pooled: bool) -> GraphHead | None:
+    def _sum(self, step: GraphStep, is_pooled: bool) -> GraphHead | None:
         """A product of features and weights plus a bias, of two steps."""
         terms = [name for name in step.inputs[:2] if name is not None]
         for product, bias in (terms, terms[::-1]) if len(terms) == 2 else ():
@@ -145,7 +145,7 @@ class HeadSearch:
                 return head._replace(bias=vector)
         return None
 
-    def _matrix(self, step: Step) -> np.ndarray | None:
+    def _matrix(self, step: GraphStep) -> np.ndarray | None:
         """The weight of a linear step or of a convolution of single positions, (K, D); None where it is none of these."""
         value = None if step.inputs[1] is None else self._constant(step.inputs[1])
         if value is None or value.dtype.kind != "f":

@@ -17,7 +17,7 @@ from onnx import TensorProto, external_data_helper, numpy_helper
 from torch import Tensor, nn
 
 from bnncli.errors import DataError
-from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, Step
+from bnncli.models._graph_head import ADD, AFTER, CONV, LINEAR, POOL, SHAPE, GraphStep
 from bnncli.models._graph_network import GraphInput
 from bnncli.models._onnx_tail import Tail, TailStep
 from bnncli.names import quoted
@@ -67,7 +67,7 @@ class OnnxGraph:
                 f"the graph draws random numbers ({random[0]}): its features would not be the same twice", "in_training"
             )
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[GraphStep]:
         """The nodes of the graph, as far as they are not inside its branches and loops."""
         return [self._step(node) for node in self.model.graph.node if node.output]
 
@@ -91,7 +91,7 @@ class OnnxGraph:
             steps.append(TailStep(_WORDS[node.op_type], node.op_type, arrays, _attributes(node)))
         return Tail(steps)
 
-    def _step(self, node: onnx.NodeProto) -> Step:
+    def _step(self, node: onnx.NodeProto) -> GraphStep:
         does, inputs = _WORDS.get(node.op_type, ""), tuple(name or None for name in node.input)
         own = _attributes(node)
         is_scaled = (
@@ -100,7 +100,7 @@ class OnnxGraph:
         if node.op_type in ("Gemm", "Conv") and is_scaled:
             does = ""
         is_transposed = does == LINEAR and not own.get("transB", 0)
-        return Step(does, node.output[0], inputs, node.name, is_transposed)
+        return GraphStep(does, node.output[0], inputs, node.name, is_transposed)
 
     def _input(self, value: onnx.ValueInfoProto) -> GraphInput:
         kind = value.type.tensor_type

@@ -29,7 +29,7 @@ class TailStep(NamedTuple):
     """One step behind a head.
 
     Attributes:
-        does: as Step.does.
+        does: as GraphStep.does.
         operator: such as Softmax.
         inputs: constants in its order; None for what comes from the head.
         attributes: of the node.

@@ -22,7 +22,7 @@ from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import open_regular
 from bnncli.models._aten_steps import aten_step
-from bnncli.models._graph_head import Step
+from bnncli.models._graph_head import GraphStep
 from bnncli.names import listed, quoted
 
 _ON_FILES = {"save", "from_file"}
@@ -84,7 +84,7 @@ class ScriptGraph:
                         hint="trace the network after network.eval()",
                     )  # fmt: skip
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[GraphStep]:
         """The calls of the graph, as far as they are not inside its branches and loops."""
         found = []
         for node in self.graph.nodes():

@@ -20,7 +20,7 @@ from bnncli.names import is_averaged, listed, quoted
 COUNTER = ".num_batches_tracked"  # of batch norm; absent before torch 0.4.1, and prediction needs none
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Where a network's names are: `own` of the network, in the place of which the state has `theirs`."""
 
     theirs: str = ""
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FilledState:
     """A state by the network's names.
 
     Attributes:
@@ -39,7 +39,7 @@ class Fitted:
     """
 
     state: dict[str, Tensor]
-    place: Place
+    place: StatePlace
     outside: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
 
@@ -60,7 +60,7 @@ class Fitted:
         return found
 
 
-def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> Fitted:
+def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> FilledState:
     """The state by the names that the network expects; as it is where no prefix makes them fit.
 
     Args:
@@ -71,16 +71,18 @@ def fitted(state: Mapping[str, Tensor], expected: Collection[str]) -> Fitted:
     """
     needed = [name for name in expected if not name.endswith(COUNTER)]
     if not needed:
-        return Fitted(dict(state), Place())
-    near: tuple[float, Place] = (0.5, Place())  # below half of the names another network is meant
+        return FilledState(dict(state), StatePlace())
+    near: tuple[float, StatePlace] = (0.5, StatePlace())  # below half of the names another network is meant
     for own in _common_prefixes(needed):
         counts = prefixes_before(state, {name.removeprefix(own) for name in needed})
         full = [prefix for prefix, count in counts.items() if count == len(needed)]
         if full:
             theirs = _chosen(full)
             copies = tuple(sorted(prefix for prefix in full if prefix != theirs)) if theirs else ()
-            return _placed(state, Place(theirs, own), copies)
-        near = max([near, *((count / len(needed), Place(prefix, own)) for prefix, count in counts.items())], key=_rank)
+            return _placed(state, StatePlace(theirs, own), copies)
+        near = max(
+            [near, *((count / len(needed), StatePlace(prefix, own)) for prefix, count in counts.items())], key=_rank
+        )
     return _placed(state, near[1], ())
 
 
@@ -103,7 +105,7 @@ def prefixes_before(names: Iterable[str], wanted: Collection[str]) -> Counter[st
     return found
 
 
-def _rank(near: tuple[float, Place]) -> tuple[float, int]:
+def _rank(near: tuple[float, StatePlace]) -> tuple[float, int]:
     return near[0], -len(near[1].own) - len(near[1].theirs)
 
 
@@ -131,9 +133,9 @@ def _common_prefixes(names: list[str]) -> Iterator[str]:
             yield prefix
 
 
-def _placed(state: Mapping[str, Tensor], place: Place, copies: tuple[str, ...]) -> Fitted:
+def _placed(state: Mapping[str, Tensor], place: StatePlace, copies: tuple[str, ...]) -> FilledState:
     """The state with the network's own names for those in this place."""
     length = len(place.theirs)
     inside = {place.own + name[length:]: tensor for name, tensor in state.items() if name.startswith(place.theirs)}
     outside = tuple(name for name in state if not name.startswith(place.theirs))
-    return Fitted(inside, place, outside, copies)
+    return FilledState(inside, place, outside, copies)
