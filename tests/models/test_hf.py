@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,16 @@ import pytest
 import torch
 from PIL import Image
 from problems.command_line import Cli
-from problems.hf_folders import IMAGE_MODELS, LABELS, TEXT_MODELS, TEXTS, image_folder, pictures, text_folder
+from problems.hf_folders import (
+    IMAGE_MODELS,
+    LABELS,
+    TEXT_MODELS,
+    TEXTS,
+    image_folder,
+    own_logits,
+    pictures,
+    text_folder,
+)
 from problems.optional_libraries import library
 from safetensors.torch import load_file, save_file
 
@@ -21,15 +32,6 @@ from bnncli.models import Asked, SavedModel, open_model
 from bnncli.storage.features import read_features
 
 transformers = library("transformers")
-
-
-def own_logits(folder: Path, items: list[Any], *, task: str) -> np.ndarray:
-    """What the library's own pipeline gives, one item at a time: (n, K)."""
-    run = transformers.pipeline(task, model=str(folder), device="cpu")
-    cut = {"truncation": True} if task == "text-classification" else {}
-    found = [run(item, top_k=None, function_to_apply="none", **cut) for item in items]
-    names = [run.model.config.id2label[index] for index in range(run.model.config.num_labels)]
-    return np.array([[{one["label"]: one["score"] for one in scores}[name] for name in names] for scores in found])
 
 
 def logits(saved: SavedModel, items: list[Any], state: dict[str, torch.Tensor] | None = None) -> np.ndarray:
@@ -249,6 +251,29 @@ def test_a_run_of_a_folder_is_found_by_name_and_goes_stale_with_its_files(tmp_pa
     said = cli("predict", name, "--split", "train")
     assert said.code == 66
     assert "model/config.json'" in said.stderr
+
+
+REFUSE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers", "tokenizers", "huggingface_hub", "safetensors"}:
+            raise RuntimeError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refuse())
+from bnncli.cli.execute import run_command_line
+
+sys.exit(run_command_line(sys.argv[1:], sys.stdout))
+"""
+
+
+def test_what_is_up_to_date_is_told_without_the_library(tmp_path: Path, cli: Cli) -> None:
+    folder, data = image_folder(tmp_path / "model", shards=True), write_pictures(tmp_path / "train")
+    words = ["extract-features", str(folder), "--model", f"hf:{folder}", "--data", f"train=images:{data}"]
+    assert cli(*words).code == 0
+    done = subprocess.run([sys.executable, "-c", REFUSE, *words], capture_output=True, text=True, timeout=60)
+    assert "all 2 artifacts are up to date" in done.stderr
 
 
 def test_a_name_of_a_missing_file_of_weights_is_told(tmp_path: Path, cli: Cli) -> None:

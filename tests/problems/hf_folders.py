@@ -100,3 +100,12 @@ def pictures(mode: str = "RGB") -> list[Image.Image]:
         Image.fromarray(rng.integers(256, size=(40 + 3 * index, 50, 3), dtype=np.uint8)).convert(mode)
         for index in range(3)
     ]
+
+
+def own_logits(folder: Path, items: list[Any], *, task: str) -> np.ndarray:
+    """What the library's own pipeline gives, one item at a time: (n, K)."""
+    run = transformers.pipeline(task, model=str(folder), device="cpu")
+    cut = {"truncation": True} if task == "text-classification" else {}
+    found = [run(item, top_k=None, function_to_apply="none", **cut) for item in items]
+    names = [run.model.config.id2label[index] for index in range(run.model.config.num_labels)]
+    return np.array([[{one["label"]: one["score"] for one in scores}[name] for name in names] for scores in found])
