@@ -182,3 +182,13 @@ def test_features_without_a_head_have_as_many_labels_as_the_matrix(cli: Cli, tmp
     new_run(cli, tmp_path / "run", arrays)
     content = read_features(tmp_path / "run.bnn/features/train.h5")
     assert content.classes == ["0", "1", "2", "3"]
+
+
+def test_the_same_outputs_as_labels_are_another_network_as_trained(cli: Cli, tmp_path: Path) -> None:
+    arrays = label_arrays()
+    classes = {name: array.argmax(axis=1) for name, array in arrays.items() if name.startswith("labels")}
+    run = new_run(cli, tmp_path / "run", arrays | classes)
+    assert "likelihood" not in read_header(tmp_path / "run.bnn/posteriors/map.safetensors").meta
+    np.savez(tmp_path / "other.npz", **arrays)
+    assert cli("extract-features", run, "--from-npz", tmp_path / "other.npz", "--force").code == 0
+    assert read_header(tmp_path / "run.bnn/posteriors/map.safetensors").meta["likelihood"] == "multilabel"
