@@ -17,7 +17,7 @@ from bnncli.models._extra import require
 from bnncli.names import listed, quoted
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-WEIGHTS, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"  # beside NAME.index.json where they are in shards
 TOKENIZER = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm", "bpe.codes",
 )  # fmt: skip
@@ -83,19 +83,19 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises:
         MissingInput: a shard is missing. DataError: the index is damaged.
     """
-    if (folder / WEIGHTS).is_file():
-        return (folder / WEIGHTS,)
-    if not (folder / INDEX).is_file():
-        return tuple(path for path in (folder / PICKLED,) if path.is_file())
-    names = read_json(folder / INDEX).get("weight_map")
+    there = [name for one in (WEIGHTS, PICKLED) for name in (one, f"{one}.index.json") if (folder / name).is_file()]
+    if not there or there[0] in (WEIGHTS, PICKLED):
+        return tuple(folder / name for name in there[:1])
+    index = folder / there[0]
+    names = read_json(index).get("weight_map")
     shards = sorted({*names.values()}) if isinstance(names, dict) and all(map(_is_name, names.values())) else []
     if not shards:
-        raise DataError(f"{quoted(folder / INDEX, limit=300)} names no files of weights", path=folder / INDEX)
+        raise DataError(f"{quoted(index, limit=300)} names no files of weights", path=index)
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         message = f"{quoted(folder, limit=300)}: {len(missing)} of {len(shards)} files of weights are missing: {listed(missing)}"
         raise MissingInput(message, path=folder / missing[0], hint="copy or download all of them")
-    return (folder / INDEX, *(folder / name for name in shards))
+    return (index, *(folder / name for name in shards))
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -150,4 +150,4 @@ def _unknown(folder: Path, config: Mapping[str, Any], why: str) -> BnnError:
 def _pickled_state(folder: Path) -> dict[str, Tensor] | None:
     """Weights that are in torch's own format; None where they are safetensors."""
     files = weight_files(folder)
-    return load_checkpoint(files[0]).state if [file.name for file in files] == [PICKLED] else None
+    return load_checkpoint(files[0]).state if files and files[0].name.startswith(PICKLED) else None

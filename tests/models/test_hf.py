@@ -130,6 +130,15 @@ def test_half_precision_is_widened_and_a_checkpoint_fills_the_model(tmp_path: Pa
     np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", Asked()), TEXTS, state), filled)
     torch.save(state, folder / "pytorch_model.bin")
     np.testing.assert_array_equal(logits(open_model(f"hf:{folder}", Asked()), TEXTS), filled)
+    (folder / "pytorch_model.bin").unlink()
+    shards = {f"pytorch_model-{part + 1:05}-of-00002.bin": list(state)[part::2] for part in range(2)}
+    for name, names in shards.items():
+        torch.save({one: state[one] for one in names}, folder / name)
+    weight_map = {one: name for name, names in shards.items() for one in names}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    saved = open_model(f"hf:{folder}", Asked())
+    assert len(saved.files) == 6
+    np.testing.assert_array_equal(logits(saved, TEXTS), filled)
 
 
 @pytest.mark.parametrize(
