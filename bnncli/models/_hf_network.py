@@ -36,7 +36,7 @@ def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tens
     if made is None:
         raise _unknown(folder, config, f"transformers {transformers.__version__} has no {name}")
     if state is None:
-        state = _pickled_state(folder)
+        state = pickled_state(folder)
     network, info = load(made, folder, made_by, state)
     check_filled(info, what=f"the {'checkpoint' if state is not None else 'folder'} does not fit {name}", folder=folder)
     return settled(network)
@@ -147,7 +147,7 @@ def _unknown(folder: Path, config: Mapping[str, Any], why: str) -> BnnError:
     return DataError(f"{quoted(folder, limit=300)}: {why}", path=folder / CONFIG)
 
 
-def _pickled_state(folder: Path) -> dict[str, Tensor] | None:
+def pickled_state(folder: Path) -> dict[str, Tensor] | None:
     """Weights that are in torch's own format; None where they are safetensors."""
     files = weight_files(folder)
     return load_checkpoint(files[0]).state if files and files[0].name.startswith(PICKLED) else None

@@ -13,7 +13,7 @@ from torch import nn
 from bnncli.errors import DataError
 from bnncli.models._extra import require
 from bnncli.models._hf_folder import classified_by, safetensors_shapes
-from bnncli.models._hf_network import check_filled, load, load_config, settled, told
+from bnncli.models._hf_network import check_filled, load, load_config, pickled_state, settled, told
 from bnncli.names import listed, quoted
 
 _PREFIX = "base_model.model."
@@ -39,10 +39,12 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None) -> nn
         for name, shape in safetensors_shapes(folder / _WEIGHTS).items() if ".lora_" not in name
     }  # fmt: skip
     config = load_config(base)
-    labels = _num_labels(auto, config, saved)
+    with told(base), torch.device("meta"):
+        empty = auto.from_config(config)
+    labels = _num_labels(empty, config, saved)
     if labels is not None:
         config = load_config(base, num_labels=labels)
-    network, info = load(auto, base, config, None)
+    network, info = load(type(empty), base, config, pickled_state(base))
     check_filled(
         info,
         what=f"the base model does not fit {type(network).__name__}",
@@ -53,10 +55,9 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None) -> nn
     return settled(_merged(network, folder))
 
 
-def _num_labels(auto: Any, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
+def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
     """Outputs of the adapter's own head, where they are not as many as the base's config says."""
-    with torch.device("meta"):
-        own = {name: tuple(tensor.shape) for name, tensor in auto.from_config(config).state_dict().items()}
+    own = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
     found = {
         shape[0]
         for name, shape in saved.items()

@@ -79,6 +79,12 @@ def test_logits_of_texts_are_those_of_the_library(tmp_path: Path) -> None:
         base = transformers.BertForMaskedLM.from_pretrained(folder / "base").bert.eval()(**raw).last_hidden_state
         found = network(**inputs)
     torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=0)
+    weights = folder / "base/model.safetensors"
+    torch.save(load_file(weights), folder / "base/pytorch_model.bin")
+    weights.unlink()
+    with torch.inference_mode():
+        again = open_model(f"peft:{folder / 'adapter'}", Asked(base_model=str(folder / "base"))).build(None)(**inputs)
+    torch.testing.assert_close(again.logits, found.logits, atol=0, rtol=0)
     assert (base - network.bert(**inputs).last_hidden_state).abs().max() > 1e-2
 
 
