@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli
-from problems.transforms import WordLengths
+from problems.transforms import Halved, WordLengths
 from problems.words_model import CLASSES, MeanOfWords, write_weights
 
 from bnncli import registry
+from bnncli.data import Preprocess, load_split
+from bnncli.stages.extract_features.splits import input_notes
 from bnncli.storage.artifacts import read_header
-from bnncli.storage.features import read_features
+from bnncli.storage.features import FeatureFile, read_features
 
 TEXTS = ["a bb ccc", "dddd", "eeeee f", "a b c d e", "one two three four five six"] * 3
 LABELS = ["short", "long", " odd"] * 5
@@ -75,6 +77,16 @@ def test_data_without_texts_store_no_number_of_them(cli: Cli, tmp_path: Path) ->
         == 0
     )
     assert "num_truncated" not in read_header(tmp_path / "flat.bnn/features/train.h5").meta
+
+
+@pytest.mark.parametrize("dtype", ["float64", "uint8"])
+def test_real_numbers_are_taken_as_they_are_and_that_is_said(tmp_path: Path, dtype: str) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 4, 4), dtype))
+    split = load_split(f"npz:{tmp_path / 'a.npz'}", preprocess=Preprocess(transform=Halved()))
+    zeros = np.zeros((2, 1))
+    content = FeatureFile("far", zeros, None, zeros[:, 0], [], None, None, None, is_ood=True)
+    said = ["far: the inputs are real numbers, taken as they are: the model's preprocessing is for images"]
+    assert input_notes(split, content) == (said if dtype == "float64" else [])
 
 
 def test_classes_that_the_model_does_not_have_are_refused(cli: Cli, run: list[object], tmp_path: Path) -> None:

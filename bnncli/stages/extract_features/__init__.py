@@ -32,13 +32,13 @@ from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import (
     check_network_file,
     check_outputs,
+    input_notes,
     likelihood_of_run,
     likelihood_of_splits,
     model_identity,
     open_splits,
     saved_model,
     shared_params,
-    truncation_note,
     user_sources,
 )
 from bnncli.stages.extract_features.trained_map import make_map
@@ -173,7 +173,7 @@ def _extract(
     heads[split.name] = _without_rows(content)
     check_same_head(run, content, names, recorded, shared_params(options, saved, content.likelihood))
     computed = _publishable(run, content, preprocess, layer, split.order_digest, split.spec)
-    computed.summary.extend(truncation_note(split, content))
+    computed.summary.extend(input_notes(split, content))
     return computed
 
 

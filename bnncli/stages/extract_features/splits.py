@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bnncli import data
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import MULTILABEL, recorded_name, why_unfit
@@ -102,10 +104,16 @@ def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedMod
     return next(iter(named.values()), [str(index) for index in range(num_classes)])
 
 
-def truncation_note(split: data.InputSplit, content: FeatureFile) -> list[str]:
-    """How many texts of a split the model's tokenizer cut, in a line; none where it cut none."""
+def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
+    """What the model's own preprocessing did not do to a split, a line each: texts that it cut, arrays that it does not take."""
     transform = split.preprocess.transform
-    if not content.num_truncated or transform is None:
+    if transform is None:
+        return []
+    if getattr(getattr(split.dataset, "inputs", None), "dtype", np.dtype(np.uint8)).kind == "f":
+        return [
+            f"{content.name}: the inputs are real numbers, taken as they are: the model's preprocessing is for {transform.takes}"
+        ]
+    if not content.num_truncated:
         return []
     limit = transform.to_json().get("max_length")
     longer = "than the model takes" if limit is None else f"than {limit} tokens"
