@@ -232,6 +232,16 @@ def test_lists_of_classes_are_zeros_and_ones() -> None:
         zeros_and_ones([[0], [3]], 3, "a")
 
 
+def test_a_column_of_lists_of_classes_is_several_labels(tmp_path: Path) -> None:
+    metadata = {"huggingface": json.dumps({"info": {"features": {"labels": LISTED["List"]}}})}
+    whole = pa.table({"text": ["a", "b"], "labels": [[0, 2], [1]]}).replace_schema_metadata(metadata)
+    pq.write_table(whole, tmp_path / "a.parquet")
+    split = load(f"parquet:{tmp_path / 'a.parquet'}")
+    assert split.labels is not None
+    assert split.labels.tolist() == [[1, 0, 1], [0, 1, 0]]
+    assert split.classes == tuple(NAMES)
+
+
 def write_other(folder: Path) -> str:
     folder.mkdir()
     pq.write_table(table(), folder / "0.parquet")

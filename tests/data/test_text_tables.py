@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from problems.transforms import Halved, WordLengths
 
-from bnncli.data import InputSplit, Preprocess, hold_out, load_split
+from bnncli.data import InputSplit, Preprocess, hold_out, load_split, matched_to
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 # What breaks readers: quotation marks, delimiters, line ends of all kinds, other scripts, spaces, long texts.
@@ -221,6 +221,30 @@ def test_labels_are_numbers_or_names(tmp_path: Path, kind: str) -> None:
     assert split.is_labeled == (expected is not None)
     assert (None if expected is None else labels_of(split)) == expected
     assert split.classes == classes
+
+
+SEVERAL = [[1, 0, 1], [0, 0, 0], [0, 1, 1]]
+
+
+def test_columns_of_zeros_and_ones_are_several_labels(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["text", "rude", "toxic", "threat"], *(["a", *row] for row in SEVERAL)])
+    split = load(f"csv:{path}:text=text,label=rude+toxic+threat")
+    assert split.classes == ("rude", "toxic", "threat")
+    assert np.array_equal(labels_matrix(split), SEVERAL)
+    by_name = matched_to(split, ("Threat", "rude", "toxic"))
+    assert np.array_equal(labels_matrix(by_name), np.array(SEVERAL)[:, [2, 0, 1]])
+
+
+def test_lists_of_zeros_and_ones_are_several_labels(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "a", "labels": row}) for row in SEVERAL))
+    assert np.array_equal(labels_matrix(load(f"jsonl:{tmp_path / 'a.jsonl'}")), SEVERAL)
+
+
+def labels_matrix(split: InputSplit) -> np.ndarray:
+    """Those of the batches, which are those that the split tells of beforehand."""
+    found = np.concatenate([np.asarray(batch.labels) for batch in split.batches(2)])
+    assert np.array_equal(found, np.asarray(split.labels))
+    return found
 
 
 BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
