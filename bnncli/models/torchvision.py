@@ -1,8 +1,7 @@
 """`torchvision:NAME[:WEIGHTS]`: a classifier of torchvision.models, filled with the checkpoint.
 
 WEIGHTS is a member of the builder's weights enum, such as IMAGENET1K_V1: its transforms are the preprocessing, and what its network
-has that a state dict does not tell (Inception's `transform_input`, the size of a transformer's images) is built as it has it. Nothing
-is downloaded. Without WEIGHTS inputs are arrays. The number of classes is the checkpoint's.
+has and a state dict does not tell (the size of a transformer's images) is built as it has it. Nothing is downloaded. Without WEIGHTS inputs are arrays. The number of classes is the checkpoint's.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ FORM = Form("torchvision:NAME[:WEIGHTS]", place=40)
 EXTRA: str | None = "torchvision"
 TAKES: tuple[str, ...] = ("model_arg",)
 
+_WITH_AUXILIARY_HEADS = ("inception_v3", "googlenet")
 _NOT_ARGUMENTS = ("weights", "progress", "pretrained")
 # DenseNets were published with names that modules can no longer have; torchvision renames them in the same way.
 _OLD_DENSE_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.(?:weight|bias|running_mean|running_var))")
@@ -82,9 +82,8 @@ class Builder:
         arguments = convert_arguments(make, self.arguments, option="\0model_arg\0")
         if self.transform is not None:
             arguments = {**_of_weights(self.name, _weights(self.name, self.transform.weights)), **arguments}
-        if self.name in ("inception_v3", "googlenet"):
-            has_auxiliary = any(key.startswith(("AuxLogits.", "aux1.")) for key in state)
-            arguments = {"aux_logits": has_auxiliary, "init_weights": False, **arguments}
+        if self.name in _WITH_AUXILIARY_HEADS:
+            arguments = {**_of_auxiliary_heads(self.name, arguments, state), **arguments}
         with building(f"torchvision:{self.name}"):
             if "num_classes" not in arguments and (count := _num_classes(make, arguments, state)) is not None:
                 arguments["num_classes"] = count
@@ -139,20 +138,34 @@ def _weights(name: str, weights: str) -> Any:
 
 def _of_weights(name: str, weights: Any) -> dict[str, Any]:
     """Arguments that the builder changes when it is given these weights, other than the number of classes."""
-    if name in ("inception_v3", "googlenet"):
-        return {"transform_input": True}
     if name.startswith("vit_"):
         return {"image_size": weights.meta["min_size"][0]}
     return {"input_size": weights.meta["min_size"]} if name.startswith("maxvit") else {}
+
+
+def _of_auxiliary_heads(name: str, given: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Arguments of Inception and GoogLeNet that the checkpoint tells. Raises UsageError for the one that it cannot."""
+    if "transform_input" not in given:
+        raise UsageError(
+            f"\0model\0 torchvision:{name} normalises its input once more where it was made with published weights, which a "
+            "checkpoint does not tell",
+            hint="\0model_arg\0 transform_input=true where it began from published weights, transform_input=false otherwise",
+        )
+    return {"aux_logits": any(key.startswith(("AuxLogits.", "aux1.")) for key in state), "init_weights": False}
 
 
 def _num_classes(make: Any, arguments: dict[str, Any], state: Mapping[str, Tensor]) -> int | None:
     """What the checkpoint's shapes say; None where it has no tensor whose shape depends on it."""
     import torch
 
-    with torch.device("meta"):
-        two, three = (make(**arguments, num_classes=count).state_dict() for count in (2, 3))
-    for name in two:
-        if two[name].shape != three[name].shape and name in state and state[name].ndim:
-            return int(state[name].shape[0])
-    return None
+    def shapes(count: int) -> dict[str, torch.Size]:
+        try:
+            with torch.device("meta"):
+                network = make(**arguments, num_classes=count)
+        except NotImplementedError:  # its builder looks at the values of tensors
+            network = make(**arguments, num_classes=count)
+        return {name: tensor.shape for name, tensor in network.state_dict().items()}
+
+    two, three = shapes(2), shapes(3)
+    changed = (name for name in two if two[name] != three[name] and name in state and state[name].ndim)
+    return next((int(state[name].shape[0]) for name in changed), None)

@@ -59,6 +59,11 @@ def test_weights_name_a_transform_and_without_them_inputs_are_arrays() -> None:
     assert np.asarray(transform(IMAGES).inputs).dtype == np.float32
 
 
+def test_classes_are_counted_where_a_builder_looks_at_its_tensors(models: Any) -> None:
+    state = models.get_model("regnet_y_400mf", num_classes=5).state_dict()
+    assert open_model("torchvision:regnet_y_400mf", Asked()).build(state).fc.bias.equal(state["fc.bias"])
+
+
 def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
     """Their builders set it, and no state dict tells: only the shape of a transformer's images could be seen."""
     from bnncli.models.torchvision import _of_weights
@@ -66,7 +71,6 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
     assert _of_weights("vit_b_16", models.get_model_weights("vit_b_16")["IMAGENET1K_SWAG_E2E_V1"]) == {
         "image_size": 384
     }
-    assert _of_weights("googlenet", models.get_model_weights("googlenet")["IMAGENET1K_V1"]) == {"transform_input": True}
     assert _of_weights("maxvit_t", models.get_model_weights("maxvit_t")["IMAGENET1K_V1"]) == {"input_size": (224, 224)}
     assert _of_weights("resnet18", models.get_model_weights("resnet18")["IMAGENET1K_V1"]) == {}
 
@@ -90,6 +94,12 @@ def test_what_weights_change_of_the_network_is_built(models: Any) -> None:
             {"num_classes": "4"},
             DataError,
             r"'fc.weight' has shape \(3, 1024\) in the checkpoint",
+        ),
+        (
+            "torchvision:googlenet",
+            {},
+            UsageError,
+            "normalises its input once more where it was made with published weights",
         ),
         ("torchvision:shufflenet_v2_x1_0", {}, DataError, "has shape"),
         (
@@ -120,19 +130,32 @@ def test_a_torchvision_for_another_torch_is_told_in_one_line(monkeypatch: pytest
 
 @pytest.mark.long
 @pytest.mark.parametrize("has_auxiliary", [True, False])
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_auxiliary_heads_are_as_the_checkpoint_has_them(name: str, has_auxiliary: bool, models: Any) -> None:
+@pytest.mark.parametrize(("name", "is_normalised"), [("googlenet", False), ("googlenet", True), ("inception_v3", True)])
+def test_auxiliary_heads_are_as_the_checkpoint_has_them(
+    name: str, is_normalised: bool, has_auxiliary: bool, models: Any
+) -> None:
     torch.manual_seed(2)
-    network = models.get_model(name, num_classes=4, aux_logits=has_auxiliary, transform_input=True, init_weights=False)
+    network = models.get_model(
+        name, num_classes=4, aux_logits=has_auxiliary, transform_input=is_normalised, init_weights=False
+    )
     network = settled(network, size=299)
     expected = logits_of_torchvision(network, models.get_model_weights(name)["IMAGENET1K_V1"], IMAGES)
-    check_equal(logits_of_ours(f"torchvision:{name}:IMAGENET1K_V1", network.state_dict(), IMAGES), expected)
+    spec = f"torchvision:{name}:IMAGENET1K_V1"
+    check_equal(logits_of_ours(spec, network.state_dict(), IMAGES, transform_input=str(is_normalised)), expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    ["resnet18", "squeezenet1_1", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "vit_b_32", "mnasnet0_5"],
+    [
+        "resnet18",
+        "squeezenet1_1",
+        "mobilenet_v3_small",
+        "efficientnet_b0",
+        "densenet121",
+        "vit_b_32",
+        "mnasnet0_5",
+    ],
 )
 def test_logits_are_torchvisions(name: str, models: Any) -> None:
     torch.manual_seed(3)

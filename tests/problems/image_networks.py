@@ -58,8 +58,9 @@ def logits_of_ours(spec: str, state: Any, images: list[Image.Image], **arguments
 def stored_logits(path: Path) -> torch.Tensor:
     """Features of a file times its head."""
     split = read_features(path)
-    weight, bias = (np.asarray(array, np.float64) for array in (split.head_weight, split.head_bias))
-    return torch.from_numpy(np.asarray(split.features, np.float64) @ weight.T + bias)
+    weight, features = np.asarray(split.head_weight, np.float64), np.asarray(split.features, np.float64)
+    bias = 0 if split.head_bias is None else np.asarray(split.head_bias, np.float64)
+    return torch.from_numpy(features @ weight.T + bias)
 
 
 def check_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
