@@ -60,7 +60,7 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
 
 
 def _has_columns(spec: str) -> bool:
-    return spec.partition(":")[0] in ("csv", "tsv", "jsonl", "parquet", "arrow", "hf-dataset")
+    return spec.partition(":")[0] in ("csv", "tsv", "jsonl", "parquet", "arrow", "hf-dataset", "webdataset")
 
 
 def items_of(dataset: Dataset) -> str:

@@ -87,6 +87,12 @@ def test_a_models_transform_gets_images_and_texts_as_they_are(shards: str, tmp_p
     assert texts.dataset.read(np.arange(2)) == (["é", ""], None)
 
 
+def test_texts_for_a_model_of_images_are_refused_with_the_column_to_name(shards: str) -> None:
+    with pytest.raises(UsageError, match="the data are texts, and the model takes images") as error:
+        load_split(f"{shards}:text=json.caption", preprocess=Preprocess(transform=Halved()))
+    assert error.value.hint == "name the column: image=COLUMN"
+
+
 def test_the_digest_is_of_the_content_and_of_the_columns(shards: str, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     moved.mkdir()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,19 @@ def test_what_cannot_be_opened_is_told(
         (tmp_path / name / "config.json").write_text(text)
     with pytest.raises(kind, match=told):
         open_model(spec.replace("FOLDER", str(tmp_path)), Asked(arguments))
+
+
+def test_a_model_is_opened_without_torch_and_the_libraries(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architecture": "resnet10t", "pretrained_cfg": {"mean": [0, 0, 0]}}')
+    (tmp_path / "model.safetensors").touch()
+    code = (
+        "import sys\nfrom bnncli.models import Asked, open_model\n"
+        f"for spec in ('timm:resnet10t', 'timm:{tmp_path}', 'torchvision:resnet18:DEFAULT'):\n"
+        "    open_model(spec, Asked({'num_classes': '3'})).transform.to_json()\n"
+        "print({'torch', 'torchvision', 'timm'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "set()\n"
 
 
 def test_names_of_labels_are_taken_by_their_numbers(tmp_path: Path) -> None:
