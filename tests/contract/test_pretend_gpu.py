@@ -45,9 +45,9 @@ LAPLACE = "fit-laplace s --structure diag --prior-precision 5"
 SMALL = "--epochs 2 --length 2 --num-draws 2 --elbo-draws 4 --patience 0"  # eight steps of batches, two of all data
 LINES = (
     EXTRACT,
-    "extract-features b --from-npz binary.npz --dtype float16",
+    "extract-features b --from-npz binary.npz --dtype float16 --task binary",
     "extract-features m.pt --model mlp --model-arg inputs=4 --model-arg hidden=3 --model-arg classes=3 "
-    "--data train=npz:raw.npz --hold-out val=train:9",
+    "--data train=npz:raw.npz --hold-out val=train:9 --task multiclass",
     *(f"fit-laplace s --structure {name} --name {name} --prior-precision 5" for name in registry.names("covariances")),
     "fit-laplace s --structure kron --bias-precision 2",
     "fit-laplace b --center checkpoint --prior-precision marglik",
@@ -79,6 +79,13 @@ LINES = (
     "predict b --integrator all --samples 6 --posterior laplace --split test",
     "evaluate s --bootstrap 5 --score all --integrator mc",
     "diagnose s --draws 16 --posterior laplace --posterior refine",
+    "extract-features v --from-npz labels.npz --ood far --task multilabel",
+    "fit-laplace v --prior-precision val --structure full",
+    f"refine v --flow radial {SMALL}",
+    "hmc v --chains 2 --warmup 6 --draws 8",
+    "fit-lbbnn v --epochs 2 --batch-size 8 --slab-sd 1",
+    "predict v --integrator all --samples 6 --posterior laplace --split test",
+    "predict v --samples 6 --posterior refine --posterior hmc --posterior lbbnn --split test",
     "integrals --mean 1,2,0 --variance 1,1,1 --samples 9",
     "integrals --grid-size 2 --samples 9",
 )
@@ -106,11 +113,18 @@ def make_arrays(num_outputs: int) -> dict[str, np.ndarray]:
     return arrays
 
 
+def label_sets(classes: np.ndarray) -> np.ndarray:
+    """Zeros and ones (N, 3) with one, two or three ones a row, of classes (N,) below 3."""
+    return (np.arange(3) <= classes[:, None]).astype(np.uint8)
+
+
 def make_inputs(folder: Path) -> None:
     """The files that the lines read."""
     arrays = make_arrays(3)
     np.savez(folder / "features.npz", **arrays)
     np.savez(folder / "binary.npz", **make_arrays(1))
+    several = {name: label_sets(array) for name, array in arrays.items() if name.startswith("labels")}
+    np.savez(folder / "labels.npz", **(arrays | several))
     np.savez(folder / "raw.npz", x=arrays["features_train"], y=arrays["labels_train"])
     with torch.random.fork_rng():
         torch.manual_seed(0)
