@@ -28,7 +28,9 @@ def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray
         DataError: another shape or type, or a negative label, naming the rule, the first bad row, and what was found.
     """
     rule = _RULE
-    if is_matrix(labels) and len(labels) == num_rows:
+    if is_matrix(labels) and len(labels) != num_rows:
+        raise DataError(f"{where}: labels have shape {labels.shape} for {num_rows} rows", code="bad_labels")
+    if is_matrix(labels):
         return labels.astype(np.uint8)
     if labels.ndim == 2 and labels.shape[1] == 1:
         raise DataError(f"{where}: {rule}; got shape {labels.shape}", hint="save labels[:, 0]", code="bad_labels")
@@ -89,7 +91,8 @@ def _check_task(labels: np.ndarray | None, task: str | None, where: str) -> None
             hint="leave \0task\0 multilabel out where an example has one class", code="bad_labels",
         )  # fmt: skip
     found, hint = explain_matrix(labels)
-    hint += f"; {_IF_LABELS}" if task is None else f", or leave \0task\0 {task} out"
+    other = _IF_LABELS if task is None else f"leave \0task\0 {task} out"
+    hint = other if hint == _IF_LABELS else f"{hint}; {other}"
     raise DataError(f"{where}: {_RULE}; got shape {labels.shape}{found}", hint=hint, code="bad_labels")
 
 
@@ -112,7 +115,7 @@ def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
         if len(odd) == 0:
             return " (one-hot?)", "save labels.argmax(1)"
         found = f", and row {odd[0]} has {counts[odd[0]]} ones: several labels an example (multilabel)"
-        return found, f"{_ONE_CLASS}: save one of the labels, such as labels[:, 0], with a network for it alone"
+        return found, _IF_LABELS
     if labels.dtype.kind == "f" and (labels >= 0).all() and np.abs(labels.sum(axis=1) - 1).max() < 1e-3:
         return ": probabilities of the classes (soft labels)", f"{_ONE_CLASS}: save labels.argmax(1)"
     return ": real numbers (targets of a regression?)", f"{_ONE_CLASS}, of a classifier: save the number of its class"

@@ -138,6 +138,13 @@ def test_a_head_that_cannot_be_for_the_task_is_refused(
     assert cli(*words).code == 0
 
 
+def test_labels_of_other_rows_are_refused(cli: Cli, folder: Path) -> None:
+    np.savez(folder / "d.npz", x=np.ones((4, 5), np.float32), y=SEVERAL[:3])
+    done = cli("extract-features", "net.pt", "--model", "net.py:make", "--data", "train=npz:d.npz")
+    assert done.code == 65
+    assert "labels have shape (3, 4) for 4 rows" in done.stderr
+
+
 def test_another_number_of_labels_than_outputs_is_refused(cli: Cli, folder: Path) -> None:
     spec = save_split(folder / "d.npz", SEVERAL[:, :3])
     done = cli("extract-features", "net.pt", "--model", "net.py:make", "--data", f"train={spec}")
