@@ -25,6 +25,7 @@ from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import open_regular
 from bnncli.models._export_calls import CHECKS, DTYPES, STORED, ExportCall, names_in
+from bnncli.models._graph_file import not_a_program
 from bnncli.names import quoted
 
 _MAJOR = 8
@@ -139,10 +140,7 @@ def read_graph(path: Path) -> ExportedGraph:
             kind = sniff(stream)
             kind = sniff_zip(stream) if kind == "zip" else kind
             if kind != "pt2":
-                raise DataError(
-                    f"expected an exported program (.pt2) of torch 2.9 or newer, got a file of kind {kind}",
-                    code=f"is_{kind}",
-                )
+                raise not_a_program("pt2", kind)
             check_checksums(stream)
             return ExportedGraph(stream)
         except (DataError, Untrusted) as error:

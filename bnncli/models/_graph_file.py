@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import UsageError
+from bnncli.checkpoints.sniff import describe_wrong_kind
+from bnncli.errors import DataError, UsageError
+
+_PROGRAMS = {"pt2": ("an exported program", "export"), "torchscript": ("a TorchScript program", "jit")}
+_WEIGHTS = ("torch-zip", "torch-legacy", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -32,3 +36,22 @@ class GraphFile:
                 f"{self.files[0]} has weights of its own, and CKPT is another file of weights",
                 hint="give the graph's file as CKPT too, or a name for the run",
             )
+
+
+def not_a_program(expected: str, kind: str) -> DataError:
+    """The error of a file of another kind, with the way there is for it.
+
+    Args:
+        expected: pt2 or torchscript.
+        kind: as sniff and sniff_zip tell it.
+    """
+    wanted, hint = _PROGRAMS[expected][0], None
+    if kind in _PROGRAMS:
+        what, form = _PROGRAMS[kind]
+        hint = f"\0model\0 {form}:FILE takes it"
+    elif kind in _WEIGHTS:
+        what = "a file of weights"
+        hint = "weights need their network: give the file as CKPT, with \0model\0 file.py:factory"
+    else:
+        what = describe_wrong_kind(kind)
+    return DataError(f"expected {wanted}, got {what.removeprefix('the file is ')}", code=f"is_{kind}", hint=hint)

@@ -22,6 +22,7 @@ from bnncli.checkpoints.zip_checksums import check_checksums
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import open_regular
 from bnncli.models._aten_steps import aten_step
+from bnncli.models._graph_file import not_a_program
 from bnncli.models._graph_head import GraphStep
 from bnncli.names import listed, quoted
 
@@ -158,7 +159,7 @@ def read_program(path: Path) -> ScriptGraph:
             kind = sniff(stream)
             kind = sniff_zip(stream) if kind == "zip" else kind
             if kind != "torchscript":
-                raise DataError(f"expected a TorchScript program, got a file of kind {kind}", code=f"is_{kind}")
+                raise not_a_program("torchscript", kind)
             check_checksums(stream)
             _check_calls(stream)
             stream.seek(0)

@@ -93,7 +93,7 @@ def _from_npz(path: Path) -> dict[str, np.ndarray]:
     names = npz_names(path)
     odd = sorted({*names} - {*NAMES})
     if "coef_" not in names or odd:
-        what = f"it has {listed(odd)}" if odd else f"it has no coef_, only {listed(names) or 'nothing'}"
+        what = f"it has {listed(odd)}" if odd else "it has no coef_"
         message = (
             f"{quoted(path, limit=300)}: expected arrays coef_ and, as far as there are, {', '.join(NAMES[1:])}; {what}"
         )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bnncli.errors import DataError, Untrusted, UsageError
+from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.models import Asked
 from bnncli.models.export import open_model as open_exported
 from bnncli.models.jit import open_model as open_script
@@ -274,6 +274,33 @@ def test_a_damaged_script_is_one_line(member: str, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError, match="is not as it was written"):
         open_script(str(path), Asked()).build(None)
+
+
+def test_another_kind_of_file_is_one_line_with_the_way_there_is(tmp_path: Path) -> None:
+    net = network("linear")
+    torch.save(net.state_dict(), tmp_path / "weights.pt")
+    (tmp_path / "text.pt").write_text("nothing")
+    for opened, file, told, hint in (
+        (
+            open_exported,
+            traced(tmp_path / "net.pt", net),
+            "an exported program, got a TorchScript program",
+            "jit:FILE takes it",
+        ),
+        (
+            open_script,
+            exported(tmp_path / "net.pt2", net),
+            "a TorchScript program, got an exported program",
+            "export:FILE takes it",
+        ),
+        (open_script, tmp_path / "weights.pt", "got a file of weights", "weights need their network"),
+        (open_exported, tmp_path / "text.pt", "got neither a torch nor", "None"),
+    ):
+        with pytest.raises(DataError, match=told) as error:
+            opened(str(file), Asked()).build(None)
+        assert hint in str(error.value.hint)
+    with pytest.raises(MissingInput, match="no file"):
+        open_script(str(tmp_path / "none.pt"), Asked())
 
 
 def test_a_script_that_touches_files_is_not_loaded(tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ GRAPHS: dict[str, tuple[list[Any], dict[str, np.ndarray]]] = {
         ],
         {"w": array(64, 3), "zero": np.array([0]), "rest": np.array([-1])},
     ),
+    "head reshaped by its own shape": (
+        [
+            *BODY,
+            helper.make_node("GlobalAveragePool", ["active"], ["pooled"]),
+            helper.make_node("Conv", ["pooled", "w"], ["logits"]),
+            helper.make_node("Shape", ["logits"], ["sizes"]),
+            helper.make_node("Slice", ["sizes", "zero", "two"], ["shape"]),
+            helper.make_node("Reshape", ["logits", "shape"], ["out"]),
+        ],
+        {"w": array(3, 4, 1, 1), "zero": np.array([0]), "two": np.array([2])},
+    ),
     "convolution and pooling": (
         [
             *BODY,
