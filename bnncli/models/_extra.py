@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 from bnncli.errors import UsageError
 
@@ -28,4 +29,23 @@ def require(name: str, *, extra: str, kind: str | None = None) -> ModuleType:
     except Exception as error:  # others' code: a library that fails to import may raise anything
         why = " ".join(str(error).split())[:200]
         message = f"{what} needs {library}, which cannot be imported: {type(error).__name__}: {why}"
+        raise UsageError(message, code="missing_library", hint=hint) from error
+
+
+def part(library: ModuleType, name: str, *, extra: str) -> Any:
+    """What a library has of this name, imported by it now; None where it has none.
+
+    Raises:
+        UsageError: it cannot be imported, as where a library that this one uses is made for another torch.
+    """
+    try:
+        return getattr(library, name, None)
+    except Exception as error:  # as above
+        first: BaseException = error
+        while (deeper := first.__cause__ or first.__context__) is not None:
+            first = deeper
+        message = (
+            f"{library.__name__} cannot import {name}: {type(first).__name__}: {' '.join(str(first).split())[:200]}"
+        )
+        hint = f"mend the library that this comes from, or uninstall it; pip install 'bnncli[{extra}]' in an environment of its own"
         raise UsageError(message, code="missing_library", hint=hint) from error

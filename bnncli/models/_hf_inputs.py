@@ -14,7 +14,7 @@ import numpy as np
 
 from bnncli.data import Transformed
 from bnncli.errors import DataError
-from bnncli.models._extra import require
+from bnncli.models._extra import part, require
 from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, files_like, read_json
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
@@ -123,9 +123,9 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
     Raises:
         DataError: the library cannot make it of the folder's files.
     """
-    transformers = require("transformers", extra="hf")
+    maker = part(require("transformers", extra="hf"), auto, extra="hf")
     try:
-        return getattr(transformers, auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return maker.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own, of what is in the files
         why = " ".join(str(error).split())[:200]
         what = {"AutoTokenizer": "tokenizer"}.get(auto, "image processor")

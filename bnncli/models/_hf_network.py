@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bnncli.checkpoints.load import check_finite, load_checkpoint
 from bnncli.errors import BnnError, DataError, MissingInput, Untrusted
-from bnncli.models._extra import require
+from bnncli.models._extra import part, require
 from bnncli.models._hf_folder import CONFIG, PICKLED, WEIGHTS, architecture_of, weight_files
 from bnncli.names import listed, quoted
 
@@ -32,7 +32,7 @@ def classifier(folder: Path, config: Mapping[str, Any], state: Mapping[str, Tens
     """
     made_by, name = load_config(folder), architecture_of(config)
     transformers = require("transformers", extra="hf")
-    made = getattr(transformers, str(name), None)
+    made = part(transformers, str(name), extra="hf")
     if made is None:
         raise _unknown(folder, config, f"transformers {transformers.__version__} has no {name}")
     if state is None:

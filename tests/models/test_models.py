@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from bnncli.errors import UsageError
 from bnncli.models import is_kind
-from bnncli.models._extra import require
+from bnncli.models._extra import part, require
 from bnncli.run.model_files import ModelFiles
 from bnncli.storage.header_types import odd_field
 
@@ -64,3 +65,24 @@ def test_files_are_recorded_relative_to_the_run_folders_parent(tmp_path: Path) -
     assert odd_field("features", provenance, {}) == "checkpoint"
     provenance["checkpoint"] = {**forged, "files": ["config.json"]}
     assert odd_field("features", provenance, {}) is None
+
+
+def test_a_library_whose_own_libraries_are_broken_is_one_line() -> None:
+    """As transformers beside a torchvision for another torch: what it is asked for is imported late, and fails there."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            if name == "Absent":
+                raise AttributeError(name)
+            try:
+                raise RuntimeError("operator torchvision::nms does not exist")
+            except RuntimeError as error:
+                raise ModuleNotFoundError(f"Could not import module {name!r}") from error
+
+    assert part(Lazy("transformers"), "Absent", extra="hf") is None
+    with pytest.raises(
+        UsageError, match=r"^transformers cannot import Bert: RuntimeError: operator torchvision::nms"
+    ) as found:
+        part(Lazy("transformers"), "Bert", extra="hf")
+    assert found.value.hint is not None
+    assert "bnncli[hf]" in found.value.hint
