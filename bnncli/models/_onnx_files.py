@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import open_regular
@@ -50,9 +50,8 @@ def onnx_files(path: Path) -> tuple[Path, ...]:
             ) from error
     files = [path]
     for name in names:
-        place = PurePosixPath(name)
-        file = path.parent / place
-        if place.is_absolute() or ".." in place.parts or not file.resolve().is_relative_to(path.parent.resolve()):
+        file = path.parent / name
+        if not file.resolve().is_relative_to(path.parent.resolve()):
             raise Untrusted(
                 f"{quoted(path, limit=300)} names a file outside its folder: {quoted(name)}", code="outside", path=path
             )

@@ -319,12 +319,14 @@ def test_a_script_that_touches_files_is_not_loaded(tmp_path: Path) -> None:
 class Placed(nn.Module):
     """A network that makes a tensor on the device of its inputs, which a program may keep as the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool = False) -> None:
         super().__init__()
-        self.head = nn.Linear(36, 3)
+        self.head, self.counts = nn.Linear(36, 3), counts
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(images.flatten(1) + torch.arange(36, device=images.device))
+        flat = images.flatten(1)
+        count = flat.shape[1] if self.counts else 36
+        return self.head(flat + torch.arange(count, device=flat.device))
 
 
 @pytest.mark.parametrize("form", ["export", "jit"])
@@ -341,3 +343,12 @@ def test_graphs_run_on_a_gpu(form: str, tmp_path: Path) -> None:
     assert gpu.num_kernels
     assert not gpu.errors
     assert not [mix for mix in gpu.mixes if not mix.startswith("_has_compatible_shallow_copy_type")]  # of Module.to
+
+
+@pytest.mark.parametrize("form", ["export", "jit"])
+def test_tensors_that_a_program_makes_on_the_cpu_are_made_where_its_inputs_are(form: str, tmp_path: Path) -> None:
+    net = Placed(counts=True)
+    made = {"export": lambda: exported(tmp_path / "net.pt2", net), "jit": lambda: traced(tmp_path / "net", net)}[form]()
+    graph = {"export": open_exported, "jit": open_script}[form](str(made), Asked()).build(None)
+    torch.testing.assert_close(graph(IMAGES), net(IMAGES))
+    assert graph.to("meta")(IMAGES.to("meta")).device.type == "meta"
