@@ -86,13 +86,13 @@ def test_draws_agree_with_quadrature_in_probabilities_information_and_intervals(
 
 def test_weighted_draws_predict_what_the_weighted_draws_of_each_label_do() -> None:
     (whole, alone), target = gaussians("full"), make_target()
-    found = predict("importance", whole, num_samples=8192)
+    found = predict("importance", whole, num_samples=3000)
     layout = HeadLayout(1, 4)
     for k, one in enumerate(alone):
         own = replace(target, labels=target.labels[:, k].long(), layout=layout)
-        ready = load_integrator("importance").prepare(one, num_samples=8192, generator=seeded(5), target=own)
+        ready = load_integrator("importance").prepare(one, num_samples=3000, generator=seeded(5), target=own)
         single = ready.predict(one, features(), num_samples=None, generator=seeded(5))
-        torch.testing.assert_close(found.probs[:, k], single.probs[:, 1], rtol=0, atol=0.04)
+        torch.testing.assert_close(found.probs[:, k], single.probs[:, 1], rtol=0, atol=0.06)
 
 
 def test_draws_are_averaged_label_by_label_however_they_are_cut() -> None:

@@ -17,7 +17,9 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 
 
-@pytest.mark.parametrize("hidden", [(), ("--hidden", "6")], ids=["head", "hidden"])
+@pytest.mark.parametrize(
+    "hidden", [(), pytest.param(("--hidden", "6"), marks=pytest.mark.long)], ids=["head", "hidden"]
+)
 def test_a_latent_binary_network_learns_labels_and_predicts_each(
     cli: Cli, tmp_path: Path, hidden: tuple[str, ...]
 ) -> None:
