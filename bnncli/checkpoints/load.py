@@ -320,7 +320,8 @@ def _about(error: DataError | Untrusted, path: Path) -> DataError | Untrusted:
     """The same error, naming the file."""
     message = f"{quoted(path, limit=300)}: {error.message}"
     is_pickle = error.code == "needs_code"
-    hint = trust_hint(str(path), str(path.with_suffix(".safetensors"))) if is_pickle else error.hint
+    suffix = ".npz" if "'sklearn." in error.message else ".safetensors"  # of a linear classifier, its arrays
+    hint = trust_hint(str(path), str(path.with_suffix(suffix))) if is_pickle else error.hint
     if hint is not None and error.code in ("program", "is_onnx", "is_skops"):
         hint = hint.replace("FILE", str(path))
     return type(error)(message, hint=hint, code=error.code, path=path)

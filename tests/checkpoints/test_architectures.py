@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems.optional_libraries import library
 
 from bnncli.checkpoints.architectures import guess
 from bnncli.checkpoints.heads import possible_heads
-
-torchvision_anywhere = pytest.importorskip("problems.torchvision_anywhere")
 
 OF_TORCHVISION = [
     "alexnet", "convnext_tiny", "densenet121", "densenet161", "efficientnet_b0", "efficientnet_b2", "efficientnet_v2_s",
@@ -31,8 +30,7 @@ def shapes_of(network: torch.nn.Module, prefix: str = "") -> dict[str, tuple[int
 
 @pytest.mark.parametrize("name", OF_TORCHVISION)
 def test_a_network_of_torchvision_has_its_name(name: str) -> None:
-    torchvision_anywhere.importorskip("torchvision")
-    from torchvision import models
+    models = library("torchvision").models
 
     with torch.device("meta"):
         shapes = shapes_of(models.get_model(name, weights=None, num_classes=7), "model.backbone.")
@@ -44,8 +42,7 @@ def test_a_network_of_torchvision_has_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_TIMM)
 def test_a_network_of_timm_has_its_name(name: str) -> None:
-    torchvision_anywhere.importorskip("timm")
-    import timm
+    timm = library("timm")
 
     with torch.device("meta"):
         found = guess(shapes_of(timm.create_model(name, num_classes=7)))
@@ -55,8 +52,7 @@ def test_a_network_of_timm_has_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_WORDS)
 def test_what_shapes_do_not_decide_is_said_in_words(name: str) -> None:
-    torchvision_anywhere.importorskip("timm")
-    import timm
+    timm = library("timm")
 
     with torch.device("meta"):
         found = guess(shapes_of(timm.create_model(name, num_classes=7)))
@@ -66,8 +62,7 @@ def test_what_shapes_do_not_decide_is_said_in_words(name: str) -> None:
 
 
 def test_a_small_image_network_is_no_standard_one() -> None:
-    torchvision_anywhere.importorskip("torchvision")
-    from torchvision import models
+    models = library("torchvision").models
 
     network = models.resnet18(num_classes=7)
     network.conv1 = torch.nn.Conv2d(3, 64, 3)

@@ -83,7 +83,7 @@ def test_what_lightning_kept_is_shown(cli: Cli) -> None:
     assert "\x1b" not in text
 
 
-HEADS = {
+HEADS: dict[str, tuple[dict[str, tuple[int, ...]], list[str]]] = {
     "a hidden layer is none": ({"a.weight": (8, 4), "a.bias": (8,), "b.weight": (3, 8), "b.bias": (3,)}, ["b.weight"]),
     "two heads": (
         {"body.weight": (8, 4), "one.weight": (3, 8), "one.bias": (3,), "two.weight": (5, 8), "two.bias": (5,)},
@@ -288,3 +288,15 @@ def test_programs_given_as_checkpoints_name_the_way_out(cli: Cli) -> None:
     Path("d").mkdir()
     Path("d/config.json").write_text("{}")
     assert "--model hf:d" in cli("extract-features", "d", *words).json["error"]["hint"]
+
+
+def test_a_classifier_of_scikit_learn_is_told_how_to_be_converted(cli: Cli) -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    fitted = linear_model.LogisticRegression().fit(np.arange(8.0).reshape(4, 2), [0, 1, 0, 1])
+    Path("model.pkl").write_bytes(pickle.dumps(fitted))
+    hint = cli("inspect", "model.pkl", "--json").json["error"]["hint"].split(": ")[1]
+    assert hint == "bnncli convert model.pkl model.npz --trust-pickle"
+    assert cli(*shlex.split(hint)[1:]).code == 0
+    assert seen(cli, "model.npz")["suggested"].startswith(
+        "bnncli extract-features model.npz --model sklearn:model.npz "
+    )

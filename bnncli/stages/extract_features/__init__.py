@@ -26,7 +26,6 @@ from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
-from bnncli.stages.extract_features.no_model import no_model
 from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, open_ready_splits, splits_of_npz
 from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import (
@@ -74,9 +73,7 @@ COMMAND = Command(
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split named, and the network as trained as the posterior `map`."""
-    if options.model is None and options.from_npz is None:
-        raise no_model(run, options)
-    saved = saved_model(options)
+    saved = saved_model(run, options)
     run.is_named = options.from_npz is not None or options.model == NO_NETWORK or bool(saved and saved.files)
     return _from_arrays(run, options) if options.from_npz is not None else _from_network(run, options, saved)
 

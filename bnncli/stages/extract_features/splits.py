@@ -18,6 +18,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.model_files import ModelFiles, opened_model
 from bnncli.run.session import Run
+from bnncli.stages.extract_features.no_model import no_model
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.feature_set import SHARED_PARAMS
 from bnncli.storage.features import FeatureFile
@@ -28,8 +29,10 @@ _OF_SAVED_MODELS = ("base_model", "feature_node")
 _WHERE_GIVEN = (*_OF_SAVED_MODELS, "output", "state", "autocast")
 
 
-def saved_model(options: ExtractFeaturesOptions) -> SavedModel | None:
+def saved_model(run: Run, options: ExtractFeaturesOptions) -> SavedModel | None:
     """The model of KIND:PLACE, opened; None for any other. Raises what open_model raises."""
+    if options.model is None and options.from_npz is None:
+        raise no_model(run, options)
     asked = {name: getattr(options, name) for name in _OF_SAVED_MODELS}
     return opened_model(options.model, options.model_arg, **asked, allow_download=options.allow_download)
 
