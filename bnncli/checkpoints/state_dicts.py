@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bnncli.checkpoints.quantised import dequantised
 from bnncli.errors import DataError, UsageError
 from bnncli.names import is_averaged, listed, prefixes_of, quoted
 
@@ -42,10 +43,11 @@ def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tenso
         UsageError: there is none that is called `wanted`.
     """
     if wanted is not None:
-        return *_wanted_state(saved, wanted), ()
+        return _wanted_state(saved, wanted)
     path = _usual_path(saved)
     notes = tuple(f"averaged weights {quoted(key)} were picked, not the raw ones" for key in path if key in _AVERAGED)
-    return _checked(_below(saved, path)), ".".join(path) or None, notes
+    state, own_notes = dequantised(_below(saved, path))
+    return _checked(state), ".".join(path) or None, (*notes, *own_notes)
 
 
 class StateInside(NamedTuple):
@@ -67,8 +69,8 @@ def states_in(saved: Any) -> list[StateInside]:
     return found
 
 
-def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None]:
-    """The state that is called so, and its dotted key."""
+def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
+    """The state that is called so, its dotted key, and notes."""
     states = states_in(saved)
     keys = [wanted]
     if wanted == "ema" and not any(one.key == wanted for one in states):
@@ -82,10 +84,12 @@ def _wanted_state(saved: Any, wanted: str) -> tuple[dict[str, Tensor], str | Non
             own = ".".join(path)
             prefix = key[len(own) + bool(own) :] + "."
             if key == own:
-                return _checked(state), key or None
+                plain, notes = dequantised(state)
+                return _checked(plain), key or None, notes
             if key.startswith(own) and any(name.startswith(prefix) for name in state):
                 inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-                return _checked(inside), key
+                plain, notes = dequantised(inside)
+                return _checked(plain), key, notes
     there = listed([one.key for one in states if one.key], limit=10) or "one alone, at the top"
     raise UsageError(f"\0state\0: the checkpoint has no state {quoted(wanted)}; it has {there}")
 
@@ -97,8 +101,10 @@ def _dictionaries(saved: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
     if not all(isinstance(key, str) for key in saved) or (path and _OPTIMIZER.match(path[-1])):
         return
     values = [value for name, value in saved.items() if not name.endswith("_extra_state")]
-    if values and all(isinstance(value, Tensor) for value in values):
-        if any(value.ndim for value in values):  # else counters, or the scores of earlier epochs
+    if values and all(isinstance(value, (Tensor, tuple, torch.dtype)) for value in values):
+        if any(
+            isinstance(value, Tensor) and value.ndim for value in values
+        ):  # else counters, or the scores of earlier epochs
             yield path, saved
         return
     for key, value in saved.items():
@@ -210,6 +216,7 @@ def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
             raise DataError(
                 f"{quoted(name)} is a sparse, nested, quantized or empty tensor, expected a plain one",
                 code="odd_tensor",
+                hint="save the network before it is quantised" if value.is_quantized else None,
             )
         state[name] = value.detach().resolve_conj().resolve_neg()
     if not state:
