@@ -117,11 +117,13 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
         ]
         scales = [(row - shift)[0] / probe for row, probe in zip(rows, probes, strict=True)]
         others = [some() for _ in products]
-        expected = shift + sum(scale * other for scale, other in zip(scales, others, strict=True))
-        is_linear = all(
-            torch.allclose(one, other)
-            for one, other in [(after(others), expected), (shift, shift[:1].expand_as(shift))]
-        )
+        moved = sum(scale * other for scale, other in zip(scales, others, strict=True))
+        pairs = [
+            (after(others), shift + moved),
+            (after([-other for other in others]), shift - moved),  # a ReLU is linear on one side
+            (shift, shift[:1].expand_as(shift)),
+        ]
+        is_linear = all(torch.allclose(one, expected) for one, expected in pairs)
     except (RuntimeError, TypeError, ValueError):  # an operation that cannot be run again by itself
         return None
     return (products, scales, shift[0]) if is_linear and all(bool(scale.any()) for scale in scales) else None

@@ -74,15 +74,15 @@ def find_head(
     inputs = first(2)
     with Tape(model, inputs) as tape:
         returned = run_network(model, inputs)
-    found = _outermost(tape, _heads(tape, returned, output))
+    found = _heads(tape, returned, output)
     fitting = [one for one in found if layer is None or one.traced.is_in(layer)]
-    fitting = [one for one in fitting if one.head.name == layer] or fitting
+    fitting = _outermost(tape, [one for one in fitting if one.head.name == layer] or fitting)
     if len(fitting) > 1:
         fitting = [one for one in fitting if one.form.output in _USUAL] or fitting
     if len(fitting) == 1:
         return fitting[0].head
     if len(fitting) > 1 or (layer is not None and found and plain is None):
-        raise _not_one(found, layer, returned)
+        raise _not_one(fitting or found, layer, returned)
     if plain is None:
         raise _no_linear(tape, returned) or no_head(model)
     return plain.head  # the proof on all rows says what is wrong with it

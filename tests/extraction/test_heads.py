@@ -88,7 +88,7 @@ class LowRank(nn.Module):
         self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + 0.5 * self.up(self.down(self.dropout(x)))
+        y: Tensor = self.base(x) + 0.5 * self.up(self.down(self.dropout(x)) + 0.3)
         return y
 
 
@@ -282,6 +282,23 @@ def test_an_output_or_layer_that_is_not_there_is_refused() -> None:
         found(network, layer="body.0")
 
 
+def test_the_name_of_several_layers_is_not_that_of_one_of_them() -> None:
+    network = two_heads(lambda first, second: {"a": first, "mean": first[:, :2] + second, "b": second}).eval()
+    network.first = nn.Linear(6, 2)
+    assert found(network, layer="first+second").weight.shape == (2, 12)
+    assert found(network, layer="second").form.output == "b"  # type: ignore[union-attr]
+
+
+def test_logits_are_taken_before_probabilities_of_the_same_head() -> None:
+    network = made(
+        lambda self, maps: {"probabilities": (x := self.head(pooled(maps))).softmax(1), "scores": x},
+        head=nn.Linear(6, 3),
+    )
+    form = found(network).form
+    assert form is not None
+    assert (form.output, form.link, form.notes) == ("scores", "none", ())
+
+
 NOT_LINEAR = {
     "relu, mean": lambda self, maps: self.head(maps).relu().mean((2, 3)),
     "amax": lambda self, maps: self.head(maps).amax((2, 3)),
@@ -294,6 +311,16 @@ def test_what_no_head_can_give_is_refused_with_what_stands_between(after: str) -
     network = made(NOT_LINEAR[after], head=nn.Conv2d(6, 3, 1))
     with pytest.raises(DataError, match=f"not linear in any features: it is made from 'head' by {after}"):
         found(network)
+
+
+def test_a_relu_that_the_first_rows_do_not_show_is_refused() -> None:
+    for sign in (-1, 1):
+        network = made(
+            lambda self, maps, sign=sign: (sign * self.head(maps).mean((2, 3))).relu() * sign, head=nn.Conv2d(6, 1, 1)
+        )
+        network.head.bias.data.fill_(100 * sign)
+        with pytest.raises(DataError, match="not linear in any features"):
+            found(network)
 
 
 def test_a_head_is_proven_on_the_rows_of_a_second_batch(split: InputSplit) -> None:
