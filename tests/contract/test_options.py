@@ -23,12 +23,13 @@ from bnncli.options.declaration import flag_of, made
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
     "metric": "nll", "score": "knn", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
-    "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "dtype": "float16",
+    "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "dtype": "float16", "autocast": "bf16", "task": "multiclass",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",
     "fit-lbbnn hidden": "7,5", "fit-lbbnn estimator": "mnf", "schedule": "cosine", "variance": "published", "prior-inclusion": "0.5", "start-inclusion": "1,2", "flow-hidden": "7", "prune rule": "density", "density": "0.1", "slab-sd": "0.3", "true-inputs": "1,3",
 }  # fmt: skip
 # What an option needs beside it.
 BESIDE = {
+    "extract-features autocast": ["--model", "mlp", "--data", "train=npz:f"],
     "prune rule": ["--density", "0.1"],
     "prune density": ["--rule", "density"],
     "fit-lbbnn flow-length": ["--estimator", "mnf"],
@@ -72,7 +73,8 @@ def test_every_option_works_after_its_command(command: Command) -> None:
             or SPECIAL.get(flag)
             or VALUES[getattr(hint, "__origin__", None) or getattr(hint, "__args__", [hint])[0]]
         )
-        extra = ["--from-npz", "f"] if command.name == "extract-features" else BESIDE.get(f"{command.name} {flag}", [])
+        usual = ["--from-npz", "f"] if command.name == "extract-features" else []
+        extra = BESIDE.get(f"{command.name} {flag}", usual)
         words = [*words_of(command), *extra, f"--{flag}", *([value] if value and name != "verbose" else [])]
         assert parse(words)[1][name] not in (None, [], False, getattr(spec, "default", None)), words
 

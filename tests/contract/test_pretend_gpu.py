@@ -94,6 +94,8 @@ LINES = (
 # Values of options that no line has, and why.
 WITHOUT_LINE = {
     ("hmc", "--sampler", "nuts"): "Pyro's own, slow, and not for a pretend device",
+    ("extract-features", "--autocast", "bf16"): "torch.autocast asks the driver itself what the device can do",
+    ("extract-features", "--autocast", "fp16"): "as bf16",
     ("refine", "--scale", "kron"): "what affine does without --scale",
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
