@@ -29,6 +29,7 @@ from bnncli.extraction.head import (
     prove_head,
     run_network,
 )
+from bnncli.extraction.padding import padding_effect
 from bnncli.progress import SILENT, Progress
 
 __all__ = ["Extracted", "Head", "collect", "extract", "head_of", "prove_head"]
@@ -42,6 +43,7 @@ class Extracted(NamedTuple):
     labels: Tensor | None
     num_truncated: int = 0  # of the texts
     loss: PrecisionLoss | None = None  # of the first batch, where the network runs in lower precision
+    padding: float | None = None  # of the first batch, where texts are padded: see padding_effect
 
 
 def extract(
@@ -86,10 +88,11 @@ def extract(
         return
     start, rest = first_row, split.take(np.arange(first_row, len(split))) if first_row else split
     for number, batch in enumerate(rest.batches(batch_size, device=device, num_workers=num_workers)):
-        where, logits, loss = f"split {label}", None, None
+        where, logits, loss, padding = f"split {label}", None, None, None
         if autocast is None or number < 2:
             features, output = read(batch.inputs)
             _check_features(features, where=where, first_row=start)
+            padding = padding_effect(read, batch.inputs, features) if number == 0 else None
             if head is not None:
                 if number < 2:
                     _prove_head(model, head, features, output)
@@ -104,7 +107,8 @@ def extract(
         if head is not None:
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
-        yield Extracted(stored, None if logits is None else plain_copy(logits), batch.labels, batch.num_truncated, loss)
+        kept = None if logits is None else plain_copy(logits)
+        yield Extracted(stored, kept, batch.labels, batch.num_truncated, loss, padding)
         start += len(features)
         task.advance(len(features))
 
@@ -112,9 +116,9 @@ def extract(
 def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
     """All batches as one, each array allocated once."""
     whole: dict[str, Tensor] = {}
-    start, num_truncated, loss = 0, 0, None
+    start, num_truncated, loss, padding = 0, 0, None, None
     for batch in batches:
-        loss = loss or batch.loss
+        loss, padding = loss or batch.loss, batch.padding if padding is None else padding
         parts = {name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)}
         for name, part in parts.items():
             if name not in whole:
@@ -122,7 +126,7 @@ def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
             whole[name][start : start + len(part)] = part
         start += len(batch.features)
         num_truncated += batch.num_truncated
-    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"), num_truncated, loss)
+    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"), num_truncated, loss, padding)
 
 
 def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:

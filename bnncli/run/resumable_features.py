@@ -53,6 +53,7 @@ class FeatureStore:
         self._parts: dict[str, list[Tensor]] = {}
         self._num_truncated = 0
         self._loss: PrecisionLoss | None = None
+        self._padding: float | None = None
         self.num_rows = 0
 
     def restore(self) -> int:
@@ -90,7 +91,7 @@ class FeatureStore:
             assert self._rows is not None  # no split is empty
             parts = {name: torch.cat(found) for name, found in self._parts.items()}
             rows, labels = self._rows.collected(), parts.get("labels")
-            return Extracted(rows, parts.get("logits"), labels, self._num_truncated, self._loss)
+            return Extracted(rows, parts.get("logits"), labels, self._num_truncated, self._loss, self._padding)
 
     def close(self) -> None:
         """No more rows come: keep their file as long as a state needs it, and not otherwise."""
@@ -118,6 +119,7 @@ class FeatureStore:
         self.num_rows += len(batch.features)
         self._num_truncated += batch.num_truncated
         self._loss = self._loss or batch.loss
+        self._padding = batch.padding if self._padding is None else self._padding
 
     def _state(self) -> State:
         """What an interrupted run goes on from; the rows that it counts are on disk first."""

@@ -12,6 +12,7 @@ from problems.words_model import MeanOfWords
 
 from bnncli.data import InputSplit, Preprocess, load_split
 from bnncli.errors import DataError
+from bnncli.extraction import padding
 from bnncli.extraction.features import collect, extract
 from bnncli.extraction.search import find_head
 
@@ -51,3 +52,28 @@ def test_shapes_that_the_network_cannot_take_are_listed_by_name(tmp_path: Path) 
     split = load_split(f"npz:{tmp_path / 'a.npz'}:input_ids+attention_mask")
     with pytest.raises(DataError, match=r"inputs of shape \(2, 3\) \(input_ids\), \(2, 5\) \(attention_mask\): "):
         find_head(MeanOfWords(), lambda count: next(split.batches(2)).inputs)
+
+
+class LastWord(MeanOfWords):
+    """Takes the last position of all, a padded one as it may be."""
+
+    def pooled(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.embedding(input_ids)[:, -1]
+
+
+@pytest.mark.parametrize(("network", "is_much"), [(MeanOfWords, False), (LastWord, True)])
+def test_what_padding_changes_is_measured_on_the_most_padded_text(
+    split: InputSplit, network: type[MeanOfWords], is_much: bool
+) -> None:
+    model = network().eval()
+    head = find_head(model, lambda count: next(split.batches(count)).inputs)
+    found = collect(extract(model, head, split, batch_size=3), len(split))
+    inputs = next(split.batches(3)).inputs
+    assert isinstance(inputs, dict)
+    with torch.no_grad():
+        alone = model.pooled(inputs["input_ids"][1:2, :1], torch.ones(1, 1))[0]  # "dddd", one word of at most three
+    expected = float((found.features[1] - alone).abs().max() / alone.abs().max())
+    assert found.padding == pytest.approx(expected, abs=1e-6)
+    assert (found.padding > padding.MUCH) == is_much
+    whole = collect(extract(model, head, split.take(np.array([3])), batch_size=1), 1)
+    assert whole.padding is None  # there is nothing to pad

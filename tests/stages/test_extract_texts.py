@@ -108,3 +108,13 @@ def test_images_are_no_data_for_a_model_of_texts(cli: Cli, run: list[object], tm
     done = cli(*run[:3], f"--data=test={kind}:{place}")
     assert done.code == (2 if kind == "images" else 65)
     assert "the model takes texts" in done.stderr
+
+
+def test_a_network_that_reads_padding_is_warned_of(
+    cli: Cli, run: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "padding" not in cli(*run, "--run-dir", tmp_path / "other.bnn").stderr
+    pooled = lambda self, input_ids, attention_mask: self.embedding(input_ids)[:, -1]  # noqa: E731
+    monkeypatch.setattr(MeanOfWords, "pooled", pooled)
+    done = cli(*run, "--json")
+    assert any("train: padding changes what the network makes of a text" in text for text in done.json["warnings"])

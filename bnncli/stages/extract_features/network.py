@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bnncli.data import InputSplit
-from bnncli.extraction.autocast import PrecisionLoss
+from bnncli.extraction import padding
 from bnncli.extraction.features import Extracted, Head
 from bnncli.extraction.head import check_link
 from bnncli.models import SavedModel
@@ -110,7 +110,7 @@ class NetworkFeatures:
             dtype=options.dtype,
             store=store,
         )
-        self._say(split, whole.loss)
+        self._say(split, whole)
         weight, bias = (None, None) if head is None else (head.weight, head.bias)
         content = FeatureFile(
             name=split.name,
@@ -141,12 +141,17 @@ class NetworkFeatures:
         }
         return content, preprocess, None if head is None else head.name
 
-    def _say(self, split: InputSplit, loss: PrecisionLoss | None) -> None:
-        """What lower precision changed; a warning where it is much."""
+    def _say(self, split: InputSplit, whole: Extracted) -> None:
+        """What lower precision and padding changed; a warning where it is much."""
+        console, loss = self.network.run.console, whole.loss
         if loss is not None:
-            console = self.network.run.console
             say = console.warn if loss.largest > MUCH * loss.spread else console.info
             say(f"{split.name} in {self.options.autocast}: {loss}")
+        if whole.padding is not None and whole.padding > padding.MUCH:
+            console.warn(
+                f"{split.name}: padding changes what the network makes of a text: the features of one differ by "
+                f"{100 * whole.padding:.2g} % from those that it has alone (\0batch_size\0 1 pads least)"
+            )
 
 
 def _largest_label(split: InputSplit) -> int:
