@@ -21,6 +21,7 @@ from bnncli.extraction.head import (
     chosen_output,
     head_of,
     last_linear,
+    logits_of,
     no_head,
     outputs_of,
     plain_copy,
@@ -84,6 +85,8 @@ def find_head(
     if len(fitting) > 1 or (layer is not None and found and plain is None):
         raise _not_one(fitting or found, layer, returned)
     if plain is None:
+        if not outputs_of(returned):
+            logits_of(returned)  # raises: there is no tensor in it
         raise _no_linear(tape, returned) or no_head(model)
     return plain.head  # the proof on all rows says what is wrong with it
 

@@ -163,7 +163,7 @@ LINES = {
 }  # fmt: skip
 # Options that name a file or folder which is written, and those that name one which is read.
 WRITTEN = {"--plot", "--table", "--dense", "--out", "--dir", "--log-file", "--run-dir"}
-READ = {"--config", "--from-npz"}
+READ = {"--config", "--from-npz", "--base-model"}
 
 
 def prepare(folder: Path) -> None:

@@ -234,7 +234,7 @@ CHANGES: list[tuple[Callable[[np.ndarray], Any], str]] = [
     (lambda x: x.astype(complex), "^x: expected an array or tensor of numbers; got ndarray of complex128$"),
     (lambda x: torch.zeros(4, 5, dtype=torch.bool), "^x: .*; got a tensor of bool$"),
     (lambda x: torch.zeros(4, 5).to_sparse(), "^x: .*; got a sparse, nested, quantized or empty tensor$"),
-    (lambda x: "test", "^x: expected an array or tensor of numbers; got str$"),
+    (lambda x: "test", r"^x: expected a list of texts; got one that is in no list\ngive \[x\]$"),
     (lambda x: [[1.0, 2.0], [3.0]], "^x: expected an array or tensor of numbers; got list$"),
     (
         lambda x: np.ma.masked_array(x, mask=x == 0),

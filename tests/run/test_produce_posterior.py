@@ -94,4 +94,4 @@ def test_a_fit_has_the_name_that_was_given_if_it_is_free(small_run: Path) -> Non
 
 def test_no_fit_publishes_its_posterior_by_itself() -> None:
     writing = {path for path in STAGES.rglob("*.py") if "write_posterior" in path.read_text()}
-    assert writing == {STAGES / "extract_features/__init__.py"}  # the network as trained, which is no fit
+    assert writing == {STAGES / "extract_features/trained_map.py"}  # the network as trained, which is no fit
