@@ -187,3 +187,15 @@ def test_convert_reads_skops_files_and_keeps_arrays_that_are_no_classifier(tmp_p
     margins = cli("convert", tmp_path / "svc.joblib", tmp_path / "other.npz", "--trust-pickle")
     assert (margins.code, "has no likelihood" in margins.stderr) == (65, True)
     assert not (tmp_path / "other.npz").exists()
+
+
+def test_bytes_that_are_scaled_are_warned_of(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pixels = (np.abs(X) * 20).astype(np.uint8)
+    model = LogisticRegression(max_iter=500).fit(pixels / 255, TWO)
+    np.savez("model.npz", coef_=model.coef_, intercept_=model.intercept_)
+    np.savez("bytes.npz", x=pixels, y=(TWO == 7).astype(int))
+    np.savez("floats.npz", x=(pixels / np.float32(255)).astype("f4"), y=(TWO == 7).astype(int))
+    words = ("extract-features", "run", "--model", "sklearn:model.npz", "--json")
+    warned = [cli(*words, f"--data=train=npz:{name}.npz", "--force").json["warnings"] for name in ("bytes", "floats")]
+    assert [any("bytes are divided by 255" in text for text in texts) for texts in warned] == [True, False]

@@ -142,11 +142,16 @@ class NetworkFeatures:
         return content, preprocess, None if head is None else head.name
 
     def _say(self, split: InputSplit, whole: Extracted) -> None:
-        """What lower precision and padding changed; a warning where it is much."""
+        """What lower precision, padding and scaling changed; a warning where it is much."""
         console, loss = self.network.run.console, whole.loss
         if loss is not None:
             say = console.warn if loss.largest > MUCH * loss.spread else console.info
             say(f"{split.name} in {self.options.autocast}: {loss}")
+        stored = getattr(split.dataset, "inputs", None)
+        if self.network.spec.startswith("sklearn:") and getattr(stored, "dtype", None) == np.uint8:
+            console.warn(
+                f"{split.name}: bytes are divided by 255, for this model as for networks: give real numbers if it was fitted otherwise"
+            )
         if whole.padding is not None and whole.padding > padding.MUCH:
             console.warn(
                 f"{split.name}: padding changes what the network makes of a text: the features of one differ by "
