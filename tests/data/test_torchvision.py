@@ -32,7 +32,8 @@ def pixels(*shape: int) -> np.ndarray:
 def write_idx(path: Path, array: np.ndarray) -> None:
     head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
     path.parent.mkdir(parents=True, exist_ok=True)
-    (gzip.open if path.suffix == ".gz" else open)(path, "wb").write(head + array.tobytes())
+    content = head + array.tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 def write_mnist(name: str) -> Callable[[Path], None]:
