@@ -126,7 +126,7 @@ def test_lbbnn_times_every_estimator_beside_a_dense_network(
         np.savez(tmp_path / "d.npz", features_train=rng.normal(size=(9, 6)), labels_train=rng.integers(0, 3, 9))
         report = report_here("lbbnn.py", *words, "--data", tmp_path / "d.npz")
     else:
-        report = report_of("lbbnn.py", tmp_path, *words)
+        report = report_here("lbbnn.py", *words)
     assert report["data"] == ("given" if is_given else "synthetic")
     rows = {row["network"]: row for row in report["rows"]}
     assert list(rows) == ["dense", "lrt", "mnf", "concrete"]
