@@ -16,7 +16,7 @@ from typing import Any
 # One process a session imports torch and is forked for every kill: it has no threads, and no GPU in use.
 SERVER = multiprocessing.get_context("forkserver")
 STAGES = [f"bnncli.stages.{name}.work" for name in ("refine", "fit_lbbnn", "fit_laplace", "hmc")]
-STAGES += ["bnncli.stages.predict", "bnncli.stages.extract_features"]
+STAGES += ["bnncli.stages.predict", "bnncli.stages.extract_features.one_split"]
 # Scores and levels import sklearn and scipy.
 LATE = ["sklearn.metrics", "scipy.stats", "scipy.optimize"]
 SERVER.set_forkserver_preload(["pytest", "bnncli.cli.execute", *LATE, *STAGES])
