@@ -7,7 +7,6 @@ one `dataset_info.json`, called NAME-SPLIT.arrow or NAME-SPLIT-00000-of-00002.ar
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from bnncli.data._columns import divide
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._table import TableDataset, table_dataset
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.machine.input_files import open_regular
+from bnncli.machine.json_files import read_object
 from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
 
@@ -69,15 +68,15 @@ def _divided(text: str) -> tuple[Path, str | None]:
 def _found(folder: Path, split: str | None) -> tuple[Path, list[Path], Mapping[str, Any]]:
     """The folder of a split, its files, and what `dataset_info.json` says."""
     if (folder / _SPLITS).is_file():
-        splits = _json(folder / _SPLITS).get("splits")
+        splits = read_object(folder / _SPLITS).get("splits")
         folder = folder / _chosen(split, splits if isinstance(splits, list) else [], folder)
         split = None
     if (folder / _STATE).is_file():
         if split is not None:
             raise UsageError(f"\0data\0 {_SPELLED}: {quoted(folder, limit=300)} is one split; leave {split!r} out")
-        return folder, _saved_files(folder), _json(folder / _INFO) if (folder / _INFO).is_file() else {}
+        return folder, _saved_files(folder), read_object(folder / _INFO) if (folder / _INFO).is_file() else {}
     if (folder / _INFO).is_file():
-        return folder, _cached_files(folder, split), _json(folder / _INFO)
+        return folder, _cached_files(folder, split), read_object(folder / _INFO)
     inner = sorted(file.parent for file in folder.glob(f"**/{_INFO}"))
     if len(inner) == 1:
         return _found(inner[0], split)
@@ -88,7 +87,7 @@ def _found(folder: Path, split: str | None) -> tuple[Path, list[Path], Mapping[s
 
 def _saved_files(folder: Path) -> list[Path]:
     """The files that `save_to_disk` wrote, in the order of their rows."""
-    state = _json(folder / _STATE)
+    state = read_object(folder / _STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(
             f"{quoted(folder, limit=300)} is a selection of rows of an old release of datasets", path=folder,
@@ -123,14 +122,3 @@ def _chosen(split: str | None, splits: list[str], folder: Path) -> str:
             hint=f"name one: {_SPELLED}:{folder}:{splits[0]}" if splits else None,
         )
     return split
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    with open_regular(path) as stream:
-        try:
-            found = json.load(stream)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{quoted(path, limit=300)} is damaged: {error}", path=path) from error
-    if not isinstance(found, dict):
-        raise DataError(f"{quoted(path, limit=300)} is damaged: expected an object", path=path)
-    return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.machine.input_files import open_regular
+from bnncli.machine.json_files import MAX_BYTES, read_object
 from bnncli.models._extra import require
 from bnncli.names import listed, quoted
 
@@ -22,7 +23,6 @@ TOKENIZER = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.spm", "bpe.codes",
 )  # fmt: skip
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
-MAX_JSON_BYTES = 1 << 26
 _CLASSIFIER = re.compile(r"\w+For(Sequence|Image|Audio)Classification\w*")
 _NO_NAME = re.compile(r"LABEL_\d+")
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -59,19 +59,6 @@ def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
         raise MissingInput(f"{option}: {place!r} could not be fetched: {why}", path=folder) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises MissingInput, or DataError where it is none or too large."""
-    with open_regular(path) as stream:
-        raw = stream.read(MAX_JSON_BYTES + 1)
-    try:
-        found = json.loads(raw) if len(raw) <= MAX_JSON_BYTES else None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{quoted(path, limit=300)} is not JSON: {error}", path=path) from None
-    if not isinstance(found, dict):
-        raise DataError(f"{quoted(path, limit=300)}: expected a JSON object", path=path)
-    return found
-
-
 def files_like(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
     """The files of a folder whose names match one of the patterns, sorted."""
     return tuple(sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}))
@@ -87,7 +74,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if not there or there[0] in (WEIGHTS, PICKLED):
         return tuple(folder / name for name in there[:1])
     index = folder / there[0]
-    names = read_json(index).get("weight_map")
+    names = read_object(index).get("weight_map")
     shards = sorted({*names.values()}) if isinstance(names, dict) and all(map(_is_name, names.values())) else []
     if not shards:
         raise DataError(f"{quoted(index, limit=300)} names no files of weights", path=index)
@@ -102,7 +89,7 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in a safetensors file, by its header. Raises MissingInput, or DataError where it is damaged."""
     with open_regular(path) as stream:
         length = int.from_bytes(stream.read(8), "little")
-        raw = stream.read(length) if length <= MAX_JSON_BYTES else b""
+        raw = stream.read(length) if length <= MAX_BYTES else b""
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
@@ -166,7 +153,7 @@ def check_plain(config: Mapping[str, Any], folder: Path) -> None:
 
 def _has_feature_extractor(folder: Path) -> bool:
     path = folder / PROCESSOR[0]
-    return path.is_file() and "sampling_rate" in read_json(path)
+    return path.is_file() and "sampling_rate" in read_object(path)
 
 
 def num_labels(config: Mapping[str, Any]) -> int:

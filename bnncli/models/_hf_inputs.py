@@ -14,8 +14,9 @@ import numpy as np
 
 from bnncli.data import Transformed
 from bnncli.errors import DataError
+from bnncli.machine.json_files import read_object
 from bnncli.models._extra import part, require
-from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, files_like, read_json
+from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, files_like
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
 
@@ -86,7 +87,7 @@ def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
     files = files_like(folder, TOKENIZER)
     if not files:
         return None
-    own = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    own = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     limits = [own.get("model_max_length"), _positions(config)]
     lengths = [int(limit) for limit in limits if isinstance(limit, int | float) and 0 < limit < _LARGEST]
     return Texts(str(folder.absolute()), _digest(files), min(lengths, default=None))

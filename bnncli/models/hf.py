@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import MissingInput
+from bnncli.machine.json_files import read_object
 from bnncli.models import Asked
 from bnncli.models._hf_folder import (
     ADAPTER_CONFIG,
@@ -18,7 +19,6 @@ from bnncli.models._hf_folder import (
     files_like,
     folder_of,
     kind_of,
-    read_json,
     task_of,
     weight_files,
 )
@@ -64,7 +64,7 @@ def open_model(place: str, asked: Asked) -> Classifier:
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         hint = f"it is an adapter: \0model\0 peft:{place}" if is_adapter else "expected a folder of save_pretrained"
         raise MissingInput(f"no {CONFIG} in {quoted(folder, limit=300)}", path=folder / CONFIG, hint=hint)
-    config = read_json(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     kind = kind_of(config, folder)
     return Classifier(
         folder,

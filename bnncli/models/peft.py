@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.machine.json_files import read_object
 from bnncli.models import Asked
 from bnncli.models._hf_folder import (
     ADAPTER_CONFIG,
@@ -20,7 +21,6 @@ from bnncli.models._hf_folder import (
     classified_by,
     files_like,
     folder_of,
-    read_json,
     safetensors_shapes,
     task_of,
     weight_files,
@@ -84,10 +84,10 @@ def open_model(place: str, asked: Asked) -> Adapted:
         raise MissingInput(
             f"no {ADAPTER_CONFIG} in {quoted(folder, limit=300)}", path=folder / ADAPTER_CONFIG, hint=hint
         )
-    adapter = read_json(folder / ADAPTER_CONFIG)
+    adapter = read_object(folder / ADAPTER_CONFIG)
     weights = _weights(folder, adapter)
     base = _base_of(adapter, folder, asked)
-    config = read_json(base / CONFIG)
+    config = read_object(base / CONFIG)
     check_plain(config, base)
     kind = _kind(adapter, config, folder)
     patterns = TOKENIZER if kind == "Sequence" else PROCESSOR

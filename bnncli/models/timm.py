@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
-from bnncli.machine.input_files import open_regular
+from bnncli.machine.json_files import read_object
 from bnncli.models import Asked
 from bnncli.models._extra import require
 from bnncli.models._torchvision_library import building, require_torchvision, stacked
@@ -147,7 +147,7 @@ def open_model(place: str, asked: Asked) -> TimmModel:
 
 def _of_folder(place: str, folder: Path, arguments: Mapping[str, str]) -> TimmModel:
     """The model of a folder that timm's save_for_hf or push_to_hf_hub wrote."""
-    found = _read(folder / _CONFIG)
+    found = read_object(folder / _CONFIG)
     config = found.get("pretrained_cfg", found)  # older ones have all in one
     network = found.get("architecture")
     saved = found.get("model_args") or {}
@@ -197,18 +197,6 @@ def _classes(names: Any) -> tuple[str, ...] | None:
         names = [names.get(str(number)) for number in range(len(names))]
     is_list = isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
     return tuple(names) if is_list else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises MissingInput, DataError."""
-    with open_regular(path) as stream:
-        try:
-            found = json.load(stream)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{quoted(path, limit=300)} is no whole JSON file: {error}", path=path) from error
-    if not isinstance(found, dict):
-        raise DataError(f"{quoted(path, limit=300)}: expected an object, as timm writes it", path=path)
-    return found
 
 
 def _timm() -> Any:

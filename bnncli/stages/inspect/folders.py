@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bnncli.checkpoints.shards import sharded_folder, shards_of
-from bnncli.errors import MissingInput
+from bnncli.errors import DataError, MissingInput
 from bnncli.machine.input_files import reading
+from bnncli.machine.json_files import read_object
 from bnncli.names import listed, quoted
 from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.data_files import can_be_read
@@ -19,7 +19,6 @@ from bnncli.stages.inspect.found import Found, data_line
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
-_MOST = 1 << 22
 
 
 def folder_found(folder: Path) -> Found:
@@ -200,9 +199,7 @@ def _one_file(folder: Path, names: list[str]) -> Found | None:
 
 def _json(path: Path) -> dict[str, Any]:
     """What a small JSON file holds; nothing where it is no dictionary."""
-    with open(path, encoding="utf-8", errors="replace") as stream:
-        try:
-            content = json.loads(stream.read(_MOST))
-        except (ValueError, RecursionError):
-            return {}
-    return content if isinstance(content, dict) else {}
+    try:
+        return read_object(path)
+    except DataError:
+        return {}
