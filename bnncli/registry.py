@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -132,10 +133,10 @@ def _attributes(family: str, name: str) -> dict[str, ast.expr]:
     return {node.target.id: node.value for node in nodes if isinstance(node.target, ast.Name) and node.value}
 
 
-def check_name(family: str, name: str, *, option: str) -> str:
-    """`name` itself, when the family has it. Raises UsageError with the list of choices otherwise."""
+def check_name(family: str, name: str, *, option: str, also: Iterable[str] = ()) -> str:
+    """`name` itself, when the family has it. Raises UsageError with the list of choices, and `also`, otherwise."""
     if not has_name(family, name):
-        raise UsageError(f"{option}: expected one of {', '.join(names(family))}; got {name!r}")
+        raise UsageError(f"{option}: expected one of {', '.join([*names(family), *also])}; got {name!r}")
     return name
 
 

@@ -121,7 +121,8 @@ class ExtractFeaturesOptions(Checked):
                 raise UsageError(
                     f"\0model\0: expected {declaration('models', self.model, 'FORM').text}; got {self.model!r}"
                 )
-            check_name("networks", self.model, option="\0model\0")
+            others = [*forms("models"), "package.module:factory", "file.py:factory"]
+            check_name("networks", self.model, option="\0model\0", also=others)
         given = [name for name in ("base_model", "feature_node", "allow_download") if getattr(self, name)]
         if self.model is not None and given and not has_name("models", self.model.partition(":")[0]):
             raise UsageError(f"\0{given[0]}\0 needs a saved model: \0model\0 {', '.join(forms('models'))}")

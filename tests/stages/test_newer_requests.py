@@ -197,7 +197,9 @@ def test_a_split_behind_one_that_fails_is_noted_too(cli: Cli, run: Path) -> None
 def test_a_killed_extraction_leaves_the_note(cli: Cli, run: Path) -> None:
     batch(run.parent, rows=25, seed=2)
     words = ["extract-features", run, "--model", "flatten", "--data", f"new=npz:{run.with_name('batch.npz')}"]
-    process = start(run_killed_at, [str(word) for word in words], "bnncli.stages.extract_features.one_split", "write_features")
+    process = start(
+        run_killed_at, [str(word) for word in words], "bnncli.stages.extract_features.one_split", "write_features"
+    )
     process.join(timeout=60)
     assert process.exitcode == -signal.SIGKILL
     killed = cli("predict", run, "--json")
