@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bnncli.data._columns import IMAGE, LIST, OTHER, REAL, TEXT, WHOLE
+from bnncli.data._columns import FILE, LIST, OTHER, REAL, TEXT, WHOLE
 from bnncli.errors import DataError, UsageError
 from bnncli.names import listed, quoted
 
@@ -44,13 +44,13 @@ def _held(kind: Any, types: Any) -> str:
         (WHOLE, ("is_integer", "is_boolean")),
         (REAL, ("is_floating",)),
         (LIST, ("is_list", "is_large_list", "is_fixed_size_list")),
-        (IMAGE, ("is_binary", "is_large_binary", "is_fixed_size_binary")),
+        (FILE, ("is_binary", "is_large_binary", "is_fixed_size_binary")),
     )
     for holds, names in checks:
         if any(getattr(types, name)(kind) for name in names):
             return holds
     if types.is_struct(kind) and {"bytes", "path"} <= {kind.field(place).name for place in range(kind.num_fields)}:
-        return IMAGE
+        return FILE
     return OTHER
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,21 @@ from bnncli.errors import DataError, UsageError
 from bnncli.names import listed, quoted
 
 # What a column holds, as far as the table tells without reading it.
-TEXT, WHOLE, REAL, IMAGE, LIST, OTHER = "text", "whole numbers", "real numbers", "images", "lists", "something else"
+TEXT, WHOLE, REAL, FILE, LIST, OTHER = (
+    "text",
+    "whole numbers",
+    "real numbers",
+    "images or sound",
+    "lists",
+    "something else",
+)
 
-_KEYS = ("text", "image", "x", "label")
+_KEYS = ("text", "image", "audio", "x", "label")
 _TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "tweet", "document", "body", "utterance")
 _TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2"))
-_IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", "path", "file", "filename", "file_name")
+_FILE_NAMES = ("path", "file", "filename", "file_name")
+_AUDIO_NAMES = ("audio", "sound", "wav", "clip", "audio_path", "audio_file", *_FILE_NAMES)
+_IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", *_FILE_NAMES)
 _LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
 
 
@@ -25,7 +34,7 @@ class Roles:
     """The columns of an input, of one kind, and of the label.
 
     Attributes:
-        kind: text, image or x.
+        kind: text, image, audio or x.
         inputs: one column; two are a pair of texts, several the numbers of a row.
         labels: one column; several are a matrix of zeros and ones, one a class; none where there are no labels.
     """
@@ -71,7 +80,7 @@ def _parse(text: str, spelled: str) -> dict[str, str]:
             raise _form(text, spelled)
         found[key] = value
     if len(found.keys() - {"label"}) > 1:
-        raise UsageError(f"\0data\0 {spelled}: expected one of text=, image= and x=; got {text!r}")
+        raise UsageError(f"\0data\0 {spelled}: expected one of text=, image=, audio= and x=; got {text!r}")
     return found
 
 
@@ -89,7 +98,7 @@ def find_roles(
     Args:
         columns: what each holds.
         named: as `divide` gives them.
-        takes: images or texts where the model says so.
+        takes: images, texts or audio where the model says so.
         where: the table, for messages.
 
     Raises:
@@ -104,8 +113,10 @@ def find_roles(
             raise UsageError(f"\0data\0 {spelled}: {kind}= takes {most}; got {named[kind]!r}")
         return Roles(kind, inputs, labels)
     others = {name: holds for name, holds in columns.items() if name not in labels}
-    if takes == "images" or (takes is None and IMAGE in others.values()):
-        return Roles("image", _one(_images(others), others, "image", where, spelled), labels)
+    if takes == "images" or (takes is None and FILE in others.values()):
+        return Roles("image", _one(_files(others, _IMAGE_NAMES), others, "image", where, spelled), labels)
+    if takes == "audio":
+        return Roles("audio", _one(_files(others, _AUDIO_NAMES), others, "audio", where, spelled), labels)
     return Roles("text", _texts(others, where, spelled), labels)
 
 
@@ -132,10 +143,10 @@ def _texts(others: Mapping[str, str], where: str, spelled: str) -> tuple[str, ..
     return _one(known or texts, others, "text", where, spelled)
 
 
-def _images(others: Mapping[str, str]) -> list[str]:
-    """Columns of images, or of the paths of image files."""
-    stored = [name for name, holds in others.items() if holds == IMAGE]
-    return stored or [name for name, holds in others.items() if holds == TEXT and name.casefold() in _IMAGE_NAMES]
+def _files(others: Mapping[str, str], known: Collection[str]) -> list[str]:
+    """Columns of encoded files, or of their paths by the names that are known for them."""
+    stored = [name for name, holds in others.items() if holds == FILE]
+    return stored or [name for name, holds in others.items() if holds == TEXT and name.casefold() in known]
 
 
 def _one(found: list[str], others: Mapping[str, str], kind: str, where: str, spelled: str) -> tuple[str, ...]:

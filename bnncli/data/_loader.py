@@ -25,13 +25,15 @@ class Chunk(NamedTuple):
         inputs: (n, ...), or one by each name of the network's arguments.
         labels: (n,) or None.
         is_ready: whether the network takes the inputs as they are.
-        num_truncated: texts that were cut.
+        num_truncated, num_converted, lengths: see Transformed.
     """
 
     inputs: Tensor | dict[str, Tensor]
     labels: Tensor | None
     is_ready: bool = False
     num_truncated: int = 0
+    num_converted: int = 0
+    lengths: tuple[int, ...] | None = None
 
 
 def read_ahead(
@@ -79,15 +81,15 @@ class _Chunks(torch_data.Dataset[Any]):
             items = None if self.transform is None else _for_transform(raw)
             if self.transform is not None and items is not None:
                 where = f"{self.where} rows {rows[0]} to {rows[-1]}"
-                inputs, num_truncated = transformed(self.transform, items, where)
-                return Chunk(_tensors(inputs), labels, True, num_truncated)
+                made = transformed(self.transform, items, where)
+                return Chunk(_tensors(made.inputs), labels, True, *made[1:])
         except BnnError as error:
             return error
         return Chunk(_tensors(raw), labels, isinstance(raw, Mapping))
 
 
 def _for_transform(raw: Stored) -> list[Any] | np.ndarray | None:
-    """Images or texts; None for other arrays, which are what the network takes."""
+    """Images, texts or sound; None for other arrays, which are what the network takes."""
     array = raw.numpy() if isinstance(raw, Tensor) else raw
     is_image = isinstance(array, np.ndarray) and array.dtype == np.uint8
     return array if is_image or isinstance(array, list) else None  # type: ignore[return-value]

@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bnncli.data import _sound
 from bnncli.data._labels import check_labels
 from bnncli.data._pixels import SUFFIXES
 from bnncli.data._shards import Example, Part
 from bnncli.errors import DataError, UsageError
 from bnncli.names import listed, quoted
 
-_OF_KIND = {"image": tuple(sorted(suffix[1:] for suffix in SUFFIXES)), "text": ("txt",), "x": ("npy",)}
-_KIND_TAKEN = {"images": "image", "texts": "text"}
+_OF_KIND = {
+    "image": tuple(sorted(suffix[1:] for suffix in SUFFIXES)), "text": ("txt",), "x": ("npy",),
+    "audio": tuple(sorted(suffix[1:] for suffix in _sound.SUFFIXES)),
+}  # fmt: skip
+_KIND_TAKEN = {"images": "image", "texts": "text", "audio": "audio"}
 _LABEL_FIELDS = ("label", "cls", "class", "target")
 _JSON = "json"
 
@@ -58,12 +62,12 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def input_column(first: Example, named: Mapping[str, str], takes: str | None) -> tuple[str, ShardColumn]:
-    """Kind (image, text or x) and column of the input.
+    """Kind (image, text, x or audio) and column of the input.
 
     Args:
         first: the example that tells what there is.
         named: columns that the user names.
-        takes: images or texts where the model says so.
+        takes: images, texts or audio where the model says so.
 
     Raises:
         UsageError: there is no such column, or none or several could be it.
@@ -73,12 +77,14 @@ def input_column(first: Example, named: Mapping[str, str], takes: str | None) ->
     found = {kind: [name for name in first.parts if name in names] for kind, names in _OF_KIND.items()}
     if takes in _KIND_TAKEN:
         found = {kind: names if kind == _KIND_TAKEN[takes] else [] for kind, names in found.items()}
+    elif any(names for kind, names in found.items() if kind != "audio"):
+        found["audio"] = []  # only a model of audio takes it
     every = [(kind, name) for kind, names in found.items() for name in names]
     if len(every) == 1:
         kind, _ = every[0]
         return kind, ShardColumn(_OF_KIND[kind])
     what = f"several could be the input: {listed(name for _, name in every)}" if every else "none of them is an input"
-    hint = "name it: webdataset:PATTERN:image=SUFFIX, text=SUFFIX, x=SUFFIX, or a field of JSON as text=json.FIELD"
+    hint = "name it: webdataset:PATTERN:image=SUFFIX, text=SUFFIX, x=SUFFIX, audio=SUFFIX, or a field of JSON as text=json.FIELD"
     raise UsageError(
         f"\0data\0 webdataset: example {quoted(first.key)} has {listed(first.parts, limit=20)}; {what}", hint=hint
     )

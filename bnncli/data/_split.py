@@ -52,7 +52,7 @@ class Dataset(Protocol):
 
     @property
     def items(self) -> str:
-        """What `read` gives: arrays; images (a list of PIL images) or texts (of str or pairs of it), for a transform."""
+        """What `read` gives: arrays; images (a list of PIL images), texts (of str or pairs of it) or audio (of Sound), for a transform."""
 
     def __len__(self) -> int:
         """Examples stored."""
@@ -65,14 +65,17 @@ class Dataset(Protocol):
 
 
 class Batch(NamedTuple):
-    """Inputs on the device, labels (n,) int64 or (n, L) uint8 on the CPU or None, and how many texts the tokenizer cut.
+    """Inputs on the device, labels (n,) int64 or (n, L) uint8 on the CPU or None, and what was done to the examples.
 
     Inputs are (n, ...) in float32, or token ids; or several of them, by the names of the network's arguments.
+    num_truncated, num_converted and lengths are those of Transformed.
     """
 
     inputs: Inputs
     labels: Tensor | None
     num_truncated: int = 0
+    num_converted: int = 0
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,9 @@ class InputSplit:
         return None if every is None else [every[row] for row in self.rows.tolist()]
 
     @property
-    def is_text(self) -> bool:
-        """Whether the examples are texts, or pairs of them."""
-        return items_of(self.dataset) == "texts"
+    def items(self) -> str:
+        """What the examples are: arrays, images, texts or audio."""
+        return items_of(self.dataset)
 
     def take(self, positions: np.ndarray) -> InputSplit:
         """The split of the examples at these positions (n,), in this order."""
@@ -182,7 +185,8 @@ class InputSplit:
             labels = chunk.labels if self.is_labeled else None
             if labels is not None and self.numbering is not None:
                 labels = labels.new_tensor(self.numbering.of(labels.numpy()))
-            yield Batch(self._ready(chunk, device), labels, chunk.num_truncated)
+            inputs = self._ready(chunk, device)
+            yield Batch(inputs, labels, chunk.num_truncated, chunk.num_converted, chunk.lengths)
 
     def _ready(self, chunk: Chunk, device: torch.device | str) -> Inputs:
         """What was read, on the device, as the network takes it."""

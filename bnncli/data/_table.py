@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
 
 from bnncli.data._arrays import TOKEN_IDS
-from bnncli.data._columns import IMAGE, LIST, Roles, find_roles
+from bnncli.data._columns import FILE, LIST, Roles, find_roles
 from bnncli.data._label_values import Labels, labels_of
 from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
+from bnncli.data._sound import Sound, check_decodable, decoded
 from bnncli.data._transform import settled
 from bnncli.errors import DataError
 from bnncli.machine.input_files import open_regular
@@ -32,7 +34,7 @@ class StoredTable(Protocol):
 
     @property
     def path(self) -> Path:
-        """The file or folder, for messages; paths of images are relative to its folder."""
+        """The file or folder, for messages; paths of images and sound are relative to its folder."""
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -52,14 +54,23 @@ class StoredTable(Protocol):
         """Of the content, wherever it lies."""
 
 
+class _File(NamedTuple):
+    """An open file of a row, what it is called at length and for short, and where an error is said to be."""
+
+    stream: IO[bytes]
+    where: str
+    name: str
+    path: Path | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class TableDataset:
-    """Texts, images or numbers in the columns of a table.
+    """Texts, images, sound or numbers in the columns of a table.
 
     Attributes:
         num_rows: stored.
         labels: (rows,) int64, or None.
-        paths: of the images (rows,), where the table has their paths.
+        paths: of the images or sound files (rows,), where the table has their paths.
         mode: of the images.
     """
 
@@ -76,15 +87,15 @@ class TableDataset:
 
     @property
     def items(self) -> str:
-        """Texts; images where the model brings a transform for them; else arrays."""
-        if self.roles.kind == "text":
-            return "texts"
+        """Texts; sound; images where the model brings a transform for them; else arrays."""
+        if self.roles.kind in ("text", "audio"):
+            return "texts" if self.roles.kind == "text" else "audio"
         is_for_transform = self.roles.kind == "image" and self.preprocess.transform is not None
         return "images" if is_for_transform else "arrays"
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The paths of the images, where the table has them."""
+        """The paths of the images or sound files, where the table has them."""
         return self.paths
 
     @property
@@ -96,17 +107,19 @@ class TableDataset:
         return self.num_rows
 
     def read(self, rows: np.ndarray) -> tuple[Stored, np.ndarray | None]:
-        """Texts, images or numbers (n, D) of the rows, and labels (n,). Raises DataError for a value of another kind."""
+        """Texts, images, sound or numbers (n, D) of the rows, and labels (n,). Raises DataError for a value of another kind."""
         labels = None if self.labels is None else self.labels[rows]
         values = self.table.read(rows, self.roles.inputs)
         if self.roles.kind == "text":
             return self._texts(rows, values), labels
         if self.roles.kind == "x":
             return self._numbers(rows, values) if not self._has_names else self._lists(rows, values), labels
+        if self.roles.kind == "audio":
+            return [self._sound(row, value) for row, value in zip(rows.tolist(), values[0], strict=True)], labels
         return self._images(rows, values[0]), labels
 
     def identity(self, rows: np.ndarray, progress: Progress) -> Mapping[str, np.ndarray]:
-        """Digests of the files and of image files they name, the columns, what the classes are called, and the rows."""
+        """Digests of the files and of image or sound files they name, the columns, what the classes are called, and the rows."""
         found = {
             "sha256": np.array(self._digests(progress)),
             "columns": np.array(self.roles.to_texts()),
@@ -116,10 +129,10 @@ class TableDataset:
         return found if self.roles.kind != "image" else {**found, "mode": np.array([self.mode])}
 
     def _digests(self, progress: Progress) -> list[str]:
-        """Of the table and of the image files that it names; taken once for all splits of one table."""
+        """Of the table and of the files that it names; taken once for all splits of one table."""
         if not self._known_digests:
             self._known_digests.extend(self.table.digests(progress))
-            task = progress.task("hash images", len(self.paths or ()))
+            task = progress.task(f"hash {'audio' if self.roles.kind == 'audio' else 'images'}", len(self.paths or ()))
             for name in self.paths or ():
                 with open_regular(self._file(name)) as stream:
                     self._known_digests.append(file_sha256(stream))
@@ -172,23 +185,31 @@ class TableDataset:
         return np.stack(arrays)
 
     def _image(self, row: int, value: Any) -> Image.Image:
-        """One image, decoded: of its bytes where they are there, else of its path."""
+        """One image, decoded."""
+        with self._stored(row, value, "an image") as file, opened_image(file.stream, file.where, file.path) as image:
+            mode = self.mode or mode_of({image.mode})
+            check_mode(image, mode, file.name)
+            return image.convert(mode)
+
+    def _sound(self, row: int, value: Any) -> Sound:
+        """One clip, decoded."""
+        with self._stored(row, value, "sound") as file:
+            return decoded(file.stream.read(), file.where, file.path)
+
+    @contextmanager
+    def _stored(self, row: int, value: Any, expected: str) -> Iterator[_File]:
+        """What a value stands for: its bytes where they are there, else the file of its path."""
         data = value.get("bytes") if isinstance(value, dict) else value
         where = f"row {row} of {quoted(self.table.path, limit=300)}"
         if data is None and isinstance(value, dict):
             data = value.get("path")
         if isinstance(data, str):
-            with open_regular(self._file(data)) as stream, opened_image(stream, f"{quoted(data)}, {where}") as image:
-                return self._converted(image, data)
-        if not isinstance(data, bytes):
-            raise self._odd(row, self.roles.inputs[0], "an image", data)
-        with opened_image(io.BytesIO(data), where, self.table.path) as image:
-            return self._converted(image, f"row {row}")
-
-    def _converted(self, image: Image.Image, name: str) -> Image.Image:
-        mode = self.mode or mode_of({image.mode})
-        check_mode(image, mode, name)
-        return image.convert(mode)
+            with open_regular(self._file(data)) as stream:
+                yield _File(stream, f"{quoted(data)}, {where}", data)
+        elif isinstance(data, bytes):
+            yield _File(io.BytesIO(data), where, f"row {row}", self.table.path)
+        else:
+            raise self._odd(row, self.roles.inputs[0], expected, data)
 
     def _file(self, name: str) -> Path:
         folder = self.table.path if self.table.path.is_dir() else self.table.path.parent
@@ -216,12 +237,14 @@ def table_dataset(
     where = quoted(table.path, limit=300)
     takes = None if preprocess.transform is None else preprocess.transform.takes
     roles = find_roles(table.columns, named, takes=takes, where=where, spelled=spelled)
-    has_paths = roles.kind == "image" and table.columns[roles.inputs[0]] != IMAGE
+    has_paths = roles.kind in ("image", "audio") and table.columns[roles.inputs[0]] != FILE
     num_rows, values = table.values([*roles.labels, *(roles.inputs if has_paths else ())])
     if num_rows == 0:
         raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
     labels = _labels(table, roles, values[: len(roles.labels)], where)
     paths = tuple(str(value) for value in values[-1]) if has_paths else None
+    if roles.kind == "audio":
+        check_decodable(paths or ())
     found = TableDataset(table, roles, num_rows, labels.numbers, labels.classes, preprocess, paths)
     if roles.kind != "image":
         return found

@@ -1,4 +1,4 @@
-"""What a model brings to make its inputs out of images or of texts: an image processor, a tokenizer."""
+"""What a model brings to make its inputs out of images, texts or sound: an image processor, a tokenizer, a feature extractor."""
 
 from __future__ import annotations
 
@@ -16,23 +16,35 @@ if TYPE_CHECKING:
     from bnncli.data._split import Dataset
 
 
+_MAKERS = {"texts": "tokenizer", "audio": "feature extractor"}  # of what only they make inputs of
+
+
 class Transformed(NamedTuple):
-    """Inputs of n items, one array or one by each name of the network's arguments, and how many texts were cut."""
+    """Inputs of n items, one array or one by each name of the network's arguments.
+
+    Attributes:
+        num_truncated: texts or clips that were cut.
+        num_converted: clips of another sampling rate, or of several channels.
+        lengths: (n,) where inputs are padded along their second axis, and how much of it is each item's own: the network
+            is to see no more than that. None where it sees all.
+    """
 
     inputs: np.ndarray | Mapping[str, np.ndarray]
     num_truncated: int = 0
+    num_converted: int = 0
+    lengths: tuple[int, ...] | None = None
 
 
 class Transform(Protocol):
-    """From decoded images or texts to what a network takes. It goes to other processes, so it must be picklable."""
+    """From decoded images, texts or sound to what a network takes. It goes to other processes, so it must be picklable."""
 
     @property
     def takes(self) -> str:
-        """images: PIL images; texts: str, or pairs (str, str)."""
+        """images: PIL images; texts: str, or pairs (str, str); audio: Sound."""
 
     @property
     def mode(self) -> str:
-        """Of the images that it takes: RGB, or L where the network has one channel; empty for texts."""
+        """Of the images that it takes: RGB, or L where the network has one channel; empty for others."""
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
         """Inputs of the items: real numbers as float32, token ids as int64."""
@@ -45,15 +57,15 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
     """Nothing, when the model can take what the data have.
 
     Raises:
-        UsageError: texts for a network that takes arrays or images, images or arrays of pixels for one that takes texts.
+        UsageError: texts or sound for a network that takes arrays, or items of another kind than it takes.
     """
     items = items_of(dataset)
-    if transform is None and items == "texts":
+    if transform is None and items in _MAKERS:
         raise UsageError(
-            f"{spec}: the data are texts, and the model has no tokenizer",
+            f"{spec}: the data are {items}, and the model has no {_MAKERS[items]}",
             hint="give a model that brings its own, as \0model\0 hf:FOLDER",
         )
-    if transform is not None and {items, transform.takes} == {"texts", "images"}:
+    if transform is not None and items not in ("arrays", transform.takes):
         column = transform.takes.removesuffix("s")
         hint = f"name the column: {column}=COLUMN" if _has_columns(spec) else f"give data of {transform.takes}"
         raise UsageError(f"{spec}: the data are {items}, and the model takes {transform.takes}", hint=hint)
@@ -64,7 +76,7 @@ def _has_columns(spec: str) -> bool:
 
 
 def items_of(dataset: Dataset) -> str:
-    """What the data set's `read` gives: arrays, images or texts; kinds that others have installed give arrays."""
+    """What the data set's `read` gives: arrays, images, texts or audio; kinds that others have installed give arrays."""
     return cast(str, getattr(dataset, "items", "arrays"))
 
 
@@ -87,8 +99,8 @@ def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: 
         raise DataError(message, code="wrong_inputs") from error
     inputs = found.inputs
     if isinstance(inputs, Mapping):
-        return Transformed({name: settled(array) for name, array in inputs.items()}, found.num_truncated)
-    return Transformed(settled(inputs), found.num_truncated)
+        return found._replace(inputs={name: settled(array) for name, array in inputs.items()})
+    return found._replace(inputs=settled(inputs))
 
 
 def settled(array: np.ndarray) -> np.ndarray:

@@ -5,7 +5,6 @@ Classes are the folder names, sorted. Images are grey when the first image of ev
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from bnncli.data._class_folders import files_in
 from bnncli.data._pixels import SUFFIXES, check_mode, check_same_size, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
-from bnncli.errors import DataError, MissingInput
-from bnncli.machine.input_files import open_regular, reading
+from bnncli.machine.input_files import open_regular
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256
 from bnncli.options.parts import Form
@@ -101,20 +100,8 @@ def open_dataset(place: str, preprocess: Preprocess) -> ImageDataset:
         DataError: no images in it, or images both in it and in class folders.
     """
     folder = Path(place).expanduser()
-    if not folder.is_dir():
-        raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
-    with reading(folder):
-        entries = list(folder.iterdir())
-        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-        loose = sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
-    if loose and classes:
-        raise DataError(f"{folder} has both images and folders; expected one folder for each class", path=folder)
-    groups = [_images_under(folder, name) for name in classes] if classes else [loose]
-    files = tuple(name for group in groups for name in group)
-    if not files:
-        raise DataError(f"no images in {folder}", code="empty_split", path=folder)
-    labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups]) if classes else None
-    return image_dataset(folder, files, labels, tuple(classes) or None, preprocess)
+    files, labels, classes = files_in(folder, SUFFIXES, "images")
+    return image_dataset(folder, files, labels, classes, preprocess)
 
 
 def image_dataset(
@@ -155,15 +142,3 @@ def _mode(folder: Path, first_files: list[str]) -> str:
         with _opened(folder, name) as image:
             modes.add(image.mode)
     return mode_of(modes)
-
-
-def _images_under(folder: Path, class_name: str) -> list[str]:
-    """Images of one class at any depth, as sorted paths relative to the folder."""
-    found = []
-    for parent, _, names in os.walk(folder / class_name, followlinks=True):
-        found += [os.path.relpath(os.path.join(parent, name), folder) for name in names if _is_image(name)]
-    return sorted(found)
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data._columns import IMAGE, LIST, OTHER, REAL, TEXT, WHOLE, divide
+from bnncli.data._columns import FILE, LIST, OTHER, REAL, TEXT, WHOLE, divide
 from bnncli.data._lines import LineFile, decoded
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._table import TableDataset, table_dataset
@@ -115,5 +115,5 @@ def _advice(row: int, line: bytes) -> str:
 
 def _held(value: Any) -> str:
     if isinstance(value, dict):
-        return IMAGE if value.keys() <= {"path", "bytes"} and "path" in value else OTHER
+        return FILE if value.keys() <= {"path", "bytes"} and "path" in value else OTHER
     return _HOLDS.get(type(value), OTHER)

@@ -1,7 +1,8 @@
 """`npz:FILE[:x,y]`: arrays of inputs and labels in a NumPy archive.
 
 `npz:FILE:input_ids+attention_mask,y` names several inputs: the network takes each by its name. So it does with `input_ids`
-alone: token ids, no pixels.
+alone: token ids, no pixels. For a model of audio the inputs are waves (N, T) or (N, T, channels), whole numbers or real ones in
+[-1, 1], and the array `sampling_rate` says at how many Hz they were taken.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from pathlib import Path
 
 from bnncli.data._arrays import TOKEN_IDS, ArrayDataset, NamedArrays, array_dataset, named_arrays, npz_names, read_npz
 from bnncli.data._preprocess import Preprocess
-from bnncli.errors import UsageError
+from bnncli.data._waves import WaveDataset, is_waves, wave_dataset
+from bnncli.errors import DataError, UsageError
+from bnncli.names import quoted
 from bnncli.options.parts import Form
 
 FORM = Form("npz:FILE[:x,y]", place=10)
 
 DEFAULT_NAMES = ("x", "y")
+RATE = "sampling_rate"
 
 
 def exists(place: str) -> bool:
@@ -24,11 +28,11 @@ def exists(place: str) -> bool:
     return Path(place).expanduser().is_file()
 
 
-def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArrays:
+def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArrays | WaveDataset:
     """Inputs and labels of the archive; without labels where only one array is named, or there is no y.
 
     Raises:
-        MissingInput, DataError, Untrusted: see read_npz; labels that break a rule.
+        MissingInput, DataError, Untrusted: see read_npz; labels that break a rule; waves of no sampling rate.
         UsageError: more than two names.
     """
     path, names = _divide(place)
@@ -41,7 +45,24 @@ def open_dataset(place: str, preprocess: Preprocess) -> ArrayDataset | NamedArra
     labels = arrays[names[1]] if len(names) == 2 else None
     if len(inputs) > 1 or inputs == [TOKEN_IDS]:
         return named_arrays({name: arrays[name] for name in inputs}, labels, where=f"npz:{path}")
+    if preprocess.transform is not None and preprocess.transform.takes == "audio" and is_waves(arrays[names[0]]):
+        return wave_dataset(arrays[names[0]], labels, _sampling_rate(path), where=f"npz:{path}")
     return array_dataset(arrays[names[0]], labels, where=f"npz:{path}")
+
+
+def _sampling_rate(path: Path) -> int:
+    """Hz. Raises DataError where the archive does not say it."""
+    if RATE not in npz_names(path):
+        raise DataError(
+            f"{quoted(path, limit=300)} does not say at how many Hz its waves were taken", path=path,
+            hint=f"add it to the file: np.savez(FILE, x=..., y=..., {RATE}=16000)",
+        )  # fmt: skip
+    (found,) = read_npz(path, [RATE]).values()
+    if found.size != 1 or found.dtype.kind not in "iuf" or found.item() != round(found.item()):
+        raise DataError(
+            f"{quoted(path, limit=300)}: {RATE} is {quoted(found)}, expected a whole number of Hz", path=path
+        )
+    return int(found.item())
 
 
 def _inputs(path: Path, text: str) -> list[str]:

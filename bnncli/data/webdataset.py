@@ -1,7 +1,7 @@
 """`webdataset:PATTERN[:image=jpg,label=cls]`: tar files with the files of each example next to each other.
 
-PATTERN is a file, or several by {0000..0010}, {train,extra}, * and ?. The input is `image` (jpg, png, webp and others), `text` (txt)
-or `x` (npy); the label is `cls`, or a field of a JSON file, as label=json.class. What is not named is found. Labels are whole
+PATTERN is a file, or several by {0000..0010}, {train,extra}, * and ?. The input is `image` (jpg, png, webp and others), `text` (txt),
+`audio` (wav, flac, mp3 and others) or `x` (npy); the label is `cls`, or a field of a JSON file, as label=json.class. What is not named is found. Labels are whole
 numbers from 0 on, or names, numbered in their sorted order. Rows are the examples in the order of the shards.
 """
 
@@ -25,6 +25,7 @@ from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_ima
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._shard_columns import ShardColumn, input_column, label_column, numbered, parse_columns
 from bnncli.data._shards import Example, Part, examples_of, read_part, shard_paths
+from bnncli.data._sound import decoded
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import open_regular
 from bnncli.names import listed, quoted
@@ -42,7 +43,7 @@ class ShardDataset:
     """Examples in tar files, by the places of their inputs.
 
     Attributes:
-        kind: of the input: image, text or x (an array).
+        kind: of the input: image, text, audio or x (an array).
         keys: names of the examples.
         places: (N, 3) int64: number of the shard, first byte in it, and how many.
     """
@@ -75,16 +76,16 @@ class ShardDataset:
 
     @property
     def items(self) -> str:
-        """Images where the model brings a transform for them; texts; else arrays."""
-        if self.kind == "text":
-            return "texts"
+        """Images where the model brings a transform for them; texts; sound; else arrays."""
+        if self.kind in ("text", "audio"):
+            return "texts" if self.kind == "text" else "audio"
         return "images" if self.kind == "image" and self.preprocess.transform is not None else "arrays"
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray | list[Any], np.ndarray | None]:
-        """Inputs and labels (n,) of the rows: an array (n, ...), or a list of images or texts.
+        """Inputs and labels (n,) of the rows: an array (n, ...), or a list of images, texts or clips.
 
         Raises:
             DataError: a file that is cut off or cannot be decoded, arrays or images of unequal sizes.
@@ -139,6 +140,8 @@ class ShardDataset:
             if not isinstance(text, str):
                 raise DataError(f"{where}: expected a text, got {type(text).__name__}")
             return text
+        if self.kind == "audio":
+            return decoded(data, where)
         with opened_image(io.BytesIO(data), where) as image:
             check_mode(image, self.mode, where)
             return image.convert(self.mode)

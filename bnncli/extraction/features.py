@@ -29,7 +29,7 @@ from bnncli.extraction.head import (
     prove_head,
     run_network,
 )
-from bnncli.extraction.padding import padding_effect
+from bnncli.extraction.padding import padding_effect, unpadded
 from bnncli.progress import SILENT, Progress
 
 __all__ = ["Extracted", "Head", "collect", "extract", "head_of", "prove_head"]
@@ -41,9 +41,10 @@ class Extracted(NamedTuple):
     features: Tensor
     logits: Tensor | None
     labels: Tensor | None
-    num_truncated: int = 0  # of the texts
+    num_truncated: int = 0  # of the texts or clips
     loss: PrecisionLoss | None = None  # of the first batch, where the network runs in lower precision
     padding: float | None = None  # of the first batch, where texts are padded: see padding_effect
+    num_converted: int = 0  # of the clips: see bnncli.data.Transformed
 
 
 def extract(
@@ -90,16 +91,17 @@ def extract(
     for number, batch in enumerate(rest.batches(batch_size, device=device, num_workers=num_workers)):
         where, logits, loss, padding = f"split {label}", None, None, None
         if autocast is None or number < 2:
-            features, output = read(batch.inputs)
+            features, output = unpadded(read, batch.inputs, batch.lengths)
             _check_features(features, where=where, first_row=start)
-            padding = padding_effect(read, batch.inputs, features) if number == 0 else None
+            if number == 0 and batch.lengths is None:
+                padding = padding_effect(read, batch.inputs, features)
             if head is not None:
                 if number < 2:
                     _prove_head(model, head, features, output)
                 logits = _logits(output, head, features)
         if autocast is not None:
             with torch.autocast(torch.device(device).type, dtype=AUTOCAST[autocast]):
-                features = read(batch.inputs)[0].float()
+                features = unpadded(read, batch.inputs, batch.lengths)[0].float()
             _check_features(features, where=where, first_row=start)
             if head is not None:
                 exact, logits = logits, head.logits(features)
@@ -108,7 +110,7 @@ def extract(
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
         kept = None if logits is None else plain_copy(logits)
-        yield Extracted(stored, kept, batch.labels, batch.num_truncated, loss, padding)
+        yield Extracted(stored, kept, batch.labels, batch.num_truncated, loss, padding, batch.num_converted)
         start += len(features)
         task.advance(len(features))
 
@@ -116,7 +118,7 @@ def extract(
 def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
     """All batches as one, each array allocated once."""
     whole: dict[str, Tensor] = {}
-    start, num_truncated, loss, padding = 0, 0, None, None
+    start, num_truncated, num_converted, loss, padding = 0, 0, 0, None, None
     for batch in batches:
         loss, padding = loss or batch.loss, batch.padding if padding is None else padding
         parts = {name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)}
@@ -126,7 +128,10 @@ def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
             whole[name][start : start + len(part)] = part
         start += len(batch.features)
         num_truncated += batch.num_truncated
-    return Extracted(whole["features"], whole.get("logits"), whole.get("labels"), num_truncated, loss, padding)
+        num_converted += batch.num_converted
+    return Extracted(
+        whole["features"], whole.get("logits"), whole.get("labels"), num_truncated, loss, padding, num_converted
+    )
 
 
 def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:

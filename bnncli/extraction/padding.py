@@ -1,8 +1,8 @@
-"""Whether padding a text to the length of others changes what the network makes of it."""
+"""Padding to the length of others: whether it changes what the network makes of a text, and networks that see none of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from bnncli.data import Inputs
 
 MASK = "attention_mask"  # what networks call the input that says which positions are a text's own
 MUCH = 1e-3  # of the largest feature: rounding is less
+AT_ONCE = 1 << 20  # values of clips in one pass, a minute at 16 kHz: the first layers make hundreds of channels of them
 
 
 def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs, features: Tensor) -> float | None:
@@ -37,3 +38,43 @@ def padding_effect(read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inpu
     with torch.inference_mode():
         scale = found.abs().max().clamp(min=1e-30)
         return float((features[row].double() - found).abs().max() / scale)
+
+
+def unpadded(
+    read: Callable[[Inputs], tuple[Tensor, Tensor]], inputs: Inputs, lengths: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    """What `read` gives for a batch whose examples are padded, each seen by the network as if it were alone: (n, D) and (n, K).
+
+    Examples of one length go through together, as many as have `AT_ONCE` values: clips are long.
+
+    Args:
+        lengths: of each example along the second axis of its inputs; None where the network takes the batch as it is.
+    """
+    if lengths is None:
+        return read(inputs)
+    named = inputs if isinstance(inputs, Mapping) else {"": inputs}
+    longest = max(lengths)
+    order: list[int] = []
+    parts: list[tuple[Tensor, Tensor]] = []
+    for length in sorted({*lengths}):
+        same = [row for row, own in enumerate(lengths) if own == length]
+        for rows in _passes(same, next(iter(named.values()))[0, :length].numel()):
+            own = {name: _cut(value[rows], length, longest) for name, value in named.items()}
+            parts.append(read(own if isinstance(inputs, Mapping) else own[""]))
+            order += rows
+    if parts[0][0].ndim != 2:  # no features: whoever checks them says so
+        return parts[0]
+    back = torch.tensor(order).argsort()
+    with torch.inference_mode():
+        features, output = (torch.cat(found) for found in zip(*parts, strict=True))
+        return features[back.to(features.device)], output[back.to(output.device)]
+
+
+def _passes(rows: list[int], num_values: int) -> list[list[int]]:
+    """Rows of so many values each, divided into passes through the network."""
+    size = max(1, AT_ONCE // num_values)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _cut(value: Tensor, length: int, longest: int) -> Tensor:
+    return value[:, :length] if value.ndim > 1 and value.shape[1] == longest else value

@@ -115,22 +115,19 @@ def classified_by(architecture: str | None) -> str | None:
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
-    """Sequence or Image: what the model classifies.
+    """Sequence, Image or Audio: what the model classifies; networks of audio are called those of sequences by many.
 
     Raises:
-        DataError: the model is no classifier, or one of audio, or a regression; or its weights are quantised.
+        DataError: the model is no classifier, or a regression; or its weights are quantised.
     """
     name, where = architecture_of(config), quoted(folder, limit=300)
     kind = classified_by(name)
     if kind is None:
         has = "config.json names no architecture" if name is None else f"the model is {quoted(name)}"
-        expected = "expected one for sequence or image classification"
+        expected = "expected one for sequence, image or audio classification"
         raise DataError(f"{where}: {has}, {expected}", code="not_a_classifier", path=folder / CONFIG)
-    if kind == "Audio" or _has_feature_extractor(folder):
-        message = f"{where}: {name} classifies audio, which is not supported: there is no kind of data for it"
-        raise DataError(message, code="not_supported", path=folder / CONFIG)
     check_plain(config, folder)
-    return kind
+    return "Audio" if kind == "Sequence" and feature_extractor(folder) is not None else kind
 
 
 def check_plain(config: Mapping[str, Any], folder: Path) -> None:
@@ -151,9 +148,19 @@ def check_plain(config: Mapping[str, Any], folder: Path) -> None:
         )  # fmt: skip
 
 
-def _has_feature_extractor(folder: Path) -> bool:
-    path = folder / PROCESSOR[0]
-    return path.is_file() and "sampling_rate" in read_object(path)
+def feature_extractor(folder: Path) -> dict[str, Any] | None:
+    """What a folder says of the feature extractor that makes inputs of sound; None where it has none."""
+    for name in reversed(PROCESSOR):  # the library's own order
+        found = read_object(folder / name) if (folder / name).is_file() else {}
+        for one in (found.get("feature_extractor"), found):
+            if isinstance(one, dict) and "sampling_rate" in one:
+                return one
+    return None
+
+
+def input_patterns(kind: str) -> tuple[str, ...]:
+    """Names of the files that make inputs, for models of Sequence, Image or Audio."""
+    return TOKENIZER if kind == "Sequence" else PROCESSOR
 
 
 def num_labels(config: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""What a folder of `save_pretrained` brings to make inputs: its tokenizer or its image processor, called as they are."""
+"""What a folder of `save_pretrained` brings to make inputs: its tokenizer, image processor or feature extractor, called as they are."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from bnncli.data import Transformed
+from bnncli.data import Transformed, at_rate
 from bnncli.errors import DataError
 from bnncli.machine.json_files import read_object
 from bnncli.models._extra import part, require
-from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, files_like
+from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, feature_extractor, files_like
 from bnncli.names import quoted
 from bnncli.numerics.digests import file_sha256, json_sha256
 
@@ -82,6 +82,92 @@ class Images:
         return {"image_processor": self.digest, "mode": self.mode, "backend": self.backend}
 
 
+@dataclass(frozen=True)
+class Sounds:
+    """A feature extractor: each clip is resampled to its rate, and given to it by itself.
+
+    Attributes:
+        rate: in Hz.
+        max_length: samples, what is behind them is cut; None never cuts.
+        backend: the library that makes its spectra, where the result depends on what is installed.
+    """
+
+    folder: str
+    digest: str
+    rate: int
+    max_length: int | None
+    backend: str | None
+    takes: str = "audio"
+    mode: str = ""
+
+    def __call__(self, items: Sequence[Any]) -> Transformed:
+        """What the network takes, by name: (n, T) waves or (n, T, bins) spectra, with zeros behind the shorter ones."""
+        extractor = _loaded("AutoFeatureExtractor", self.folder, self.digest)
+        found, num_truncated = [], 0
+        for sound in items:
+            samples = at_rate(sound, self.rate)
+            num_truncated += self.max_length is not None and len(samples) > self.max_length
+            found.append(extractor(samples, sampling_rate=self.rate, return_tensors="np"))
+        num_converted = sum(sound.rate != self.rate or sound.num_channels > 1 for sound in items)
+        inputs = {name: _padded([np.asarray(one[name]) for one in found]) for name in found[0]}
+        lengths = tuple(next(iter(one.values())).shape[1] for one in found)
+        return Transformed(inputs, num_truncated, num_converted, lengths)
+
+    def to_json(self) -> dict[str, Any]:
+        """The digest of the extractor's files, and what is done before it."""
+        own = {"feature_extractor": self.digest, "sampling_rate": self.rate, "max_length": self.max_length}
+        made = {"resampling": "scipy.signal.resample_poly", "channels": "mean"}
+        return {**own, **made, **({} if self.backend is None else {"backend": self.backend})}
+
+
+def inputs_of(folder: Path, kind: str, config: Mapping[str, Any]) -> Texts | Images | Sounds | None:
+    """What makes the inputs of a model of Sequence, Image or Audio; None where the folder has nothing for that."""
+    if kind == "Audio":
+        return audio_inputs(folder)
+    return text_inputs(folder, config) if kind == "Sequence" else image_inputs(folder, config)
+
+
+def audio_inputs(folder: Path) -> Sounds | None:
+    """The feature extractor of a folder; None where it has none."""
+    own = feature_extractor(folder)
+    if own is None:
+        return None
+    rate = own["sampling_rate"]
+    if not isinstance(rate, int) or rate < 1:
+        message = (
+            f"{quoted(folder, limit=300)}: its feature extractor has a sampling_rate of {quoted(rate)}, expected Hz"
+        )
+        raise DataError(message, path=folder)
+    is_kaldi = own.get("feature_extractor_type") == "ASTFeatureExtractor"
+    backend = ("torchaudio" if find_spec("torchaudio") is not None else "numpy") if is_kaldi else None
+    digest = _digest(files_like(folder, PROCESSOR))
+    return Sounds(str(folder.absolute()), digest, rate, _most_samples(own, rate), backend)
+
+
+def _most_samples(own: Mapping[str, Any], rate: int) -> int | None:
+    """Samples behind which a feature extractor cuts, of the two that do; None for others, whatever `max_length` they were given.
+
+    Whisper's takes `n_samples`; AST's `max_length` spectra of 400 samples, one each 160.
+    """
+    kind, frames = own.get("feature_extractor_type"), own.get("max_length")
+    if kind == "WhisperFeatureExtractor":
+        return int(own.get("chunk_length", 30)) * rate
+    if kind == "ASTFeatureExtractor" and isinstance(frames, int):
+        return 400 + frames * 160 - 1
+    return None
+
+
+def _padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays (1, T, ...) as one (n, longest T, ...), with zeros behind the shorter ones."""
+    first = arrays[0]
+    if first.ndim < 2:
+        return np.concatenate(arrays)
+    padded = np.zeros((len(arrays), max(one.shape[1] for one in arrays), *first.shape[2:]), first.dtype)
+    for row, one in zip(padded, arrays, strict=True):
+        row[: one.shape[1]] = one[0]
+    return padded
+
+
 def text_inputs(folder: Path, config: Mapping[str, Any]) -> Texts | None:
     """The tokenizer of a folder; None where it has none."""
     files = files_like(folder, TOKENIZER)
@@ -119,7 +205,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 @lru_cache(maxsize=4)
 def _loaded(auto: str, folder: str, digest: str) -> Any:
-    """The tokenizer or image processor of a folder whose files have this digest.
+    """The tokenizer, image processor or feature extractor of a folder whose files have this digest.
 
     Raises:
         DataError: the library cannot make it of the folder's files.
@@ -129,7 +215,7 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
         return maker.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own, of what is in the files
         why = " ".join(str(error).split())[:200]
-        what = {"AutoTokenizer": "tokenizer"}.get(auto, "image processor")
+        what = {"AutoTokenizer": "tokenizer", "AutoFeatureExtractor": "feature extractor"}.get(auto, "image processor")
         raise DataError(f"{quoted(folder, limit=300)}: its {what} cannot be loaded: {why}", path=folder) from error
 
 

@@ -27,7 +27,7 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None) -> nn
     no classifier, its own head is left out.
 
     Args:
-        kind: Sequence or Image.
+        kind: Sequence, Image or Audio.
         architecture: the class that the base was saved from.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`hf:DIR`: a classifier of texts or images in a folder of `save_pretrained`, of the library transformers."""
+"""`hf:DIR`: a classifier of texts, images or sound in a folder of `save_pretrained`, of the library transformers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from bnncli.models import Asked
 from bnncli.models._hf_folder import (
     ADAPTER_CONFIG,
     CONFIG,
-    PROCESSOR,
-    TOKENIZER,
     classes_of,
     files_like,
     folder_of,
+    input_patterns,
     kind_of,
     task_of,
     weight_files,
 )
-from bnncli.models._hf_inputs import Images, Texts, image_inputs, text_inputs
+from bnncli.models._hf_inputs import Images, Sounds, Texts, inputs_of
 from bnncli.names import quoted
 from bnncli.options.parts import Form
 
@@ -36,12 +35,12 @@ TAKES: tuple[str, ...] = ("allow_download",)
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model for sequence or image classification; its weights are those of the folder, unless others fill it."""
+    """A model for sequence, image or audio classification; its weights are those of the folder, unless others fill it."""
 
     folder: Path
     config: Mapping[str, Any] = field(repr=False)
     classes: tuple[str, ...] | None
-    transform: Texts | Images | None
+    transform: Texts | Images | Sounds | None
     files: tuple[Path, ...]
     task: str | None
 
@@ -70,11 +69,7 @@ def open_model(place: str, asked: Asked) -> Classifier:
         folder,
         config,
         classes_of(config, folder),
-        transform=text_inputs(folder, config) if kind == "Sequence" else image_inputs(folder, config),
-        files=(
-            folder / CONFIG,
-            *weight_files(folder),
-            *files_like(folder, TOKENIZER if kind == "Sequence" else PROCESSOR),
-        ),
+        transform=inputs_of(folder, kind, config),
+        files=(folder / CONFIG, *weight_files(folder), *files_like(folder, input_patterns(kind))),
         task=task_of(config),
     )

@@ -13,19 +13,19 @@ from bnncli.models import Asked
 from bnncli.models._hf_folder import (
     ADAPTER_CONFIG,
     CONFIG,
-    PROCESSOR,
-    TOKENIZER,
     architecture_of,
     check_plain,
     classes_of,
     classified_by,
+    feature_extractor,
     files_like,
     folder_of,
+    input_patterns,
     safetensors_shapes,
     task_of,
     weight_files,
 )
-from bnncli.models._hf_inputs import Images, Texts, image_inputs, text_inputs
+from bnncli.models._hf_inputs import Images, Sounds, Texts, inputs_of
 from bnncli.names import quoted
 from bnncli.options.parts import Form
 
@@ -45,7 +45,7 @@ class Adapted:
     """A classifier with an adapter; its weights are those of both folders.
 
     Attributes:
-        kind: Sequence or Image, what it classifies.
+        kind: Sequence, Image or Audio, what it classifies.
         config: of the base model.
     """
 
@@ -54,7 +54,7 @@ class Adapted:
     kind: str
     config: Mapping[str, Any] = field(repr=False)
     classes: tuple[str, ...] | None
-    transform: Texts | Images | None
+    transform: Texts | Images | Sounds | None
     files: tuple[Path, ...]
     task: str | None
 
@@ -90,7 +90,9 @@ def open_model(place: str, asked: Asked) -> Adapted:
     config = read_object(base / CONFIG)
     check_plain(config, base)
     kind = _kind(adapter, config, folder)
-    patterns = TOKENIZER if kind == "Sequence" else PROCESSOR
+    if kind == "Sequence" and any(feature_extractor(one) is not None for one in (folder, base)):
+        kind = "Audio"  # many networks of audio are called those of sequences
+    patterns = input_patterns(kind)
     inputs = folder if files_like(folder, patterns) else base
     return Adapted(
         folder,
@@ -98,7 +100,7 @@ def open_model(place: str, asked: Asked) -> Adapted:
         kind,
         config,
         _classes(config, base, weights),
-        transform=text_inputs(inputs, config) if kind == "Sequence" else image_inputs(inputs, config),
+        transform=inputs_of(inputs, kind, config),
         files=(folder / ADAPTER_CONFIG, weights, base / CONFIG, *weight_files(base), *files_like(inputs, patterns)),
         task=task_of(config) if config.get("problem_type") else None,
     )
@@ -138,13 +140,15 @@ def _base_of(adapter: Mapping[str, Any], folder: Path, asked: Asked) -> Path:
 
 
 def _kind(adapter: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> str:
-    """Sequence or Image. Raises DataError for an adapter that is for neither."""
+    """Sequence, Image or Audio. Raises DataError for an adapter that is for none of them."""
     mapping, task = adapter.get("auto_mapping"), adapter.get("task_type")
     made_by = mapping.get("base_model_class") if isinstance(mapping, dict) else None
     kind = "Sequence" if task == "SEQ_CLS" else classified_by(made_by or architecture_of(config))
-    if kind not in ("Sequence", "Image") or task not in ("SEQ_CLS", "FEATURE_EXTRACTION", None):
+    if kind is None or task not in ("SEQ_CLS", "FEATURE_EXTRACTION", None):
         what = f"of {made_by or architecture_of(config)}" + (f" for {task}" if task else "")
-        message = f"{quoted(folder, limit=300)}: an adapter {what}, expected one for sequence or image classification"
+        message = (
+            f"{quoted(folder, limit=300)}: an adapter {what}, expected one for sequence, image or audio classification"
+        )
         raise DataError(message, code="not_a_classifier", path=folder / ADAPTER_CONFIG)
     return kind
 

@@ -51,7 +51,7 @@ class FeatureStore:
         self._buffer_bytes = buffer_bytes
         self._rows: RecordFile | None = None
         self._parts: dict[str, list[Tensor]] = {}
-        self._num_truncated = 0
+        self._num_truncated = self._num_converted = 0
         self._loss: PrecisionLoss | None = None
         self._padding: float | None = None
         self.num_rows = 0
@@ -65,6 +65,7 @@ class FeatureStore:
         state = self._resumable.restore(lambda state: f" after {int(state['num_rows'])} rows of {self._target.stem}")
         if state is not None:
             self.num_rows, self._num_truncated = int(state["num_rows"]), int(state["num_truncated"])
+            self._num_converted = int(state["num_converted"])
             self._rows = self._file(int(state["num_features"]))
             self._rows.continue_from(self.num_rows, bytes(state["digest"].tolist()))
             self._parts = {name: [state[name]] for name in ("logits", "labels") if name in state}
@@ -91,7 +92,8 @@ class FeatureStore:
             assert self._rows is not None  # no split is empty
             parts = {name: torch.cat(found) for name, found in self._parts.items()}
             rows, labels = self._rows.collected(), parts.get("labels")
-            return Extracted(rows, parts.get("logits"), labels, self._num_truncated, self._loss, self._padding)
+            counts = {"num_truncated": self._num_truncated, "num_converted": self._num_converted}
+            return Extracted(rows, parts.get("logits"), labels, loss=self._loss, padding=self._padding, **counts)
 
     def close(self) -> None:
         """No more rows come: keep their file as long as a state needs it, and not otherwise."""
@@ -118,6 +120,7 @@ class FeatureStore:
         self._rows.extend(batch.features)
         self.num_rows += len(batch.features)
         self._num_truncated += batch.num_truncated
+        self._num_converted += batch.num_converted
         self._loss = self._loss or batch.loss
         self._padding = batch.padding if self._padding is None else self._padding
 
@@ -129,6 +132,7 @@ class FeatureStore:
             "num_rows": self.num_rows,
             "num_features": self._rows.shape[0],
             "num_truncated": self._num_truncated,
+            "num_converted": self._num_converted,
         }
         return {
             **{name: torch.tensor(number) for name, number in numbers.items()},

@@ -38,7 +38,7 @@ class FeatureFile:
         check_logits: (min(N, 256), K) of the first rows; None without a head.
         is_ood: True for a split given with --ood.
         names: (N,) bytes of one length, the UTF-8 name of each example; None where the data name none. Of a file, its pages.
-        num_truncated: how many texts the model's tokenizer cut; None where the examples are no texts.
+        num_truncated: how many texts or clips of sound the model cut; None where the examples are neither.
         head_notes: what is special about how the head was taken from the network.
         likelihood: of the labels by name; None where an example has one class.
     """

@@ -306,7 +306,7 @@ NAMED_BAD: dict[str, tuple[Any, type[BnnError], str]] = {
     ":text=absent": (WordLengths(), DataError, "has no column 'absent'; it has 'text', 'label'"),
     ":label=absent": (WordLengths(), DataError, "has no column 'absent'"),
     ":text=text+absent": (WordLengths(), DataError, "has no column 'absent'"),
-    ":text=text,x=label": (WordLengths(), UsageError, "expected one of text=, image= and x="),
+    ":text=text,x=label": (WordLengths(), UsageError, "expected one of text=, image=, audio= and x="),
     ":text=": (WordLengths(), UsageError, "expected columns as text=COL,label=COL"),
     ":words=text": (WordLengths(), UsageError, "expected columns as text=COL,label=COL.*got 'words=text'"),
     ":text=text+label+text": (WordLengths(), UsageError, "text= takes one column, or two for pairs"),

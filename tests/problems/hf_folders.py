@@ -35,6 +35,39 @@ IMAGE_MODELS = {
     "ResNet": {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"},
 }
 
+_WAVES: dict[str, Any] = {
+    **BERT, "conv_dim": (4, 4), "conv_stride": (20, 16), "conv_kernel": (40, 16), "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 6,
+}  # fmt: skip
+_LAYERED: dict[str, Any] = {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True}
+_SPECTRA: dict[str, Any] = {
+    "frequency_stride": 16,
+    "time_stride": 16,
+    "patch_size": 16,
+    "max_length": 48,
+    "num_mel_bins": 16,
+}
+AUDIO_MODELS: dict[str, dict[str, Any]] = {
+    "Wav2Vec2": _WAVES,
+    "Wav2Vec2-layer": _LAYERED,
+    "Hubert": _WAVES,
+    "WavLM": _WAVES,
+    "UniSpeech": _WAVES,
+    "UniSpeechSat": _WAVES,
+    "Data2VecAudio": {**_WAVES, "conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 1},
+    "SEW": {**_WAVES, "squeeze_factor": 2},
+    "SEWD": {**_WAVES, "squeeze_factor": 2, "max_position_embeddings": 64, "position_buckets": 8},
+    "Wav2Vec2Conformer": _WAVES,
+    "Wav2Vec2Bert": {**BERT, "feature_projection_input_dim": 160, "classifier_proj_size": 6, "add_adapter": False},
+    "AST": {**BERT, **_SPECTRA},
+    "Whisper": {
+        "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_layers": 1,
+        "decoder_attention_heads": 2, "decoder_ffn_dim": 20, "vocab_size": 20, "num_mel_bins": 8,
+        "max_source_positions": 100, "classifier_proj_size": 6, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    },
+}  # fmt: skip
+
 
 def tokenizer(kind: str, **settings: Any) -> Any:
     """A tokenizer of few words."""
@@ -90,6 +123,32 @@ def image_folder(folder: Path, kind: str = "ViT", *, channels: int = 3, shards: 
         sizes = {"size": {"shortest_edge": size}, "crop_pct": 0.8}
     processor = getattr(transformers, f"{own}ImageProcessor")
     processor(**sizes, image_mean=[0.4] * channels, image_std=[0.3] * channels).save_pretrained(folder)
+    return folder
+
+
+def feature_extractor(kind: str) -> Any:
+    """What makes inputs of sound for a model; AST's hears half a second, Whisper's two seconds."""
+    if kind == "AST":
+        sizes = {name: _SPECTRA[name] for name in ("max_length", "num_mel_bins")}
+        return transformers.ASTFeatureExtractor(**sizes)
+    if kind == "Whisper":
+        return transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
+    if kind == "Wav2Vec2Bert":
+        return transformers.SeamlessM4TFeatureExtractor()
+    is_masked = kind == "Wav2Vec2-layer"
+    return transformers.Wav2Vec2FeatureExtractor(return_attention_mask=is_masked, do_normalize=True)
+
+
+def audio_folder(folder: Path, kind: str = "Wav2Vec2", **config: Any) -> Path:
+    """A classifier of sound with random weights, and its feature extractor, saved."""
+    torch.manual_seed(0)
+    name = kind.removesuffix("-layer")
+    made = getattr(transformers, f"{name}For{'Audio' if name in ('AST', 'Whisper') else 'Sequence'}Classification")
+    network = made(made.config_class(**{**SMALL, **AUDIO_MODELS[kind], **config})).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(folder)
+    feature_extractor(kind).save_pretrained(folder)
     return folder
 
 

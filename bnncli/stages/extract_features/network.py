@@ -124,7 +124,7 @@ class NetworkFeatures:
             is_ood=split.is_ood,
             head_notes=() if head is None else head.notes,
             names=encoded_names(split.names),
-            num_truncated=whole.num_truncated if split.is_text else None,
+            num_truncated=whole.num_truncated if split.items in ("texts", "audio") else None,
             likelihood=self.likelihood,
         )
         preprocess = {
@@ -142,7 +142,7 @@ class NetworkFeatures:
         return content, preprocess, None if head is None else head.name
 
     def _say(self, split: InputSplit, whole: Extracted) -> None:
-        """What lower precision, padding and scaling changed; a warning where it is much."""
+        """What lower precision, padding, scaling and resampling changed; a warning where it is much."""
         console, loss = self.network.run.console, whole.loss
         if loss is not None:
             say = console.warn if loss.largest > MUCH * loss.spread else console.info
@@ -151,6 +151,11 @@ class NetworkFeatures:
         if self.network.spec.startswith("sklearn:") and getattr(stored, "dtype", None) == np.uint8:
             console.warn(
                 f"{split.name}: bytes are divided by 255, for this model as for networks: give real numbers if it was fitted otherwise"
+            )
+        if whole.num_converted:
+            console.info(
+                f"{split.name}: {whole.num_converted:,} of {len(split):,} clips were resampled to the model's rate "
+                "(scipy.signal.resample_poly), or had several channels, which were averaged"
             )
         if whole.padding is not None and whole.padding > padding.MUCH:
             console.warn(

@@ -108,7 +108,7 @@ def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedMod
 
 
 def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
-    """What the model's own preprocessing did not do to a split, a line each: texts that it cut, arrays that it does not take."""
+    """What the model's own preprocessing did not do to a split, a line each: texts and clips that it cut, arrays that it does not take."""
     transform = split.preprocess.transform
     if transform is None:
         return []
@@ -118,9 +118,12 @@ def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
         ]
     if not content.num_truncated:
         return []
-    limit = transform.to_json().get("max_length")
+    what, own = "clips" if split.items == "audio" else "texts", transform.to_json()
+    limit = own.get("max_length")
     longer = "than the model takes" if limit is None else f"than {limit} tokens"
-    return [f"{content.name}: {content.num_truncated:,} of {len(split):,} texts were longer {longer} and were cut"]
+    if limit is not None and "sampling_rate" in own:
+        longer = f"than {limit / own['sampling_rate']:.3g} s"
+    return [f"{content.name}: {content.num_truncated:,} of {len(split):,} {what} were longer {longer} and were cut"]
 
 
 def transform_json(saved: SavedModel | None) -> dict[str, Any]:

@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.checkpoints.shards import sharded_folder, shards_of
+from bnncli.data import _sound
 from bnncli.errors import DataError, MissingInput
 from bnncli.machine.input_files import reading
 from bnncli.machine.json_files import read_object
+from bnncli.models._hf_folder import feature_extractor
 from bnncli.names import listed, quoted
 from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.data_files import can_be_read
 from bnncli.stages.inspect.found import Found, data_line
 
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
-_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+_OF_CLASSES = {
+    "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
+    "audio": tuple(_sound.SUFFIXES),
+}
+_DATA = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}
 _CLASSIFIER = re.compile(r"For(Image|Sequence|Audio)Classification$")
 
 
@@ -31,7 +37,7 @@ def folder_found(folder: Path) -> Found:
     with reading(folder):
         names = sorted(entry.name for entry in folder.iterdir())
         tellers: tuple[Callable[[Path, list[str]], Found | None], ...] = (
-            _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _images, _tables, _one_file
+            _run, _adapter, _saved_model, _data_set, _of_a_cluster, _shards, _classes, _clips, _tables, _one_file
         )  # fmt: skip
         for tell in tellers:
             if (found := tell(folder, names)) is not None:
@@ -109,7 +115,8 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
     if task is None:
         found.add("note", "it is no classifier: its outputs are features at most, and it has no head")
     else:
-        data = {"Image": "images:TRAIN", "Sequence": "csv:TRAIN.csv"}.get(task, "SPEC")
+        is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
+        data = "audio:TRAIN" if is_audio else _DATA[task]
         found.suggest(folder, model=f"hf:{folder}", data=data)
     return found
 
@@ -154,20 +161,32 @@ def _shards(folder: Path, names: list[str]) -> Found | None:
     return checkpoint_found(folder)
 
 
-def _images(folder: Path, names: list[str]) -> Found | None:
-    """Class folders with images."""
-    classes = [name for name in names if (folder / name).is_dir() and _has_image(folder / name)]
-    if not classes:
+def _classes(folder: Path, names: list[str]) -> Found | None:
+    """Class folders with images, or with sound."""
+    for kind, suffixes in _OF_CLASSES.items():
+        classes = [name for name in names if (folder / name).is_dir() and _has(folder / name, suffixes)]
+        if classes:
+            found = Found(kind)
+            found.add("classes", f"{len(classes)}: {listed(classes)}")
+            found.document["classes"] = classes
+            found.suggested = data_line(f"{kind}:{folder}")
+            return found
+    return None
+
+
+def _clips(folder: Path, names: list[str]) -> Found | None:
+    """Sound without labels."""
+    files = [name for name in names if Path(name).suffix.lower() in _OF_CLASSES["audio"]]
+    if not files:
         return None
-    found = Found("images")
-    found.add("classes", f"{len(classes)}: {listed(classes)}")
-    found.document["classes"] = classes
-    found.suggested = data_line(f"images:{folder}")
+    found = Found("audio")
+    found.add("files", f"{len(files)}: {listed(files)}")
+    found.suggested = data_line(f"audio:{folder}")
     return found
 
 
-def _has_image(folder: Path) -> bool:
-    return any(file.suffix.lower() in _IMAGES for file in folder.iterdir())
+def _has(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    return any(file.suffix.lower() in suffixes for file in folder.iterdir())
 
 
 def _tables(folder: Path, names: list[str]) -> Found | None:

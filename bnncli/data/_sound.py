@@ -1,0 +1,167 @@
+"""Sound out of encoded files: WAV (RIFF) of whole or real numbers decoded here, anything else by the library soundfile.
+
+Samples lie in [-1, 1], as everybody's readers scale them: whole numbers of b bits are divided by 2^(b - 1), bytes less 128 by 128.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import os
+import struct
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bnncli.errors import DataError, UsageError
+from bnncli.machine.input_files import open_regular
+from bnncli.names import quoted
+
+SUFFIXES = {".wav", ".wave", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff"}
+_WAV = {".wav", ".wave"}
+_INTEGERS, _REALS, _EXTENSIBLE = 1, 3, 0xFFFE  # of a WAV file's format
+_NOT_SAID = 0x7FFFF000  # sizes from here on are of streams, whose end was not known when they were begun
+_HIGHEST_RATE = 1_000_000  # beyond any converter's
+
+
+class Sound(NamedTuple):
+    """A clip: samples (T,) float32, the mean of its channels; the rate in Hz that they were taken at; how many channels it had."""
+
+    samples: np.ndarray
+    rate: int
+    num_channels: int = 1
+
+
+def check_decodable(names: Iterable[str]) -> None:
+    """Nothing, when files of these names can be decoded. Raises UsageError where that needs a library that is not there."""
+    if find_spec("soundfile") is None:
+        for name in names:
+            if os.path.splitext(name)[1].lower() not in _WAV:
+                raise _no_library(f"to decode {quoted(name)}")
+
+
+def decoded(data: bytes, where: str, path: Path | None = None) -> Sound:
+    """The sound of a file's bytes.
+
+    Args:
+        where: what to call it.
+
+    Raises:
+        DataError: it is no sound, is cut off, or has no samples.
+        UsageError: the library that decodes it is not installed.
+    """
+    found = _of_wav(data, where, path) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
+    return checked_sound(*(_by_library(data, where, path) if found is None else found), where, path)
+
+
+def read_sound(path: Path) -> Sound:
+    """The sound of a file; raises as `decoded` and `open_regular`."""
+    with open_regular(path) as stream:
+        return decoded(stream.read(), quoted(path, limit=300), path)
+
+
+def checked_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = None) -> Sound:
+    """Samples (T,) or (T, channels), whole numbers or real ones, as a sound. Raises DataError for none, or an odd rate."""
+    if samples.ndim not in (1, 2) or samples.size == 0:
+        raise DataError(f"{where} has no samples", code="empty_clip", path=path)
+    if not 1 <= rate <= _HIGHEST_RATE:
+        raise DataError(
+            f"{where}: a sampling rate of {rate:,} Hz, expected one of 1 to {_HIGHEST_RATE:,} Hz", path=path
+        )
+    scaled = _scaled(samples)
+    if scaled.ndim == 1:
+        return Sound(np.ascontiguousarray(scaled), int(rate))
+    num_channels = scaled.shape[1]
+    return Sound(scaled[:, 0].copy() if num_channels == 1 else scaled.mean(axis=1), int(rate), num_channels)
+
+
+def at_rate(sound: Sound, rate: int) -> np.ndarray:
+    """Samples (T',) float32 at another rate in Hz, by a polyphase filter (scipy.signal.resample_poly)."""
+    if sound.rate == rate:
+        return sound.samples
+    from scipy.signal import resample_poly  # here, for its time
+
+    common = math.gcd(rate, sound.rate)
+    return np.asarray(resample_poly(sound.samples, rate // common, sound.rate // common), np.float32)
+
+
+def _scaled(samples: np.ndarray) -> np.ndarray:
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128) / 128
+    if samples.dtype.kind == "i":
+        return (samples / 2.0 ** (8 * samples.dtype.itemsize - 1)).astype(np.float32)
+    return samples.astype(np.float32)
+
+
+def _of_wav(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int] | None:
+    """Samples (T, channels) as stored, and their rate; None where they are coded in another way. Raises DataError."""
+    form, place = b"", 12
+    while place + 8 <= len(data):
+        tag, size = struct.unpack_from("<4sI", data, place)
+        if tag == b"data":
+            break
+        if tag == b"fmt ":
+            form = data[place + 8 : place + 8 + size]
+        place += 8 + size + size % 2
+    else:
+        raise _damaged(where, "it ends before its samples", path)
+    if len(form) < 16:
+        raise _damaged(where, "it does not say how its samples are stored", path)
+    code, channels, rate, _, width, bits = struct.unpack_from("<HHIIHH", form)
+    if code == _EXTENSIBLE and len(form) >= 26:
+        (code,) = struct.unpack_from("<H", form, 24)
+    there = len(data) - place - 8
+    if size > there and size < _NOT_SAID:
+        raise _damaged(where, f"{there:,} bytes of samples, expected {size:,}", path)
+    if (code, bits) not in (
+        (_INTEGERS, 8),
+        (_INTEGERS, 16),
+        (_INTEGERS, 24),
+        (_INTEGERS, 32),
+        (_REALS, 32),
+        (_REALS, 64),
+    ):
+        return None
+    if channels == 0 or width != channels * bits // 8:
+        raise _damaged(where, f"{width} bytes a frame of {channels} channels of {bits} bits", path)
+    raw = np.frombuffer(data, np.uint8, min(size, there) // width * width, place + 8)
+    return _numbers(raw, code, bits).reshape(-1, channels), rate
+
+
+def _numbers(raw: np.ndarray, code: int, bits: int) -> np.ndarray:
+    """Samples out of their bytes; 24 bits are the upper ones of 32."""
+    if bits == 24:
+        wide = np.zeros((len(raw) // 3, 4), np.uint8)
+        wide[:, 1:] = raw.reshape(-1, 3)
+        return wide.reshape(-1).view("<i4").astype(np.int32)
+    if bits == 8:
+        return raw
+    return raw.view(f"<{'f' if code == _REALS else 'i'}{bits // 8}")
+
+
+def _by_library(data: bytes, where: str, path: Path | None) -> tuple[np.ndarray, int]:
+    """Samples (T, channels) and rate, of whatever libsndfile reads. Raises DataError, UsageError."""
+    try:
+        library: Any = importlib.import_module("soundfile")
+    except ImportError:
+        raise _no_library(f"to decode {where}, which is no plain WAV file") from None
+    except OSError as error:  # libsndfile itself
+        raise _no_library(f"to decode {where}", f"cannot be imported ({error})") from error
+    try:
+        samples, rate = library.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except (library.SoundFileError, ValueError, TypeError) as error:
+        raise _damaged(where, " ".join(str(error).split())[:200], path) from error
+    return samples, rate
+
+
+def _no_library(purpose: str, why: str = "is not installed") -> UsageError:
+    message = f"soundfile is needed {purpose}, and {why}"
+    return UsageError(message, code="missing_library", hint="pip install 'bnncli[audio]', or convert the files to WAV")
+
+
+def _damaged(where: str, why: str, path: Path | None) -> DataError:
+    return DataError(f"cannot decode {where}: {why}", path=path)
