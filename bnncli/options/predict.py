@@ -63,7 +63,7 @@ class PredictOptions(Checked):
     top_k_cap: int | None = option(None, "Most classes that \0top_k\0 keeps; 10 by default.", minimum=1)
     table: str | None = option(
         None,
-        "Write everything that was predicted as one table, a row an example, with the names of the examples (such as image files) where the features have them: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws.",
+        "Write everything that was predicted as one table, a row an example, with the names of the examples (such as image files) where the features have them: .csv or .npz. low and high are the central interval of the predicted class's probability, level what it holds: 0.95, less with fewer than 39 draws. Of several labels an example, predicted names those of at least 0.5, and each has columns of its own.",
         metavar="FILE",
         numeric=False,
     )

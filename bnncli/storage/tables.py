@@ -21,9 +21,11 @@ from bnncli.storage.atomic import publish
 
 Array = np.ndarray[Any, Any]
 ORIGIN = ("split", "posterior", "variant")
-FIRST_COLUMNS = ("sample_id", *ORIGIN, "predicted", "probability")  # what tells a table of ours
-CLASS_COLUMNS = ("predicted", "label")
+FIRST_COLUMNS = ("sample_id", *ORIGIN, "predicted", "probability")  # of several labels but the last
+PREDICTED = "predicted"
+CLASS_COLUMNS = (PREDICTED, "label")
 TOP_K = "top_k"
+JOINED = (PREDICTED, TOP_K)  # where a row has several, in one cell
 NAME = "name"
 PROBABILITIES = "probabilities"
 _MARK = "bnncli_table"
@@ -38,8 +40,9 @@ class TableBlock:
     Attributes:
         origin: split, posterior and variant of all these rows.
         columns: name to (n,): whole numbers, of which class columns are class indices, or real numbers; top_k is
-            (n, k), class indices by rank and -1 behind the last; probabilities is (n, K), in a CSV file a column for
-            each class; name is (n,) UTF-8 bytes.
+            (n, k), class indices by rank and -1 behind the last; name is (n,) UTF-8 bytes. Others are (n, K), in a CSV file a
+            column for each class: probabilities, and of several labels an example what each of them has; but predicted is
+            then zeros and ones, in a CSV file the names of the ones.
     """
 
     origin: tuple[str, str, str]
@@ -55,7 +58,7 @@ def is_table(path: Path) -> bool:
         except (zipfile.BadZipFile, OSError):
             return False
     with open(path, "rb") as stream:
-        return stream.read(1024).startswith(",".join(FIRST_COLUMNS).encode() + b",")
+        return stream.read(1024).startswith(",".join(FIRST_COLUMNS[:-1]).encode() + b",")  # what tells a table of ours
 
 
 def write_table(target: Path, blocks: Iterable[TableBlock], classes: Sequence[str]) -> str:
@@ -69,7 +72,7 @@ def _write_csv(path: Path, blocks: Iterable[TableBlock], classes: Sequence[str])
     with open(path, "w", newline="", encoding="utf-8") as stream:
         for number, block in enumerate(blocks):
             if number == 0:
-                _writer(stream).writerow([title for name in _order(block) for title in _titles(name, classes)])
+                _writer(stream).writerow([title for name in _order(block) for title in _titles(block, name, classes)])
             _writer(stream).writerows(_text_rows(block, classes))
 
 
@@ -81,7 +84,7 @@ def _order(block: TableBlock) -> list[str]:
     """The names of all columns: what tells a table first, then the names of the examples; probabilities at the end."""
     first, *others = [name for name in block.columns if name not in (NAME, PROBABILITIES)]
     ordered = [first, *ORIGIN, *others]
-    count = len(FIRST_COLUMNS)
+    count = sum(name in FIRST_COLUMNS for name in ordered)
     return [*ordered[:count], *({NAME} & {*block.columns}), *ordered[count:], *({PROBABILITIES} & {*block.columns})]
 
 
@@ -90,9 +93,12 @@ def probability_columns(classes: Sequence[str]) -> list[str]:
     return [f"p_{name}" for name in classes]
 
 
-def _titles(name: str, classes: Sequence[str]) -> list[str]:
-    """The titles of a column in a CSV file: of probabilities, one a class."""
-    return probability_columns(classes) if name == PROBABILITIES else [name]
+def _titles(block: TableBlock, name: str, classes: Sequence[str]) -> list[str]:
+    """The titles of a column in a CSV file; of what each class has, one a class."""
+    if name == PROBABILITIES:
+        return probability_columns(classes)
+    is_of_each = name not in (*ORIGIN, *JOINED) and block.columns[name].ndim == 2
+    return [f"{name}_{one}" for one in classes] if is_of_each else [name]
 
 
 def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -112,8 +118,9 @@ def _text_rows(block: TableBlock, classes: Sequence[str]) -> Iterator[tuple[str,
 
 def _texts(name: str, values: Array, classes: Sequence[str]) -> list[list[str]]:
     """The cells of a column, and of one that has several in a CSV file of each."""
-    columns = values.T if name == PROBABILITIES else [values]
-    return [_cells(name, column, classes) for column in columns]
+    if values.ndim == 2 and name not in JOINED:
+        return [_numbers(column) for column in values.T]
+    return [_cells(name, values, classes)]
 
 
 def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
@@ -121,11 +128,19 @@ def _cells(name: str, values: Array, classes: Sequence[str]) -> list[str]:
         return [value.decode() for value in values.tolist()]
     if name == TOP_K:
         return [";".join(_escaped(classes[k]) for k in row if k >= 0) for row in values.tolist()]
+    if name == PREDICTED and values.ndim == 2:
+        escaped = [_escaped(one) for one in classes]
+        return [";".join(escaped[k] for k in np.flatnonzero(row)) for row in values]
     if name in CLASS_COLUMNS:
         return [classes[k] if k >= 0 else "" for k in values.tolist()]
+    return _numbers(values)
+
+
+def _numbers(values: Array) -> list[str]:
+    """Numbers as cells, empty where there is none."""
     if values.dtype.kind == "f":
         return ["" if math.isnan(value) else format(value, ".9g") for value in values.tolist()]
-    return [str(value) for value in values.tolist()]
+    return ["" if value == -1 else str(value) for value in values.tolist()]
 
 
 def _escaped(name: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from problems.command_line import Cli
 from problems.label_sets import NUM_LABELS, label_arrays
+from problems.outputs import table_rows
 
 import bnncli
 from bnncli.run.inputs import open_posterior
@@ -130,6 +131,35 @@ def metrics_of(row: dict[str, Any]) -> dict[str, Any]:
     return {one["name"]: one for one in row["metrics"] if one.get("average") != "micro" or one["name"] == "ece"}
 
 
+def test_a_table_has_columns_for_every_label(cli: Cli, run: Path) -> None:
+    words = ("--posterior", "map", "--posterior", "hmc", "--split", "test", "--split", "far", "--table")
+    for name in ("t.csv", "t.npz", "t.csv"):  # the last over the first: it is known as a table
+        assert cli("predict", run, *words, run.with_name(name)).code == 0
+    rows = table_rows(run.with_name("t.csv"))
+    content = read_predictions(folder_of(run) / "predictions/hmc.mc/test.h5")
+    own = [row for row in rows if (row["split"], row["posterior"]) == ("test", "hmc")]
+    assert content.interval is not None
+    assert content.labels is not None
+    both = {
+        "p": content.probs,
+        "low": content.interval[:, :, 0],
+        "high": content.interval[:, :, 1],
+        "label": content.labels,
+    }
+    for name, values in both.items():
+        found = [[row[f"{name}_{one}"] for one in content.classes] for row in own]
+        np.testing.assert_array_equal(np.array(found, np.float32), values)
+    said = [";".join(np.array(content.classes)[row >= 0.5]) for row in np.asarray(content.probs)]
+    assert [row["predicted"] for row in own] == said
+    other = next(row for row in rows if (row["split"], row["posterior"]) == ("far", "map"))
+    assert {other[f"{name}_0"] for name in ("low", "high", "label")} == {other["level"]} == {""}
+    with np.load(run.with_name("t.npz"), allow_pickle=False) as table:
+        is_own = (table["split"] == "test") & (table["posterior"] == "hmc")
+        np.testing.assert_array_equal(table["probabilities"][is_own], content.probs)
+        np.testing.assert_array_equal(table["predicted"][is_own], np.asarray(content.probs) >= 0.5)
+        assert (table["label"][table["split"] == "far"] == -1).all()
+
+
 def test_evaluate_scores_what_is_stored_as_scikit_learn_does(cli: Cli, run: Path) -> None:
     from sklearn import metrics
 
@@ -207,7 +237,10 @@ def test_files_of_labels_pass_a_full_check(cli: Cli, run: Path) -> None:
     ("words", "message"),
     [
         (("--integrator", "bridge"), "--integrator bridge is for classes that exclude each other; here an example has"),
-        (("--table", "t.csv"), "--table: a row is an example of one class, and here an example has several labels"),
+        (
+            ("--table", "t.csv", "--merge", "a=0,1"),
+            "--merge: here an example has several labels, which do not exclude each",
+        ),
         (("--integrator", "probit", "--projection", "difference"), "expected two classes, here an example has several"),
     ],
 )

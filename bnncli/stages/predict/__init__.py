@@ -9,6 +9,7 @@ from typing import Any
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._intervals import LEVEL
+from bnncli.likelihoods import has_exclusive_classes
 from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -54,10 +55,10 @@ def run(run: Run, options: PredictOptions) -> Result:
     posteriors = _posteriors(run, options)
     asked = AskedIntegrators.of(options, [posterior.header for posterior in posteriors])
     classes = splits[0].content.classes
-    if options.table is not None and any(split.content.likelihood is not None for split in splits):
+    if options.merge and not has_exclusive_classes(splits[0].content.likelihood):
         raise UsageError(
-            "\0table\0: a row is an example of one class, and here an example has several labels",
-            hint="probabilities and intervals of every label are in the prediction files, and in bnncli.open(...).predict(x)",
+            "\0merge\0: here an example has several labels, which do not exclude each other: the probability of a union is not the "
+            "sum of theirs"
         )
     merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
     if options.table is not None:

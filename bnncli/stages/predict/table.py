@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bnncli.errors import UsageError
+from bnncli.evaluation.label_statistics import THRESHOLD
 from bnncli.integrators._intervals import LEVEL
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
@@ -130,12 +131,16 @@ def make_table(
         for path in files:
             content = read_predictions(path)
             size = max(1, BLOCK_PROBABILITIES // len(content.classes))
+            has_labels = not content.is_exclusive
             for start in range(0, max(1, len(content.probs)), size):
                 rows = slice(start, start + size)
-                block = _block(content, rows, merges, has_top_k=has_top_k)
+                columns = (
+                    _of_labels(content, rows) if has_labels else _of_classes(content, rows, merges, has_top_k=has_top_k)
+                )
+                block = TableBlock(_origin(content), {"sample_id": content.sample_id[rows], **columns})
                 if has_names:
                     block.columns[NAME] = _names(names.get(block.origin[0]), rows, len(block.columns["sample_id"]))
-                if probabilities:
+                if probabilities or has_labels:
                     block.columns[PROBABILITIES] = np.asarray(content.probs[rows])
                 task.advance(len(block.columns["sample_id"]))
                 yield block
@@ -149,38 +154,61 @@ def _names(names: Array | None, rows: slice, count: int) -> Array:
     return np.full(count, b"") if names is None else names[rows]
 
 
-def _block(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has_top_k: bool) -> TableBlock:
+def _origin(content: PredictionFile) -> tuple[str, str, str]:
     assert content.header is not None
+    meta = content.header.meta
+    return str(meta["split"]), str(meta["posterior"]), str(meta["variant"])
+
+
+def _of_classes(content: PredictionFile, rows: slice, merges: Sequence[Merge], *, has_top_k: bool) -> dict[str, Array]:
+    """Columns of examples with one class each."""
     probs = np.asarray(content.probs[rows])
     predicted = probs.argmax(axis=1)
-    missing = np.full(len(probs), np.nan, dtype=np.float32)
-
-    def optional(values: Array | None) -> Array:
-        return missing if values is None else values[rows]
-
-    low_high = content.interval
-    level = content.header.meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
     columns: dict[str, Array] = {
-        "sample_id": content.sample_id[rows],
         "predicted": predicted,
         "probability": np.take_along_axis(probs, predicted[:, None], axis=1)[:, 0],
-        "entropy": content.entropy[rows],
-        "mutual_info": optional(content.mutual_info),
-        "energy": optional(content.energy),
-        "max_logit": optional(content.max_logit),
-        "low": optional(None if low_high is None else low_high[:, 0]),
-        "high": optional(None if low_high is None else low_high[:, 1]),
-        "level": missing if low_high is None or level is None else np.full(len(probs), level),
+        **_of_examples(content, rows),
+        **_intervals(content, rows),
         "label": np.full(len(probs), -1, dtype=np.int64) if content.labels is None else content.labels[rows],
     }
     if has_top_k:
         columns[TOP_K] = _ranked(probs, None if content.top_k is None else content.top_k[rows])
     for merge in merges:
         columns |= _merged(
-            merge, probs, optional(None) if content.log_concentration is None else content.log_concentration[rows]
+            merge, probs, np.empty(0) if content.log_concentration is None else content.log_concentration[rows]
         )
-    meta = content.header.meta
-    return TableBlock((str(meta["split"]), str(meta["posterior"]), str(meta["variant"])), columns)
+    return columns
+
+
+def _of_labels(content: PredictionFile, rows: slice) -> dict[str, Array]:
+    """Columns of examples with several labels each: which are said to be there, and (n, L) of what each label has."""
+    probs = np.asarray(content.probs[rows])
+    absent = np.full(probs.shape, -1, dtype=np.int64)
+    return {
+        "predicted": (probs >= THRESHOLD).astype(np.int64),
+        **_of_examples(content, rows),
+        **_intervals(content, rows),
+        "label": absent if content.labels is None else content.labels[rows].astype(np.int64),
+    }
+
+
+def _of_examples(content: PredictionFile, rows: slice) -> dict[str, Array]:
+    """Numbers (n,) of each example; NaN where there are none."""
+    values = {name: getattr(content, name) for name in ("entropy", "mutual_info", "energy", "max_logit")}
+    missing = np.full(len(content.sample_id[rows]), np.nan, dtype=np.float32)
+    return {name: missing if value is None else value[rows] for name, value in values.items()}
+
+
+def _intervals(content: PredictionFile, rows: slice) -> dict[str, Array]:
+    """Ends of the intervals, (n,) or of labels (n, L), and the level (n,) that they hold; NaN where there are none."""
+    assert content.header is not None
+    level = content.header.meta.get("interval_level", LEVEL)  # files that do not say hold 95 %, or all of few draws
+    shape = content.probs[rows].shape[: 1 if content.is_exclusive else 2]
+    if content.interval is None:
+        missing = np.full(shape, np.nan, dtype=np.float32)
+        return {"low": missing, "high": missing, "level": np.full(shape[0], np.nan, dtype=np.float32)}
+    ends = content.interval[rows]
+    return {"low": ends[..., 0], "high": ends[..., 1], "level": np.full(shape[0], np.nan if level is None else level)}
 
 
 def _ranked(probs: Array, lengths: Array | None) -> Array:
