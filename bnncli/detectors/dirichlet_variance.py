@@ -1,7 +1,8 @@
-"""The variance of the class probabilities, summed and its sign turned, where the prediction is a Dirichlet."""
+"""The variance of the class probabilities, or of each label's, summed and its sign turned, where the prediction is a Dirichlet."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from bnncli.detectors import Detector
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArray:
-    """(N,), from log concentrations (N, C), read in blocks of rows."""
+    """(N,), from log concentrations (N, C), or (N, C, 2) of each label's Beta, read in blocks of rows."""
     import numpy as np
     import torch
 
@@ -21,8 +22,14 @@ def of_predictions(examples: ExampleStatistics, values: NDArray | None) -> NDArr
     from bnncli.numerics.dirichlet import total_variance
 
     assert values is not None
-    blocks = (torch.from_numpy(np.asarray(values[rows])) for rows in row_blocks(*values.shape))
-    return np.concatenate([np.empty(0), *(-total_variance(block).numpy() for block in blocks)])
+    found = [np.empty(0)]
+    for rows in row_blocks(len(values), math.prod(values.shape[1:])):
+        block = torch.from_numpy(np.asarray(values[rows]))
+        if block.ndim == 3:  # a label and its absence have the same variance
+            found.append(-total_variance(block.flatten(0, 1)).view(block.shape[:2]).sum(dim=1).numpy() / 2)
+        else:
+            found.append(-total_variance(block).numpy())
+    return np.concatenate(found)
 
 
 DETECTOR = Detector(

@@ -54,8 +54,8 @@ class Prediction:
         interval: (N, 2) float32, the central 95 % of the posterior of the predicted class's probability, or less where
             the draws are too few (`level_of`); (N, C, 2), of each, where there are several labels; None where the
             integrator has no such posterior.
-        log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; None
-            where the integrator has none.
+        log_concentration: (N, C) float32, logarithms of the parameters of a Dirichlet over the probabilities; (N, C, 2),
+            of each label's Beta, its absence first, where there are several; None where the integrator has none.
         group_probs: (G, R, C) float32, mean probabilities of each of G groups of the draws at R of the N examples; None
             where they were not asked for, or there are no draws to group.
 
@@ -72,8 +72,8 @@ class Prediction:
 
     def __post_init__(self) -> None:
         shapes = {name: (getattr(self, name), shape) for name, shape in _SHAPES.items()}
-        if self.interval is not None and self.interval.ndim == 3:
-            shapes["interval"] = self.interval, "N C 2"
+        if self.interval is not None and self.interval.ndim == 3:  # of each label
+            shapes |= {"interval": (self.interval, "N C 2"), "log_concentration": (self.log_concentration, "N C 2")}
         check_shapes(**{name: pair for name, pair in shapes.items() if pair[0] is not None})
         # A sum of probabilities is finite exactly when all are, and needs no (N, C) mask.
         if not torch.isfinite(self.probs.sum()):

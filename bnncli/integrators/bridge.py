@@ -3,6 +3,9 @@
 Hobbhahn (2020), arXiv 2003.01227, eq. (2.7); the formula is `bnncli.numerics.dirichlet.from_gaussian`. Its mean does not depend on
 the scale of the variances (all of them times c divide every alpha by c): it neither tends to the softmax for small
 variances nor to equal probabilities for large ones. What the scale decides is how concentrated the Dirichlet is.
+
+Each of several labels has a Beta of its own, that of two classes: of a logit f with mean m and variance v the label has
+(1 + e^m) / v and its absence (1 + e^-m) / v, and the mean is sigma(m).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from bnncli.integrators import Integrator, Prediction, check_features, entropy, require_support
+from bnncli.integrators import Integrator, Prediction, check_features, entropy, join, require_support
 from bnncli.integrators._blocks import HasLogitMoments, check_choice, example_blocks
 from bnncli.lazy import torch
 from bnncli.numerics import dirichlet
@@ -42,7 +45,7 @@ class Bridge(Integrator):
             none: variances as they are, as published; too large by what all logits have in common.
             conditional: the Gaussian given that the sum is zero, as laplace-torch has it; another distribution unless
             all rows of the covariance have the same sum. Needs the covariances, K^3 an example.
-            A single logit f is taken as (-f/2, f/2), which sums to zero, whatever is chosen.
+            A single logit f is taken as (-f/2, f/2), which sums to zero, whatever is chosen; so is each of several labels.
         normalize: shrink the Gaussian where c = mean variance / sqrt(K / 2) is above 1 (means by sqrt(c), variances by
             c), where the bridge is far from its Gaussian: probabilities then tend to equal ones as variances grow. The
             published form divides by c below 1, too, which makes small variances sure of one class; this does not.
@@ -50,7 +53,6 @@ class Bridge(Integrator):
 
     needs: ClassVar[str] = "logit_moments"
     gives_dirichlet: ClassVar[bool] = True
-    takes_labels: ClassVar[bool] = False
     projection: str = SETTINGS["projection"].default
     normalize: bool = SETTINGS["normalize"].default
 
@@ -66,7 +68,7 @@ class Bridge(Integrator):
         generator: torch.Generator,
         progress: Progress = SILENT,
     ) -> Prediction:
-        """Mean, mutual information and log concentration of the Dirichlet, and an interval for the predicted class.
+        """Mean, mutual information and log concentration of the Dirichlet, and an interval for the predicted class, or each label.
 
         Args:
             posterior: one with logit moments (gaussian, point). Without any variance the probabilities are the limit of
@@ -82,6 +84,9 @@ class Bridge(Integrator):
         require_support("bridge", posterior)
         layout, num_examples = posterior.layout, features.shape[0]
         check_features(layout, features)
+        if not layout.likelihood.is_exclusive:
+            blocks = example_blocks(features, progress, elements=layout.num_outputs)
+            return join([self._of_labels(*posterior.logit_marginals(features[rows])) for rows in blocks])
         log_concentration = features.new_empty(num_examples, layout.num_classes, dtype=torch.float32)
         probs = torch.empty_like(log_concentration)
         statistics = features.new_empty(4, num_examples, dtype=torch.float64)
@@ -101,6 +106,22 @@ class Bridge(Integrator):
             mutual_info=mutual_info.float(),
             interval=dirichlet.central_interval(log_a, log_b).float(),
             log_concentration=log_concentration,
+        )
+
+    def _of_labels(self, mean: Tensor, variance: Tensor) -> Prediction:
+        """The prediction of labels by logits of mean (n, L) and variance (n, L): a Beta each, sums of what they have."""
+        moments = (
+            mean.double().reshape(-1, 1) * mean.new_tensor([-0.5, 0.5]),
+            (variance.double() / 4).reshape(-1, 1).expand(-1, 2),
+        )
+        betas = dirichlet.from_gaussian(*(shrink(*moments) if self.normalize else moments))
+        probs = dirichlet.mean(betas)[:, 1].view_as(mean)
+        return Prediction(
+            probs=probs.float(),
+            entropy=entropy(probs, is_exclusive=False).float(),
+            mutual_info=dirichlet.mutual_information(betas).view_as(mean).sum(dim=1).float(),
+            interval=dirichlet.central_interval(betas[:, 1], betas[:, 0]).view(*mean.shape, 2).float(),
+            log_concentration=betas.view(*mean.shape, 2).float(),
         )
 
     def _logits(self, posterior: HasLogitMoments, features: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ class PredictionFile:
         probs_samples: (S, N, C) float16, of every draw; only where they were asked for.
         interval: (N, 2) float32, central part of the posterior of the predicted class's probability; how much of it, meta's
             `interval_level` says (95 % where it does not); (N, C, 2), of every label's, where there are several.
-        log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters.
+        log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters; (N, C, 2), of the Beta of each label's
+            absence and presence, where there are several.
         energy: (N,) float32, -log sum exp of the logits at the posterior's mean.
         max_logit: (N,) float32, the largest of those.
         top_k: (N,) int64, how many classes the uncertainty-aware ranking keeps.
@@ -77,7 +78,9 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "group_rows": ("R",),
     "group_weights": ("G",),
 }
-_OF_LABELS: dict[str, tuple[str, ...]] = {"labels": ("N", "C"), "interval": ("N", "C", "2")}
+_OF_LABELS: dict[str, tuple[str, ...]] = {
+    "labels": ("N", "C"), "interval": ("N", "C", "2"), "log_concentration": ("N", "C", "2")
+}  # fmt: skip
 _GROUPS = ("group_probs", "group_rows", "group_weights")
 _CHECK_ROWS = 4096  # held in memory at once
 _MAPPED = ("probs", "log_concentration", "probs_samples", "group_probs")

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from problems.seeds import seeded
+from scipy import stats
 from torch import Tensor
 
+from bnncli.detectors.dirichlet_variance import DETECTOR
 from bnncli.errors import UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.integrators import Prediction, entropy, load_integrator
@@ -59,7 +61,7 @@ def predict(name: str, posterior: Any, **settings: Any) -> Prediction:
 
 
 @pytest.mark.parametrize("structure", ["full", "block", "diag"])
-@pytest.mark.parametrize("name", ["plug-in", "probit", "quadrature", "mean-field"])
+@pytest.mark.parametrize("name", ["plug-in", "probit", "quadrature", "mean-field", "bridge"])
 def test_without_draws_each_label_is_predicted_as_by_itself(name: str, structure: str) -> None:
     whole, alone = gaussians(structure)
     found, single = predict(name, whole), [predict(name, one) for one in alone]
@@ -124,8 +126,30 @@ def test_the_energy_is_the_joint_one_and_the_largest_logit_is_over_the_labels() 
     assert torch.equal(largest, logits.amax(dim=1))
 
 
-def test_what_is_for_classes_that_exclude_each_other_is_refused() -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_bridge_gives_each_label_the_beta_of_its_logit(normalize: bool) -> None:
     whole, _ = gaussians("full")
+    found = predict("bridge", whole, normalize=normalize)
+    mean, variance = (part.double().numpy() for part in whole.logit_marginals(features()))
+    excess = np.maximum(variance / 4, 1) if normalize else 1
+    mean, variance = mean / np.sqrt(excess), variance / excess
+    beta = stats.beta((1 + np.exp(mean)) / variance, (1 + np.exp(-mean)) / variance)
+    np.testing.assert_allclose(found.probs, beta.mean(), rtol=1e-5)
+    np.testing.assert_allclose(found.probs, 1 / (1 + np.exp(-mean)), rtol=1e-5)
+    assert found.interval is not None
+    np.testing.assert_allclose(
+        found.interval, np.stack([beta.ppf(0.025), beta.ppf(0.975)], axis=2), rtol=1e-4, atol=1e-6
+    )
+    values = found.log_concentration
+    assert values is not None
+    assert DETECTOR.of_predictions is not None
+    rows = DETECTOR.of_predictions(None, values.numpy())  # type: ignore[arg-type]
+    np.testing.assert_allclose(rows, -beta.var().sum(axis=1), rtol=1e-4)
+
+
+def test_what_is_for_classes_that_exclude_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = gaussians("full")
+    monkeypatch.setattr(type(load_integrator("bridge")), "takes_labels", False)
     with pytest.raises(
         UsageError, match="bridge is for classes that exclude each other; here an example has several"
     ) as info:

@@ -55,11 +55,8 @@ def run(run: Run, options: PredictOptions) -> Result:
     posteriors = _posteriors(run, options)
     asked = AskedIntegrators.of(options, [posterior.header for posterior in posteriors])
     classes = splits[0].content.classes
-    if options.merge and not has_exclusive_classes(splits[0].content.likelihood):
-        raise UsageError(
-            "\0merge\0: here an example has several labels, which do not exclude each other: the probability of a union is not the "
-            "sum of theirs"
-        )
+    if not has_exclusive_classes(splits[0].content.likelihood):
+        _refuse_of_labels(options)
     merges = parse_merges(options.merge, classes, probabilities=options.probabilities)
     if options.table is not None:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]
@@ -97,6 +94,17 @@ def run(run: Run, options: PredictOptions) -> Result:
         columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}
         total.add(make_table(run, Path(options.table), files, names=names, **columns))
     return total
+
+
+def _refuse_of_labels(options: PredictOptions) -> None:
+    """Raise UsageError for what is of classes that exclude each other, where an example has several labels."""
+    given = {
+        "\0merge\0": (options.merge, "the probability of a union is not the sum of theirs"),
+        "\0top_k\0": (options.top_k, "each is there or not, whatever the others are"),
+    }
+    for flag, (is_given, why) in given.items():
+        if is_given:
+            raise UsageError(f"{flag}: here an example has several labels, which do not exclude each other: {why}")
 
 
 def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
