@@ -16,7 +16,7 @@ from bnncli.progress import SILENT, Progress
 from bnncli.storage.freshness import is_same_file
 from bnncli.storage.known_files import State, is_settled, state_of
 
-_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin")  # a file of weights is meant, not a run's name
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".distcp")  # a file of weights is meant, not a run's name
 
 _DIGESTS: dict[
     tuple[State, ...] | None, str
@@ -78,19 +78,26 @@ class ModelFiles:
 
 
 def own_files(saved: SavedModel | None, checkpoint: Path) -> ModelFiles | None:
-    """The files whose weights a run has; None where those of the file CKPT fill the network.
+    """The files whose weights a run has; None where those of CKPT, another file or a folder of weights, fill the network.
 
     Raises:
         MissingInput: CKPT has the name of a file of weights, and there is none.
     """
     if saved is None or not saved.files:
         return None
-    if checkpoint.is_file() and not any(is_same_file(checkpoint, file) for file in saved.files):
+    own = [place for file in saved.files for place in (file, file.parent)]
+    if _may_be_weights(checkpoint) and not any(is_same_file(checkpoint, place) for place in own):
         return None
     if checkpoint.suffix in _SUFFIXES and not checkpoint.exists():
         hint = "for the model's own weights give its folder, or any name that is not that of a file of weights"
         raise MissingInput(f"no file {str(checkpoint)!r}", path=checkpoint, hint=hint)
     return ModelFiles.of(saved.files)
+
+
+def _may_be_weights(checkpoint: Path) -> bool:
+    """Whether CKPT is more than a name: a file, or a folder with files of weights."""
+    is_folder = checkpoint.is_dir()
+    return checkpoint.is_file() or (is_folder and any(one.suffix in _SUFFIXES for one in checkpoint.iterdir()))
 
 
 def opened_model(spec: str | None, arguments: Sequence[str], **asked: Any) -> SavedModel | None:

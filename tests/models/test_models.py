@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bnncli.errors import UsageError
 from bnncli.models import is_kind
 from bnncli.models._extra import part, require
-from bnncli.run.model_files import ModelFiles
+from bnncli.run.model_files import ModelFiles, own_files
 from bnncli.storage.header_types import odd_field
 
 
@@ -65,6 +66,21 @@ def test_files_are_recorded_relative_to_the_run_folders_parent(tmp_path: Path) -
     assert odd_field("features", provenance, {}) == "checkpoint"
     provenance["checkpoint"] = {**forged, "files": ["config.json"]}
     assert odd_field("features", provenance, {}) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "step/__0_0.distcp", "model-00001-of-00002.bin"])
+def test_a_folder_of_other_weights_is_no_name_of_a_run(tmp_path: Path, name: str) -> None:
+    own, other = tmp_path / "model/model.safetensors", tmp_path / "other" / name
+    for place in (own, other):
+        place.parent.mkdir(parents=True)
+        place.touch()
+    (tmp_path / "linked").symlink_to(own.parent)
+    (tmp_path / "reviews").mkdir()
+    saved: Any = SimpleNamespace(files=(own,))
+    assert own_files(saved, other.parent) is None
+    assert [own_files(saved, tmp_path / name) for name in ("model", "linked", "reviews", "absent")] == [
+        ModelFiles.of([own])
+    ] * 4
 
 
 def test_a_library_whose_own_libraries_are_broken_is_one_line() -> None:

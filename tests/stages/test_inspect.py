@@ -101,10 +101,11 @@ def test_heads_are_told_by_what_takes_their_outputs(cli: Cli, case: str) -> None
     assert [one["name"] for one in seen(cli, "net.pt")["heads"]] == names
 
 
-def jit(path: str) -> None:
+def jit(path: str, network: nn.Module | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of which category the deprecation is, depends on torch's release
-        torch.jit.trace(load_network("lenet5", {}, None), torch.zeros(1, 1, 28, 28)).save(path)
+        network = load_network("lenet5", {}, None) if network is None else network
+        torch.jit.trace(network, torch.zeros(1, 1, 28, 28), check_trace=False).save(path)
 
 
 def shards(path: str) -> None:
@@ -279,15 +280,31 @@ def test_extract_features_without_a_model_says_no_more_of_an_unknown_file(cli: C
     assert (error["code"], error["hint"]) == ("usage", None)
 
 
-def test_programs_given_as_checkpoints_name_the_way_out(cli: Cli) -> None:
+def test_the_line_for_a_checkpoint_that_is_a_model_of_its_own_works(cli: Cli) -> None:
     jit("net.pt")
-    words = ("--model", "lenet5", "--data", "a=npz:TRAIN.npz", "--json")
-    assert "run its graph: --model jit:net.pt; or" in cli("extract-features", "net.pt", *words).json["error"]["hint"]
+    words = ("--model", "lenet5", "--model-arg", "a=b", "--state", "ema", "--data", "a=npz:TRAIN.npz", "--json")
+    line = cli("extract-features", "net.pt", *words).json["error"]["hint"]
+    assert line == "bnncli extract-features net.pt --data a=npz:TRAIN.npz --json --model jit:net.pt"
+    assert cli(*shlex.split(line)[1:]).code == 0
     Path("net.onnx").write_bytes(b"\x08\x09\x12\x07pytorch")
-    assert cli("extract-features", "net.onnx", *words).json["error"]["hint"] == "run its graph: --model onnx:net.onnx"
+    line = cli("extract-features", "net.onnx", *words).json["error"]["hint"]
+    assert line == "bnncli extract-features net.onnx --data a=npz:TRAIN.npz --json --model onnx:net.onnx"
+
+
+def test_a_program_that_cannot_be_run_does_not_suggest_itself(cli: Cli) -> None:
+    jit("net.pt", nn.Sequential(nn.Flatten(), nn.Linear(784, 3), nn.Dropout()).train())
+    words = ("--model", "jit:net.pt", "--data", "a=npz:TRAIN.npz", "--json")
+    assert cli("extract-features", "net.pt", *words).json["error"]["hint"] == "trace the network after network.eval()"
+
+
+def test_the_line_for_a_folder_of_a_model_leaves_preprocessing_to_it(cli: Cli) -> None:
+    words = ("--model", "lenet5", "--mean", "0.5", "--data", "a=npz:TRAIN.npz", "--json")
     Path("d").mkdir()
     Path("d/config.json").write_text("{}")
     assert "--model hf:d" in cli("extract-features", "d", *words).json["error"]["hint"]
+    Path("d/config.json").write_text('{"model_type": "vit", "architectures": ["ViTForImageClassification"]}')
+    line = cli("extract-features", "d", *words).json["error"]["hint"]
+    assert line == "bnncli extract-features d --data a=npz:TRAIN.npz --json --model hf:d"
 
 
 def test_a_classifier_of_scikit_learn_is_told_how_to_be_converted(cli: Cli) -> None:

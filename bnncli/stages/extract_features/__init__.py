@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli import data
@@ -19,6 +20,7 @@ from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
 from bnncli.stages.extract_features.from_arrays import from_arrays
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
+from bnncli.stages.extract_features.no_model import own_model_told
 from bnncli.stages.extract_features.one_split import (
     finished,
     head_of,
@@ -63,8 +65,12 @@ COMMAND = Command(
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split named, and the network as trained as the posterior `map`."""
     saved = saved_model(run, options)
-    run.is_named = options.from_npz is not None or options.model == NO_NETWORK or bool(saved and saved.files)
-    return from_arrays(run, options) if options.from_npz is not None else _from_network(run, options, saved)
+    has_own = own_files(saved, Path(run.arguments["ckpt"])) is not None
+    run.is_named = options.from_npz is not None or options.model == NO_NETWORK or has_own
+    if options.from_npz is not None:
+        return from_arrays(run, options)
+    with own_model_told(run, options):
+        return _from_network(run, options, saved)
 
 
 def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel | None) -> Result:
