@@ -5,7 +5,6 @@ Nothing here unpickles outside torch's weights_only loader, except `load_trusted
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import pickletools
@@ -20,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from bnncli.checkpoints.sniff import sniff
+from bnncli.checkpoints.stand_ins import STAND_INS
 from bnncli.errors import DataError, Untrusted, is_short_of_memory
 from bnncli.machine.input_files import is_failure
 from bnncli.names import listed
@@ -31,7 +31,7 @@ _DAMAGE = (
     AssertionError, OverflowError, struct.error, zipfile.BadZipFile, MemoryError, OSError,
 )  # fmt: skip
 _HARMLESS = re.compile(
-    r"collections\.OrderedDict|argparse\.Namespace|torch\._utils\._rebuild_\w+|torch\.(\w+Storage|Size|device|dtype)"
+    r"collections\.OrderedDict|torch\._utils\._rebuild_\w+|torch\.(\w+Storage|Size|device|dtype)"
     r"|torch\.storage\.(Untyped|Typed)Storage|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|_codecs\.encode"
 )
 _MAX_PICKLES = 5
@@ -54,7 +54,7 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
         DataError: truncated or damaged.
         OSError, MemoryError, RuntimeError: the disk or the machine failed, as is_failure and is_short_of_memory tell.
     """
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with torch.serialization.safe_globals([(made, name) for name, made in STAND_INS.items()]):
         if unsafe := _unsafe_globals(stream, kind):
             raise needs_trust(unsafe)
         stream.seek(0)
@@ -114,7 +114,7 @@ def list_globals(stream: IO[bytes], kind: str) -> list[str]:
 
 def harmful(names: list[str]) -> list[str]:
     """Those names that are not the plain building blocks of tensors and dictionaries."""
-    return [name for name in names if not _HARMLESS.fullmatch(name)]
+    return [name for name in names if name not in STAND_INS and not _HARMLESS.fullmatch(name)]
 
 
 def _unsafe_globals(stream: IO[bytes], kind: str) -> list[str]:

@@ -237,13 +237,6 @@ def test_a_trusted_raw_pickle_of_a_state_dict_is_converted(tmp_path: Path) -> No
     assert torch.equal(state["fc.bias"], STATE["fc.bias"])
 
 
-def test_numpy_scalars_beside_the_weights_need_trust(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.pt", {"state_dict": STATE, "best": np.float64(0.9)})
-    with pytest.raises(Untrusted, match=r"numpy\._core\.multiarray\.scalar"):
-        load_checkpoint(path)
-    assert convert_checkpoint(path, trust_pickle=True).keys() == STATE.keys()
-
-
 PROGRAMS = {
     "TorchScript": [("m/data.pkl", b"x"), ("m/code/__torch__.py", b"x"), ("m/constants.pkl", b"x")],
     "exported program": [("m/archive_format", b"pt2"), ("m/models/model.json", b"{}")],
