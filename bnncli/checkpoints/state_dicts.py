@@ -30,6 +30,7 @@ _MAX_CHOICES = 5
 _OPTIMIZER = re.compile(r"optim|lr_sched", re.IGNORECASE)
 # torch.optim.swa_utils.AveragedModel keeps its count beside the network.
 _COUNTER = "n_averaged"
+_LIGHTNINGS_RAW = "current_model_state"
 
 
 def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
@@ -47,7 +48,28 @@ def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tenso
     path = _usual_path(saved)
     notes = tuple(f"averaged weights {quoted(key)} were picked, not the raw ones" for key in path if key in _AVERAGED)
     state, own_notes = dequantised(_below(saved, path))
-    return _checked(state), ".".join(path) or None, (*notes, *own_notes)
+    plain = _checked(state)
+    return plain, ".".join(path) or None, (*(notes or _other_weights(saved, ".".join(path), plain)), *own_notes)
+
+
+def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """What a reader should be told of other weights for the same names, where those of `key` are taken: raw or averaged ones."""
+    if _is_lightnings_average(saved, key):
+        return (f"averaged weights {quoted(key)} were picked, not the raw ones of {quoted(_LIGHTNINGS_RAW)}",)
+    names = _names_behind(state)
+    others = [".".join(path) for path, other in _dictionaries(saved) if names <= _names_behind(other)]
+    averaged = [other for other in others if other != key and is_averaged(other)]
+    return tuple(f"raw weights were picked, not the averaged ones (\0state\0 {other})" for other in averaged[:1])
+
+
+def _names_behind(state: Mapping[str, Any]) -> set[str]:
+    """Names without the `module.` of data parallel training and of averages."""
+    return {name.removeprefix("module.") for name in state}
+
+
+def _is_lightnings_average(saved: Any, key: str) -> bool:
+    """Whether Lightning's callback WeightAveraging has exchanged the weights: the averaged ones stand where the raw ones do else."""
+    return isinstance(saved, Mapping) and key == "state_dict" and {_LIGHTNINGS_RAW, "averaging_state"} <= saved.keys()
 
 
 class StateInside(NamedTuple):
@@ -62,7 +84,8 @@ def states_in(saved: Any) -> list[StateInside]:
     """Every state dict in a loaded checkpoint but those of optimizers, and the averaged copies within them."""
     found = []
     for path, state in _dictionaries(saved):
-        found.append(StateInside(".".join(path), len(state), is_averaged(".".join(path))))
+        key = ".".join(path)
+        found.append(StateInside(key, len(state), is_averaged(key) or _is_lightnings_average(saved, key)))
         for prefix in _averaged_copies(state):
             count = sum(name.startswith(prefix) for name in state)
             found.append(StateInside(".".join((*path, prefix[:-1])), count, True))

@@ -150,3 +150,37 @@ def test_a_run_without_a_network_has_no_state(cli: Cli, tmp_path: Path, words: s
     done = cli("extract-features", tmp_path / "x", *words.replace("a.npz", f"{tmp_path}/a.npz").split(), "--state", "a")
     assert done.code == 2
     assert "--state needs a network" in done.stderr
+
+
+BESIDE: dict[str, tuple[Any, str]] = {
+    "a key": ({"model": RAW, "ema": MEAN}, "ema"),
+    "both wrapped": ({"model": under("module.", RAW), "ema": MEAN}, "ema"),
+    "an average of torch's": ({"model": RAW, "model_swa": {**under("module.", MEAN), "n_averaged": torch.ones(())}}, "model_swa"),
+    "a callback's": ({"state_dict": RAW, "callbacks": {"SWA": {"average_model_state": MEAN}}}, "callbacks.SWA.average_model_state"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_it_is_said_that_raw_weights_were_picked_where_there_are_averaged_ones(tmp_path: Path, case: str) -> None:
+    saved, key = BESIDE[case]
+    torch.save(saved, tmp_path / "a.pt")
+    checkpoint = load_checkpoint(tmp_path / "a.pt")
+    assert checkpoint.weights_digest == tensor_digest(RAW)
+    assert checkpoint.notes == (f"raw weights were picked, not the averaged ones (\0state\0 {key})",)
+    assert load_checkpoint(tmp_path / "a.pt", wanted=key).weights_digest == tensor_digest(MEAN)
+    torch.save({**saved, key.split(".")[0]: {"else": torch.ones(1)}}, tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt").notes == ()
+
+
+def test_lightnings_callback_has_the_averaged_weights_in_the_place_of_the_raw(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save(
+        {"state_dict": MEAN, "current_model_state": RAW, "averaging_state": {"n_averaged": torch.ones(())}}, path
+    )
+    checkpoint = load_checkpoint(path)
+    assert checkpoint.weights_digest == tensor_digest(MEAN)
+    note = "averaged weights 'state_dict' were picked, not the raw ones of 'current_model_state'"
+    assert checkpoint.notes == (note,) == tuple(cli("inspect", path, "--json").json["notes"])
+    assert load_checkpoint(path, wanted="ema").selected_key == "state_dict"
+    raw = load_checkpoint(path, wanted="current_model_state")
+    assert (raw.weights_digest, raw.notes) == (tensor_digest(RAW), ())

@@ -13,6 +13,7 @@ from bnncli.checkpoints.load import Checkpoint, load_whole
 from bnncli.checkpoints.state_dicts import states_in
 from bnncli.names import listed, prefixes_of, quoted
 from bnncli.networks import recognised
+from bnncli.options.declaration import spelled
 from bnncli.stages.inspect.found import Found
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams", "args", "config", "cfg", "opt", "model_args", "model_kwargs")
@@ -32,9 +33,10 @@ def checkpoint_found(path: Path) -> Found:
     found.add("weights digest", checkpoint.weights_digest, key="weights_digest")
     found.add("file sha256", checkpoint.file_sha256, key="file_sha256")
     found.add("parameters", str(sum(tensor.numel() for tensor in checkpoint.state.values())))
-    for note in checkpoint.notes:
+    notes = [spelled(note) for note in checkpoint.notes]
+    for note in notes:
         found.add("note", note)
-    found.document["notes"] = list(checkpoint.notes)
+    found.document["notes"] = notes
     _add_origin(found, saved)
     _add_states(found, saved)
     _add_network(found, checkpoint, saved)
