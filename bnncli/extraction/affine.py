@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bnncli.extraction.form import HeadForm, Tap
-from bnncli.extraction.tape import Place, Product, Tape, product_number
+from bnncli.extraction.tape import Place, Product, Tape, tap_number
 
 TOLERANCE = 1e-3  # of the largest output: what the rounding of float32 layers explains
 
@@ -98,9 +98,12 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
     if sizes or target.numel() % num_outputs:
         return None
 
+    def made_of(outputs: Sequence[Tensor]) -> Tensor:
+        values = {one.at: value for one, value in zip(products, outputs, strict=True)}
+        return tape.replay(target, before[1], values).reshape(-1, num_outputs)
+
     def after(values: Sequence[Tensor]) -> Tensor:
-        spread = {one.at: _spread(value, one) for one, value in zip(products, values, strict=True)}
-        return tape.replay(target, before[1], spread).reshape(-1, num_outputs)
+        return made_of([_spread(value, one) for value, one in zip(values, products, strict=True)])
 
     zero = torch.zeros(num_outputs, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -108,6 +111,9 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
     def some() -> Tensor:
         size = 1 + torch.rand(num_outputs, dtype=torch.float64, generator=generator)
         return size * torch.randint(0, 2, (num_outputs,), generator=generator).mul(2).sub(1)
+
+    def anything() -> list[Tensor]:
+        return [torch.randn(one.outputs.shape, dtype=torch.float64, generator=generator) for one in products]
 
     try:
         shift = after([zero] * len(products))
@@ -118,10 +124,16 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
         scales = [(row - shift)[0] / probe for row, probe in zip(rows, probes, strict=True)]
         others = [some() for _ in products]
         moved = sum(scale * other for scale, other in zip(scales, others, strict=True))
+        first, second = anything(), anything()
+        both = [one + other for one, other in zip(first, second, strict=True)]
         pairs = [
             (after(others), shift + moved),
             (after([-other for other in others]), shift - moved),  # a ReLU is linear on one side
             (shift, shift[:1].expand_as(shift)),
+            (
+                made_of(both) + shift,
+                made_of(first) + made_of(second),
+            ),  # a maximum over positions is linear in a constant
         ]
         is_linear = all(torch.allclose(one, expected) for one, expected in pairs)
     except (RuntimeError, TypeError, ValueError):  # an operation that cannot be run again by itself
@@ -203,7 +215,7 @@ def _tap(tape: Tape, part: _Part) -> Tap:
     modules = tape.calls[product.at].modules
     own = [place for place in places if place.slot is not None and place.module in modules]
     inner = max(own, key=lambda place: modules.index(place.module), default=None)
-    at: Place | int = inner or next(iter(places), None) or product_number(tape, product.at)
+    at: Place | int = inner or next(iter(places), None) or tap_number(tape, product.at)
     return Tap(at, product.axis)
 
 

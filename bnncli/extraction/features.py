@@ -24,12 +24,14 @@ from bnncli.extraction.head import (
     chosen_output,
     forward,
     head_of,
+    is_vector,
     linear_layers,
     plain_copy,
     prove_head,
     run_network,
 )
 from bnncli.extraction.padding import padding_effect, unpadded
+from bnncli.options.extract_features import IDENTITY
 from bnncli.progress import SILENT, Progress
 
 __all__ = ["Extracted", "Head", "collect", "extract", "head_of", "prove_head"]
@@ -180,7 +182,8 @@ def _prove_head(model: nn.Module, head: Head, features: Tensor, output: Tensor) 
     try:
         prove_head(head, features, output)
     except DataError as error:
-        raise advise_layer(error, model) from None
+        has_logits = head.name != IDENTITY and is_vector(output, len(features))
+        raise advise_layer(error, model, has_logits=has_logits) from None
 
 
 def _logits(output: Tensor, head: Head, features: Tensor) -> Tensor:

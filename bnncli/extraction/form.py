@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import DataError
-from bnncli.extraction.tape import Place, ProductInputs
+from bnncli.extraction.tape import Place, TappedInputs
 
 SMALLEST_PROBABILITY = 1e-4  # below, and as near to one, float32 has too few digits for a logit
 
@@ -45,7 +45,7 @@ LINKS: Mapping[str, Link] = {
 
 @dataclass(frozen=True)
 class Tap:
-    """Where features pass: a place at a module, or the number of a product where none has them."""
+    """Where features pass: a place at a module, or the number of an operation (`tap_number`) where none has them."""
 
     at: Place | int
     axis: int  # of the features
@@ -56,7 +56,7 @@ class HeadForm:
     """How features and logits are found.
 
     Attributes:
-        taps: their features lie side by side.
+        taps: their features lie side by side; without any the features are the output itself.
         positions: row: features are (n, D) as they are; all: everything of an example; mean: over its positions; one: the
             position that the network takes.
         output: which of the network's outputs the logits are, "" for its only one.
@@ -88,14 +88,14 @@ class HeadForm:
         modules = dict(model.named_modules())
         hooks = [_hook(modules[tap.at.module], tap.at, passed[tap]) for tap in self.taps if isinstance(tap.at, Place)]
         numbers = [tap.at for tap in self.taps if isinstance(tap.at, int)]
-        products = ProductInputs(numbers)
+        operations = TappedInputs(numbers)
         try:
-            with products if numbers else nullcontext():
+            with operations if numbers else nullcontext():
                 output = call()
         finally:
             for hook in hooks:
                 hook.remove()
-        return [_taken(tap, passed[tap], products.found) for tap in self.taps], output
+        return [_taken(tap, passed[tap], operations.found) for tap in self.taps], output
 
     def features(self, passed: list[Tensor], output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Features (n, D), from what passed and the network's output (n, K).
@@ -103,6 +103,8 @@ class HeadForm:
         Args:
             weight, bias: of the head, (K, D) and (K,), on the device.
         """
+        if not self.taps:
+            return output
         every = [self._vectors(tensor, tap.axis) for tap, tensor in zip(self.taps, passed, strict=True)]
         if self.positions == "one":
             (vectors,) = every
@@ -117,7 +119,7 @@ class HeadForm:
         if self.positions == "row":
             return tensor
         if self.positions == "all":
-            return tensor.flatten(1)
+            return tensor.reshape(len(tensor), -1)
         vectors = tensor.movedim(axis, -1).flatten(1, -2)
         return vectors.mean(1) if self.positions == "mean" else vectors
 
@@ -139,10 +141,10 @@ def _hook(module: nn.Module, place: Place, passed: list[Tensor]) -> Any:
     return module.register_forward_pre_hook(entering, with_kwargs=True)
 
 
-def _taken(tap: Tap, passed: list[Tensor], products: Mapping[int, Tensor]) -> Tensor:
+def _taken(tap: Tap, passed: list[Tensor], operations: Mapping[int, Tensor]) -> Tensor:
     """The tensor at a tap. Raises DataError where the network did not come there."""
-    if isinstance(tap.at, int) and tap.at in products:
-        return products[tap.at]
+    if isinstance(tap.at, int) and tap.at in operations:
+        return operations[tap.at]
     if isinstance(tap.at, Place) and tap.at.call < len(passed):
         return passed[tap.at.call]
     raise DataError(

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from bnncli.errors import DataError, DeviceError, UsageError
 from bnncli.machine.user_code import running
 from bnncli.names import listed, quoted
+from bnncli.options.extract_features import IDENTITY
 from bnncli.theta.head import HeadLayout
 
 if TYPE_CHECKING:
     from bnncli.data import Inputs
     from bnncli.extraction.form import HeadForm
 
+IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on the logits"
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
 
@@ -170,11 +172,21 @@ def check_link(head: Head, likelihood: str | None = None) -> None:
     )
 
 
-def advise_layer(error: DataError, model: nn.Module) -> DataError:
-    """The error of a layer that is not the head, with the other linear layers that could be named."""
+def is_vector(output: Tensor, num_rows: int) -> bool:
+    """Whether an output has one number or one vector for each of so many examples."""
+    return output.shape[:1] == (num_rows,) and sum(size > 1 for size in output.shape[1:]) <= 1
+
+
+def advise_layer(error: DataError, model: nn.Module, *, has_logits: bool) -> DataError:
+    """The error of a layer that is not the head, with what could be named in its place.
+
+    Args:
+        has_logits: whether the network's output can be taken for logits.
+    """
     linear = linear_layers(model)
-    others = f"; \0last_layer\0 NAME names another linear layer (there: {listed(linear, limit=20)})"
-    return DataError(error.message, code=error.code, hint=f"{error.hint}{others if len(linear) > 1 else ''}")
+    others = f"; \0last_layer\0 NAME names another linear layer (there: {listed(linear, limit=20)})" * (len(linear) > 1)
+    identity = f"; {IDENTITY_HINT}" * has_logits
+    return DataError(error.message, code=error.code, hint=f"{error.hint}{others}{identity}")
 
 
 def _explain(logits: Tensor, output: Tensor) -> str:

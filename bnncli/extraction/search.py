@@ -3,6 +3,7 @@
 Where the linear layer that is called last gives the output as it is, that is it. Otherwise the output is followed back,
 operation by operation, to the products with weights that it comes from; what lies between may scale and shift each logit and
 average or choose positions, a softmax or sigmoid at the end is undone, and all must give what the network returned.
+Where a network has no such map, its logits may be called features, under an identity layer: that is done only where it is asked for.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from bnncli.data import Inputs
 from bnncli.errors import DataError, UsageError
 from bnncli.extraction.affine import Traced, trace
-from bnncli.extraction.form import LINKS, HeadForm
+from bnncli.extraction.form import LINKS, HeadForm, Tap
 from bnncli.extraction.head import (
+    IDENTITY_HINT,
     Head,
     chosen_output,
     head_of,
+    is_vector,
     last_linear,
     logits_of,
     no_head,
@@ -27,21 +31,18 @@ from bnncli.extraction.head import (
     plain_copy,
     run_network,
 )
-from bnncli.extraction.tape import Tape
+from bnncli.extraction.tape import LINK_OF, Tape, tap_number
 from bnncli.names import listed, quoted
+from bnncli.options.extract_features import IDENTITY
 
 _VIEWS = {
     *("aten::view", "aten::reshape", "aten::flatten", "aten::squeeze", "aten::unsqueeze", "aten::_unsafe_view"),
     *("aten::contiguous", "aten::clone", "aten::detach", "aten::alias", "aten::to", "aten::_to_copy"),
 }
-_LINK_OF = {
-    "aten::log_softmax": "log_softmax",
-    "aten::_log_softmax": "log_softmax",
-    "aten::softmax": "softmax",
-    "aten::_softmax": "softmax",
-    "aten::sigmoid": "sigmoid",
-    "aten::sigmoid_": "sigmoid",
-}
+IDENTITY_NOTE = (
+    "the head is an identity layer on the network's own logits: the posterior is over what scales, mixes and shifts these, not "
+    "over weights of the network"
+)
 _USUAL = ("logits", "out")  # what networks call their logits where they return more
 
 
@@ -60,21 +61,25 @@ def find_head(
 
     Args:
         first: gives the inputs (n, ...) of the first n examples.
-        layer: where its weights are: a module, a parameter, or several with + between them; None for any.
+        layer: where its weights are: a module, a parameter, or several with + between them; IDENTITY for an identity layer
+            on the logits, unless weights of the network are called so; None for any.
         output: the name or number of the network's output that are the logits; None for the one that is found.
 
     Raises:
         DataError: there is none, or there are several.
         UsageError: there is no such layer or output, or the model cannot take the inputs.
     """
-    if layer is not None:
+    is_identity = layer == IDENTITY and not any(name.split(".")[0] == IDENTITY for name, _ in model.named_parameters())
+    if layer is not None and not is_identity:
         _check_names(model, layer)
-    plain = last_linear(model.eval(), first(1), layer=layer, output=output)
+    plain = None if is_identity else last_linear(model.eval(), first(1), layer=layer, output=output)
     if plain is not None and plain.is_head:
         return plain.head
     inputs = first(2)
-    with Tape(model, inputs) as tape:
+    with Tape(model.eval(), inputs) as tape:
         returned = run_network(model, inputs)
+    if is_identity:
+        return _identity_head(tape, returned, output)
     found = _heads(tape, returned, output)
     fitting = [one for one in found if layer is None or one.traced.is_in(layer)]
     fitting = _outermost(tape, [one for one in fitting if one.head.name == layer] or fitting)
@@ -87,7 +92,7 @@ def find_head(
     if plain is None:
         if not outputs_of(returned):
             logits_of(returned)  # raises: there is no tensor in it
-        raise _no_linear(tape, returned) or no_head(model)
+        raise _offering_identity(_no_linear(tape, returned) or no_head(model), tape, returned, output)
     return plain.head  # the proof on all rows says what is wrong with it
 
 
@@ -105,34 +110,80 @@ def _heads(tape: Tape, returned: Any, output: str | None) -> list[_Found]:
         outputs = {output: chosen_output(returned, output)}
     found = []
     for name, tensor in outputs.items():
-        link, target = _before_link(tape, tensor)
-        traced = trace(tape, target)
+        link, index = _link(tape, tensor)
+        traced = trace(tape, tensor if index is None else tape.calls[index].args[0])
         if traced is None:
             continue
-        said = () if link == "none" else (f"the network returns {LINKS[link].returns}: its logits are what goes in",)
-        form = HeadForm(traced.taps, traced.positions, name, link, traced.reduce_range, (*said, *traced.notes))
+        notes = (*_link_notes(link), *traced.notes)
+        form = HeadForm(traced.taps, traced.positions, name, link, traced.reduce_range, notes)
         bias = None if traced.bias is None else plain_copy(traced.bias)
         found.append(_Found(Head(traced.name, plain_copy(traced.weight), bias, form), form, traced))
     return found
 
 
-def _before_link(tape: Tape, output: Tensor) -> tuple[str, Tensor]:
-    """The last softmax or sigmoid that gave an output and what went in; none, and the output itself."""
+def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
+    """An identity layer on the logits that an output is, or is a softmax or sigmoid of.
+
+    Raises:
+        DataError: no output has a vector for each example, several have, or it is probabilities of unknown origin.
+        UsageError: there is no such output.
+    """
+    outputs = outputs_of(returned) if output is None else {output: chosen_output(returned, output)}
+    if not outputs:
+        logits_of(returned)  # raises: there is no tensor in it
+    fitting = {name: one for name, one in outputs.items() if is_vector(one, tape.num_rows)}
+    usual = [name for name in fitting if name in _USUAL]
+    names = usual if len(fitting) > 1 and usual else [*fitting]
+    if len(names) != 1:
+        shapes = ", ".join(f"{quoted(name)} {tuple(one.shape)}" for name, one in outputs.items())
+        raise DataError(
+            f"an identity layer needs one output with a vector for each example; {tape.num_rows} examples gave {shapes}",
+            code="not_the_head", hint="choose one with \0output\0 NAME" if fitting else None,
+        )  # fmt: skip
+    tensor = outputs[names[0]]
+    link, index = _link(tape, tensor)
+    rows = tensor.reshape(tape.num_rows, -1)
+    sums = rows.sum(1)
+    if link == "none" and bool((rows >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
+        raise DataError(
+            "the network's outputs are probabilities: they sum to one, and no softmax was seen that made them",
+            code="not_the_head", hint="return what the softmax takes, or the logarithms of the probabilities",
+        )  # fmt: skip
+    taps = () if index is None else (Tap(tap_number(tape, index), -1),)
+    form = HeadForm(taps, "all", names[0], link, None, (*_link_notes(link), IDENTITY_NOTE))
+    return Head(IDENTITY, torch.eye(rows.shape[1]), torch.zeros(rows.shape[1]), form)
+
+
+def _offering_identity(error: DataError, tape: Tape, returned: Any, output: str | None) -> DataError:
+    """The error that there is no head, with the way out where there is that one."""
+    try:
+        _identity_head(tape, returned, output)
+    except DataError:
+        return error
+    return DataError(error.message, code=error.code, hint=f"{error.hint}; {IDENTITY_HINT}")
+
+
+def _link_notes(link: str) -> tuple[str, ...]:
+    return () if link == "none" else (f"the network returns {LINKS[link].returns}: its logits are what goes in",)
+
+
+def _link(tape: Tape, output: Tensor) -> tuple[str, int | None]:
+    """The last softmax or sigmoid that gave an output, by its name and the call's index; none, and None."""
     tensor, index = output, tape.writer(output, len(tape.calls))
     is_log = False
     while index is not None:
         call = tape.calls[index]
-        if call.operation in _LINK_OF:
-            link = _LINK_OF[call.operation]
+        if call.operation in LINK_OF:
+            link = LINK_OF[call.operation]
             known = {"softmax": "log_softmax"}.get(link) if is_log else link
-            return ("none", output) if known is None else (known, call.args[0])
+            return ("none", None) if known is None else (known, index)
         if call.operation == "aten::log" and not is_log:
             is_log = True
         elif call.operation not in _VIEWS:
             break
         tensor = call.args[0]
         index = tape.writer(tensor, index)
-    return "none", output
+    return "none", None
 
 
 def _outermost(tape: Tape, found: list[_Found]) -> list[_Found]:

@@ -26,6 +26,16 @@ _PRODUCTS = {
     "aten::convolution": (0, 1, False, 2),
     "quantized::linear_dynamic": (0, 1, False, None),
 }
+# What networks do to logits at their end; the input is the first argument.
+LINK_OF = {
+    "aten::log_softmax": "log_softmax",
+    "aten::_log_softmax": "log_softmax",
+    "aten::softmax": "softmax",
+    "aten::_softmax": "softmax",
+    "aten::sigmoid": "sigmoid",
+    "aten::sigmoid_": "sigmoid",
+}
+_TAPPED = {**{name: place[0] for name, place in _PRODUCTS.items()}, **dict.fromkeys(LINK_OF, 0)}
 _UNCHANGED = {"aten::contiguous", "aten::clone", "aten::detach", "aten::alias", "aten::to", "aten::_to_copy"}
 
 
@@ -285,8 +295,8 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-class ProductInputs(TorchDispatchMode):
-    """Keeps the inputs of the products at the places wanted, counted over all operations that could be products."""
+class TappedInputs(TorchDispatchMode):
+    """Keeps the inputs of the operations at the places wanted, counted over all that could be products or links."""
 
     def __init__(self, wanted: Sequence[int]) -> None:
         super().__init__()
@@ -301,13 +311,13 @@ class ProductInputs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         operation = str(func._schema.name)
-        if operation in _PRODUCTS:
+        if operation in _TAPPED:
             if self._count in self._wanted:
-                self.found[self._count] = args[_PRODUCTS[operation][0]]
+                self.found[self._count] = args[_TAPPED[operation]]
             self._count += 1
         return func(*args, **(kwargs or {}))
 
 
-def product_number(tape: Tape, index: int) -> int:
-    """How many operations that could be products come before that at an index: what ProductInputs counts."""
-    return sum(call.operation in _PRODUCTS for call in tape.calls[:index])
+def tap_number(tape: Tape, index: int) -> int:
+    """How many operations that could be products or links come before that at an index: what TappedInputs counts."""
+    return sum(call.operation in _TAPPED for call in tape.calls[:index])

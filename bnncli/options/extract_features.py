@@ -11,6 +11,7 @@ from bnncli.options.parts import declaration, forms
 from bnncli.registry import check_name, has_name, names
 
 NO_NETWORK = "flatten"
+IDENTITY = "identity"  # as the name of a last layer: an identity layer on the network's own logits
 EITHER = "give either \0model\0 MODEL with \0data\0 SPLIT=SPEC, or \0from_npz\0 FILE"
 
 
@@ -78,7 +79,10 @@ class ExtractFeaturesOptions(Checked):
         choices=TASKS,
     )
     last_layer: str | None = option(
-        None, "Name of the last linear layer, when it is not the last one called.", metavar="NAME"
+        None,
+        "Name of the last linear layer, when it is not the last one called; or identity, for networks whose logits are not "
+        "linear in any features: an identity layer on these logits.",
+        metavar="NAME",
     )
     output: str | None = option(
         None,
@@ -130,5 +134,7 @@ class ExtractFeaturesOptions(Checked):
             raise UsageError("\0autocast\0 is about a network, and there is none")
         if self.model == NO_NETWORK and self.state is not None:
             raise UsageError("\0state\0 needs a network whose checkpoint has several states")
+        if self.model == NO_NETWORK and self.last_layer is not None:
+            raise UsageError(f"\0last_layer\0: {NO_NETWORK} has no layers: inputs are the features")
         if self.model is not None and not (self.data or self.ood):
             raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")

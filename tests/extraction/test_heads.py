@@ -313,6 +313,61 @@ def test_what_no_head_can_give_is_refused_with_what_stands_between(after: str) -
         found(network)
 
 
+RETURNED_LOGITS = {
+    "logits": (3, lambda logits: logits),
+    "maps of one position": (3, lambda logits: logits[:, :, None, None]),
+    "one logit without its axis": (1, lambda logits: logits.squeeze(1)),
+    "log-softmax": (3, lambda logits: {"out": logits.log_softmax(1), "features": logits[:, :2]}),
+    "softmax": (3, lambda logits: logits.softmax(1)),
+    "sigmoid without its axis": (1, lambda logits: logits.squeeze(1).sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED_LOGITS)
+def test_an_identity_layer_is_put_on_the_logits_where_it_is_asked_for(split: InputSplit, name: str) -> None:
+    num_outputs, after = RETURNED_LOGITS[name]
+    network = made(lambda self, maps: after(self.head(maps).amax((2, 3))), head=nn.Conv2d(6, num_outputs, 1))
+    with pytest.raises(DataError, match="not linear in any features") as caught:
+        found(network)
+    assert str(caught.value.hint).endswith("; \0last_layer\0 identity puts an identity layer on the logits")
+    head = found(network, layer="identity")
+    with torch.no_grad():
+        expected = network.head(network.body(IMAGES)).amax((2, 3))
+    whole = read(network, split, head)
+    torch.testing.assert_close(whole.features, expected)
+    torch.testing.assert_close(whole.logits, expected)
+    assert torch.equal(head.weight, torch.eye(num_outputs))
+    assert head.logits(torch.zeros(1, num_outputs)).tolist() == [[0.0] * num_outputs]
+    assert head.notes[-1].startswith("the head is an identity layer on the network's own logits")
+    check_link(head)
+
+
+def test_weights_that_are_called_identity_are_meant_by_it() -> None:
+    network = made(lambda self, maps: self.identity(pooled(maps)), identity=nn.Linear(6, 3))
+    assert found(network, layer="identity").weight.shape == (3, 6)
+
+
+NO_LOGITS = {
+    r"needs one output with a vector for each example; 2 examples gave '' \(2, 3, 4, 4\)": lambda self, maps: self.head(maps),
+    r"2 examples gave 'a' \(2, 3\), 'b' \(2, 3\)": lambda self, maps: {"a": (x := self.head(pooled(maps)[:, :, None, None]).amax((2, 3))), "b": -x},
+    "outputs are probabilities": lambda self, maps: self.head(maps).softmax(1).mean((2, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", NO_LOGITS)
+def test_outputs_that_are_no_logits_get_no_identity_layer(message: str) -> None:
+    network = made(NO_LOGITS[message], head=nn.Conv2d(6, 3, 1))
+    with pytest.raises(DataError, match=message):
+        found(network, layer="identity")
+
+
+def test_a_layer_that_fails_its_proof_names_the_identity_layer(split: InputSplit) -> None:
+    network = made(lambda self, maps: self.head(pooled(maps)).relu(), head=nn.Linear(6, 3))
+    with pytest.raises(DataError, match="it is the ReLU of the logits") as caught:
+        read(network, split, found(network))
+    assert "identity puts an identity layer" in str(caught.value.hint)
+
+
 def test_a_relu_that_the_first_rows_do_not_show_is_refused() -> None:
     for sign in (-1, 1):
         network = made(
@@ -321,6 +376,12 @@ def test_a_relu_that_the_first_rows_do_not_show_is_refused() -> None:
         network.head.bias.data.fill_(100 * sign)
         with pytest.raises(DataError, match="not linear in any features"):
             found(network)
+
+
+def test_a_maximum_over_positions_of_one_output_is_no_position_that_is_taken() -> None:
+    network = made(lambda self, maps: self.head(maps).amax((2, 3)), head=nn.Conv2d(6, 1, 1))
+    with pytest.raises(DataError, match="it is made from 'head' by amax"):
+        found(network)
 
 
 def test_a_head_is_proven_on_the_rows_of_a_second_batch(split: InputSplit) -> None:

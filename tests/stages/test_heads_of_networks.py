@@ -87,6 +87,24 @@ def test_an_output_that_is_not_linear_is_refused_with_what_stands_before_it(cli:
     done = cli(*extraction("relu"), "--json")
     assert done.code == 65
     assert "made from 'head' by mean, batch_norm, relu" in done.json["error"]["message"]
+    assert "--last-layer identity puts" in done.json["error"]["hint"]
+
+
+def test_an_identity_layer_on_such_an_output_is_a_head_like_any_other(cli: Cli, images: np.ndarray) -> None:
+    done = cli(*extraction("relu", "--last-layer", "identity"))
+    assert (done.code, "identity: the head is an identity layer on the network's own logits" in done.stderr) == (
+        0,
+        True,
+    )
+    path = Path("ckpt.pt.bnn/features/train.h5")
+    run = bnncli.open("ckpt.pt", model="net.py:make")
+    np.testing.assert_array_equal(run.features(images), read_features(path).features)
+    assert read_features(path).head_notes == tuple(read_header(path).meta["head_notes"])
+    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").code == 0
+    answer = run.predict(images[:2], posterior="laplace", integrator="plug-in", allow_stale=True)
+    assert answer.probs.shape == (2, 3)
+    refused = cli(*extraction("two", "--output", "main"))
+    assert refused.code == 73
 
 
 def test_ready_features_have_no_output_to_choose(cli: Cli, images: np.ndarray) -> None:

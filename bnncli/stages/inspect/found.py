@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bnncli.names import quoted
 from bnncli.options.command_line import pasted
+from bnncli.options.extract_features import IDENTITY
 from bnncli.run.session import Result, Table
 
 MAX_ROWS = 400
 _NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do
 _CHECKPOINT = "CKPT"
 MODEL = "MODEL"
+_NOT_LINEAR = re.compile(
+    r"(torchvision:squeezenet|timm:volo)\w+$"
+)  # what they do after their last weights is no linear map
 
 
 @dataclass
@@ -48,6 +53,8 @@ class Found:
             data: the kind and place of a split.
         """
         self.model = model
+        if model is not None and _NOT_LINEAR.match(model):
+            options["last_layer"] = IDENTITY
         split = [f"train={data}"]
         self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=split, **options)
 
