@@ -75,7 +75,7 @@ class Product(NamedTuple):
         inputs: what the weights are multiplied with.
         outputs: of the same axes.
         axis: of the features in `inputs` and of the outputs in `outputs`; 1 or the last.
-        is_whole: a convolution whose kernel covers its whole input: features are all of it.
+        is_whole: a convolution of more than one position, whose features are all of its input where the kernel covers that.
         reduce_range: where the product rounds its inputs to 8 bits, whether to 7 of them; None where it does not.
         name: of the module that calls it, or of the parameter.
     """
@@ -207,10 +207,7 @@ class Tape(TorchDispatchMode):
         if isinstance(bias, Tensor) and (bias.ndim != 1 or id(bias) in self._data):
             return False
         if "conv" in call.operation:
-            options = [*call.args[4:5], *call.args[6:]] if "convolution" not in call.operation else call.args[4:]
-            is_plain = inputs.shape[1] == weight.shape[1] and not any(tree_leaves(options[:1]))
-            kernel = weight.shape[2:]
-            return is_plain and (kernel.numel() == 1 or kernel == inputs.shape[2:])
+            return bool(inputs.shape[1] == weight.shape[1])  # stride, padding and kernel show in what it gives
         return not isinstance(weight, Tensor) or (weight.ndim == 2 and not call.kwargs)
 
     def _name(self, call: Call, weight: Any) -> str:

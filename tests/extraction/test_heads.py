@@ -378,6 +378,28 @@ def test_a_relu_that_the_first_rows_do_not_show_is_refused() -> None:
             found(network)
 
 
+CONVOLUTIONS = {
+    "small kernel": nn.Conv2d(6, 3, 3),
+    "padding": nn.Conv2d(6, 3, 1, padding=1),
+    "padded whole": nn.Conv2d(6, 3, 4, padding=1),
+    "stride": nn.Conv2d(6, 3, 1, stride=2),
+    "groups": nn.Conv2d(6, 3, 1, groups=3),
+    "transposed": nn.ConvTranspose2d(6, 6, 1),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_that_is_no_product_of_averages_is_no_head(name: str) -> None:
+    network = made(lambda self, maps: self.head(maps).mean((2, 3)), head=CONVOLUTIONS[name])
+    with pytest.raises(DataError, match=r"not linear in any features|calls no linear layer"):
+        found(network)
+
+
+def test_heads_side_by_side_are_called_as_the_module_that_has_them_alone() -> None:
+    names = [found(NETWORKS[name]()).name for name in ("averaged heads", "low rank", "two tokens")]
+    assert names == ["heads", "head", "head+head_dist"]
+
+
 def test_a_maximum_over_positions_of_one_output_is_no_position_that_is_taken() -> None:
     network = made(lambda self, maps: self.head(maps).amax((2, 3)), head=nn.Conv2d(6, 1, 1))
     with pytest.raises(DataError, match="it is made from 'head' by amax"):

@@ -103,8 +103,16 @@ def test_an_identity_layer_on_such_an_output_is_a_head_like_any_other(cli: Cli, 
     assert cli("fit-laplace", "ckpt.pt", "--prior-precision", "1").code == 0
     answer = run.predict(images[:2], posterior="laplace", integrator="plug-in", allow_stale=True)
     assert answer.probs.shape == (2, 3)
-    refused = cli(*extraction("two", "--output", "main"))
-    assert refused.code == 73
+
+
+def test_the_opened_run_takes_the_same_state_and_the_same_output(cli: Cli, images: np.ndarray) -> None:
+    state = torch.load("ckpt.pt")
+    averaged = {name: tensor / 2 for name, tensor in state.items()}
+    torch.save({"state_dict": state, "ema": averaged}, "ckpt.pt")
+    words = ("--last-layer", "identity", "--output", "other", "--state", "ema")
+    assert cli(*extraction("two", *words)).code == 0
+    run = bnncli.open("ckpt.pt", model="net.py:make")
+    np.testing.assert_array_equal(run.features(images), read_features(Path("ckpt.pt.bnn/features/train.h5")).features)
 
 
 def test_ready_features_have_no_output_to_choose(cli: Cli, images: np.ndarray) -> None:
