@@ -7,7 +7,7 @@ from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feat
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._labels import common_task
 from bnncli.data._preprocess import Preprocess
-from bnncli.data._sound import Sound, at_rate, checked_sound
+from bnncli.data._sound import Sound, at_rate, clip_of, is_clip
 from bnncli.data._spec import load_split, parse_split
 from bnncli.data._split import Batch, Inputs, InputSplit
 from bnncli.data._transform import Transform, Transformed
@@ -22,11 +22,12 @@ __all__ = [
     "Transform",
     "Transformed",
     "at_rate",
-    "checked_sound",
+    "clip_of",
     "common_task",
     "feature_splits",
     "hold_out",
     "hold_out_rows",
+    "is_clip",
     "load_split",
     "matched_to",
     "parse_hold_out",

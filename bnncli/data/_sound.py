@@ -10,7 +10,7 @@ import io
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +29,19 @@ _HIGHEST_RATE = 1_000_000  # beyond any converter's
 
 
 class Sound(NamedTuple):
-    """A clip: samples (T,) float32, the mean of its channels; the rate in Hz that they were taken at; how many channels it had."""
+    """A clip.
+
+    Attributes:
+        samples: (T,) float32, the mean of its channels.
+        rate: in Hz, at which they were taken.
+        num_channels: that it had.
+        where: what to call it in messages.
+    """
 
     samples: np.ndarray
     rate: int
     num_channels: int = 1
+    where: str = "a clip"
 
 
 def check_decodable(names: Iterable[str]) -> None:
@@ -65,18 +73,39 @@ def read_sound(path: Path) -> Sound:
 
 
 def checked_sound(samples: np.ndarray, rate: int, where: str, path: Path | None = None) -> Sound:
-    """Samples (T,) or (T, channels), whole numbers or real ones, as a sound. Raises DataError for none, or an odd rate."""
+    """Samples (T,) or (T, channels), whole numbers or real ones, as a sound.
+
+    Raises:
+        DataError: there are none, or one is not finite; an odd rate.
+    """
     if samples.ndim not in (1, 2) or samples.size == 0:
         raise DataError(f"{where} has no samples", code="empty_clip", path=path)
     if not 1 <= rate <= _HIGHEST_RATE:
         raise DataError(
             f"{where}: a sampling rate of {rate:,} Hz, expected one of 1 to {_HIGHEST_RATE:,} Hz", path=path
         )
-    scaled = _scaled(samples)
-    if scaled.ndim == 1:
-        return Sound(np.ascontiguousarray(scaled), int(rate))
+    scaled = _scaled(samples).reshape(len(samples), -1)
+    if not np.isfinite(scaled).all():
+        raise DataError(f"{where} has samples that are NaN or infinite", code="not_finite", path=path)
     num_channels = scaled.shape[1]
-    return Sound(scaled[:, 0].copy() if num_channels == 1 else scaled.mean(axis=1), int(rate), num_channels)
+    return Sound(scaled[:, 0].copy() if num_channels == 1 else scaled.mean(axis=1), int(rate), num_channels, where)
+
+
+def is_clip(value: object) -> bool:
+    """Whether a value of a caller's is sound, as Hugging Face's datasets and pipelines give it: `array` and `sampling_rate` by name."""
+    return isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys()
+
+
+def clip_of(value: Mapping[str, Any], where: str) -> Sound:
+    """The sound that `is_clip` tells. Raises DataError where its array is no wave (T,), or its rate no number of Hz."""
+    try:
+        samples, rate = np.asarray(value["array"]), float(value["sampling_rate"])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{where}: expected an array of samples and a sampling rate in Hz ({error})") from error
+    if samples.ndim != 1 or samples.dtype.kind not in "fi" or rate != int(rate):
+        came = f"{samples.dtype} of shape {samples.shape} at {rate:g} Hz"
+        raise DataError(f"{where}: expected samples (T,) of one channel at a whole number of Hz, got {came}")
+    return checked_sound(samples, int(rate), where)
 
 
 def at_rate(sound: Sound, rate: int) -> np.ndarray:

@@ -95,7 +95,8 @@ def transformed(transform: Transform, items: Sequence[Any] | np.ndarray, where: 
     try:
         found = transform(items)
     except (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError) as error:
-        message = f"{where}: the model's preprocessing fails on these {transform.takes}: {_first_line(error)}"
+        what = "clips" if transform.takes == "audio" else transform.takes
+        message = f"{where}: the model's preprocessing fails on these {what}: {_first_line(error)}"
         raise DataError(message, code="wrong_inputs") from error
     inputs = found.inputs
     if isinstance(inputs, Mapping):

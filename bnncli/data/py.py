@@ -3,8 +3,8 @@
 Items are (input, label) or just the input; a label is a class, or zeros and ones, one for each of several labels. Inputs are
 what the network takes, except that uint8 is scaled to [0, 1]; other whole numbers, such as token ids, are passed on as they are.
 A dict of inputs goes to the network's arguments by its names; a dict that comes alone may have the label as its `label` or
-`labels`. Texts, pairs of them, and PIL images, also as the one other value of such a dict, go through what the model brings for
-them.
+`labels`. Texts, pairs of them, PIL images, and sound as a dict of `array` and `sampling_rate`, also as the one other value of
+such a dict, go through what the model brings for them.
 Its attributes `classes` (a text for each class) and `names` (one for each example) are used where it has them.
 """
 
@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 
 from bnncli.data._labels import check_largest, explain_matrix, is_matrix
 from bnncli.data._preprocess import Preprocess
+from bnncli.data._sound import clip_of, is_clip
 from bnncli.errors import DataError, UsageError
 from bnncli.machine import user_code
 from bnncli.names import listed, quoted
@@ -139,8 +140,10 @@ def _texts(value: Any) -> tuple[str, ...] | None:
 
 
 def _items(item: Any, preprocess: Preprocess) -> str:
-    """What the items are: texts; images where the model has a transform for them; else arrays."""
+    """What the items are: texts; images and sound where the model has a transform for them; else arrays."""
     value, _ = _divided(item)
+    if is_clip(value) and preprocess.transform is not None and preprocess.transform.takes == "audio":
+        return "audio"
     if _is_text(value):
         return "texts"
     return "images" if preprocess.transform is not None and isinstance(value, Image.Image) else "arrays"
@@ -153,7 +156,7 @@ def _divided(item: Any) -> tuple[Any, Any]:
         label = names[0] if len(names) == 1 else None
         rest = {name: value for name, value in item.items() if name != label}
         only = next(iter(rest.values())) if len(rest) == 1 else None
-        value = only if _is_text(only) or isinstance(only, Image.Image) else rest
+        value = only if _is_text(only) or isinstance(only, Image.Image) or is_clip(only) else rest
         return value, None if label is None else item[label]
     if isinstance(item, (tuple, list)) and len(item) == 2 and not _is_text(item):
         return item[0], item[1]
@@ -178,6 +181,10 @@ def _item(item: Any, where: str, items: str) -> tuple[Any, int | np.ndarray | No
         if not isinstance(value, Image.Image):
             raise DataError(f"{where}: expected an image, as in row 0, got {type(value).__name__}")
         return value, number
+    if items == "audio":
+        if not is_clip(value):
+            raise DataError(f"{where}: expected sound, as in row 0, got {type(value).__name__}")
+        return clip_of(value, where), number
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) for name in value):
             raise DataError(f"{where}: expected inputs by the names of the network's arguments, got {listed(value)}")

@@ -88,6 +88,7 @@ class Sounds:
 
     Attributes:
         rate: in Hz.
+        min_length: samples that the network needs.
         max_length: samples, what is behind them is cut; None never cuts.
         backend: the library that makes its spectra, where the result depends on what is installed.
     """
@@ -95,6 +96,7 @@ class Sounds:
     folder: str
     digest: str
     rate: int
+    min_length: int
     max_length: int | None
     backend: str | None
     takes: str = "audio"
@@ -106,6 +108,9 @@ class Sounds:
         found, num_truncated = [], 0
         for sound in items:
             samples = at_rate(sound, self.rate)
+            if len(samples) < self.min_length:
+                what = f"{len(samples)} samples at {self.rate:,} Hz, expected {self.min_length} or more"
+                raise DataError(f"{sound.where} is too short for the model: {what}", code="empty_clip")
             num_truncated += self.max_length is not None and len(samples) > self.max_length
             found.append(extractor(samples, sampling_rate=self.rate, return_tensors="np"))
         num_converted = sum(sound.rate != self.rate or sound.num_channels > 1 for sound in items)
@@ -123,11 +128,11 @@ class Sounds:
 def inputs_of(folder: Path, kind: str, config: Mapping[str, Any]) -> Texts | Images | Sounds | None:
     """What makes the inputs of a model of Sequence, Image or Audio; None where the folder has nothing for that."""
     if kind == "Audio":
-        return audio_inputs(folder)
+        return audio_inputs(folder, config)
     return text_inputs(folder, config) if kind == "Sequence" else image_inputs(folder, config)
 
 
-def audio_inputs(folder: Path) -> Sounds | None:
+def audio_inputs(folder: Path, config: Mapping[str, Any]) -> Sounds | None:
     """The feature extractor of a folder; None where it has none."""
     own = feature_extractor(folder)
     if own is None:
@@ -141,7 +146,20 @@ def audio_inputs(folder: Path) -> Sounds | None:
     is_kaldi = own.get("feature_extractor_type") == "ASTFeatureExtractor"
     backend = ("torchaudio" if find_spec("torchaudio") is not None else "numpy") if is_kaldi else None
     digest = _digest(files_like(folder, PROCESSOR))
-    return Sounds(str(folder.absolute()), digest, rate, _most_samples(own, rate), backend)
+    return Sounds(str(folder.absolute()), digest, rate, _fewest_samples(own, config), _most_samples(own, rate), backend)
+
+
+def _fewest_samples(own: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Samples of the first spectrum, or those that a network's convolutions make one position of."""
+    if own.get("feature_extractor_type") in ("ASTFeatureExtractor", "SeamlessM4TFeatureExtractor"):
+        return 400
+    kernels, strides = config.get("conv_kernel"), config.get("conv_stride")
+    if not isinstance(kernels, list) or not isinstance(strides, list):
+        return 1
+    found = int(config.get("squeeze_factor", 1))  # positions that are taken as one
+    for kernel, stride in zip(reversed(kernels), reversed(strides), strict=False):
+        found = (found - 1) * stride + kernel
+    return found
 
 
 def _most_samples(own: Mapping[str, Any], rate: int) -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnncli.data import clip_of, is_clip
 from bnncli.errors import DataError
 from bnncli.lazy import torch
 from bnncli.progress import Progress
@@ -34,10 +36,10 @@ def as_tensor(x: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Texts, or PIL images, for the preprocessing that a model brings: a data set without labels.
+    """Texts, PIL images or clips of sound, for the preprocessing that a model brings: a data set without labels.
 
     Attributes:
-        items: texts or images.
+        items: texts, images or audio.
     """
 
     given: list[Any]
@@ -60,20 +62,26 @@ class Items:
 
 
 def as_items(x: Any) -> Items | None:
-    """The texts or images of what a caller gives; None where it is something else.
+    """The texts, images or sound of what a caller gives; None where it is something else.
 
     Raises:
-        DataError: a single text or image, which is none of several.
+        DataError: a single one, which is none of several; an array that is no wave.
     """
     from PIL import Image  # here, for its time
 
-    for kind, what in ((str, "texts"), (Image.Image, "images")):
-        if isinstance(x, kind):
+    def is_of(kind: type) -> Callable[[object], bool]:
+        return lambda one: isinstance(one, kind)
+
+    for is_one, what in ((is_of(str), "texts"), (is_of(Image.Image), "images"), (is_clip, "audio")):
+        if is_one(x):
             message = f"{_WHERE}: expected a list of {what}; got one that is in no list"
             raise DataError(message, hint="give [x]", code="bad_shape")
         given = x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "UO" else x
-        if isinstance(given, list | tuple) and given and all(isinstance(one, kind) for one in given):
-            return Items(list(given), what)
+        if isinstance(given, list | tuple) and given and all(map(is_one, given)):
+            clips = (
+                [clip_of(one, f"{_WHERE}: row {row}") for row, one in enumerate(given)] if what == "audio" else given
+            )
+            return Items(list(clips), what)
     return None
 
 
@@ -100,9 +108,9 @@ def check_finite(tensor: Tensor) -> None:
 
 
 def described(inputs: Tensor | Items) -> str:
-    """Shape and type of an array, or how many texts or images, for messages."""
+    """Shape and type of an array, or how many texts, images or clips, for messages."""
     if isinstance(inputs, Items):
-        return f"{len(inputs)} {inputs.items}"
+        return f"{len(inputs)} {'clips' if inputs.items == 'audio' else inputs.items}"
     return f"{tuple(inputs.shape)} of {str(inputs.dtype).removeprefix('torch.')}"
 
 

@@ -130,7 +130,8 @@ class OpenedRun:
     ) -> NDArray[np.floating[Any]]:
         """Features (N, D) of inputs (N, ...), by the network and the preprocessing that made those of the run.
 
-        Where the model brings its own preprocessing, inputs are a list of N texts or of N PIL images.
+        Where the model brings its own preprocessing, inputs are a list of N texts, of N PIL images, or of N clips of sound:
+        dicts of `array` (T,) and `sampling_rate` in Hz.
 
         Raises:
             DataError: the run has no network, it cannot take the inputs, or its code has changed.
@@ -157,7 +158,7 @@ class OpenedRun:
         Args:
             x: features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
                 (N, ...), such as images, which the run's network turns into features; so is a list of texts, or of PIL
-                images, where the model brings its own preprocessing. Where inputs are rows of D real numbers
+                images, or of clips as {"array": (T,), "sampling_rate": Hz}, where the model brings its own preprocessing. Where inputs are rows of D real numbers
                 themselves, `features` says what is meant: run.predict(run.features(x)).
             posterior: name or file.
             integrator: by default plug-in for the network, mc for all others.

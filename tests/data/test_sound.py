@@ -87,6 +87,7 @@ def header(code: int = 1, channels: int = 1, rate: int = 16_000, bits: int = 16)
         (encoded(LONG[:0]), "it has no samples"),
         (b"RIFF\0\0\0\0WAVEdata\0\0\0\0", "does not say how its samples are stored"),
         (header(channels=0), "2 bytes a frame of 0 channels|0 bytes a frame of 0 channels"),
+        (encoded(np.full(9, np.nan, np.float32)), "has samples that are NaN or infinite"),
         (header(rate=0), "a sampling rate of 0 Hz"),
         (header(rate=4_294_967_295), "a sampling rate of 4,294,967,295 Hz"),
     ],
@@ -163,6 +164,29 @@ def test_a_column_of_encoded_clips_is_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"audio": rows, "label": [0, 1, 2]}), tmp_path / "a.parquet")
     for found, samples in zip(rows_of(f"parquet:{tmp_path / 'a.parquet'}"), clips(), strict=False):
         np.testing.assert_array_equal(found.samples, samples)
+
+
+CODE = """
+import numpy as np
+class Data:
+    def __len__(self):
+        return 3
+    def __getitem__(self, row):
+        clip = {"array": np.full(4, 0.25 * row), "sampling_rate": 16_000}
+        return {"audio": clip, "label": row} if row < 2 else ({"array": np.zeros((2, 4)), "sampling_rate": 16_000}, row)
+"""
+
+
+def test_a_dataset_gives_clips_as_others_do(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(CODE)
+    split = load_split(f"py:{tmp_path / 'data.py'}:Data", preprocess=HEARD)
+    found, labels = split.dataset.read(np.arange(2))
+    assert (split.items, labels.tolist()) == ("audio", [0, 1])  # type: ignore[union-attr]
+    assert [(one.samples.tolist(), one.rate) for one in found] == [([0.0] * 4, 16_000), ([0.25] * 4, 16_000)]
+    with pytest.raises(
+        DataError, match=r"row 2: expected samples \(T,\) of one channel at a whole number of Hz, got float64 of"
+    ):
+        split.dataset.read(np.array([2]))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from problems.hf_folders import AUDIO_MODELS, audio_folder, own_logits
 from problems.optional_libraries import library
 from problems.sounds import clip, clips, encoded, write_clips
 
+import bnncli
 from bnncli.data import InputSplit, Preprocess, Sound, load_split, matched_to
 from bnncli.errors import DataError, Interrupted
 from bnncli.extraction.features import Extracted, collect, extract
@@ -134,8 +135,21 @@ def test_a_run_on_clips_is_that_of_images(tmp_path: Path, cli: Cli, monkeypatch:
     assert whole.header is not None
     assert found.header.content_digest == whole.header.content_digest
     assert "up to date" in cli(*words).stderr
+    run = bnncli.open(folder, model=f"hf:{folder}")
+    given = [{"array": samples, "sampling_rate": 16_000} for samples in (clips()[0], clips()[3])]
+    np.testing.assert_allclose(run.features(given), whole.features[:2], atol=1e-6)
     assert f"--model hf:{folder} --data train=audio:TRAIN" in cli("inspect", folder).stdout
     assert f"--data train=audio:{data}" in cli("inspect", data).stdout
+
+
+def test_a_clip_that_is_too_short_is_named(tmp_path: Path) -> None:
+    saved = open_model(f"hf:{audio_folder(tmp_path / 'model')}", Asked())
+    data = write_clips(tmp_path / "train")
+    (data / "same/5.wav").write_bytes(encoded(clip(0.02)))  # of two layers: 40 + 15 * 20 samples make a position
+    with pytest.raises(
+        DataError, match=r"same/5.wav' is too short for the model: 320 samples at 16,000 Hz, expected 340"
+    ):
+        list(split_of(saved, data).batches(16))
 
 
 def test_an_adapter_on_a_network_of_sound_is_merged(tmp_path: Path) -> None:
