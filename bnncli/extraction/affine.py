@@ -130,10 +130,7 @@ def _linear(tape: Tape, target: Tensor) -> tuple[list[Product], list[Tensor], Te
             (after(others), shift + moved),
             (after([-other for other in others]), shift - moved),  # a ReLU is linear on one side
             (shift, shift[:1].expand_as(shift)),
-            (
-                made_of(both) + shift,
-                made_of(first) + made_of(second),
-            ),  # a maximum over positions is linear in a constant
+            (made_of(both) + shift, made_of(first) + made_of(second)),  # unlike a maximum over positions
         ]
         is_linear = all(torch.allclose(one, expected) for one, expected in pairs)
     except (RuntimeError, TypeError, ValueError):  # an operation that cannot be run again by itself

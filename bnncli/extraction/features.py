@@ -38,7 +38,7 @@ __all__ = ["Extracted", "Head", "collect", "extract", "head_of", "prove_head"]
 
 
 class Extracted(NamedTuple):
-    """Features (n, D) in the storage type, logits (n, K) float32 or None without a head, labels (n,), (n, L) or None."""
+    """Features (n, D) in the storage type, labels (n,), (n, L) or None, and logits (m, K) float32 of the first rows."""
 
     features: Tensor
     logits: Tensor | None
@@ -59,6 +59,7 @@ def extract(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     first_row: int = 0,
+    num_logits: int | None = None,
     autocast: str | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[Extracted]:
@@ -72,6 +73,8 @@ def extract(
         batch_size: examples a forward pass.
         dtype: what features are returned in, float32 or float16.
         first_row: rows before it are left out.
+        num_logits: of how many of the split's first rows the logits (n, K) are wanted; None for all. Those of the others are
+            neither made where the network returns something else, nor copied.
         autocast: of AUTOCAST, what the network may compute in; the head is proved in float32, and logits are features
             times head. None for float32.
 
@@ -92,34 +95,38 @@ def extract(
     start, rest = first_row, split.take(np.arange(first_row, len(split))) if first_row else split
     for number, batch in enumerate(rest.batches(batch_size, device=device, num_workers=num_workers)):
         where, logits, loss, padding = f"split {label}", None, None, None
+        num_wanted = (len(split) if num_logits is None else num_logits) - start
+        is_compared = autocast is not None and start == 0
+        has_logits = head is not None and (num_wanted > 0 or is_compared)
         if autocast is None or number < 2:
             features, output = unpadded(read, batch.inputs, batch.lengths)
             _check_features(features, where=where, first_row=start)
             if number == 0 and batch.lengths is None:
                 padding = padding_effect(read, batch.inputs, features)
-            if head is not None:
-                if number < 2:
-                    _prove_head(model, head, features, output)
+            if head is not None and number < 2:
+                _prove_head(model, head, features, output)
+            if head is not None and has_logits:
                 logits = _logits(output, head, features)
         if autocast is not None:
             with torch.autocast(torch.device(device).type, dtype=AUTOCAST[autocast]):
                 features = unpadded(read, batch.inputs, batch.lengths)[0].float()
             _check_features(features, where=where, first_row=start)
-            if head is not None:
+            if head is not None and has_logits:
                 exact, logits = logits, head.logits(features)
-                loss = PrecisionLoss.between(logits, exact) if exact is not None and start == 0 else None
+                loss = PrecisionLoss.between(logits, exact) if exact is not None and is_compared else None
         if head is not None:
             _check_labels(batch, head, where=where, first_row=start)
         stored = _store(features, dtype, where)
-        kept = None if logits is None else plain_copy(logits)
+        kept = None if logits is None or num_wanted <= 0 else plain_copy(logits[:num_wanted])
         yield Extracted(stored, kept, batch.labels, batch.num_truncated, loss, padding, batch.num_converted)
         start += len(features)
         task.advance(len(features))
 
 
 def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
-    """All batches as one, each array allocated once."""
+    """All batches as one, each array allocated once; logits as far as there are."""
     whole: dict[str, Tensor] = {}
+    num_logits = 0
     start, num_truncated, num_converted, loss, padding = 0, 0, 0, None, None
     for batch in batches:
         loss, padding = loss or batch.loss, batch.padding if padding is None else padding
@@ -129,11 +136,11 @@ def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
                 whole[name] = part.new_empty((num_rows, *part.shape[1:]))
             whole[name][start : start + len(part)] = part
         start += len(batch.features)
+        num_logits += 0 if batch.logits is None else len(batch.logits)
         num_truncated += batch.num_truncated
         num_converted += batch.num_converted
-    return Extracted(
-        whole["features"], whole.get("logits"), whole.get("labels"), num_truncated, loss, padding, num_converted
-    )
+    logits = whole["logits"][:num_logits] if num_logits else None
+    return Extracted(whole["features"], logits, whole.get("labels"), num_truncated, loss, padding, num_converted)
 
 
 def _reader(model: nn.Module, head: Head | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:

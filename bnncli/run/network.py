@@ -23,6 +23,7 @@ from bnncli.run.checkpoint_record import record_of, record_of_files
 from bnncli.run.model_files import arguments_by_name, own_files
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
+from bnncli.storage.features import CHECK_ROWS
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Network:
         num_workers: int = 0,
         store: FeatureStore | None = None,
     ) -> Extracted:
-        """Features, logits and labels of a whole split, on the CPU; raises as `extract` does.
+        """Features and labels of a whole split, and the logits that a store keeps, on the CPU; raises as `extract` does.
 
         Args:
             dtype: what features are stored in, float32 or float16.
@@ -165,6 +166,7 @@ class Network:
             device=self.run.device,
             dtype=getattr(torch, dtype),
             first_row=first_row,
+            num_logits=0 if store is None else CHECK_ROWS,
             autocast=self.autocast,
             progress=self.run.console,
         )

@@ -14,13 +14,12 @@ from bnncli.extraction.features import Extracted
 from bnncli.run.produce import Request
 from bnncli.run.resumable import Resumable, State
 from bnncli.run.session import Run
-from bnncli.storage.features import CHECK_ROWS
 from bnncli.storage.record_file import BUFFER_BYTES, RecordFile
 from bnncli.storage.resume import remove_state, rows_path
 
 
 class FeatureStore:
-    """The features of one split, and what of the logits and labels its file holds; nothing else of a batch is kept.
+    """The features of one split, with labels and what logits the batches have.
 
     A state is stored when it is due, when the run is interrupted, and at the end of a split where the command has gone on
     for as long: what is complete is not done again when a later split is interrupted.
@@ -72,7 +71,7 @@ class FeatureStore:
         return self.num_rows
 
     def collect(self, batches: Iterator[Extracted]) -> Extracted:
-        """All rows, those of an interrupted run before those of the batches; logits of the first rows alone.
+        """All rows, those of an interrupted run before those of the batches; logits of those that have them.
 
         Raises:
             OutputExists, WriteError: what does not stay in memory cannot be written.
@@ -113,8 +112,8 @@ class FeatureStore:
     def _add(self, batch: Extracted) -> None:
         if self._rows is None:
             self._rows = self._file(batch.features.shape[1])
-        if batch.logits is not None and self.num_rows < CHECK_ROWS:
-            self._parts.setdefault("logits", []).append(batch.logits[: CHECK_ROWS - self.num_rows])
+        if batch.logits is not None:
+            self._parts.setdefault("logits", []).append(batch.logits)
         if batch.labels is not None:
             self._parts.setdefault("labels", []).append(batch.labels)
         self._rows.extend(batch.features)

@@ -91,6 +91,22 @@ def test_features_logits_and_labels_are_those_of_a_plain_forward_pass(
     assert not found.features.is_inference()
 
 
+@pytest.mark.parametrize("autocast", [None, "bf16"])
+def test_logits_are_made_and_copied_of_the_first_rows_alone(split: InputSplit, autocast: str | None) -> None:
+    model = Classifier(lambda logits: logits.log_softmax(1))
+    head = find(model, INPUTS)
+
+    def rows(first_row: int, num_logits: int) -> list[int]:
+        batches = extract(
+            model, head, split, batch_size=4, first_row=first_row, num_logits=num_logits, autocast=autocast
+        )
+        return [0 if one.logits is None else len(one.logits) for one in batches]
+
+    assert [rows(0, 5), rows(4, 5), rows(0, 0), rows(0, 20)] == [[4, 1, 0], [1, 0], [0, 0, 0], [4, 4, 2]]
+    kept = collect(extract(model, head, split, batch_size=4, num_logits=5), len(split))
+    torch.testing.assert_close(kept.logits, model.head(model.body(INPUTS[:5])).detach())
+
+
 def test_the_head_is_a_copy_with_its_layout() -> None:
     model = Classifier()
     head = head_of(model, "head")

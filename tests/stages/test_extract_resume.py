@@ -12,10 +12,9 @@ from problems.command_line import Cli, Invocation
 from torch import nn
 
 from bnncli.errors import Interrupted, WriteError
-from bnncli.run import resumable_features
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.storage import record_file
-from bnncli.storage.features import read_features
+from bnncli.storage.features import CHECK_ROWS, read_features
 
 NETWORK = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))\n"
 DATA = """
@@ -178,4 +177,4 @@ def test_logits_are_kept_of_the_rows_that_the_file_has_them_of(
         FeatureStore, "collect", lambda self, batches: found.append(one := collect(self, batches)) or one
     )
     assert extract().code == 0
-    assert [len(one.logits) for one in found] == [resumable_features.CHECK_ROWS] * 2
+    assert [len(one.logits) for one in found] == [CHECK_ROWS] * 2

@@ -19,7 +19,7 @@ from bnncli.run.produce import Request
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.splits import check_outputs, class_names, transform_json
-from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
+from bnncli.storage.features import FeatureFile, encoded_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +120,7 @@ class NetworkFeatures:
             classes=self.classes,
             head_weight=_numpy(weight),
             head_bias=_numpy(bias),
-            check_logits=None if whole.logits is None else whole.logits[:CHECK_ROWS].numpy(),
+            check_logits=None if whole.logits is None else whole.logits.numpy(),
             is_ood=split.is_ood,
             head_notes=() if head is None else head.notes,
             names=encoded_names(split.names),
