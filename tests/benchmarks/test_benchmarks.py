@@ -172,6 +172,12 @@ def test_given_moments_are_those_of_the_posterior(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(mine, posterior.logit_marginals(features[2:5], is_projected=is_projected))
 
 
+def test_features_times_head_are_what_networks_return(report_here: Report) -> None:
+    rows = report_here("heads.py")["rows"]
+    assert len(rows) == 4
+    assert all(row["difference"] <= row["tolerance"] < 1e-3 for row in rows)
+
+
 def test_the_coverage_of_calibration_errors_is_reported_for_every_form(report_here: Report) -> None:
     rows = report_here("calibration.py")["rows"]
     assert len(rows) == 7
