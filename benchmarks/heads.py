@@ -5,8 +5,7 @@ the network itself returns, in how many seconds, and the line to type.
     python benchmarks/heads.py --only softmax --out heads.json
 
 Networks are small, their weights random, and the commands run in this process. Forms that need a library which cannot be
-imported are named and left out. Exits 1
-where a difference is more than rounding explains.
+imported are named and left out. Exits 1 where a difference is more than rounding explains.
 """
 
 from __future__ import annotations

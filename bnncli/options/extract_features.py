@@ -134,7 +134,8 @@ class ExtractFeaturesOptions(Checked):
             raise UsageError("\0autocast\0 is about a network, and there is none")
         if self.model == NO_NETWORK and self.state is not None:
             raise UsageError("\0state\0 needs a network whose checkpoint has several states")
-        if self.model == NO_NETWORK and self.last_layer is not None:
-            raise UsageError(f"\0last_layer\0: {NO_NETWORK} has no layers: inputs are the features")
+        for name in ("last_layer", "output"):
+            if self.model == NO_NETWORK and getattr(self, name) is not None:
+                raise UsageError(f"\0{name}\0 needs a network; with \0model\0 {NO_NETWORK} inputs are the features")
         if self.model is not None and not (self.data or self.ood):
             raise UsageError("\0data\0: give at least one split, as \0data\0 train=npz:train.npz")

@@ -115,6 +115,12 @@ def test_the_opened_run_takes_the_same_state_and_the_same_output(cli: Cli, image
     np.testing.assert_array_equal(run.features(images), read_features(Path("ckpt.pt.bnn/features/train.h5")).features)
 
 
+@pytest.mark.parametrize("option", ["--last-layer", "--output"])
+def test_inputs_that_are_the_features_have_no_head_to_choose(cli: Cli, images: np.ndarray, option: str) -> None:
+    done = cli("extract-features", "run", "--model", "flatten", "--data", "train=npz:train.npz", option, "identity")
+    assert (done.code, f"{option} needs a network" in done.stderr) == (2, True)
+
+
 def test_ready_features_have_no_output_to_choose(cli: Cli, images: np.ndarray) -> None:
     done = cli("extract-features", "run", "--from-npz", "train.npz", "--output", "main")
     assert (done.code, "--output needs a network" in done.stderr) == (2, True)

@@ -65,6 +65,13 @@ def test_another_networks_names_are_none_of_the_built_in_ones(cli: Cli) -> None:
     assert "--model NET.py:FACTORY" in document["suggested"]
 
 
+def test_the_line_for_a_network_without_a_linear_head_names_the_identity_layer(cli: Cli) -> None:
+    shapes = {"features.0": (64, 3, 3, 3), "features.3.squeeze": (16, 64, 1, 1), "classifier.1": (5, 512, 1, 1)}
+    torch.save({f"{name}.weight": torch.ones(shape) for name, shape in shapes.items()}, "net.pt")
+    line = "--model torchvision:squeezenet1_1 --data train=images:TRAIN --last-layer identity"
+    assert seen(cli, "net.pt")["suggested"] == f"bnncli extract-features net.pt {line}"
+
+
 def test_what_lightning_kept_is_shown(cli: Cli) -> None:
     state = {f"model.{name}": value for name, value in load_network("lenet5", {}, None).state_dict().items()}
     saved = {
@@ -163,6 +170,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"config.json": {"architecture": "resnet10t", "num_classes": 5, "pretrained_cfg": {}}},
         "extract-features d --model timm:d --data train=images:TRAIN", "resnet10t",
     ),
+    "timm folder ": (
+        {"config.json": {"architecture": "volo_d1_224", "pretrained_cfg": {}}},
+        "extract-features d --model timm:d --data train=images:TRAIN --last-layer identity", "volo_d1_224",
+    ),
     "images": ({"cat/a.png": "", "dog/b.JPG": ""}, "extract-features CKPT --model MODEL --data train=images:d", "'cat', 'dog'"),
     "folder": ({"net.pth": "", "notes.txt": ""}, "inspect d/net.pth", "net.pth"),
 }  # fmt: skip
@@ -175,7 +186,7 @@ def test_folders_are_told_by_their_files(cli: Cli, kind: str) -> None:
         (Path("d") / name).parent.mkdir(parents=True, exist_ok=True)
         (Path("d") / name).write_text(content if isinstance(content, str) else json.dumps(content))
     document = seen(cli, "d")
-    assert (document["kind"], document["suggested"]) == (kind, f"bnncli {line}")
+    assert (document["kind"], document["suggested"]) == (kind.strip(), f"bnncli {line}")
     assert fact in facts(cli, "d")
 
 

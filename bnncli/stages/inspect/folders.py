@@ -91,7 +91,8 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
         for name in ("num_classes", "label_names"):
             if config.get(name) is not None:
                 found.add(name, config[name])
-        found.suggest(folder, model=f"timm:{folder}", data="images:TRAIN")
+        architecture = f"timm:{config['architecture']}"
+        found.suggest(folder, model=f"timm:{folder}", data="images:TRAIN", architecture=architecture)
         return found
     if not isinstance(config.get("model_type"), str):
         return None

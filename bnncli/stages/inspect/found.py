@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ MAX_ROWS = 400
 _NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do
 _CHECKPOINT = "CKPT"
 MODEL = "MODEL"
-_NOT_LINEAR = re.compile(
-    r"(torchvision:squeezenet|timm:volo)\w+$"
-)  # what they do after their last weights is no linear map
+_NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after their last weights
 
 
 @dataclass
@@ -45,15 +42,18 @@ class Found:
         if key is not None:
             self.document[key] = value
 
-    def suggest(self, path: Path, *, model: str | None, data: str, **options: Any) -> None:
+    def suggest(
+        self, path: Path, *, model: str | None, data: str, architecture: str | None = None, **options: Any
+    ) -> None:
         """Suggest the extract-features line for a checkpoint, or for a model that has weights of its own.
 
         Args:
             model: None where only the user knows.
             data: the kind and place of a split.
+            architecture: as --model would name it, where `model` does not.
         """
         self.model = model
-        if model is not None and _NOT_LINEAR.match(model):
+        if (architecture or model or "").startswith(_NOT_LINEAR):
             options["last_layer"] = IDENTITY
         split = [f"train={data}"]
         self.suggested = pasted("extract-features", str(path), model=model or _NETWORK, data=split, **options)
