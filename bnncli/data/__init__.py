@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bnncli.data._classes import matched_to
+from bnncli.data._classes import columns_of_classes, matched_to
 from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
-from bnncli.data._labels import common_task
+from bnncli.data._labels import common_task, shows_several
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import Sound, at_rate, clip_of, is_clip
 from bnncli.data._spec import load_split, parse_split
@@ -23,6 +23,7 @@ __all__ = [
     "Transformed",
     "at_rate",
     "clip_of",
+    "columns_of_classes",
     "common_task",
     "feature_splits",
     "hold_out",
@@ -33,4 +34,5 @@ __all__ = [
     "parse_hold_out",
     "parse_split",
     "read_feature_arrays",
+    "shows_several",
 ]

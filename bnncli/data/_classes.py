@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,13 @@ class Numbering:
 
     def _columns(self, labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Zeros and ones (n, L) with the columns in the order of the model's outputs: each needs one, absent is not unknown."""
+        if labels.shape[1] == len(numbers) < len(self.classes):
+            named = [self.classes[number] for number in numbers]
+            raise DataError(
+                f"the data have the labels {listed(named, limit=8)} alone, the model has {listed(self.classes, limit=8)}",
+                code="bad_labels",
+                hint="give a column for each: a label that is not named may still be there",
+            )
         if labels.shape[1] != len(numbers) or len(numbers) != len(self.classes):
             raise DataError(
                 f"an example has {labels.shape[1]} labels, the data name {len(numbers)}, and the model has {len(self.classes)}",
@@ -72,6 +80,16 @@ def matched_to(split: InputSplit, classes: tuple[str, ...] | None) -> InputSplit
             hint="rename the classes of the data, or give labels as whole numbers: the model's outputs from 0 on",
         )
     return replace(split, numbering=Numbering(classes, numbers))
+
+
+def columns_of_classes(split: InputSplit) -> list[str]:
+    """Columns of a table that are called as the classes of the model, one for each, where nobody said which are labels; else none."""
+    columns: Iterable[str] = getattr(getattr(split.dataset, "table", None), "columns", ())
+    if split.is_labeled or split.is_ood or split.numbering is None or "label=" in split.spec:
+        return []
+    named = {_folded(name): name for name in columns}
+    found = [named[_folded(name)] for name in split.numbering.classes if _folded(name) in named]
+    return found if len(found) == len(split.numbering.classes) else []
 
 
 def _numbers_by_name(names: tuple[str, ...], classes: tuple[str, ...]) -> np.ndarray | None:

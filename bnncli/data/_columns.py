@@ -122,7 +122,11 @@ def find_roles(
 
 def _labels(columns: Mapping[str, str], named: Mapping[str, str], where: str, spelled: str) -> tuple[str, ...]:
     if "label" in named:
-        return _named(named["label"], columns, where) if named["label"] else ()
+        names = _named(named["label"], columns, where) if named["label"] else ()
+        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+        if twice is not None:
+            raise UsageError(f"\0data\0 {spelled}: label= names the column {quoted(twice)} twice")
+        return names
     found = [name for name in columns if name.casefold() in _LABEL_NAMES]
     if len(found) > 1:
         raise UsageError(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bnncli.data._labels import check_labels
+from bnncli.data._labels import IF_UNKNOWN, check_labels
 from bnncli.errors import DataError
 from bnncli.names import quoted
 
 _WHOLE = re.compile(r"[+-]?\d+")
 _LARGEST = 1 << 62
+_UNKNOWN = -1
+_ONE_LABEL = dict.fromkeys(("1", "1.0", "true", "yes"), 1) | dict.fromkeys(("0", "0.0", "false", "no"), 0)
+_ONE_LABEL |= dict.fromkeys(("", "none", "nan", "-1", "-1.0"), _UNKNOWN)
 
 
 class Labels(NamedTuple):
@@ -62,6 +65,43 @@ def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: st
             f"{where}: row {int(found.argmax())} has {found.max()}, there are {len(names)} classes", code="bad_labels"
         )
     return Labels(found, names)
+
+
+def several_labels(columns: Mapping[str, Sequence[Any]], *, where: str) -> Labels:
+    """Several labels an example (N, L) uint8, out of a column for each of them; None where no row has any.
+
+    Args:
+        columns: zeros and ones, truth values or yes and no by the names of the labels; -1, NaN or nothing where it is not known.
+        where: the table, for messages.
+
+    Raises:
+        DataError: another value, or some labels that are not known.
+    """
+    parts = [_there_or_not(values, f"{where}: column {quoted(name)}") for name, values in columns.items()]
+    matrix = np.stack(parts, axis=1)
+    is_unknown = matrix == _UNKNOWN
+    if is_unknown.all():
+        return Labels(None, None)
+    if is_unknown.any():
+        row, column = np.argwhere(is_unknown)[0]
+        name = quoted(list(columns)[column])
+        message = f"{where}: it is not known whether row {row} has the label {name} (-1, NaN or nothing)"
+        raise DataError(message, code="bad_labels", hint=IF_UNKNOWN)
+    return Labels(matrix.astype(np.uint8), tuple(columns))
+
+
+def _there_or_not(values: Sequence[Any], where: str) -> np.ndarray:
+    """Whether each row has a label: 0, 1, or -1 where it is not known. Raises DataError for another value."""
+    found = np.empty(len(values), np.int8)
+    for row, value in enumerate(values):
+        number = _ONE_LABEL.get(str(value).strip().casefold())
+        if number is None:
+            message = (
+                f"{where}: row {row} has {quoted(value)}; one of several labels is 0 or 1, false or true, no or yes"
+            )
+            raise DataError(message, code="bad_labels")
+        found[row] = number
+    return found
 
 
 def zeros_and_ones(values: Sequence[Sequence[int]], num_classes: int, where: str) -> np.ndarray:

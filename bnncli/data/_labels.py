@@ -16,6 +16,7 @@ from bnncli.likelihoods import MULTILABEL
 MAX_CLASSES = 1_000_000
 _ONE_CLASS = "bnncli takes one class an example"
 _RULE = "labels must be whole numbers of shape (N,), counted from 0"
+IF_UNKNOWN = "leave out the rows where a label is not known; a split may also have none at all"
 _IF_LABELS = "add \0task\0 multilabel if each column is a label by itself"
 
 
@@ -109,6 +110,13 @@ def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
     """What labels (N, C) are instead of labels (N,), and what to do with them."""
     if labels.dtype.kind not in "biuf":
         return f" of type {labels.dtype}", f"{_ONE_CLASS}: save the number of its class"
+    is_unknown = np.isnan(labels) | (labels == -1)
+    if is_unknown.any() and np.isin(labels[~is_unknown], (0, 1)).all():
+        row, column = np.argwhere(is_unknown)[0]
+        return (
+            f", and row {row} has {labels[row, column]:g} for label {column}: not known whether it is there",
+            IF_UNKNOWN,
+        )
     if np.isin(labels, (0, 1)).all():
         counts = (labels != 0).sum(axis=1)
         odd = np.flatnonzero(counts != 1)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from bnncli.data._arrays import TOKEN_IDS
 from bnncli.data._columns import FILE, LIST, Roles, find_roles
-from bnncli.data._label_values import Labels, labels_of
+from bnncli.data._label_values import Labels, labels_of, several_labels
 from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import Sound, check_decodable, decoded
@@ -266,12 +266,7 @@ def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: st
     if len(roles.labels) == 1:
         (name,) = roles.labels
         return labels_of(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
-    rows = [labels_of(column, None, where=f"{where}: column {quoted(name)}").numbers
-            for name, column in zip(roles.labels, values, strict=True)]  # fmt: skip
-    matrix = [row.tolist() for row in rows if row is not None]
-    if len(matrix) < len(rows):
-        raise DataError(f"{where}: a column of the labels has none", code="bad_labels")
-    return Labels(labels_of(list(zip(*matrix, strict=True)), None, where=where).numbers, roles.labels)
+    return several_labels(dict(zip(roles.labels, values, strict=True)), where=where)
 
 
 def _is_number(value: Any) -> bool:

@@ -235,6 +235,45 @@ def test_columns_of_zeros_and_ones_are_several_labels(tmp_path: Path) -> None:
     assert np.array_equal(labels_matrix(by_name), np.array(SEVERAL)[:, [2, 0, 1]])
 
 
+def table_of_labels(path: Path, column: list[object]) -> str:
+    write(path, [["text", "rude", "toxic"], *(["a", label, 1] for label in column)])
+    return f"csv:{path}:label=rude+toxic"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("no yes No", [0, 1, 0]), ("True false TRUE", [1, 0, 1]), ("1.0 0 0.0", [1, 0, 0])]
+)
+def test_one_of_several_labels_is_what_says_yes_or_no(tmp_path: Path, words: str, expected: list[int]) -> None:
+    split = load(table_of_labels(tmp_path / "a.csv", [*words.split()]))
+    assert labels_matrix(split)[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("unknown", ["-1", "", "NaN"])
+def test_a_label_that_is_not_known_is_told_with_its_row(tmp_path: Path, unknown: str) -> None:
+    spec = table_of_labels(tmp_path / "a.csv", [0, 1, unknown])
+    with pytest.raises(DataError, match="it is not known whether row 2 has the label 'rude'") as caught:
+        load(spec)
+    assert caught.value.hint is not None
+    assert "leave out the rows" in caught.value.hint
+    write(tmp_path / "a.csv", [["text", "rude", "toxic"], *(["a", unknown, unknown] for _ in range(3))])
+    assert not load(spec).is_labeled
+
+
+@pytest.mark.parametrize("value", ["0.3", "2", "absent"])
+def test_one_of_several_labels_that_is_neither_there_nor_not_is_told(tmp_path: Path, value: str) -> None:
+    with pytest.raises(DataError, match=f"column 'rude': row 1 has '{value}'; one of several labels is 0 or 1"):
+        load(table_of_labels(tmp_path / "a.csv", [0, value]))
+
+
+def test_labels_that_the_data_lack_and_columns_named_twice_are_told(tmp_path: Path) -> None:
+    split = load(table_of_labels(tmp_path / "a.csv", [0, 1]))
+    split = matched_to(split, ("rude", "spam", "toxic"))
+    with pytest.raises(DataError, match="the labels 'rude', 'toxic' alone, the model has 'rude', 'spam', 'toxic'"):
+        _ = split.labels
+    with pytest.raises(UsageError, match="label= names the column 'rude' twice"):
+        load(f"csv:{tmp_path / 'a.csv'}:label=rude+toxic+rude")
+
+
 def test_lists_of_zeros_and_ones_are_several_labels(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "a", "labels": row}) for row in SEVERAL))
     assert np.array_equal(labels_matrix(load(f"jsonl:{tmp_path / 'a.jsonl'}")), SEVERAL)

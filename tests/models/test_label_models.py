@@ -62,6 +62,31 @@ def test_columns_of_labels_are_matched_to_the_models_by_name_or_refused(cli: Cli
     np.testing.assert_array_equal(content.labels, np.array(SEVERAL)[:, order])
 
 
+def test_what_a_model_says_that_it_was_made_for_holds_until_a_task_is_said(cli: Cli, tmp_path: Path) -> None:
+    several = text_folder(tmp_path / "several", problem_type="multi_label_classification")
+    one = text_folder(tmp_path / "one", problem_type="single_label_classification")
+    table = write_table(tmp_path / "a.csv", SEVERAL)
+    column = f"csv:{tmp_path / 'a.csv'}:label=worse"
+    done = cli("extract-features", tmp_path / "run", "--model", f"hf:{several}", "--data", f"train={column}", "--json")
+    assert done.code == 65
+    assert "one class, and the model says that it was made for several labels" in done.json["error"]["message"]
+    assert "--task multiclass" in done.json["error"]["hint"]
+    words = ("extract-features", tmp_path / "run", "--model", f"hf:{one}", "--data", f"train={table}")
+    done = cli(*words, "--json")
+    assert done.code == 65
+    assert "several labels, and the model says that it was made for one class" in done.json["error"]["message"]
+    assert cli(*words, "--task", "multilabel").code == 0
+    done = cli(
+        "extract-features", tmp_path / "bare", "--model", f"hf:{several}", "--data", f"test=csv:{tmp_path / 'a.csv'}"
+    )
+    assert done.code == 0
+    assert "test: no labels were named, and columns are called as the model's: name them with label=" in done.stderr
+    assert "worse+same+better" in done.stderr
+    bare = f"test=csv:{tmp_path / 'a.csv'}:label="
+    done = cli("extract-features", tmp_path / "bare", "--model", f"hf:{several}", "--data", bare, "--force")
+    assert "no labels were named" not in done.stderr
+
+
 NETWORK = """
 import torch
 def make():

@@ -138,6 +138,27 @@ def test_a_head_that_cannot_be_for_the_task_is_refused(
     assert cli(*words).code == 0
 
 
+@pytest.mark.parametrize("value", [np.nan, -1.0])
+def test_a_label_that_is_not_known_is_refused_by_its_place(cli: Cli, folder: Path, value: float) -> None:
+    labels = SEVERAL.astype(float)
+    labels[2, 3] = value
+    spec = save_split(folder / "d.npz", labels)
+    done = cli("extract-features", "net.pt", "--model", "net.py:make", "--data", f"train={spec}", "--json")
+    assert done.code == 65
+    assert f"row 2 has {value:g} for label 3: not known whether it is there" in done.json["error"]["message"]
+    assert "leave out the rows" in done.json["error"]["hint"]
+
+
+def test_labels_that_nobody_called_a_task_are_not_refused_as_one(cli: Cli, folder: Path) -> None:
+    spec = save_split(folder / "d.npz", SEVERAL)
+    done = cli("extract-features", "one.pt", "--model", "net.py:single", "--data", f"train={spec}")
+    assert done.code == 65
+    assert (
+        "an example has several labels, and the head has 1 output, expected one for each of at least 2" in done.stderr
+    )
+    assert "--task" not in done.stderr
+
+
 def test_labels_of_other_rows_are_refused(cli: Cli, folder: Path) -> None:
     np.savez(folder / "d.npz", x=np.ones((4, 5), np.float32), y=SEVERAL[:3])
     done = cli("extract-features", "net.pt", "--model", "net.py:make", "--data", "train=npz:d.npz")

@@ -33,6 +33,7 @@ from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import (
     check_network_file,
     input_notes,
+    label_notes,
     likelihood_of_splits,
     model_identity,
     open_splits,
@@ -160,7 +161,7 @@ def _extract(
     heads[split.name] = without_rows(content)
     check_same_head(run, content, names, recorded, shared_params(options, saved, content.likelihood))
     computed = publishable(run, content, preprocess, layer, split.order_digest, split.spec)
-    computed.summary.extend(input_notes(split, content))
+    computed.summary.extend([*label_notes(split), *input_notes(split, content)])
     return computed
 
 

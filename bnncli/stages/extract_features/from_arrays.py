@@ -47,7 +47,7 @@ def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     likelihood = arrays.likelihood if is_told else likelihood_of_run(run, names)
     widths = [split.num_labels for split in splits if split.num_labels is not None]
     if head is not None:
-        check_outputs(options.task or likelihood, len(head.weight))
+        check_outputs(options.task, likelihood, len(head.weight))
         num_classes = head.num_classes
     elif widths:
         num_classes = widths[0]

@@ -56,7 +56,7 @@ class NetworkFeatures:
         """The last layer, of which is said what is special about it; None for flatten. Raises UsageError where it cannot be for the task."""
         head = self.network.head(self.splits[0])
         if head is not None:
-            check_outputs(self.options.task or self.likelihood, head.layout.num_outputs)
+            check_outputs(self.options.task, self.likelihood, head.layout.num_outputs)
             check_link(head, self.likelihood)
             for note in head.notes:
                 self.network.run.console.info(f"{head.name}: {note}")

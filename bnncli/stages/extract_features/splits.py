@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,13 @@ def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedMod
     return next(iter(named.values()), [str(index) for index in range(num_classes)])
 
 
+def label_notes(split: data.InputSplit) -> list[str]:
+    """What is said where columns look like labels, and nobody said that they are: a line, or none."""
+    columns = "+".join(data.columns_of_classes(split))
+    told = f"no labels were named, and columns are called as the model's: name them with label={columns}"
+    return [f"{split.name}: {told}"] if columns else []
+
+
 def input_notes(split: data.InputSplit, content: FeatureFile) -> list[str]:
     """What the model's own preprocessing did not do to a split, a line each: texts and clips that it cut, arrays that it does not take."""
     transform = split.preprocess.transform
@@ -159,14 +166,34 @@ def likelihood_of_splits(
         DataError: labels that are not what was said, or that may be several things.
     """
     labels = {split.spec: split.shown_labels for split in splits if split.is_labeled}
-    task = options.task or (MULTILABEL if saved is not None and saved.task == MULTILABEL else None)
+    told = None if saved is None or options.task is not None else saved.task
+    task = options.task or (MULTILABEL if told == MULTILABEL else None)
     try:
+        if told is not None:
+            _check_model_is_for(told, labels)
         found = data.common_task(labels, task)
     except BnnError as error:
         for split in splits:
             unreadable(split.name, error)
         raise
     return found if labels or task is not None else likelihood_of_run(run, [split.name for split in splits])
+
+
+def _check_model_is_for(told: str, labels: Mapping[str, np.ndarray | None]) -> None:
+    """Raise DataError where what a model says that it was made for is not what the labels are, and nobody said a task."""
+    for where, array in labels.items():
+        if told == MULTILABEL and array is not None and array.ndim == 1:
+            raise DataError(
+                f"{where}: an example has one class, and the model says that it was made for several labels",
+                hint="name a column for each label: label=A+B; or add \0task\0 multiclass",
+                code="bad_labels",
+            )
+        if told == "multiclass" and data.shows_several(array):
+            raise DataError(
+                f"{where}: an example has several labels, and the model says that it was made for one class",
+                hint=f"add \0task\0 {MULTILABEL} to take each of its outputs for a label by itself",
+                code="bad_labels",
+            )
 
 
 def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
@@ -184,11 +211,20 @@ def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
     return None
 
 
-def check_outputs(task: str | None, num_outputs: int) -> None:
-    """Raise UsageError where a head of so many outputs cannot be for the task that was said."""
-    why = None if task is None else why_unfit(task, num_outputs)
-    if why is not None:
-        raise UsageError(f"\0task\0 {task}: {why}")
+def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) -> None:
+    """Pass where a head of so many outputs can be for the task that was said, or for what the labels are.
+
+    Raises:
+        UsageError: it cannot be for the task.
+        DataError: it cannot be for the labels.
+    """
+    asked = task or likelihood
+    why = None if asked is None else why_unfit(asked, num_outputs)
+    if why is None:
+        return
+    if task is None:
+        raise DataError(f"an example has several labels, and {why}", code="bad_labels")
+    raise UsageError(f"\0task\0 {task}: {why}")
 
 
 def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:
