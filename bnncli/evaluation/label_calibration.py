@@ -60,7 +60,8 @@ def _drawn_gaps(sums: _Sums, generator: np.random.Generator) -> Gaps:
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.maximum(values, 0.0))
     calibrated, noise = (generator.standard_normal((NUM_DRAWS, len(root))) @ root.T for _ in range(2))
-    return Gaps(own.sum(axis=0), calibrated, noise, sums.stated.sum(axis=0)[is_used] < FEWEST_EVENTS)
+    events = (sums.stated / np.maximum(sums.size, 1)).sum(axis=0)  # the labels of one example may all be the same one
+    return Gaps(own.sum(axis=0), calibrated, noise, events[is_used] < FEWEST_EVENTS)
 
 
 def label_reliability(probs: NDArray, labels: NDArray, *, num_bins: int = NUM_BINS) -> Reliability:

@@ -131,6 +131,20 @@ def test_entropy_is_the_sum_over_the_labels_and_confidence_the_largest_probabili
     assert row(rows_of(probs, labels), "mean_entropy")["value"] == pytest.approx(expected.mean())
 
 
+def test_labels_that_are_the_same_ones_again_tell_nothing_more() -> None:
+    # Every interval, floor and test resamples examples: a label that stands there four times is no four labels.
+    probs, labels = draw_correlated(np.random.default_rng(3), 90, 0.05)
+    once, again = (rows_of(np.tile(probs, k), np.tile(labels, k), Bootstrap(40, 0.9, 0)) for k in (1, 4))
+    for one, four in zip(once, again, strict=True):
+        if one["name"] in ("mean_entropy", "mean_mutual_info"):  # sums over the labels, and nothing
+            continue
+        for name in ("value", "standard_error", "p_calibrated"):
+            assert one.get(name) == pytest.approx(four.get(name)), one
+        ends = [(row["interval"] or {}) if "interval" in row else {} for row in (one, four)]
+        for end in ("low", "high"):
+            assert ends[0].get(end) == pytest.approx(ends[1].get(end), abs=1e-9), one
+
+
 def test_without_labels_nothing_is_said_of_them_and_what_classes_need_is_not_there() -> None:
     probs, labels = predictions()
     rows = rows_of(probs, None)
@@ -214,12 +228,11 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_labels_are_correlat
     assert min(held.values()) >= 98, held
 
 
-def test_the_floor_is_what_a_calibrated_model_scores() -> None:
+def test_the_floor_is_what_a_calibrated_model_of_correlated_labels_scores() -> None:
     generator = np.random.default_rng(1)
     floors, values, p_values = [], [], []
     for trial in range(60):
-        probs = generator.uniform(0.05, 0.95, size=(60, 4))
-        labels = (generator.random(probs.shape) < probs).astype(np.uint8)
+        probs, labels = draw_correlated(generator, 60, 0.0)
         group = pooled_calibration(probs, labels, num_bins=10)
         (found,) = score_rows([group], ("test", 60), Bootstrap(2, 0.9, trial))
         floors.append(found["floor"])
