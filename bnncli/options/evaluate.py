@@ -58,7 +58,7 @@ class EvaluateOptions(Checked):
     curves: bool = option(False, "Add these curves to the rows of \0json\0, at most 200 points each.", numeric=False)
     per_class: bool = option(
         False,
-        "Add the values of every class to the rows of \0json\0: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest.",
+        "Show the scores of every class in a table of their own, and in the rows of \0json\0: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest; of several labels an example, NLL, Brier score, ECE and share of errors of each too.",
         numeric=False,
     )
     intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)

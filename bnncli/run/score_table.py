@@ -114,15 +114,16 @@ def _cell(metric: Mapping[str, Any] | None, intervals: bool) -> str:
     if metric is None or metric["value"] is None:
         return "-"
     digits = declared()[metric["name"]].digits
-    shown, ends = _number(metric["value"], digits), metric.get("interval")
+    shown, ends = number_text(metric["value"], digits), metric.get("interval")
     if metric.get("floor") is not None:
-        shown += f" (floor {_number(metric['floor'], digits)})"
+        shown += f" (floor {number_text(metric['floor'], digits)})"
     if metric.get("p_value") is not None:  # of a distance
-        shown += f" +- {_number(metric['standard_error'], digits)} (p {metric['p_value']:.2g})"
+        shown += f" +- {number_text(metric['standard_error'], digits)} (p {metric['p_value']:.2g})"
     if not intervals or ends is None:
         return shown
-    return f"{shown} [{_number(ends['low'], digits)}, {_number(ends['high'], digits)}]"
+    return f"{shown} [{number_text(ends['low'], digits)}, {number_text(ends['high'], digits)}]"
 
 
-def _number(value: float, digits: int) -> str:
+def number_text(value: float, digits: int) -> str:
+    """A number of a table, with so many decimals."""
     return f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no minus before a zero

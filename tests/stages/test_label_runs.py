@@ -17,6 +17,7 @@ from problems.outputs import table_rows
 
 import bnncli
 from bnncli.run.inputs import open_posterior
+from bnncli.stages.evaluate.class_table import class_table
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 
@@ -173,7 +174,14 @@ def test_evaluate_scores_what_is_stored_as_scikit_learn_does(cli: Cli, run: Path
         metrics.log_loss(labels.ravel(), probs.ravel().astype(float)), rel=1e-5
     )
     assert found["class_auroc"]["value"] == pytest.approx(metrics.roc_auc_score(labels, probs))
-    assert len(found["class_auroc"]["per_class"]) == NUM_LABELS
+    assert found["class_auroc"]["per_class"] == pytest.approx(metrics.roc_auc_score(labels, probs, average=None))
+    assert (row["classes"], row["class_counts"]) == (content.classes, labels.sum(axis=0).tolist())
+    table = cli("evaluate", run, "--bootstrap", 20, "--per-class", "--posterior", "hmc", "--split", "test").stdout
+    titles, *lines = [line.split("|") for line in table.splitlines() if line.count("|") > 8][2:]
+    cells = [dict(zip(map(str.strip, titles), map(str.strip, line), strict=True)) for line in lines]
+    assert [one["label"] for one in cells] == content.classes
+    assert [one["AUROC"] for one in cells] == [f"{value:.4f}" for value in found["class_auroc"]["per_class"]]
+    assert [one["examples"] for one in cells] == [str(count) for count in labels.sum(axis=0)]
     assert found["auroc"]["ood"] == "far"
     far = np.asarray(read_predictions(folder_of(run) / "predictions/hmc.mc/far.h5").probs).max(axis=1)
     expected = metrics.roc_auc_score(np.repeat([1, 0], [120, 40]), np.concatenate([probs.max(axis=1), far]))
@@ -193,6 +201,15 @@ def test_the_table_shows_what_matters_of_labels_and_says_what_it_is(cli: Cli, ru
     assert "it is not for several labels an example" in done.stderr
     asserted = ("--assert", "hamming_loss<=0.5", "--assert", "class_auroc:micro>=0.5")
     assert cli("evaluate", run, "--bootstrap", 20, *asserted).code == 0
+
+
+def test_the_table_of_classes_that_exclude_each_other_has_their_recall() -> None:
+    metrics = [{"name": "balanced_accuracy", "value": 0.7, "per_class": [0.5, None]}, {"name": "nll", "value": 1.0}]
+    names = {"split": "test", "posterior": "map", "variant": "plug-in", "classes": ["a", "b"], "class_counts": [2, 0]}
+    table = class_table([{**names, "metrics": metrics}])
+    assert table is not None
+    assert table.columns == ["split", "posterior", "integrator", "class", "examples", "recall"]
+    assert [row[3:] for row in table.rows] == [["a", "2", "0.5000"], ["b", "0", "-"]]
 
 
 @pytest.mark.long

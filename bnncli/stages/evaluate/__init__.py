@@ -18,6 +18,7 @@ from bnncli.run.score_rows import group_rows, warn_of_rare_classes
 from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
 from bnncli.scores import declared, further_names
+from bnncli.stages.evaluate.class_table import class_table, with_classes
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.features import evaluate_features, row_name
 from bnncli.stages.evaluate.reference import Reference, open_reference
@@ -72,12 +73,15 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
-        rows = _shown(run, options, rows if options.per_class else [_without_classes(row) for row in rows])
+        rows = with_classes(rows, groups) if options.per_class else [_without_classes(row) for row in rows]
+        rows = _shown(run, options, rows)
         notes = [*_legend(options, rows), *reference.doubts()]
         notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(
             score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
         )
+        of_classes = class_table(rows) if options.per_class else None
+        total.tables += [of_classes] if of_classes is not None else []
         failed = failure_text(checks)
         total.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     else:
@@ -133,7 +137,7 @@ def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
     if any(recorded_name(row) is not None for row in rows):
         lines.append(
             "several labels an example: accuracy is of examples with every label right (at 0.5); NLL, Brier score and ECE are of "
-            "each label's decision; class AUROC and average precision are means over labels"
+            "each label's decision; class AUROC and average precision are means over labels; max_prob is of the likeliest label"
         )
     if options.intervals:
         lines.append(
