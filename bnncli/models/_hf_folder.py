@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ TOKENIZER = (
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _CLASSIFIER = re.compile(r"\w+For(Sequence|Image|Audio)Classification\w*")
 _NO_NAME = re.compile(r"LABEL_\d+")
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_PATIENCE = 30.0  # seconds for the first answer; without a limit the library waits for one for ever
 
 
 def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
@@ -50,10 +52,12 @@ def folder_of(place: str, *, option: str, allow_download: bool) -> Path:
     hub = require("huggingface_hub", extra="hf")
     wanted = ["*.json", "*.txt", "*.model", "*.spm", "*.safetensors"]
     try:
-        try:
-            return Path(hub.snapshot_download(place, allow_patterns=wanted, local_files_only=True))
-        except FileNotFoundError:  # it is not on this machine yet
-            return Path(hub.snapshot_download(place, allow_patterns=wanted))
+        with suppress(FileNotFoundError):  # it is not on this machine yet
+            there = Path(hub.snapshot_download(place, allow_patterns=wanted, local_files_only=True))
+            if next(there.glob("*.safetensors"), None) is not None:  # else a tokenizer alone, or the like
+                return there
+        hub.model_info(place, timeout=_PATIENCE)
+        return Path(hub.snapshot_download(place, allow_patterns=wanted))
     except Exception as error:  # of the library, of the network, of the disk
         why = " ".join(str(error).split())[:200]
         raise MissingInput(f"{option}: {place!r} could not be fetched: {why}", path=folder) from error

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bnncli.data import Transformed, at_rate
-from bnncli.errors import DataError
+from bnncli.errors import DataError, Untrusted
 from bnncli.machine.json_files import read_object
 from bnncli.models._extra import part, require
 from bnncli.models._hf_folder import PROCESSOR, TOKENIZER, feature_extractor, files_like
@@ -72,9 +72,11 @@ class Images:
     takes: str = "images"
 
     def __call__(self, items: Sequence[Any]) -> Transformed:
-        """Pixels (n, C, H, W) float32, and what goes with them, by name."""
+        """Pixels (n, C, H, W) float32, and what goes with them, by name; photographs are turned upright, as the library's load_image does."""
+        from PIL import ImageOps  # here, for its time
+
         processor = _loaded("AutoImageProcessor", self.folder, self.digest)
-        found = processor(images=list(items), return_tensors="pt")
+        found = processor(images=[ImageOps.exif_transpose(item) for item in items], return_tensors="pt")
         return Transformed({name: tensor.numpy() for name, tensor in found.items()})
 
     def to_json(self) -> dict[str, Any]:
@@ -227,6 +229,7 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
 
     Raises:
         DataError: the library cannot make it of the folder's files.
+        Untrusted: it is code in the folder.
     """
     maker = part(require("transformers", extra="hf"), auto, extra="hf")
     try:
@@ -234,6 +237,11 @@ def _loaded(auto: str, folder: str, digest: str) -> Any:
     except Exception as error:  # the library's own, of what is in the files
         why = " ".join(str(error).split())[:200]
         what = {"AutoTokenizer": "tokenizer", "AutoFeatureExtractor": "feature extractor"}.get(auto, "image processor")
+        if "trust_remote_code" in why or "custom code" in why:
+            raise Untrusted(
+                f"{quoted(folder, limit=300)}: its {what} is code of its own (auto_map), which is never run",
+                path=folder,
+            ) from error
         raise DataError(f"{quoted(folder, limit=300)}: its {what} cannot be loaded: {why}", path=folder) from error
 
 

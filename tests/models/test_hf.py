@@ -187,9 +187,47 @@ def test_a_download_is_asked_for_only_where_it_is_allowed(tmp_path: Path, monkey
             raise FileNotFoundError(name)
         return str(folder)
 
-    monkeypatch.setattr(library("huggingface_hub"), "snapshot_download", fetch)
+    hub = library("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "model_info", lambda name, *, timeout: asked.append((name, 0 < timeout <= 60)))
     assert open_model("hf:some/model", Asked(allow_download=True)).files[0] == folder / "config.json"
-    assert asked == [("some/model", True), ("some/model", False)]
+    assert asked == [("some/model", True), ("some/model", True), ("some/model", False)]
+
+
+def test_what_is_on_this_machine_is_not_asked_for_unless_its_weights_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked, hub = image_folder(tmp_path / "model"), [], library("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **named: str(folder))
+    monkeypatch.setattr(hub, "model_info", lambda name, *, timeout: asked.append(name))
+    open_model("hf:some/model", Asked(allow_download=True))
+    assert not asked
+    (folder / "model.safetensors").unlink()  # as where a tokenizer alone was fetched
+    open_model("hf:some/model", Asked(allow_download=True))
+    assert asked == ["some/model"]
+    for name in ("../model", "-x", ".hidden/model"):
+        with pytest.raises(MissingInput, match="no folder"):
+            open_model(f"hf:{name}", Asked(allow_download=True))
+
+
+def test_photographs_are_upright_as_the_library_loads_them(tmp_path: Path) -> None:
+    folder, turned = image_folder(tmp_path / "model"), Image.Exif()
+    turned[0x112] = 6  # a quarter
+    Image.fromarray(np.arange(24 * 40 * 3, dtype=np.uint8).reshape(24, 40, 3)).save(tmp_path / "a.png", exif=turned)
+    loaded = transformers.image_utils.load_image(str(tmp_path / "a.png"))
+    assert loaded.size == (24, 40)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    found = open_model(f"hf:{folder}", Asked()).transform([Image.open(tmp_path / "a.png").convert("RGB")])  # type: ignore[misc]
+    np.testing.assert_array_equal(found.inputs["pixel_values"], processor(loaded, return_tensors="np")["pixel_values"])  # type: ignore[call-overload]
+
+
+def test_a_processor_that_is_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "model")
+    config = {"auto_map": {"AutoImageProcessor": "own.Own"}, "image_processor_type": "Own"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise AssertionError('it was run')\n")
+    with pytest.raises(Untrusted, match=r"its image processor is code of its own \(auto_map\), which is never run"):
+        open_model(f"hf:{folder}", Asked()).transform([pictures()[0]])  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
