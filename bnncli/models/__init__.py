@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from bnncli import registry
 from bnncli.errors import UsageError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from bnncli.data import Transform
 
-__all__ = ["Asked", "SavedModel", "is_kind", "open_model"]
+__all__ = ["Asked", "Published", "SavedModel", "is_kind", "open_model"]
 
 _FAMILY = "models"
 
@@ -71,6 +71,17 @@ class SavedModel(Protocol):
         Raises:
             DataError: names or shapes of the weights do not fit the network.
             UsageError: its library is missing.
+        """
+
+
+@runtime_checkable
+class Published(Protocol):
+    """A saved model whose library knows what the outputs of published weights are called."""
+
+    def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
+        """Names of so many outputs, index = output; None where the published weights have another number.
+
+        The checkpoint may be of other weights: names that the data have go before these. The library is imported.
         """
 
 

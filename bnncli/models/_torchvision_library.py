@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -41,6 +42,12 @@ def _torch() -> str:
 def stacked(transform: Callable[[Any], Any], items: Sequence[Any]) -> Transformed:
     """What a transform of single images makes of several: (n, C, H, W) float32."""
     return Transformed(np.stack([transform(item).numpy() for item in items]).astype(np.float32, copy=False))
+
+
+def told_apart(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with its number after each that several classes have: a crane is a bird, and a machine."""
+    counts = Counter(names)
+    return tuple(name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.machine.json_files import read_object
 from bnncli.models import Asked
 from bnncli.models._extra import require
-from bnncli.models._torchvision_library import building, require_torchvision, stacked
+from bnncli.models._torchvision_library import building, require_torchvision, stacked, told_apart
 from bnncli.names import listed, quoted
 from bnncli.options.parts import Form
 
@@ -118,6 +118,17 @@ class TimmModel:
             )
         fill_network(network, state, f"timm:{self.place}")
         return network.float().eval()
+
+    def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
+        """Those of the part of ImageNet that the pretrained_cfg is for, by its number of classes, as timm itself tells it."""
+        config = self.config if self.config is not None else _config_of(self.network)
+        if config.get("num_classes") != num_classes:
+            return None
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+
+        subset = infer_imagenet_subset({"num_classes": num_classes})
+        info = None if subset is None else ImageNetInfo(subset)
+        return None if info is None else told_apart([info.index_to_description(index) for index in range(num_classes)])
 
 
 def open_model(place: str, asked: Asked) -> TimmModel:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import UsageError
 from bnncli.models import Asked
-from bnncli.models._torchvision_library import building, require_torchvision, stacked
+from bnncli.models._torchvision_library import building, require_torchvision, stacked, told_apart
 from bnncli.names import listed
 from bnncli.options.parts import Form
 
@@ -90,6 +90,11 @@ class Builder:
             network: nn.Module = make(**arguments)
         fill_network(network, state, f"torchvision:{self.name}")
         return network.float().eval()
+
+    def published_classes(self, num_classes: int) -> tuple[str, ...] | None:
+        """Those of WEIGHTS."""
+        names = () if self.transform is None else _weights(self.name, self.transform.weights).meta["categories"]
+        return told_apart(names) if len(names) == num_classes else None
 
 
 def open_model(place: str, asked: Asked) -> Builder:

@@ -100,6 +100,18 @@ def test_a_tag_and_an_image_size_change_what_is_done(timm: Any) -> None:
     assert seen[2].shape[-1] == 96
 
 
+def test_outputs_of_published_weights_have_the_names_of_imagenet(timm: Any) -> None:
+    from timm.data import ImageNetInfo
+
+    saved: Any = open_model("timm:resnet50.a1_in1k", Asked())
+    names, info = saved.published_classes(1000), ImageNetInfo()
+    assert names[0] == info.index_to_description(0) == "tench, Tinca tinca"
+    assert (names[134], names[517]) == ("crane (134)", "crane (517)")
+    assert len({*names}) == 1000
+    assert saved.published_classes(3) is None
+    assert open_model("timm:resnet50.fb_swsl_ig1b_ft_in1k", Asked()).published_classes(21843) is None  # type: ignore[attr-defined]
+
+
 def test_grey_images_are_taken_where_the_folder_has_one_mean(tmp_path: Path, timm: Any) -> None:
     config = {"mean": (0.5,), "std": (0.25,), "input_size": (1, 32, 32)}
     network = timm.create_model("resnet10t", num_classes=3, in_chans=1).eval()

@@ -17,6 +17,7 @@ from problems.optional_libraries import library
 
 from bnncli.errors import BnnError, DataError, UsageError
 from bnncli.models import Asked, open_model
+from bnncli.storage.features import read_features
 
 SMALL = "shufflenet_v2_x0_5"
 
@@ -57,6 +58,25 @@ def test_weights_name_a_transform_and_without_them_inputs_are_arrays() -> None:
     transform = open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", Asked()).transform
     assert transform.to_json() == {"library": "torchvision", "network": SMALL, "weights": "IMAGENET1K_V1"}
     assert np.asarray(transform(IMAGES).inputs).dtype == np.float32
+
+
+def test_outputs_of_published_weights_have_their_names_where_the_data_have_none(
+    cli: Cli, tmp_path: Path, models: Any
+) -> None:
+    torch.save(models.get_model(SMALL).state_dict(), tmp_path / "net.pt")
+    images_in(tmp_path / "data", ("a", "b"))
+    np.savez(tmp_path / "x.npz", x=np.zeros((3, 40, 40, 3), np.uint8), y=[0, 134, 999])
+    words = ("extract-features", tmp_path / "net.pt", "--model", f"torchvision:{SMALL}:IMAGENET1K_V1", "--data")
+    done = cli(*words, f"test=npz:{tmp_path}/x.npz")
+    assert "names of those of the published weights: 'tench', 'goldfish'" in done.stderr
+    classes = read_features(tmp_path / "net.pt.bnn/features/test.h5").classes
+    names = models.get_model_weights(SMALL)["IMAGENET1K_V1"].meta["categories"]
+    assert [classes[0], classes[999]] == [names[0], names[999]] == ["tench", "toilet tissue"]
+    assert len({*classes}) == 1000
+    done = cli(*words, f"other=images:{tmp_path}/data", "--json")
+    assert "whole numbers: the network's outputs" in done.json["error"]["hint"]
+    assert open_model(f"torchvision:{SMALL}:IMAGENET1K_V1", Asked()).published_classes(3) is None  # type: ignore[attr-defined]
+    assert open_model(f"torchvision:{SMALL}", Asked()).published_classes(1000) is None  # type: ignore[attr-defined]
 
 
 def test_classes_are_counted_where_a_builder_looks_at_its_tensors(models: Any) -> None:

@@ -12,7 +12,8 @@ from bnncli.data import InputSplit
 from bnncli.extraction import padding
 from bnncli.extraction.features import Extracted, Head
 from bnncli.extraction.head import check_link
-from bnncli.models import SavedModel
+from bnncli.models import Published, SavedModel
+from bnncli.names import listed
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.network import Network
 from bnncli.run.produce import Request
@@ -76,7 +77,14 @@ class NetworkFeatures:
     def classes(self) -> list[str]:
         """Names of the classes; without a head as many as the labels show."""
         if self.head is not None:
-            return class_names(self.splits, self.head.layout.num_classes, self.network.saved)
+            names = class_names(self.splits, self.head.layout.num_classes, self.network.saved)
+            if isinstance(self.network.saved, Published) and self.network.saved.published_classes(len(names)) == (
+                *names,
+            ):
+                self.network.run.console.info(
+                    f"classes have the names of those of the published weights: {listed(names, limit=3)}"
+                )
+            return names
         named = [split for split in self.splits if split.classes and not split.is_ood]
         if named:
             return class_names(self.splits, len(named[0].classes or ()), None)

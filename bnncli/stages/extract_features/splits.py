@@ -13,7 +13,7 @@ from bnncli import data
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
 from bnncli.likelihoods import MULTILABEL, recorded_name, why_unfit
 from bnncli.machine import user_code
-from bnncli.models import SavedModel, is_kind
+from bnncli.models import Published, SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.model_files import ModelFiles, opened_model
@@ -81,7 +81,7 @@ def open_splits(
 
 
 def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedModel | None) -> list[str]:
-    """Names of the classes: the model's where it has names, else the data's, else 0, 1, 2, ...
+    """Names of the classes: the model's where it has names, else the data's, else those of published weights, else 0, 1, 2, ...
 
     Raises:
         DataError: the model or the data name another number of classes than the network has, or data differ in their names.
@@ -102,9 +102,13 @@ def class_names(splits: list[data.InputSplit], num_classes: int, saved: SavedMod
             )
         if len(names) != num_classes:
             raise DataError(
-                f"split {name!r} has {len(names)} classes, the network has {num_classes}", code="class_mismatch"
-            )
-    return next(iter(named.values()), [str(index) for index in range(num_classes)])
+                f"split {name!r} has {len(names)} classes, the network has {num_classes}", code="class_mismatch",
+                hint="give labels as whole numbers: the network's outputs from 0 on",
+            )  # fmt: skip
+    if named:
+        return next(iter(named.values()))
+    published = saved.published_classes(num_classes) if isinstance(saved, Published) else None
+    return [str(index) for index in range(num_classes)] if published is None else list(published)
 
 
 def label_notes(split: data.InputSplit) -> list[str]:
