@@ -56,15 +56,18 @@ def _other_weights(saved: Mapping[str, Any], key: str, state: Mapping[str, Tenso
     """What a reader should be told of other weights for the same names, where those of `key` are taken: raw or averaged ones."""
     if _is_lightnings_average(saved, key):
         return (f"averaged weights {quoted(key)} were picked, not the raw ones of {quoted(_LIGHTNINGS_RAW)}",)
-    names = _names_behind(state)
-    others = [".".join(path) for path, other in _dictionaries(saved) if names <= _names_behind(other)]
-    averaged = [other for other in others if other != key and is_averaged(other)]
-    return tuple(f"raw weights were picked, not the averaged ones (\0state\0 {other})" for other in averaged[:1])
+    own = _by_plain_names(state)
+    for path, other in _dictionaries(saved):
+        name, theirs = ".".join(path), _by_plain_names(other)
+        if name != key and is_averaged(name) and own.keys() <= theirs.keys():
+            is_same = all(torch.equal(own[one], theirs[one]) for one in own if isinstance(theirs[one], Tensor))
+            return () if is_same else (f"raw weights were picked, not the averaged ones (\0state\0 {name})",)
+    return ()
 
 
-def _names_behind(state: Mapping[str, Any]) -> set[str]:
-    """Names without the `module.` of data parallel training and of averages."""
-    return {name.removeprefix("module.") for name in state}
+def _by_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by their names without the `module.` of data parallel training and of averages."""
+    return {name.removeprefix("module."): value for name, value in state.items()}
 
 
 def _is_lightnings_average(saved: Any, key: str) -> bool:

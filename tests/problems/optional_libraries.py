@@ -16,7 +16,7 @@ import torch
 
 def library(name: str) -> ModuleType:
     """The library; the test file that asks for it is skipped where it is not installed."""
-    if name in ("peft", "timm", "torchvision", "transformers"):
+    if name in ("lightning", "peft", "timm", "torchvision", "transformers"):
         _torchvision_operators()
     return cast(ModuleType, pytest.importorskip(name))
 
