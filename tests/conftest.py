@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import shutil
@@ -19,6 +20,17 @@ from problems.command_line import SCRIPT, STEPS, Cli, Invocation
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the console script sets it, before torch is imported
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))  # all cores, shared
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """What is imported and collected stays: the garbage collector looks at it neither now nor whenever it looks at everything."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

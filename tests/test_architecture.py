@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -54,6 +56,18 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree_of(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """On one worker; a million nodes that stay are not for the garbage collector, and go when the tests are done."""
+    gc.disable()
+    for path in MODULES:
+        nodes_of(path)
+    yield
+    tree_of.cache_clear()
+    nodes_of.cache_clear()
+    gc.enable()
 
 
 def imported(path: Path) -> set[str]:
