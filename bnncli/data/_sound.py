@@ -48,7 +48,7 @@ def check_decodable(names: Iterable[str]) -> None:
     """Nothing, when files of these names can be decoded. Raises UsageError where that needs a library that is not there."""
     if find_spec("soundfile") is None:
         for name in names:
-            if os.path.splitext(name)[1].lower() not in _WAV:
+            if os.path.splitext(name)[1].lower() in SUFFIXES - _WAV:
                 raise _no_library(f"to decode {quoted(name)}")
 
 

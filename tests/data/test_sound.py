@@ -197,6 +197,7 @@ def test_a_dataset_gives_clips_as_others_do(tmp_path: Path) -> None:
         ("audio:empty", DataError, "no audio files in empty"),
         ("audio:none", MissingInput, "no folder 'none'"),
         ("csv:a.csv", MissingInput, "no file 'gone.wav'"),
+        ("csv:b.csv:audio=text", MissingInput, "no file 'gone'"),
         ("csv:b.csv", UsageError, "no column of 'b.csv' could be the audio"),
     ],
 )
@@ -208,7 +209,7 @@ def test_what_is_missing_is_said_in_a_line(
     np.savez("odd.npz", x=np.zeros((2, 9), np.float32), sampling_rate=0.5)
     Path("empty").mkdir()
     Path("a.csv").write_text("path,label\ngone.wav,0\n")
-    Path("b.csv").write_text("text,label\ngone.wav,0\n")
+    Path("b.csv").write_text("text,label\ngone,0\n")
     with pytest.raises(error, match=message) as told:
         load_split(spec, preprocess=HEARD).dataset.read(np.array([0]))
     assert "\n" not in told.value.message

@@ -113,7 +113,7 @@ def test_other_rates_are_resampled_channels_averaged_and_both_counted(tmp_path: 
 
 def test_a_run_on_clips_is_that_of_images(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, data = audio_folder(tmp_path / "model"), write_clips(tmp_path / "train")
-    (data / "same" / "7.wav").write_bytes(encoded(np.stack([clip(0.2, 8_000)] * 2, axis=1), 8_000))
+    (data / "better" / "1.wav").write_bytes(encoded(np.stack([clip(0.2, 8_000)] * 2, axis=1), 8_000))
     words = ["extract-features", str(folder), "--model", f"hf:{folder}", "--data", f"train=audio:{data}"]
     words += ["--batch-size", "3", "--save-every", "0"]
     done = cli(*words, "--run-dir", tmp_path / "whole.bnn", "--num-workers", "1")
@@ -129,15 +129,17 @@ def test_a_run_on_clips_is_that_of_images(tmp_path: Path, cli: Cli, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(FeatureStore, "_add", add)
         assert cli(*words).code == 143
-    assert "resuming after 3 rows of train" in cli(*words, "--resume").stderr
+    resumed = cli(*words, "--resume").stderr
+    assert "resuming after 3 rows of train" in resumed
+    assert "train: 1 of 8 clips were resampled" in resumed  # which was before the interruption
     whole, found = (read_features(tmp_path / run / "features/train.h5") for run in ("whole.bnn", "model.bnn"))
     assert found.header is not None
     assert whole.header is not None
     assert found.header.content_digest == whole.header.content_digest
     assert "up to date" in cli(*words).stderr
     run = bnncli.open(folder, model=f"hf:{folder}")
-    given = [{"array": samples, "sampling_rate": 16_000} for samples in (clips()[0], clips()[3])]
-    np.testing.assert_allclose(run.features(given), whole.features[:2], atol=1e-6)
+    given = [{"array": samples, "sampling_rate": 16_000} for samples in (clips()[3], clips()[6])]
+    np.testing.assert_allclose(run.features(given), whole.features[2:4], atol=1e-6)
     assert f"--model hf:{folder} --data train=audio:TRAIN" in cli("inspect", folder).stdout
     assert f"--data train=audio:{data}" in cli("inspect", data).stdout
 
