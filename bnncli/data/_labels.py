@@ -36,6 +36,7 @@ def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray
     if labels.ndim == 2 and labels.shape[1] == 1:
         raise DataError(f"{where}: {rule}; got shape {labels.shape}", hint="save labels[:, 0]", code="bad_labels")
     if labels.ndim == 2 and labels.size:
+        _check_known(labels, where)
         found, hint = explain_matrix(labels)
         raise DataError(f"{where}: {rule}; got shape {labels.shape}{found}", hint=hint, code="bad_labels")
     if labels.shape != (num_rows,):
@@ -49,6 +50,17 @@ def check_labels(labels: np.ndarray, *, num_rows: int, where: str) -> np.ndarray
         raise DataError(f"{where}: {rule}; row {first} has {labels[first]}", code="bad_labels")
     check_largest(int(labels.max(initial=0)), f"{where}: {rule}; row {int(labels.argmax()) if len(labels) else 0}")
     return labels.astype(np.int64)
+
+
+def _check_known(labels: np.ndarray, where: str) -> None:
+    """Raise DataError where zeros and ones (N, L) have NaN or -1 among them."""
+    if labels.dtype.kind not in "iuf":
+        return
+    is_unknown = np.isnan(labels) | (labels == -1)
+    if is_unknown.any() and np.isin(labels[~is_unknown], (0, 1)).all():
+        row, column = np.argwhere(is_unknown)[0]
+        message = f"{where}: it is not known whether row {row} has label {column} ({labels[row, column]:g})"
+        raise DataError(message, code="bad_labels", hint=IF_UNKNOWN)
 
 
 def is_matrix(labels: np.ndarray) -> bool:
@@ -110,13 +122,6 @@ def explain_matrix(labels: np.ndarray) -> tuple[str, str]:
     """What labels (N, C) are instead of labels (N,), and what to do with them."""
     if labels.dtype.kind not in "biuf":
         return f" of type {labels.dtype}", f"{_ONE_CLASS}: save the number of its class"
-    is_unknown = np.isnan(labels) | (labels == -1)
-    if is_unknown.any() and np.isin(labels[~is_unknown], (0, 1)).all():
-        row, column = np.argwhere(is_unknown)[0]
-        return (
-            f", and row {row} has {labels[row, column]:g} for label {column}: not known whether it is there",
-            IF_UNKNOWN,
-        )
     if np.isin(labels, (0, 1)).all():
         counts = (labels != 0).sum(axis=1)
         odd = np.flatnonzero(counts != 1)

@@ -20,11 +20,12 @@ from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, Scor
 
 
 class _Sums(NamedTuple):
-    """Sums (N, B) over the labels of each example whose probability lies in each bin: how many, probabilities, ones."""
+    """Sums (N, B) over the labels of each example whose probability lies in each bin: how many, probabilities, ones, p (1 - p)."""
 
     size: Floats
     stated: Floats
     observed: Floats
+    variance: Floats
 
 
 def pooled_calibration(probs: NDArray, labels: NDArray | None, *, num_bins: int = NUM_BINS) -> ScoreGroup:
@@ -52,7 +53,10 @@ def pooled_calibration(probs: NDArray, labels: NDArray | None, *, num_bins: int 
 
 
 def _drawn_gaps(sums: _Sums, generator: np.random.Generator) -> Gaps:
-    """Gaps of the bins that hold anything, with normal noise of the covariance that the examples' own gaps have."""
+    """Gaps of the bins that hold anything, with normal noise of the covariance that the examples' own gaps have.
+
+    A calibrated model's have no less in all than those of independent labels: examples that are all alike show none.
+    """
     is_used = sums.size.sum(axis=0) > 0
     own = (sums.stated - sums.observed)[:, is_used]
     centred = own - own.mean(axis=0)
@@ -60,13 +64,16 @@ def _drawn_gaps(sums: _Sums, generator: np.random.Generator) -> Gaps:
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.maximum(values, 0.0))
     calibrated, noise = (generator.standard_normal((NUM_DRAWS, len(root))) @ root.T for _ in range(2))
+    independent = sums.variance.sum(axis=0)[is_used]
+    lacking = max(0.0, 1 - float(np.trace(covariance)) / max(float(independent.sum()), 1e-300))
+    calibrated = calibrated + generator.standard_normal(calibrated.shape) * np.sqrt(lacking * independent)
     events = (sums.stated / np.maximum(sums.size, 1)).sum(axis=0)  # the labels of one example may all be the same one
     return Gaps(own.sum(axis=0), calibrated, noise, events[is_used] < FEWEST_EVENTS)
 
 
 def label_reliability(probs: NDArray, labels: NDArray, *, num_bins: int = NUM_BINS) -> Reliability:
     """Counts, mean probabilities and shares of labels that are there, in bins of equal width of all N L probabilities."""
-    totals = [part.sum(axis=0) for part in _sums(probs, labels, num_bins)]
+    totals = [part.sum(axis=0) for part in _sums(probs, labels, num_bins)[:3]]
     size = np.where(totals[0] > 0, totals[0], np.nan)
     edges = np.linspace(0.0, 1.0, num_bins + 1)
     return Reliability(edges, totals[0].astype(np.int64), confidence=totals[1] / size, accuracy=totals[2] / size)
@@ -74,11 +81,11 @@ def label_reliability(probs: NDArray, labels: NDArray, *, num_bins: int = NUM_BI
 
 def _sums(probs: NDArray, labels: NDArray, num_bins: int) -> _Sums:
     edges = np.linspace(0.0, 1.0, num_bins + 1)
-    found = np.zeros((3, len(probs), num_bins))
+    found = np.zeros((4, len(probs), num_bins))
     for rows in row_blocks(*probs.shape):
         block, own = np.array(probs[rows], dtype=np.float64), np.asarray(labels[rows]) != 0
         place = np.searchsorted(edges[1:-1], block, side="left") + num_bins * np.arange(len(block))[:, None]
-        for total, values in zip(found, (np.ones_like(block), block, own), strict=True):
+        for total, values in zip(found, (np.ones_like(block), block, own, block * (1 - block)), strict=True):
             sums = np.bincount(place.ravel(), weights=values.ravel(), minlength=len(block) * num_bins)
             total[rows] = sums.reshape(len(block), num_bins)
     return _Sums(*found)

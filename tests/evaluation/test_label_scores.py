@@ -145,6 +145,14 @@ def test_labels_that_are_the_same_ones_again_tell_nothing_more() -> None:
             assert ends[0].get(end) == pytest.approx(ends[1].get(end), abs=1e-9), one
 
 
+def test_examples_that_are_all_alike_have_a_floor_all_the_same() -> None:
+    # They show no noise of their own; a calibrated model of independent labels has some: 100 coins, 5 of 100 off on average.
+    probs, labels = np.full((50, 2), 0.48), np.tile(np.array([[0, 1]], np.uint8), (50, 1))
+    found = row(rows_of(probs, labels), "ece", average="micro")
+    assert found["floor"] == pytest.approx(np.sqrt(2 / np.pi * 0.48 * 0.52 / 100), rel=0.06)
+    assert found["p_calibrated"] > 0.5
+
+
 def test_without_labels_nothing_is_said_of_them_and_what_classes_need_is_not_there() -> None:
     probs, labels = predictions()
     rows = rows_of(probs, None)

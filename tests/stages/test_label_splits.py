@@ -145,7 +145,7 @@ def test_a_label_that_is_not_known_is_refused_by_its_place(cli: Cli, folder: Pat
     spec = save_split(folder / "d.npz", labels)
     done = cli("extract-features", "net.pt", "--model", "net.py:make", "--data", f"train={spec}", "--json")
     assert done.code == 65
-    assert f"row 2 has {value:g} for label 3: not known whether it is there" in done.json["error"]["message"]
+    assert f"it is not known whether row 2 has label 3 ({value:g})" in done.json["error"]["message"]
     assert "leave out the rows" in done.json["error"]["hint"]
 
 
