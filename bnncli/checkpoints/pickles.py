@@ -34,6 +34,7 @@ _HARMLESS = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_\w+|torch\.(\w+Storage|Size|device|dtype)"
     r"|torch\.storage\.(Untyped|Typed)Storage|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|_codecs\.encode"
 )
+_OF_RANKS = "torch.distributed.tensor."  # which ask for the processes that saved them
 _MAX_PICKLES = 5
 _MAX_OPCODES = 1_000_000
 
@@ -51,9 +52,10 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
 
     Raises:
         Untrusted: loading it would need code; the message lists which.
-        DataError: truncated or damaged.
+        DataError: truncated or damaged, or one rank's part of a network.
         OSError, MemoryError, RuntimeError: the disk or the machine failed, as is_failure and is_short_of_memory tell.
     """
+    _refuse_parts(stream, kind)
     with torch.serialization.safe_globals([(made, name) for name, made in STAND_INS.items()]):
         if unsafe := _unsafe_globals(stream, kind):
             raise needs_trust(unsafe)
@@ -75,11 +77,14 @@ def load_tensors(stream: IO[bytes], *, kind: str) -> Any:
 
 def load_trusted(stream: IO[bytes]) -> Any:
     """What a pickle or torch file holds, loaded with all its code: the file can do whatever the user can."""
+    kind = sniff(stream)
+    if kind != "pickle":
+        _refuse_parts(stream, "torch-zip" if kind == "zip" else kind)
     stream.seek(0)
     if (folder := str(Path.cwd())) not in sys.path:  # where the user's own classes most likely are, as for python -m
         sys.path.insert(0, folder)
     try:
-        if sniff(stream) == "pickle":
+        if kind == "pickle":
             return pickle.load(stream)
         return torch.load(stream, map_location="cpu", weights_only=False)
     except (*_DAMAGE, ImportError) as error:
@@ -87,6 +92,16 @@ def load_trusted(stream: IO[bytes]) -> Any:
             f"the pickle could not be loaded: {type(error).__name__}: {_plain(str(error))}", code="unpicklable",
             hint="the modules that defined its classes must be importable here",
         ) from error  # fmt: skip
+
+
+def _refuse_parts(stream: IO[bytes], kind: str) -> None:
+    """Nothing, unless a torch file holds one rank's part of a network: then DataError."""
+    if any(name.startswith(_OF_RANKS) for name in list_globals(stream, kind)):
+        raise DataError(
+            "its tensors are one rank's parts of a network that was spread over several (DTensor)", code="sharded",
+            hint="save all of it where it runs (get_model_state_dict with full_state_dict=True), or a folder with "
+            "torch.distributed.checkpoint, which bnncli convert makes one file of",
+        )  # fmt: skip
 
 
 def needs_trust(names: list[str]) -> Untrusted:

@@ -37,6 +37,7 @@ EXTRA: str | None = "peft"
 TAKES: tuple[str, ...] = ("base_model", "allow_download")
 
 _ADAPTER, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_CHOOSERS = {"XLORA": "mixes adapters of other folders for each input"}  # which would be fetched
 _PROMPTS = ("PROMPT", "PREFIX", "P_TUNING")  # kinds of adapters that are more inputs, not other weights
 
 
@@ -109,10 +110,9 @@ def open_model(place: str, asked: Asked) -> Adapted:
 def _weights(folder: Path, adapter: Mapping[str, Any]) -> Path:
     """The adapter's own file. Raises MissingInput, or DataError where its kind is not supported."""
     where, kind = quoted(folder, limit=300), str(adapter.get("peft_type")).upper()
-    if any(word in kind for word in _PROMPTS):
-        message = (
-            f"{where}: an adapter of kind {kind} adds inputs and cannot be merged into weights, which is not supported"
-        )
+    does = "adds inputs" if any(word in kind for word in _PROMPTS) else _CHOOSERS.get(kind)
+    if does is not None:
+        message = f"{where}: an adapter of kind {kind} {does} and cannot be merged into weights, which is not supported"
         raise DataError(message, code="not_supported", path=folder / ADAPTER_CONFIG)
     if (folder / _ADAPTER).is_file():
         return folder / _ADAPTER

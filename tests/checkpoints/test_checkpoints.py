@@ -252,6 +252,14 @@ def test_programs_are_refused_as_code(tmp_path: Path, kind: str, trust: bool) ->
         convert_checkpoint(path, trust_pickle=trust)
 
 
+@pytest.mark.parametrize("trust", [False, True])
+def test_one_ranks_part_of_a_network_is_told(tmp_path: Path, trust: bool) -> None:
+    path = write_zip(tmp_path / "a.pt", [("m/data.pkl", b"\x80\x02ctorch.distributed.tensor\nDTensor\n.")])
+    with pytest.raises(DataError, match=r"one rank's parts of a network .*\(DTensor\)") as told:
+        convert_checkpoint(path, trust_pickle=trust)
+    assert "torch.distributed.checkpoint" in str(told.value.hint)
+
+
 def test_a_real_torchscript_file_is_recognised(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of which category the deprecation is, depends on torch's release

@@ -142,6 +142,12 @@ def test_a_weight_that_is_in_neither_folder_is_named(tmp_path: Path) -> None:
         ({}, None, UsageError, "is an adapter of 'some/base', which is no folder here"),
         ({"base_model_name_or_path": None}, None, UsageError, "names no base model: give \0base_model\0 DIR"),
         ({"peft_type": "PROMPT_TUNING"}, "base", DataError, "of kind PROMPT_TUNING adds inputs and cannot be merged"),
+        (
+            {"peft_type": "XLORA"},
+            "base",
+            DataError,
+            "of kind XLORA mixes adapters of other folders .* cannot be merged",
+        ),
         ({"task_type": "CAUSAL_LM"}, "base", DataError, "an adapter of .* for CAUSAL_LM, expected one for sequence"),
     ],
 )

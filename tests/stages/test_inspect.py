@@ -205,6 +205,9 @@ def test_a_distributed_checkpoint_suggests_convert_and_lists_its_tensors(cli: Cl
     document = seen(cli, "step")
     assert document["arrays"] == {"w": "float32 (2, 3)"}
     assert cli(*shlex.split(document["suggested"])[1:]).code == 0
+    Path("step/.metadata").unlink()
+    assert seen(cli, "step")["suggested"] is None
+    assert ".metadata is not there" in facts(cli, "step")
 
 
 def test_a_run_folder_is_told(cli: Cli, small_run: Path) -> None:
@@ -316,6 +319,10 @@ def test_the_line_for_a_folder_of_a_model_leaves_preprocessing_to_it(cli: Cli) -
     Path("d/config.json").write_text('{"model_type": "vit", "architectures": ["ViTForImageClassification"]}')
     line = cli("extract-features", "d", *words).json["error"]["hint"]
     assert line == "bnncli extract-features d --data a=npz:TRAIN.npz --json --model hf:d"
+    without_weights = "bnncli extract-features CKPT --model hf:d --data train=images:TRAIN"
+    assert seen(cli, "d")["suggested"] == without_weights
+    Path("d/adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
+    assert "--data train=csv:TRAIN.csv" in seen(cli, "d")["suggested"]
 
 
 def test_a_classifier_of_scikit_learn_is_told_how_to_be_converted(cli: Cli) -> None:

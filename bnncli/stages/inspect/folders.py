@@ -16,7 +16,7 @@ from bnncli.models._hf_folder import feature_extractor
 from bnncli.names import listed, quoted
 from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.data_files import can_be_read
-from bnncli.stages.inspect.found import Found, data_line
+from bnncli.stages.inspect.found import CHECKPOINT, Found, data_line
 
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
 _OF_CLASSES = {
@@ -76,7 +76,8 @@ def _adapter(folder: Path, names: list[str]) -> Found | None:
             found.add(name, config[name], key=name)
     base = str(config.get("base_model_name_or_path") or "")
     local = next((place for place in (base, str(folder / base)) if base and Path(place).is_dir()), "BASE")
-    found.suggest(folder, model=f"peft:{folder}", data="SPEC", base_model=local)
+    data = "csv:TRAIN.csv" if config.get("task_type") == "SEQ_CLS" else "SPEC"
+    found.suggest(folder, model=f"peft:{folder}", data=data, base_model=local)
     return found
 
 
@@ -118,7 +119,7 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
     else:
         is_audio = task == "Audio" or (task == "Sequence" and feature_extractor(folder) is not None)
         data = "audio:TRAIN" if is_audio else _DATA[task]
-        found.suggest(folder, model=f"hf:{folder}", data=data)
+        found.suggest(folder if weights else Path(CHECKPOINT), model=f"hf:{folder}", data=data)
     return found
 
 
@@ -142,7 +143,10 @@ def _of_a_cluster(folder: Path, names: list[str]) -> Found | None:
     found = Found("deepspeed checkpoint" if sharded.kind == "deepspeed" else "distributed checkpoint")
     found.add("files", len(list(sharded.folder.iterdir())), key="files")
     found.add("folder", str(sharded.folder))
-    if (sharded.folder / ".metadata").is_file() and sharded.kind == "distributed":
+    if sharded.kind == "distributed":
+        if not (sharded.folder / ".metadata").is_file():
+            found.add("note", "its file .metadata is not there, without which the others cannot be read")
+            return found
         from bnncli.checkpoints.distributed import described
 
         arrays = described(sharded.folder)

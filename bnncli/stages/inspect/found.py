@@ -13,7 +13,7 @@ from bnncli.run.session import Result, Table
 
 MAX_ROWS = 400
 _NETWORK = "NET.py:FACTORY"  # stands for what only the user knows, as TRAIN and CKPT do
-_CHECKPOINT = "CKPT"
+CHECKPOINT = "CKPT"
 MODEL = "MODEL"
 _NOT_LINEAR = ("torchvision:squeezenet", "timm:volo")  # in what they do after their last weights
 
@@ -74,4 +74,4 @@ def short(value: Any, limit: int = 160) -> str:
 
 def data_line(spec: str) -> str:
     """The extract-features line for data."""
-    return pasted("extract-features", _CHECKPOINT, model=MODEL, data=[f"train={spec}"])
+    return pasted("extract-features", CHECKPOINT, model=MODEL, data=[f"train={spec}"])
