@@ -117,9 +117,14 @@ class OnnxGraph:
     def _array(self, tensor: onnx.TensorProto) -> np.ndarray:
         whole = onnx.TensorProto()
         whole.CopyFrom(tensor)
-        if external_data_helper.uses_external_data(whole):
-            external_data_helper.load_external_data_for_tensor(whole, str(self.path.parent))
-        return numpy_helper.to_array(whole)
+        try:
+            if external_data_helper.uses_external_data(whole):
+                external_data_helper.load_external_data_for_tensor(whole, str(self.path.parent))
+            return numpy_helper.to_array(whole)
+        except (ValueError, TypeError, onnx.checker.ValidationError) as error:  # a file that is shorter than it was
+            raise self._error(
+                f"its tensor {quoted(tensor.name)} is not whole: copy its files again", "truncated"
+            ) from error
 
     def _evaluated(self, node: onnx.NodeProto, name: str, values: Mapping[str, Any]) -> np.ndarray:
         """One output of a node whose inputs are known."""

@@ -152,6 +152,9 @@ def test_tensors_in_a_file_beside_it_are_read_and_belong_to_it(tmp_path: Path) -
     content = (tmp_path / "parts.bin").read_bytes()
     (tmp_path / "parts.bin").write_bytes(content[:4][::-1] + content[4:])
     assert not torch.equal(before, saved.build(None).state_dict()["program.digest"])
+    (tmp_path / "parts.bin").write_bytes(content[:6])
+    with pytest.raises(DataError, match=r"parts\.onnx': its tensor '.*' is not whole: copy its files again$"):
+        open_model(str(tmp_path / "parts.onnx"), Asked()).build(None)
     (tmp_path / "parts.bin").unlink()
     with pytest.raises(MissingInput, match=r"no file .*parts\.bin"):
         open_model(str(tmp_path / "parts.onnx"), Asked())
