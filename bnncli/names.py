@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 _AVERAGED = re.compile(r"(?:^|[._-])(?:ema|averag\w*|swa|polyak|teacher|shadow)(?:[._-]|$)", re.IGNORECASE)
 
@@ -41,6 +42,16 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
     shown = ", ".join(quoted(name) for name in every[:limit])
     rest = len(every) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def is_split(name: str) -> bool:
+    """Whether files and folders of this name are, in published data sets, one split of several."""
+    return name in ("train", "test", "validation", "valid", "val", "dev")
+
+
+def by_number(path: Path | str) -> list[list[str | int]]:
+    """What sorts paths by the numbers in their names: part-2 before part-10."""
+    return [[int(one) if one.isdecimal() else one for one in re.split(r"([0-9]+)", part)] for part in Path(path).parts]
 
 
 def posterior_title(posterior: str, variant: str, group: str | None) -> str:

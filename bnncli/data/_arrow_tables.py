@@ -108,7 +108,7 @@ class BlockTable:
         for number, file in enumerate(self._files):
             blocks = self._opened(number)
             with self._damage(file):
-                columns, counts = columns_of(blocks.schema, spelled), blocks.sizes()
+                columns, counts = columns_of(blocks.schema, spelled, quoted(file, limit=300)), blocks.sizes()
             if number == 0:
                 self.columns, self.class_names = columns, class_names_of(blocks.schema.metadata)
             if columns.keys() != self.columns.keys():

@@ -10,7 +10,7 @@ from typing import Any
 
 from bnncli.data._columns import FILE, LIST, OTHER, REAL, TEXT, WHOLE
 from bnncli.errors import DataError, UsageError
-from bnncli.names import listed, quoted
+from bnncli.names import by_number, is_split, listed, quoted
 
 
 def arrow_library(module: str, spelled: str) -> Any:
@@ -30,9 +30,13 @@ def arrow_library(module: str, spelled: str) -> Any:
         raise UsageError(message, code="missing_library", hint="pip install 'bnncli[parquet]'") from error
 
 
-def columns_of(schema: Any, spelled: str) -> dict[str, str]:
-    """What each column of a schema holds."""
+def columns_of(schema: Any, spelled: str, where: str) -> dict[str, str]:
+    """What each column of a schema holds. Raises DataError where two have one name."""
     types = arrow_library("pyarrow", spelled).types
+    names = list(schema.names)
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise DataError(f"{where} has several columns called {listed(double)}")
     return {field.name: _held(field.type, types) for field in schema}
 
 
@@ -86,7 +90,7 @@ def _inner(feature: Any) -> Mapping[str, Any]:
 
 
 def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, list[Path]]:
-    """The file, folder or pattern, and the files, sorted.
+    """The file, folder or pattern, and the files, in the order of the numbers in their names.
 
     Raises:
         UsageError: a folder has the files of several splits.
@@ -94,7 +98,7 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
     """
     path = Path(place).expanduser()
     if path.is_dir():
-        found = sorted(file for suffix in suffixes for file in path.rglob(f"*{suffix}") if _is_shown(file, path))
+        found = [file for suffix in suffixes for file in path.rglob(f"*{suffix}") if _is_shown(file, path)]
         splits = sorted({split for file in found if (split := _split_of(file)) is not None})
         if len(splits) > 1:
             raise UsageError(
@@ -105,7 +109,7 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
         fixed = Path(
             *[part for part in path.parts if not any(letter in part for letter in "*?[")][: _first_pattern(path)]
         )
-        found = sorted(file for file in fixed.glob(str(path.relative_to(fixed))) if file.is_file())
+        found = [file for file in fixed.glob(str(path.relative_to(fixed))) if file.is_file()]
     else:
         return path, [path]
     if not found:
@@ -115,7 +119,7 @@ def files_of(place: str, suffixes: Iterable[str], spelled: str) -> tuple[Path, l
             else f"no file is like {quoted(path, limit=300)}"
         )
         raise DataError(what, path=path, code="empty_split")
-    return path, found
+    return path, sorted(found, key=by_number)
 
 
 def _first_pattern(path: Path) -> int:
@@ -130,4 +134,4 @@ def _is_shown(file: Path, folder: Path) -> bool:
 def _split_of(file: Path) -> str | None:
     """The split that a file is of, where it is called as data sets of several are: train-00000-of-00002, test."""
     first = file.stem.partition("-")[0]
-    return first if first in ("train", "test", "validation", "valid", "val", "dev") else None
+    return first if is_split(first) else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.machine.input_files import reading
-from bnncli.names import quoted
+from bnncli.names import is_split, listed, quoted
 
 
 class Filed(NamedTuple):
@@ -38,9 +38,14 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
         entries = list(folder.iterdir())
         classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
         loose = sorted(entry.name for entry in entries if _is_of(entry.name, suffixes) and entry.is_file())
+    if classes and all(is_split(name) for name in classes):
+        raise DataError(
+            f"{quoted(folder, limit=300)} has the folders of splits and none of classes: {listed(classes)}",
+            path=folder, hint=f"name one of them, as {folder / classes[0]}",
+        )  # fmt: skip
     if loose and classes:
         raise DataError(f"{folder} has both {what} and folders; expected one folder for each class", path=folder)
-    groups = [_files_under(folder, name, suffixes) for name in classes] if classes else [loose]
+    groups = [_files_under(folder, name, suffixes, what) for name in classes] if classes else [loose]
     files = tuple(name for group in groups for name in group)
     if not files:
         raise DataError(f"no {what} in {folder}", code="empty_split", path=folder)
@@ -48,12 +53,25 @@ def files_in(folder: Path, suffixes: Collection[str], what: str) -> Filed:
     return Filed(files, labels, tuple(classes) or None)
 
 
-def _files_under(folder: Path, class_name: str, suffixes: Collection[str]) -> list[str]:
-    """Files of one class at any depth, as sorted paths relative to the folder."""
-    found = []
-    for parent, _, names in os.walk(folder / class_name, followlinks=True):
+def _files_under(folder: Path, class_name: str, suffixes: Collection[str], what: str) -> list[str]:
+    """Files of one class at any depth, as sorted paths relative to the folder. Raises DataError where all are of another kind."""
+    found: list[str] = []
+    others: list[str] = []
+    for parent, folders, names in os.walk(folder / class_name, followlinks=True):
+        folders[:] = [name for name in folders if not _leads_back(os.path.join(parent, name))]
+        others += [name for name in names if not name.startswith(".")]
         found += [os.path.relpath(os.path.join(parent, name), folder) for name in names if _is_of(name, suffixes)]
+    if others and not found:
+        raise DataError(
+            f"{quoted(folder / class_name, limit=300)} has files, and none of them are {what}: {listed(others)}",
+            path=folder / class_name, hint=f"{what} end in {', '.join(sorted(suffixes))}",
+        )  # fmt: skip
     return sorted(found)
+
+
+def _leads_back(folder: str) -> bool:
+    """Whether it is a link to a folder that it lies in."""
+    return os.path.islink(folder) and Path(folder).parent.resolve().is_relative_to(Path(folder).resolve())
 
 
 def _is_of(name: str, suffixes: Collection[str]) -> bool:

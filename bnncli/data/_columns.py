@@ -26,6 +26,7 @@ _TEXT_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question
 _FILE_NAMES = ("path", "file", "filename", "file_name")
 _AUDIO_NAMES = ("audio", "sound", "wav", "clip", "audio_path", "audio_file", *_FILE_NAMES)
 _IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", *_FILE_NAMES)
+_NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]+)?")
 _LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
 
 
@@ -103,9 +104,16 @@ def find_roles(
 
     Raises:
         DataError: a column that is named is not there.
-        UsageError: none, or several, could be the input or the label.
+        UsageError: none, or several, could be the input or the label; the names of the columns look like an example.
     """
     labels = _labels(columns, named, where, spelled)
+    numbers = [name for name, holds in columns.items() if holds in (WHOLE, REAL) and _NUMBER.fullmatch(name)]
+    if numbers and not labels and named.keys().isdisjoint(("label", "x")):
+        raise UsageError(
+            f"\0data\0 {spelled}: {where} has no column that is called as a label is, and a number for a name: "
+            f"{listed(columns)} (is a line of names missing?)",
+            hint=f"name them in its first line, or here: {spelled}:FILE:label={numbers[0]} (label= for none)",
+        )
     for kind in named.keys() - {"label"}:
         inputs = _named(named[kind], columns, where)
         if kind != "x" and len(inputs) > (2 if kind == "text" else 1):

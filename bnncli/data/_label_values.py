@@ -17,6 +17,7 @@ _LARGEST = 1 << 62
 _UNKNOWN = -1
 _ONE_LABEL = dict.fromkeys(("1", "1.0", "true", "yes"), 1) | dict.fromkeys(("0", "0.0", "false", "no"), 0)
 _ONE_LABEL |= dict.fromkeys(("", "none", "nan", "-1", "-1.0"), _UNKNOWN)
+_NO_NUMBER = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "?"}  # how tables write it
 
 
 class Labels(NamedTuple):
@@ -38,7 +39,11 @@ def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: st
     Raises:
         DataError: some rows have no label, or values are not of one of these kinds.
     """
+    values = [value.strip() if isinstance(value, str) else value for value in values]
     is_missing = [value is None or value == "" for value in values]
+    texts = {value for value in values if isinstance(value, str)}
+    if texts - _NO_NUMBER and all(map(_WHOLE.fullmatch, texts - _NO_NUMBER)):
+        is_missing = [value is None or (isinstance(value, str) and value in _NO_NUMBER) for value in values]
     if all(is_missing):
         return Labels(None, names)
     if any(is_missing):
@@ -142,9 +147,10 @@ def _array(values: Sequence[Any], where: str) -> np.ndarray:
     except (ValueError, OverflowError):
         numbers = np.array([None])
     if numbers.dtype.kind not in "iufb" or (numbers.dtype.kind in "iu" and np.abs(numbers).max() > _LARGEST):
-        kinds = sorted({type(value).__name__ for value in values})
+        odd = next((row for row, value in enumerate(values) if type(value) is not type(values[0])), 0)
+        rows = ", ".join(f"row {row} has {values[row]!r:.80}" for row in sorted({0, odd}))
         raise DataError(
-            f"{where}: labels must be whole numbers from 0 on, or names, all of one kind; got {', '.join(kinds)}",
+            f"{where}: labels must be whole numbers from 0 on, or names, all of one kind; {rows}",
             code="bad_labels",
         )
     return numbers

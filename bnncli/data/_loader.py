@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from bnncli.data._transform import Transform, transformed
-from bnncli.errors import BnnError
+from bnncli.errors import BnnError, DeviceError
 
 if TYPE_CHECKING:
     from bnncli.data._split import Dataset, Stored
@@ -48,7 +51,7 @@ def read_ahead(
     """The rows (N,) in their order, as stored, or as the transform makes them.
 
     Raises:
-        BnnError: as the data set's `read`; the transform cannot take what it gives.
+        BnnError: as the data set's `read`; the transform cannot take what it gives; a process that reads died.
     """
     chunks = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     loader = torch_data.DataLoader(
@@ -57,10 +60,69 @@ def read_ahead(
         num_workers=num_workers,
         worker_init_fn=_quiet_worker,
     )
-    for outcome in loader:
+    for outcome in loader if num_workers == 0 else _from_workers(loader, where):
         if isinstance(outcome, BnnError):
             raise outcome
         yield outcome
+
+
+def _from_workers(loader: torch_data.DataLoader[Any], where: str) -> Iterator[Any]:
+    """What the loader's processes hand over; they are gone when this ends, however it does. Raises DeviceError when one dies."""
+    with _no_alarm():
+        batches = iter(loader)
+        try:
+            while True:
+                try:
+                    outcome = next(batches)
+                except StopIteration:
+                    return
+                except (RuntimeError, OSError, EOFError) as error:
+                    if str(error).startswith("Caught "):  # it happened in a process: that reads on
+                        raise
+                    raise _ended(batches, error, where) from error
+                yield outcome
+        finally:
+            batches._shutdown_workers()  # type: ignore[attr-defined]  # torch waits for the collector to do it
+
+
+@contextmanager
+def _no_alarm() -> Iterator[None]:
+    """Around processes that read ahead: no handler of torch's, which raises in whatever the main thread does when one dies.
+
+    That could be the network, which would be blamed. Who waits for a process that died learns of it within seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handling: Any = torch_data._utils.signal_handling
+    is_set, handling._SIGCHLD_handler_set = handling._SIGCHLD_handler_set, True
+    before = signal.getsignal(signal.SIGCHLD)
+    if is_set:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        handling._SIGCHLD_handler_set = is_set
+        if is_set:
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _ended(batches: Any, error: Exception, where: str) -> DeviceError:
+    """The error for a process that reads ahead and is no more."""
+    if "Too many open files" in str(error):
+        hint = "allow more with ulimit -n, or use fewer \0num_workers\0"
+        return DeviceError(f"{where}: too many files are open", code="too_many_files", hint=hint)
+    wait([process.sentinel for process in batches._workers], timeout=1)  # its pipes end a little before it does
+    codes = [process.exitcode for process in batches._workers if process.exitcode]
+    if not codes:
+        how = f"ended ({' '.join(str(error).split())[:200] or type(error).__name__})"
+    else:
+        how = f"was killed by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f"ended with code {codes[0]}"
+    return DeviceError(
+        f"{where}: a process that reads ahead {how}", code="reader_died",
+        hint="memory, or space in /dev/shm, may have run out: use fewer \0num_workers\0 (0 reads in the command itself) or a "
+        "smaller \0batch_size\0",
+    )  # fmt: skip
 
 
 class _Chunks(torch_data.Dataset[Any]):

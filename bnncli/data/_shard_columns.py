@@ -6,10 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from bnncli.data import _sound
-from bnncli.data._labels import check_labels
 from bnncli.data._pixels import SUFFIXES
 from bnncli.data._shards import Example, Part
 from bnncli.errors import DataError, UsageError
@@ -123,20 +120,3 @@ def _named(name: str, first: Example) -> ShardColumn:
             f"\0data\0 webdataset: example {quoted(first.key)} has no {quoted(name)}; it has {listed(first.parts, limit=20)}"
         )
     return column
-
-
-def numbered(values: list[Any], keys: list[str], where: str) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Labels (N,) int64, and the classes where labels are names. Raises DataError for what is neither."""
-    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        if any(abs(value) >= 1 << 62 for value in values):
-            raise DataError(f"{where}: a label is not a number of a class", code="bad_labels")
-        return check_labels(np.array(values, np.int64), num_rows=len(values), where=where), None
-    for value, key in zip(values, keys, strict=True):
-        if not isinstance(value, str) or not value:
-            raise DataError(
-                f"{where}: labels must be whole numbers from 0 on, or names, all of one kind; {quoted(key)} has {value!r}"[:300],
-                code="bad_labels",
-            )  # fmt: skip
-    classes = sorted(set(values))
-    place = {name: number for number, name in enumerate(classes)}
-    return np.array([place[value] for value in values], np.int64), tuple(classes)

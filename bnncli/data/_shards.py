@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.machine.input_files import is_failure, open_regular
-from bnncli.names import quoted
+from bnncli.names import by_number, quoted
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -43,7 +43,7 @@ class Example(NamedTuple):
 
 
 def shard_paths(pattern: str) -> list[Path]:
-    """The files that a pattern names: `{0000..0010}` and `{a,b}` in their order, `*`, `?` and `[...]` sorted.
+    """The files that a pattern names: `{0000..0010}` and `{a,b}` in their order, `*`, `?` and `[...]` by the numbers in the names.
 
     Raises:
         MissingInput: one of them is missing, or none fits.
@@ -54,7 +54,7 @@ def shard_paths(pattern: str) -> list[Path]:
     found: list[Path] = []
     for text in _alternatives(str(Path(pattern).expanduser())):
         is_glob = glob.has_magic(text) and not os.path.exists(text)
-        matches = sorted(glob.glob(text)) if is_glob else [text]
+        matches = sorted(glob.glob(text), key=by_number) if is_glob else [text]
         if not matches:
             raise MissingInput(f"no file fits {quoted(text, limit=300)}", path=text)
         found += map(Path, matches)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from bnncli.data._arrays import TOKEN_IDS
 from bnncli.data._columns import FILE, LIST, Roles, find_roles
@@ -185,11 +185,11 @@ class TableDataset:
         return np.stack(arrays)
 
     def _image(self, row: int, value: Any) -> Image.Image:
-        """One image, decoded."""
+        """One image, decoded; upright where Hugging Face stored it so."""
         with self._stored(row, value, "an image") as file, opened_image(file.stream, file.where, file.path) as image:
             mode = self.mode or mode_of({image.mode})
             check_mode(image, mode, file.name)
-            return image.convert(mode)
+            return _upright(image, value).convert(mode)
 
     def _sound(self, row: int, value: Any) -> Sound:
         """One clip, decoded."""
@@ -267,6 +267,11 @@ def _labels(table: StoredTable, roles: Roles, values: list[list[Any]], where: st
         (name,) = roles.labels
         return labels_of(values[0], table.class_names.get(name), where=f"{where}: column {quoted(name)}")
     return several_labels(dict(zip(roles.labels, values, strict=True)), where=where)
+
+
+def _upright(image: Image.Image, stored: Any) -> Image.Image:
+    """An image as Hugging Face's datasets decode theirs, which are bytes and a path: as its EXIF turns it."""
+    return ImageOps.exif_transpose(image) if isinstance(stored, dict) else image
 
 
 def _is_number(value: Any) -> bool:

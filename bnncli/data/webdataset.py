@@ -21,9 +21,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from bnncli.data._label_values import labels_of
 from bnncli.data._pixels import check_mode, check_same_size, mode_of, opened_image, sized
 from bnncli.data._preprocess import Preprocess
-from bnncli.data._shard_columns import ShardColumn, input_column, label_column, numbered, parse_columns
+from bnncli.data._shard_columns import ShardColumn, input_column, label_column, parse_columns
 from bnncli.data._shards import Example, Part, examples_of, read_part, shard_paths
 from bnncli.data._sound import decoded
 from bnncli.errors import DataError, Untrusted
@@ -170,7 +171,7 @@ def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
     kind, column = input_column(first, parse_columns(named), takes)
     label = label_column(first, parse_columns(named), _fields(path, first))
     keys, places, values = _index(shards, kind, column, label)
-    labels, classes = numbered(values, keys, where) if label is not None else (None, None)
+    labels, classes = labels_of(values, None, where=f"{where}: {label}") if label is not None else (None, None)
     mode = preprocess.transform.mode if preprocess.transform is not None else ""
     found = ShardDataset(
         tuple(shards), kind, column, label, tuple(keys), places, labels, classes, mode or "RGB", preprocess

@@ -11,7 +11,7 @@ from bnncli.run.session import Result, Run
 from bnncli.storage import resume
 from bnncli.storage.atomic import temporaries, write_error
 from bnncli.storage.locks import artifact_lock
-from bnncli.storage.run_folder import POSTERIOR_SUFFIXES
+from bnncli.storage.run_folder import FEATURES_SUFFIX, POSTERIOR_SUFFIXES
 
 COMMAND = Command(
     "Remove what dead runs left behind: temporary files and resume states. Never an artifact.",
@@ -40,7 +40,7 @@ def run(run: Run, options: Any) -> Result:
 
 def _is_in_use(run: Run, leftover: Path) -> bool:
     """True when a live process is making the artifact that a resume state belongs to."""
-    for suffix in POSTERIOR_SUFFIXES:
+    for suffix in (*POSTERIOR_SUFFIXES, FEATURES_SUFFIX):
         lock = run.folder.lock(leftover.with_name(resume.artifact_stem(leftover) + suffix))
         try:
             if lock.exists():

@@ -14,6 +14,7 @@ from bnncli.options.declaration import check_artifact_name, check_split_name
 from bnncli.options.evaluate import FEATURES_NAME
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
+FEATURES_SUFFIX = ".h5"
 MAX_NAME_BYTES = 255
 # How a folder with this file is named.
 _MODELS = {
@@ -61,7 +62,7 @@ class RunFolder:
     def features(self, split: str) -> Path:
         """features/<split>.h5"""
         name = check_split_name(split, "\0split\0")
-        return self.root / "features" / f"{name}.h5"
+        return self.root / "features" / f"{name}{FEATURES_SUFFIX}"
 
     def posterior(self, name: str, *, suffix: str = ".safetensors") -> Path:
         """posteriors/<name>.safetensors, or .nc for draws."""

@@ -36,6 +36,32 @@ def table(rows: slice = slice(None), **columns: Any) -> Any:
     return found.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})})
 
 
+def test_files_of_a_folder_come_by_their_numbers(tmp_path: Path) -> None:
+    for number in (10, 2):
+        pq.write_table(pa.table({"text": [f"part {number}"]}), tmp_path / f"part-{number}.parquet")
+    for place in (tmp_path, tmp_path / "part-*.parquet"):
+        split = load_split(f"parquet:{place}", preprocess=Preprocess(transform=WordLengths()))
+        assert split.dataset.read(split.rows)[0] == ["part 2", "part 10"]
+
+
+def test_two_columns_of_a_name_are_told(tmp_path: Path) -> None:
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has several columns called 'text'"):
+        load_split(f"parquet:{tmp_path / 'a.parquet'}", preprocess=Preprocess(transform=WordLengths()))
+
+
+def test_images_with_bytes_and_path_are_turned_as_datasets_turns_them(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (4, 2)).save(tmp_path / "a.jpg", exif=exif)
+    stored = [{"bytes": (tmp_path / "a.jpg").read_bytes(), "path": None}, {"bytes": None, "path": "a.jpg"}]
+    pq.write_table(pa.table({"image": stored}), tmp_path / "a.parquet")
+    split = load_split(f"parquet:{tmp_path / 'a.parquet'}", preprocess=Preprocess(transform=Halved()))
+    found = split.dataset.read(split.rows)[0]
+    assert isinstance(found, list)
+    assert [image.size for image in found] == [(2, 4), (2, 4)]
+
+
 def write_stream(whole: Any, path: Path, *, rows: int = 7) -> Path:
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, whole.schema) as writer:
         writer.write_table(whole, max_chunksize=rows)

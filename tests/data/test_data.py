@@ -245,6 +245,22 @@ def test_class_folders_are_read_in_sorted_order(tmp_path: Path, num_workers: int
     assert labels_of(split) == [0, 0, 0, 1, 1, 1]
 
 
+def test_a_link_to_a_folder_around_it_is_not_followed(tmp_path: Path) -> None:
+    write_images(tmp_path, count=1)
+    (tmp_path / "ant" / "again").symlink_to(tmp_path)
+    assert load_split(f"images:{tmp_path}").names == ["ant/0.png", "zebra/0.png"]
+
+
+def test_class_folders_that_are_none_are_told(tmp_path: Path) -> None:
+    write_images(tmp_path / "test")
+    with pytest.raises(DataError, match="has the folders of splits and none of classes: 'test'"):
+        load_split(f"images:{tmp_path}")
+    (tmp_path / "test/bee").mkdir()
+    (tmp_path / "test/bee/0.heic").touch()
+    with pytest.raises(DataError, match=r"bee' has files, and none of them are images: '0\.heic'"):
+        load_split(f"images:{tmp_path / 'test'}")
+
+
 def test_images_are_resized_and_cropped_when_they_are_read(tmp_path: Path) -> None:
     write_images(tmp_path)
     split = load_split(f"images:{tmp_path}", preprocess=Preprocess(resize=5, crop=4))

@@ -286,6 +286,13 @@ def labels_matrix(split: InputSplit) -> np.ndarray:
     return found
 
 
+def test_spaces_around_labels_are_no_part_of_them(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na, pos\nb,neg \nc,pos\n")
+    split = load(f"csv:{tmp_path / 'a.csv'}")
+    assert split.classes == ("neg", "pos")
+    assert np.array_equal(np.asarray(split.labels), [1, 0, 1])
+
+
 BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
     "no bytes": ("csv", b"", DataError, "'a.csv' is empty: expected a line that names its columns"),
     "carriage returns": ("csv", b"text,label\ra,1\rb,0\r", DataError, "its lines end in carriage returns alone"),
@@ -298,6 +305,8 @@ BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
     "utf-16": ("csv", "text,label\na,1\n".encode("utf-16"), DataError, "is in UTF-16, expected UTF-8"),
     "half a gzip file": ("csv", gzip.compress(b"text,label\na,1\n" * 99)[:-9], DataError, "is not a whole gzip file"),
     "a missing label": ("csv", b"text,label\na,x\nb,\n", DataError, "column 'label': row 1 has no label"),
+    "a label that is none": ("csv", b"text,label\na,1\nb,NA\n", DataError, "column 'label': row 1 has no label"),
+    "no header": ("csv", b"good,0\nbad,1\n", UsageError, r"a number for a name: 'good', '0' \(is a line of names missing"),
     "real labels": ("csv", b"text,label\na,0.5\nb,1\n", DataError, "row 0 is 0.5: real numbers"),
     "negative labels": ("csv", b"text,label\na,0\nb,-1\n", DataError, "row 1 has -1"),
     "two columns of a name": ("csv", b"text,text,label\na,b,1\n", DataError, "several columns called 'text'"),
@@ -310,7 +319,7 @@ BAD: dict[str, tuple[str, bytes, type[BnnError], str]] = {
     "one document": ("jsonl", b'[{"text": "a"}]', DataError, "expected an object.*jq -c"),
     "a document of lines": ("jsonl", b'{\n"text": "a"}', DataError, "is no JSON.*jq -c"),
     "latin-1 in JSON": ("jsonl", b'{"text": "a"}\n{"text": "\xe9"}', DataError, r"row 1 \(line 2\) is no text in UTF-8"),
-    "labels of two kinds": ("jsonl", b'{"text": "a", "label": 1}\n{"text": "a", "label": "b"}', DataError, "got int, str"),
+    "labels of two kinds": ("jsonl", b'{"text": "a", "label": 1}\n{"text": "a", "label": "b"}', DataError, "row 0 has 1, row 1 has 'b'"),
     "one-hot labels": ("jsonl", b'{"text": "a", "label": [1, 0]}\n{"text": "a", "label": [0, 1]}', DataError, "one-hot"),
 }  # fmt: skip
 

@@ -42,6 +42,20 @@ def write_shard(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
+def test_a_pattern_takes_shards_by_their_numbers(tmp_path: Path) -> None:
+    for number in (10, 9, 100):
+        write_shard(tmp_path / f"part-{number}.tar", {f"{number}.png": png(PIXELS[0]), f"{number}.cls": b"0"})
+    assert load_split(f"webdataset:{tmp_path}/part-*.tar").names == ["9", "10", "100"]
+
+
+@pytest.mark.parametrize("written", [[True, False], [[1, 0, 1], [0, 1, 1]]])
+def test_json_may_hold_truth_values_and_several_labels(tmp_path: Path, written: list[Any]) -> None:
+    members = {f"{row}.png": png(PIXELS[row]) for row in range(2)}
+    members |= {f"{row}.json": json.dumps({"label": value}).encode() for row, value in enumerate(written)}
+    split = load_split(f"webdataset:{write_shard(tmp_path / 'a.tar', dict(sorted(members.items())))}")
+    assert np.array_equal(np.asarray(split.labels), np.array(written))
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> str:
     """Three shards of four images each, with a number and a JSON object for each of them."""
@@ -167,8 +181,8 @@ def test_shards_on_the_network_are_refused() -> None:
     [
         ({"0.png": b"", "0.cls": b"0", "1.png": b""}, r"the label of '1' \(cls\) is missing; it has 'png'"),
         ({"0.png": b"", "0.cls": b"0", "1.cls": b"0"}, r"the image of '1' .*is missing; it has 'cls'"),
-        ({"0.png": b"", "0.cls": b"cat", "1.png": b"", "1.cls": b"2"}, r"all of one kind; '1' has 2"),
-        ({"0.png": b"", "0.cls": b"-1"}, "row 0 has -1"),
+        ({"0.png": b"", "0.cls": b"cat", "1.png": b"", "1.cls": b"2"}, "all of one kind; row 0 has 'cat', row 1 has 2"),
+        ({"0.png": b"", "0.cls": b"-1", "1.png": b"", "1.cls": b"0"}, "row 0 has -1"),
         ({"0.png": b"", "0.PNG": b""}, r"has two files '0.PNG'"),
         ({"README": b"no example"}, "no examples"),
     ],

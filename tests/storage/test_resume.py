@@ -119,14 +119,17 @@ def test_states_are_due_after_the_interval(monkeypatch: pytest.MonkeyPatch) -> N
     assert SaveClock(0).is_due()
 
 
-def test_status_names_states_and_clean_removes_them_unless_in_use(cli: Cli, small_run: Path) -> None:
+@pytest.mark.parametrize(("artifact", "beside"), [("posteriors/hmc.nc", "draws"), ("features/train.h5", "rows")])
+def test_status_names_states_and_clean_removes_them_unless_in_use(
+    cli: Cli, small_run: Path, artifact: str, beside: str
+) -> None:
     folder = small_run.with_name("small.bnn")
-    path = state_path(folder / "posteriors" / "hmc.nc")
+    path = state_path(folder / artifact)
     write_state(path, state(), identity())
-    draws = path.with_name(".hmc.resume.draws")
+    draws = path.with_name(f".{Path(artifact).stem}.resume.{beside}")
     draws.write_bytes(b"1234")
     assert cli("status", small_run, "--json").json["resume_states"] == [str(draws), str(path)]
-    with artifact_lock(folder / ".locks" / "posteriors-hmc.nc", wait=0, poll=lambda: None):
+    with artifact_lock(folder / ".locks" / artifact.replace("/", "-"), wait=0, poll=lambda: None):
         assert cli("clean", small_run, "--json").json["removed"] == []
     assert cli("clean", small_run, "--json").json["removed"] == [str(draws), str(path)]
     assert not path.exists()

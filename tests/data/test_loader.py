@@ -1,0 +1,42 @@
+"""Processes that read ahead: one that dies is told of in a line, and none is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from bnncli.data import load_split
+from bnncli.errors import DeviceError
+
+PARENT = os.getpid()
+
+
+class Deadly:
+    """Rows of zeros; a process that reads row 2 is killed."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
+        if row == 2 and os.getpid() != PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.zeros(3, np.float32), 0
+
+
+def test_a_killed_process_is_told_of_and_no_other_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bnncli.data.py.user_code.load_factory", lambda *_, **__: Deadly)
+    split = load_split("py:deadly.py:make")
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))  # seconds; else 5
+    batches = split.batches(2, num_workers=2)
+    next(batches)
+    time.sleep(0.2)  # the network, busy while the process dies: it is not to blame
+    with pytest.raises(DeviceError, match="a process that reads ahead was killed by SIGKILL") as caught:
+        next(batches)
+    assert caught.value.code == "reader_died"
+    assert not multiprocessing.active_children()
