@@ -5,6 +5,7 @@ from __future__ import annotations
 from bnncli.data._classes import columns_of_classes, matched_to
 from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
+from bnncli.data._known import Memory
 from bnncli.data._labels import common_task, shows_several
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._sound import Sound, at_rate, clip_of, is_clip
@@ -17,6 +18,7 @@ __all__ = [
     "FeatureArrays",
     "InputSplit",
     "Inputs",
+    "Memory",
     "Preprocess",
     "Sound",
     "Transform",

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bnncli import registry
+from bnncli.data._known import Memory, known_or_opened
 from bnncli.data._labels import common_task
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._split import InputSplit
@@ -38,7 +39,12 @@ def _forms() -> str:
 
 
 def load_split(
-    spec: str, *, name: str = "", preprocess: Preprocess | None = None, takes_any_labels: bool = False
+    spec: str,
+    *,
+    name: str = "",
+    preprocess: Preprocess | None = None,
+    takes_any_labels: bool = False,
+    memory: Memory | None = None,
 ) -> InputSplit:
     """The split that `KIND:PLACE[@N]` names, its files open or in memory.
 
@@ -46,6 +52,7 @@ def load_split(
 
     Args:
         takes_any_labels: whether zeros and ones (N, L) pass whatever they are, as other splits may tell: `common_task`.
+        memory: what is known of it; data whose bytes are known are opened when they are read.
 
     Raises:
         UsageError: unknown kind or form, or data of another kind than the model takes.
@@ -63,7 +70,7 @@ def load_split(
     with reading(Path(place)):  # a name too long, a folder that may not be entered
         if match and not module.exists(place):
             place, count = match[1], int(match[2])
-        dataset = module.open_dataset(place, preprocess)
+        dataset = known_or_opened(kind, module, place, preprocess, memory)
     check_fits(dataset, preprocess.transform, spec)
     if count is not None and not 1 <= count <= len(dataset):
         raise DataError(f"{spec}: {count} rows asked for, there are {len(dataset)}", code="too_few_rows")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from bnncli.data._classes import Numbering
+from bnncli.data._known import KnownDataset
 from bnncli.data._preprocess import Preprocess
 from bnncli.data._transform import items_of
 from bnncli.errors import DataError
@@ -174,7 +175,7 @@ class InputSplit:
         from bnncli.data._loader import read_ahead  # here, for torch
 
         chunks = read_ahead(
-            self.dataset,
+            self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset,
             self.rows,
             batch_size,
             num_workers=num_workers,

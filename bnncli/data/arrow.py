@@ -13,10 +13,17 @@ from bnncli.options.parts import Form
 
 FORM = Form("arrow:FILE-or-DIR[:text=COL,label=COL]", place=15)
 
+_SUFFIXES = (".arrow", ".feather", ".ipc")
+
 
 def exists(place: str) -> bool:
     """Whether the text names a file or a folder as it stands."""
     return Path(place).expanduser().exists()
+
+
+def files(place: str) -> list[Path]:
+    """All that it is read from."""
+    return files_of(divide(place, "arrow")[0], _SUFFIXES, "arrow")[1]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
@@ -28,5 +35,5 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
         UsageError: it cannot be told which column is what, or pyarrow is not installed.
     """
     text, named = divide(place, "arrow")
-    path, files = files_of(text, (".arrow", ".feather", ".ipc"), "arrow")
-    return table_dataset(BlockTable(path, files, ArrowBlocks, "arrow"), named, preprocess, spelled="arrow")
+    path, found = files_of(text, _SUFFIXES, "arrow")
+    return table_dataset(BlockTable(path, found, ArrowBlocks, "arrow"), named, preprocess, spelled="arrow")

@@ -33,6 +33,12 @@ def exists(place: str) -> bool:
     return Path(place).expanduser().is_dir()
 
 
+def files(place: str) -> list[Path]:
+    """All that it is read from."""
+    home, found, _ = _found(*_divided(divide(place, _SPELLED)[0]))
+    return [*found, *(file for file in (home / _INFO, home / _STATE) if file.is_file())]
+
+
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
     """Texts, images or numbers, and labels; of columns that are named or found.
 
@@ -46,8 +52,8 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
     folder, split = _divided(text)
     if not folder.is_dir():
         raise MissingInput(f"no folder {quoted(folder, limit=300)}", path=folder)
-    home, files, info = _found(folder, split)
-    return table_dataset(_SavedTable(home, files, info), named, preprocess, spelled=_SPELLED)
+    home, found, info = _found(folder, split)
+    return table_dataset(_SavedTable(home, found, info), named, preprocess, spelled=_SPELLED)
 
 
 class _SavedTable(BlockTable):

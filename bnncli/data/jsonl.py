@@ -30,6 +30,11 @@ def exists(place: str) -> bool:
     return Path(place).expanduser().is_file()
 
 
+def files(place: str) -> list[Path]:
+    """All that it is read from."""
+    return [Path(divide(place, "jsonl")[0]).expanduser()]
+
+
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
     """Texts, images by their paths, or numbers, and labels; of columns that are named or found.
 

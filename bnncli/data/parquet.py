@@ -13,10 +13,17 @@ from bnncli.options.parts import Form
 
 FORM = Form("parquet:FILE-or-DIR[:text=COL,label=COL]", place=14)
 
+_SUFFIXES = (".parquet", ".pq")
+
 
 def exists(place: str) -> bool:
     """Whether the text names a file or a folder as it stands."""
     return Path(place).expanduser().exists()
+
+
+def files(place: str) -> list[Path]:
+    """All that it is read from."""
+    return files_of(divide(place, "parquet")[0], _SUFFIXES, "parquet")[1]
 
 
 def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
@@ -28,5 +35,5 @@ def open_dataset(place: str, preprocess: Preprocess) -> TableDataset:
         UsageError: it cannot be told which column is what, or pyarrow is not installed.
     """
     text, named = divide(place, "parquet")
-    path, files = files_of(text, (".parquet", ".pq"), "parquet")
-    return table_dataset(BlockTable(path, files, ParquetBlocks, "parquet"), named, preprocess, spelled="parquet")
+    path, found = files_of(text, _SUFFIXES, "parquet")
+    return table_dataset(BlockTable(path, found, ParquetBlocks, "parquet"), named, preprocess, spelled="parquet")

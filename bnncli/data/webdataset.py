@@ -153,6 +153,11 @@ def exists(place: str) -> bool:
     return Path(place).expanduser().is_file()
 
 
+def files(place: str) -> list[Path]:
+    """All that it is read from."""
+    return shard_paths(_divide(place)[0])
+
+
 def open_dataset(place: str, preprocess: Preprocess) -> ShardDataset:
     """The examples of the shards by their places: headers and labels are read, inputs are not.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import shlex
@@ -22,7 +23,7 @@ from bnncli.cli.commands import COMMANDS
 from bnncli.cli.execute import run_command_line
 from bnncli.machine import devices
 
-SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro", "pydantic")
+SLOW = ("torch", "sklearn", "scipy", "pandas", "matplotlib", "pyro", "pydantic", "pyarrow")
 
 
 # What made the run below; said again, each has nothing to do.
@@ -30,6 +31,11 @@ MADE = (
     "extract-features net.pt --model net.py:make --data train=npz:data.npz --data test=npz:data.npz@40 --hold-out val=test:9",
     "extract-features flat --model flatten --data train=npz:data.npz --ood far=npz:data.npz@40 --hold-out val=train:9",
     "extract-features table --model flatten --data train=csv:table.csv:x=a+b --data test=jsonl:table.jsonl:x=a+b",
+    *(
+        ("extract-features rows --model flatten --data train=parquet:rows.parquet:x=a+b",)
+        if importlib.util.find_spec("pyarrow")
+        else ()
+    ),
     "extract-features ready --from-npz features.npz --ood far --hold-out some=test:9",
     "fit-laplace small --prior-precision 10",
     "fit-laplace net.pt --structure diag --prior-precision 10",
@@ -97,6 +103,10 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     np.savez(folder / "data.npz", x=rng.random((60, 1, 2, 2), dtype=np.float32), y=rng.integers(3, size=60))
     (folder / "table.csv").write_text("a,b,label\n" + "1,2.5,0\n3,4,1\n" * 5)
     (folder / "table.jsonl").write_text('{"a": 1, "b": 2.5, "label": 0}\n' * 5)
+    if importlib.util.find_spec("pyarrow"):
+        columns = {"a": [1.0, 3.0], "b": [2.5, 4.0], "label": [0, 1]}
+        parquet = importlib.import_module("pyarrow.parquet")
+        parquet.write_table(importlib.import_module("pyarrow").table(columns), folder / "rows.parquet")
     (folder / "net.py").write_text(NETWORK)
     shapes = {"1.weight": (3, 4), "1.bias": (3,), "3.weight": (3, 3), "3.bias": (3,)}
     torch.save({name: torch.from_numpy(rng.random(shape)).float() for name, shape in shapes.items()}, folder / "net.pt")

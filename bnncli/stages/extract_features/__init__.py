@@ -44,6 +44,7 @@ from bnncli.stages.extract_features.splits import (
 from bnncli.stages.extract_features.trained_map import make_map
 from bnncli.stages.extract_features.unfinished import unfinished_kept
 from bnncli.storage.features import FeatureFile
+from bnncli.storage.known_data import KnownData
 
 if TYPE_CHECKING:
     from bnncli.stages.extract_features.network import NetworkFeatures
@@ -78,7 +79,8 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
     def unreadable(name: str, error: BnnError) -> None:
         note_unreadable(run, [name], error)
 
-    splits = open_splits(options, saved, seed=hold_out_seed(run), unreadable=unreadable)
+    known = cache(lambda name: KnownData(run.folder.features(name)))
+    splits = open_splits(options, saved, seed=hold_out_seed(run), unreadable=unreadable, memory=known)
     likelihood = likelihood_of_splits(run, options, saved, splits, unreadable=unreadable)
     network = cache(partial(_open_network, run, options, splits, saved, likelihood))
     names = [split.name for split in splits]
@@ -109,6 +111,8 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
 
     with unfinished_kept(network):
         results = settle(run, works, also=also)
+    for split in splits if not run.write.dry_run else ():
+        known(split.name).keep()
     return finished(run, results)
 
 

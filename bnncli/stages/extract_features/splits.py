@@ -43,12 +43,14 @@ def open_splits(
     *,
     seed: int,
     unreadable: Callable[[str, BnnError], None],
+    memory: Callable[[str], data.Memory],
 ) -> list[data.InputSplit]:
     """Every split that --data, --ood and --hold-out name, opened and checked; train first.
 
     Args:
         seed: chooses the rows that --hold-out moves.
         unreadable: told the names of the splits whose data cannot be read, and why, before that is raised.
+        memory: of the data of a split, by its name.
 
     Raises:
         UsageError: a name twice, a malformed spec.
@@ -68,7 +70,9 @@ def open_splits(
             if name in splits:
                 raise UsageError(f"{flag}: split {name!r} is named twice")
             try:
-                split = data.load_split(spec, name=name, preprocess=preprocess, takes_any_labels=True)
+                split = data.load_split(
+                    spec, name=name, preprocess=preprocess, takes_any_labels=True, memory=memory(name)
+                )
                 split = split.as_ood() if flag == "--ood" else split
                 splits[name] = data.matched_to(split, None if saved is None else saved.classes)
             except BnnError as error:
