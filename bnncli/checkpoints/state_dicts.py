@@ -32,6 +32,11 @@ _OPTIMIZER = re.compile(r"optim|lr_sched", re.IGNORECASE)
 _COUNTER = "n_averaged"
 _LIGHTNINGS_RAW = "current_model_state"
 
+_QUANTISED = (
+    "save the network before it is quantised; or save it as torch.jit.trace makes it: \0model\0 jit:FILE \0last_layer\0 identity "
+    "runs it as it is"
+)
+
 
 def select_state(saved: Any, wanted: str | None = None) -> tuple[dict[str, Tensor], str | None, tuple[str, ...]]:
     """The state dict in a loaded checkpoint, the dotted key it was under (None: at the top), and notes.
@@ -242,7 +247,7 @@ def _checked(saved: Mapping[Any, Any]) -> dict[str, Tensor]:
             raise DataError(
                 f"{quoted(name)} is a sparse, nested, quantized or empty tensor, expected a plain one",
                 code="odd_tensor",
-                hint="save the network before it is quantised" if value.is_quantized else None,
+                hint=_QUANTISED if value.is_quantized else None,
             )
         state[name] = value.detach().resolve_conj().resolve_neg()
     if not state:

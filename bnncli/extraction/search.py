@@ -43,6 +43,7 @@ IDENTITY_NOTE = (
     "the head is an identity layer on the network's own logits: the posterior is over what scales, mixes and shifts these, not "
     "over weights of the network"
 )
+UNIT_NOTE = "the outputs for the first examples lie between 0 and 1 and are taken for logits: a network of probabilities must return these"
 _USUAL = ("logits", "out")  # what networks call their logits where they return more
 
 
@@ -80,7 +81,8 @@ def find_head(
         returned = run_network(model, inputs)
     if is_identity:
         return _identity_head(tape, returned, output)
-    found = _heads(tape, returned, output)
+    missing = getattr(model, "no_head", None)  # a graph has been looked through already
+    found = _heads(tape, returned, output) if missing is None else []
     fitting = [one for one in found if layer is None or one.traced.is_in(layer)]
     fitting = _outermost(tape, [one for one in fitting if one.head.name == layer] or fitting)
     if len(fitting) > 1:
@@ -92,7 +94,7 @@ def find_head(
     if plain is None:
         if not outputs_of(returned):
             logits_of(returned)  # raises: there is no tensor in it
-        raise _offering_identity(_no_linear(tape, returned) or no_head(model), tape, returned, output)
+        raise _offering_identity(missing or _no_linear(tape, returned) or no_head(model), tape, returned, output)
     return plain.head  # the proof on all rows says what is wrong with it
 
 
@@ -150,7 +152,8 @@ def _identity_head(tape: Tape, returned: Any, output: str | None) -> Head:
             code="not_the_head", hint="return what the softmax takes, or the logarithms of the probabilities",
         )  # fmt: skip
     taps = () if index is None else (Tap(tap_number(tape, index), -1),)
-    form = HeadForm(taps, "all", names[0], link, None, (*_link_notes(link), IDENTITY_NOTE))
+    doubt = (UNIT_NOTE,) if link == "none" and bool(((rows >= 0) & (rows <= 1)).all()) else ()
+    form = HeadForm(taps, "all", names[0], link, None, (*_link_notes(link), *doubt, IDENTITY_NOTE))
     return Head(IDENTITY, torch.eye(rows.shape[1]), torch.zeros(rows.shape[1]), form)
 
 

@@ -46,6 +46,7 @@ class GraphHead(NamedTuple):
         is_pooled: whether its outputs at all positions are averaged behind it.
         is_channels_first: whether the features are (n, D, ...) in place of (n, ..., D).
         tail: the values from the head's step on to an output of the graph, without its own; empty where none is known.
+        missing: why there is no such step; the features are an output of the graph then, and the weight is empty.
     """
 
     features: str
@@ -54,6 +55,7 @@ class GraphHead(NamedTuple):
     is_pooled: bool
     is_channels_first: bool = False
     tail: tuple[str, ...] = ()
+    missing: DataError | None = None
 
 
 class HeadSearch:
@@ -69,10 +71,9 @@ class HeadSearch:
         self._maker = {step.output: step for step in steps}
 
     def find(self, outputs: Sequence[str], feature_node: str | None) -> GraphHead:
-        """The head before the first of the outputs that has one, or after the node of that name.
+        """The head before the first of the outputs that has one, or after the node of that name; what is missing lists the linear steps.
 
         Raises:
-            DataError: there is none; lists the linear steps with their shapes.
             UsageError: no linear step takes what the named node gives.
         """
         ends = [head for output in outputs if (head := self._before(output)) is not None]
@@ -81,10 +82,11 @@ class HeadSearch:
             return next((head for head in ends if head.features == named.features), named)
         if ends:
             return ends[0]
-        raise DataError(
+        missing = DataError(
             f"{self._what}: no linear step gives the output; {self._candidates()}", code="no_head",
             hint="if one of them is the head all the same, name the node before it with \0feature_node\0",
         )  # fmt: skip
+        return GraphHead(outputs[0], np.empty((0, 0), np.float32), None, is_pooled=False, missing=missing)
 
     def _before(self, output: str) -> GraphHead | None:
         """The linear step that the value comes from, through what may stand behind a head."""

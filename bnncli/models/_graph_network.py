@@ -43,6 +43,9 @@ class GraphNetwork(nn.Module):
         outputs: names of the entries where the graph returns a mapping; None where it returns a tensor or a tuple.
         tail: makes an output of the head's logits again, or gives back the one that the graph has made.
         tail_at: which output that is.
+
+    Attributes:
+        no_head: why it has none, which is raised where one is looked for; None where it has.
     """
 
     def __init__(
@@ -59,20 +62,16 @@ class GraphNetwork(nn.Module):
         self.program, self.tail, self._tail_at = program, tail, tail_at
         self._inputs, self._outputs = dict(inputs), outputs
         self._is_pooled, self._is_channels_first = head.is_pooled, head.is_channels_first
-        num_classes, num_features = head.weight.shape
-        self.head = nn.Linear(num_features, num_classes, bias=head.bias is not None)
-        with torch.no_grad():
-            self.head.weight.copy_(torch.from_numpy(head.weight))
-            if head.bias is not None:
-                self.head.bias.copy_(torch.from_numpy(head.bias))
+        self.no_head = head.missing
+        self.head = None if head.missing is not None else _linear(head)
         check_finite(self.state_dict())
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """What the graph returns for inputs (n, ...)."""
         given = self._checked(self._named(args, kwargs))
         outputs, features = self._in_batches(given)
-        logits = self.head(self._rows(features))
-        if self.tail is not None:
+        logits = None if self.head is None else self.head(self._rows(features))
+        if self.tail is not None and logits is not None:
             outputs[self._tail_at] = self.tail(logits, outputs[self._tail_at])
         if self._outputs is not None:
             return dict(zip(self._outputs, outputs, strict=True))
@@ -133,6 +132,17 @@ class GraphNetwork(nn.Module):
         if features.ndim > 2 and (self._is_pooled or {*features.shape[1:-1]} == {1}):
             features = features.flatten(1, -2).mean(1)
         return features.float()
+
+
+def _linear(head: GraphHead) -> nn.Linear:
+    """The head's step as a layer."""
+    num_classes, num_features = head.weight.shape
+    layer = nn.Linear(num_features, num_classes, bias=head.bias is not None)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(head.weight))
+        if head.bias is not None:
+            layer.bias.copy_(torch.from_numpy(head.bias))
+    return layer
 
 
 def _filled(rows: Tensor, size: int) -> Tensor:

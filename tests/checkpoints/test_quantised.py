@@ -86,3 +86,11 @@ def test_other_quantisations_are_refused_with_their_name(tmp_path: Path, name: s
     with pytest.raises(DataError, match=f"quantised by .*{library}.*, which is not read") as caught:
         load_checkpoint(tmp_path / "net.pt")
     assert caught.value.code == "quantised"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_statically_quantised_weights_name_the_program_that_runs_them(tmp_path: Path) -> None:
+    torch.save({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, tmp_path / "a.pt")
+    with pytest.raises(DataError, match="expected a plain one") as caught:
+        load_checkpoint(tmp_path / "a.pt")
+    assert "torch.jit.trace makes it: \0model\0 jit:FILE" in str(caught.value.hint)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from problems.command_line import Cli
 from torch import nn
+from torch.ao import quantization as ao
 
+import bnncli
 from bnncli.storage.features import read_features
 
 INPUTS = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
@@ -47,6 +49,58 @@ FORMS: dict[str, tuple[str, Callable[[Path, nn.Module], None]]] = {
     "jit": ("net.pt", script),
     "onnx": ("net.onnx", to_onnx),
 }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_graph_without_a_linear_head_takes_an_identity_layer(form: str, tmp_path: Path, cli: Cli) -> None:
+    file, make = FORMS[form]
+    net = network(nn.ReLU())
+    make(tmp_path / file, net)
+    np.savez(tmp_path / "data.npz", x=INPUTS, y=np.arange(40) % 3)
+    line: list[Any] = ["extract-features", tmp_path / "run", "--model", f"{form}:{tmp_path / file}"]
+    line += ["--data", f"train=npz:{tmp_path / 'data.npz'}"]
+    refused = cli(*line)
+    assert (refused.code, "no linear step gives the output" in refused.stderr) == (65, True)
+    assert "--last-layer identity puts an identity layer on the logits" in refused.stderr
+    assert cli(*line, "--last-layer", "identity").code == 0
+    with torch.no_grad():
+        expected = net(torch.from_numpy(INPUTS)).numpy()
+    features = read_features(tmp_path / "run.bnn/features/train.h5").features
+    np.testing.assert_allclose(features, expected, atol=1e-6)
+    opened = bnncli.open(tmp_path / "run", model=f"{form}:{tmp_path / file}")
+    np.testing.assert_array_equal(opened.features(INPUTS), features)
+
+
+class Quantised(nn.Module):
+    """Layers between the types of whole numbers and of real ones, as static quantisation takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.inward, self.outward = network(), ao.QuantStub(), ao.DeQuantStub()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.outward(self.net(self.inward(x)))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_statically_quantised_program_runs_as_saved_under_an_identity_layer(cli: Cli, tmp_path: Path) -> None:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch has no quantised kernels of this kind here")
+    net = Quantised().eval()
+    net.qconfig = ao.get_default_qconfig("fbgemm")
+    prepared = ao.prepare(net)
+    prepared(torch.from_numpy(INPUTS))
+    whole = ao.convert(prepared)
+    torch.jit.trace(whole, torch.zeros(2, 6)).save(str(tmp_path / "net.pt"))
+    np.savez(tmp_path / "data.npz", x=INPUTS, y=np.arange(40) % 3)
+    data = ("--data", f"train=npz:{tmp_path / 'data.npz'}")
+    done = cli(
+        "extract-features", tmp_path / "q", "--model", f"jit:{tmp_path / 'net.pt'}", "--last-layer", "identity", *data
+    )
+    assert done.code == 0
+    features = read_features(tmp_path / "q.bnn/features/train.h5").features
+    np.testing.assert_array_equal(features, whole(torch.from_numpy(INPUTS)).numpy())
 
 
 @pytest.mark.parametrize("form", FORMS)
