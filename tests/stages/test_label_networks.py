@@ -52,6 +52,14 @@ def test_what_is_pruned_is_judged_by_whole_examples_and_all_decisions(cli: Cli, 
     probs = torch.sigmoid(logits).double().numpy()
     assert found["accuracy"] == pytest.approx(accuracy_score(arrays["labels_test"], probs >= 0.5))
     assert found["nll"] == pytest.approx(log_loss(arrays["labels_test"].ravel(), probs.ravel()), rel=1e-5)
+    assert cli("predict", run, "--posterior", "lbbnn", "--split", "test").code == 0
+    done = cli("evaluate", run, "--posterior", "lbbnn", "--bootstrap", 0, "--curves", "--json")
+    assert done.code == 0, done.stdout
+    curve = done.json["rows"][0]["curves"]["density"]
+    place = int(np.argmin(np.abs(np.array(curve["threshold"]) - 0.5)))
+    assert curve["threshold"][place] == pytest.approx(0.5, abs=1e-3)
+    assert curve["nll"][place] == pytest.approx(found["nll"], rel=1e-5)
+    assert curve["accuracy"][place] == pytest.approx(found["accuracy"])
 
 
 def test_the_shares_of_labels_are_those_of_independent_coins() -> None:

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import calibration_scores
 from bnncli.evaluation.density import Row, density_rows, density_thresholds, inclusion_histogram, used_density
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.evaluation.input_selection import selection_rows
+from bnncli.evaluation.label_calibration import pooled_calibration
+from bnncli.evaluation.label_scores import decision_scores
 from bnncli.evaluation.metric_rows import score_rows
-from bnncli.evaluation.weighted_scores import label_scores
+from bnncli.evaluation.weighted_scores import ScoreGroup, label_scores
 from bnncli.integrators import load_integrator
 from bnncli.integrators.plug_in import PlugIn
 from bnncli.posteriors.latent_binary import LatentBinary
@@ -76,9 +79,8 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
             PlugIn().predict(single, features, num_samples=None, generator=run.stream("evaluate/density")).probs.cpu()
             for features in split.feature_blocks(run.device)
         ]
-        examples = examples_of(torch.cat(parts).numpy(), split.content.labels)
-        size = (split_name, len(examples))
-        rows = score_rows([*label_scores(examples), *calibration_scores(examples, num_bins=num_bins)], size)
+        scores = _scores(torch.cat(parts).numpy(), split.content.labels, num_bins)
+        rows = score_rows(scores, (split_name, len(split.content.labels)))
         found = {row["name"]: row["value"] for row in reversed(rows)}  # the usual form stands first
         curve["threshold"].append(max(threshold, 0.0))
         curve["density"].append(float((inclusion > threshold).double().mean()))
@@ -86,3 +88,12 @@ def density_curve(run: Run, path: Path, split_name: str, *, num_bins: int) -> Ro
             curve[name].append(found[name])
         run.console.poll()
     return curve
+
+
+def _scores(probs: NDArray, labels: NDArray, num_bins: int) -> list[ScoreGroup]:
+    """Accuracy, NLL and calibration errors of probs (N, C), the usual form of each first."""
+    if labels.ndim == 2:  # several an example
+        examples = examples_of(probs, labels, is_exclusive=False)
+        return [*decision_scores(probs, examples), pooled_calibration(probs, labels, num_bins=num_bins)]
+    examples = examples_of(probs, labels)
+    return [*label_scores(examples), *calibration_scores(examples, num_bins=num_bins)]
