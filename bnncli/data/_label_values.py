@@ -15,9 +15,9 @@ from bnncli.names import quoted
 _WHOLE = re.compile(r"[+-]?\d+")
 _LARGEST = 1 << 62
 _UNKNOWN = -1
-_ONE_LABEL = dict.fromkeys(("1", "1.0", "true", "yes"), 1) | dict.fromkeys(("0", "0.0", "false", "no"), 0)
-_ONE_LABEL |= dict.fromkeys(("", "none", "nan", "-1", "-1.0"), _UNKNOWN)
 _NO_NUMBER = {"", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "?"}  # how tables write it
+_ONE_LABEL = dict.fromkeys(("1", "1.0", "true", "yes"), 1) | dict.fromkeys(("0", "0.0", "false", "no"), 0)
+_ONE_LABEL |= dict.fromkeys([*map(str.casefold, _NO_NUMBER), "-1", "-1.0"], _UNKNOWN)
 
 
 class Labels(NamedTuple):

@@ -248,7 +248,7 @@ def test_one_of_several_labels_is_what_says_yes_or_no(tmp_path: Path, words: str
     assert labels_matrix(split)[:, 0].tolist() == expected
 
 
-@pytest.mark.parametrize("unknown", ["-1", "", "NaN"])
+@pytest.mark.parametrize("unknown", ["-1", "", "NaN", "NA"])
 def test_a_label_that_is_not_known_is_told_with_its_row(tmp_path: Path, unknown: str) -> None:
     spec = table_of_labels(tmp_path / "a.csv", [0, 1, unknown])
     with pytest.raises(DataError, match="it is not known whether row 2 has the label 'rude'") as caught:
