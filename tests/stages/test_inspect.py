@@ -321,6 +321,13 @@ def test_the_line_for_a_folder_of_a_model_leaves_preprocessing_to_it(cli: Cli) -
     assert line == "bnncli extract-features d --data a=npz:TRAIN.npz --json --model hf:d"
     without_weights = "bnncli extract-features CKPT --model hf:d --data train=images:TRAIN"
     assert seen(cli, "d")["suggested"] == without_weights
+    config = {"model_type": "vit", "id2label": {str(number): f"c{number}" for number in (0, 1, 10, *range(2, 10))}}
+    Path("d/config.json").write_text(json.dumps(config))
+    Path("d/training_args.bin").touch()
+    document = seen(cli, "d")
+    assert (document["classes"], document["weights"]) == ([f"c{number}" for number in range(11)], "none")
+    Path("d/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert "1 of 1 files of weights are missing" in facts(cli, "d")
     Path("d/adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
     assert "--data train=csv:TRAIN.csv" in seen(cli, "d")["suggested"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from bnncli.checkpoints.shards import sharded_folder, shards_of
 from bnncli.data import _sound
-from bnncli.errors import DataError, MissingInput
+from bnncli.errors import BnnError, DataError, MissingInput
 from bnncli.machine.input_files import reading
 from bnncli.machine.json_files import read_object
-from bnncli.models._hf_folder import feature_extractor
+from bnncli.models._hf_folder import feature_extractor, weight_files
 from bnncli.names import listed, quoted
 from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.data_files import can_be_read
@@ -106,9 +106,14 @@ def _saved_model(folder: Path, names: list[str]) -> Found | None:
             found.add(name, config[name], key=name)
     labels = config.get("id2label")
     if isinstance(labels, dict):
-        found.add("classes", f"{len(labels)}: {listed(labels.values())}")
-        found.document["classes"] = [str(label) for label in labels.values()]
-    weights = [name for name in names if name.endswith((".safetensors", ".bin"))]
+        classes = [str(labels[number]) for number in sorted(labels, key=lambda number: (len(number), number))]
+        found.add("classes", f"{len(labels)}: {listed(classes)}")
+        found.document["classes"] = classes
+    weights: list[str] = []
+    try:
+        weights = [file.name for file in weight_files(folder)]
+    except BnnError as error:  # a shard is missing
+        found.add("note", error.message)
     found.add("weights", ", ".join(weights) or "none", key="weights")
     found.add(
         "preprocessing", ", ".join(name for name in names if re.match(r"tokenizer|preprocessor|vocab", name)) or "none"
