@@ -44,7 +44,7 @@ def load(spec: str, memory: KnownData | None = None) -> InputSplit:
 
 def told(split: InputSplit) -> Mapping[str, object]:
     labels = np.asarray(split.labels).tolist()
-    facts = (split.order_digest, labels, split.classes, split.names, len(split), split.is_text, split.num_labels)
+    facts = (split.order_digest, labels, split.classes, split.names, len(split), split.dataset.items, split.num_labels)
     held = hold_out({"train": split}, "val=train:2", seed=3)["val"].order_digest
     return dict(enumerate((*facts, held)))
 
