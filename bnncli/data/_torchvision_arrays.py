@@ -6,7 +6,6 @@ Sources: torchvision.datasets (mnist, cifar, svhn, stl10) for names of folders a
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bnncli.data._arrays import ArrayDataset, array_dataset
+from bnncli.data._matlab import read_mat
 from bnncli.data.idx import read_idx
 from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.machine.input_files import is_failure, open_regular
@@ -81,24 +81,6 @@ def stl10(root: Path, split: str) -> ArrayDataset:
         labels = np.frombuffer(_bytes(folder / f"{split}_y.bin"), np.uint8).astype(np.int64) - 1
     names = _bytes(folder / "class_names.txt").decode(errors="replace").splitlines()
     return replace(array_dataset(images, labels, where=str(folder)), classes=tuple(names))
-
-
-def read_mat(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Arrays of numbers in a MATLAB file of version 5. Raises MissingInput or DataError."""
-    from scipy.io import loadmat  # here, for its time
-    from scipy.io.matlab import MatReadError
-
-    with open_regular(path) as stream:
-        try:
-            found = loadmat(stream, variable_names=list(names))
-        except (*_DAMAGE, MatReadError) as error:
-            if is_failure(error):
-                raise
-            raise _damaged(path, "MATLAB file", error) from error
-    for name in names:
-        if name not in found or found[name].dtype.kind not in "iuf":
-            raise DataError(f"{quoted(path, limit=300)} has no array of numbers {quoted(name)}", path=path)
-    return {name: found[name] for name in names}
 
 
 def _cifar(folder: Path, files: list[str], labels_key: str, named: tuple[str, str]) -> ArrayDataset:

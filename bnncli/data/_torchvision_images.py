@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from bnncli.data._labels import check_labels
+from bnncli.data._matlab import read_mat
 from bnncli.data._preprocess import Preprocess
-from bnncli.data._torchvision_arrays import read_mat
 from bnncli.data.images import ImageDataset, image_dataset
 from bnncli.data.images import open_dataset as open_images
 from bnncli.errors import DataError
