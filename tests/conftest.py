@@ -137,3 +137,11 @@ def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
     monkeypatch.setattr(calibrated, "NUM_DRAWS", 200)
+
+
+@pytest.fixture
+def few_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not look at how sure a difference between two posteriors' draws is."""
+    from bnncli.evaluation.draw_blocks import compare_draws
+
+    monkeypatch.setitem(compare_draws.__kwdefaults__, "num_permutations", 99)

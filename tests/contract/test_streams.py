@@ -16,7 +16,8 @@ from kills import run_to_files, start
 from problems.command_line import SCRIPT, Cli
 
 from bnncli.cli.commands import COMMANDS
-from bnncli.evaluation.mmd import permutation_p_value_of
+
+pytestmark = pytest.mark.usefixtures("few_permutations")
 
 NOISY = """
 import os, warnings
@@ -59,12 +60,6 @@ def broken_words_of(name: str, run: Path) -> list[object]:
         "integrals": [name, "--mean", "nothing", "--variance", "4"],
         "demo": [name, "--dir", run.with_name("features.npz")],
     }.get(name, [name, missing])
-
-
-@pytest.fixture(autouse=True)
-def few_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What diagnose finds is not looked at here."""
-    monkeypatch.setitem(permutation_p_value_of.__kwdefaults__, "num_permutations", 99)
 
 
 PIPELINE = ("extract-features", "fit-laplace", "refine", "hmc", "predict")

@@ -86,6 +86,7 @@ LATER = [
 
 
 @pytest.mark.parametrize(("flag", "kind"), LATER)
+@pytest.mark.usefixtures("few_permutations")
 def test_a_split_added_later_is_predicted_and_scored_with_the_others(
     cli: Cli, folder: Path, flag: str, kind: str
 ) -> None:
