@@ -202,6 +202,7 @@ def test_rows_held_out_are_rows_of_the_file(tmp_path: Path) -> None:
     for split in splits.values():
         assert list(split.dataset.read(split.rows)[0]) == [f"text {row}" for row in split.rows]
         assert labels_of(split) == split.rows.tolist()
+    assert sorted(row for split in splits.values() for row in split.rows.tolist()) == [*range(9)]
 
 
 LABEL_COLUMNS: dict[str, tuple[list[str], list[int] | None, Any]] = {
