@@ -121,6 +121,14 @@ def test_a_prediction_without_draws_has_no_integration_error_and_one_draw_an_unk
     assert "integration error unknown, taken as zero: nll of one (" in text
 
 
+def test_one_network_is_not_told_to_be_drawn_more_often(cli: Cli, small_run: Path) -> None:
+    cli("predict", small_run, "--posterior", "map", "--integrator", "mc", *TWO)
+    done = cli(
+        "compare", small_run, "--posterior", "map", "--metric", "accuracy", "--metric", "nll", "--metric", "auroc"
+    )
+    assert (done.code, done.stderr) == (0, "")
+
+
 def test_over_checkpoints_the_spread_contains_the_integration_error(cli: Cli, small_run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     new_run(cli, other, make_other(), "--ood", "far")

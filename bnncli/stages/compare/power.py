@@ -13,6 +13,9 @@ from bnncli.run.session import Run
 from bnncli.stages.compare.tables import Comparison
 
 _MOST_DRAWS = 10_000  # suggested: where more would be needed the posteriors hardly differ but for the draws
+_ROUNDING = (
+    1e-7  # of a score: the draws of a single network differ by as much in float32, and more of them change nothing
+)
 
 
 def power_warnings(
@@ -58,7 +61,7 @@ def _ratio(place: int, samples: Sequence[Sample | None], standings: Sequence[Sta
     reference = [
         s for s, standing in zip(samples, standings, strict=True) if s is not None and standing.against is None
     ]
-    if own is None or len(reference) != 1 or own.integration_variance == 0:
+    if own is None or len(reference) != 1 or own.integration_variance < _ROUNDING**2:
         return 0.0
     ratios = []
     for sample, standing in zip(samples, standings, strict=True):
