@@ -113,6 +113,15 @@ class DelimitedTable:
             )
         found = next((fields for _, fields in self._records()), [])
         header = [name.strip() for name in found]
+        if (
+            len(header) == 1
+            and b'"' not in first
+            and (other := next((one for one in ",;\t|" if one in header[0]), None))
+        ):
+            raise DataError(
+                f"{self._where} has one column, {quoted(header[0])}: its columns are not divided by {self._delimiter!r}, but by {other!r}",
+                path=self.path, hint="csv: reads commas, semicolons and tabs, whatever the file is called",
+            )  # fmt: skip
         double = sorted({name for name in header if name and header.count(name) > 1})
         if double:
             raise DataError(f"{self._where} has several columns called {listed(double)}", path=self.path)

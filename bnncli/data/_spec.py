@@ -38,6 +38,13 @@ def _forms() -> str:
     return f"{', '.join(others)} or {last}, each with @N for the first N rows"
 
 
+def _perhaps(place: str) -> str | None:
+    """What may be meant, where the name of a file ends as a kind is called."""
+    suffixes = Path(re.split(r"[:@]", place)[0]).suffixes
+    kinds = [suffix[1:] for suffix in suffixes if registry.has_name(_FAMILY, suffix[1:])]
+    return f"perhaps {kinds[-1]}:{place}" if kinds else None
+
+
 def load_split(
     spec: str,
     *,
@@ -62,7 +69,7 @@ def load_split(
     """
     kind, colon, place = spec.partition(":")
     if not colon or not place or not registry.has_name(_FAMILY, kind):
-        raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}")
+        raise UsageError(f"\0data\0: expected {_forms()}; got {spec!r}", hint=_perhaps(place or kind))
     module = registry.load_module(_FAMILY, kind)
     match = re.fullmatch(r"(.+)@(\d+)", place)
     count = None

@@ -389,3 +389,21 @@ def test_a_file_that_becomes_shorter_is_noticed(tmp_path: Path) -> None:
         stream.truncate(20)
     with pytest.raises(DataError, match="was changed while it was read"):
         list(split.batches(2))
+
+
+def test_a_table_of_another_delimiter_is_no_column_of_texts(tmp_path: Path) -> None:
+    for kind, delimiter in (("tsv", ","), ("tsv", ";"), ("csv", "|")):
+        path = write(tmp_path / f"a.{kind}", SAMPLE, delimiter=delimiter)
+        with pytest.raises(
+            DataError, match=r"one column, 'text.label': its columns are not divided by .*, but by '[,;|]'"
+        ):
+            load(f"{kind}:{path}")
+    path.write_text('"text, or so"\nhello\n')
+    assert list(load(f"csv:{path}").dataset.read(np.arange(1))[0]) == ["hello"]
+
+
+def test_a_file_without_a_kind_is_told_which_it_may_be() -> None:
+    for spec, kind in (("a.csv", "csv:a.csv"), ("cvs:b.tsv.gz:text=t@3", "tsv:b.tsv.gz:text=t@3"), ("a.png", None)):
+        with pytest.raises(UsageError, match="expected npz:FILE") as refused:
+            load(spec)
+        assert refused.value.hint == (kind and f"perhaps {kind}")
