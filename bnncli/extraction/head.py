@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bnncli.extraction.form import HeadForm
 
 IDENTITY_HINT = f"\0last_layer\0 {IDENTITY} puts an identity layer on the logits"
+_SHOWN = 8  # linear layers that a message names; heads come last
 # Largest |features @ W.T + b - logits| that rounding explains, in units of 1 + max |logits|.
 HEAD_TOLERANCE = 1e-3
 
@@ -113,8 +114,10 @@ def head_of(model: nn.Module, name: str) -> Head:
     """
     linear = linear_layers(model)
     if name not in linear:
+        last = [*linear][-_SHOWN:]
+        before = f" and {len(linear) - _SHOWN} before these" if len(linear) > _SHOWN else ""
         raise UsageError(
-            f"\0last_layer\0: expected one of {listed(linear, limit=20) or 'none: there is no torch.nn.Linear'}; "
+            f"\0last_layer\0: expected one of {listed(last, limit=_SHOWN) or 'none: there is no torch.nn.Linear'}{before}; "
             f"got {name!r}"
         )
     layer = linear[name]

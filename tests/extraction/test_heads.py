@@ -282,6 +282,12 @@ def test_an_output_or_layer_that_is_not_there_is_refused() -> None:
         found(network, layer="body.0")
 
 
+def test_of_many_layers_the_last_are_named_among_which_heads_are() -> None:
+    network = nn.Sequential(*(nn.Linear(6, 6) for _ in range(30)))
+    with pytest.raises(UsageError, match=r"expected one of '22', .*'29' and 22 before these; got 'head'"):
+        found(network, layer="head")
+
+
 def test_the_name_of_several_layers_is_not_that_of_one_of_them() -> None:
     network = two_heads(lambda first, second: {"a": first, "mean": first[:, :2] + second, "b": second}).eval()
     network.first = nn.Linear(6, 2)

@@ -342,3 +342,9 @@ def test_a_classifier_of_scikit_learn_is_told_how_to_be_converted(cli: Cli) -> N
     assert seen(cli, "model.npz")["suggested"].startswith(
         "bnncli extract-features model.npz --model sklearn:model.npz "
     )
+
+
+def test_checkpoints_that_are_called_tar_are_no_shards_of_images(cli: Cli) -> None:
+    Path("run").mkdir()
+    torch.save({"fc.weight": torch.zeros(2, 3)}, "run/model_best.pth.tar")
+    assert seen(cli, "run")["suggested"] == "bnncli inspect run/model_best.pth.tar"

@@ -18,7 +18,7 @@ from bnncli.options.command_line import pasted
 from bnncli.stages.inspect.data_files import can_be_read
 from bnncli.stages.inspect.found import CHECKPOINT, Found, data_line
 
-_WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin", ".onnx", ".pt2", ".skops")
 _OF_CLASSES = {
     "images": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"),
     "audio": tuple(_sound.SUFFIXES),
@@ -204,7 +204,7 @@ def _tables(folder: Path, names: list[str]) -> Found | None:
     for suffix, kind, place in (
         (".parquet", "parquet", folder), (".arrow", "arrow", folder), (".tar", "webdataset", folder / "*.tar")
     ):  # fmt: skip
-        files = [name for name in names if name.endswith(suffix)]
+        files = [name for name in names if name.endswith(suffix) and not name.endswith(_WEIGHTS)]
         if files:
             found = Found(kind)
             found.add("files", f"{len(files)}: {listed(files)}")
