@@ -63,7 +63,8 @@ def check_fits(dataset: Dataset, transform: Transform | None, spec: str) -> None
     if transform is None and items in _MAKERS:
         raise UsageError(
             f"{spec}: the data are {items}, and the model has no {_MAKERS[items]}",
-            hint="give a model that brings its own, as \0model\0 hf:FOLDER",
+            hint=f"give a model that brings its own, as \0model\0 hf:FOLDER, with the {_MAKERS[items]} saved into the folder "
+            "by its save_pretrained",
         )
     if transform is not None and items not in ("arrays", transform.takes):
         column = transform.takes.removesuffix("s")

@@ -165,6 +165,12 @@ def test_data_that_the_model_cannot_take_are_refused(datasets: Path, tmp_path: P
         batches_of(spec.replace("SETS", str(datasets)).replace("FOLDER", str(tmp_path)), transform)
 
 
+def test_texts_without_a_tokenizer_are_told_where_one_belongs(datasets: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        batches_of(f"py:{datasets}:texts", None)
+    assert "hf:FOLDER, with the tokenizer saved into the folder" in (refused.value.hint or "")
+
+
 class Failing(WordLengths):
     def __call__(self, items: Any) -> Any:
         raise ValueError("no such word\nand more")
