@@ -110,10 +110,8 @@ class Bridge(Integrator):
 
     def _of_labels(self, mean: Tensor, variance: Tensor) -> Prediction:
         """The prediction of labels by logits of mean (n, L) and variance (n, L): a Beta each, sums of what they have."""
-        moments = (
-            mean.double().reshape(-1, 1) * mean.new_tensor([-0.5, 0.5]),
-            (variance.double() / 4).reshape(-1, 1).expand(-1, 2),
-        )
+        half = mean.double().flatten() / 2
+        moments = torch.stack([-half, half], dim=1), (variance.double() / 4).reshape(-1, 1).expand(-1, 2)
         betas = dirichlet.from_gaussian(*(shrink(*moments) if self.normalize else moments))
         probs = dirichlet.mean(betas)[:, 1].view_as(mean)
         return Prediction(
