@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from bnncli.checkpoints.load import check_finite, load_checkpoint
@@ -66,7 +67,26 @@ def load(made: Any, folder: Path, config: Any, state: Mapping[str, Tensor] | Non
             str(folder) if state is None else None, config=config, dtype=torch.float32, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, trust_remote_code=False, use_safetensors=True, **given,
         )  # fmt: skip
+        own, whole = network.state_dict(), _no_reals(folder, state)
+    if odd := sorted(name for name in whole & own.keys() if own[name].is_floating_point()):
+        raise DataError(
+            f"{quoted(folder, limit=300)}: {listed(odd)} are no real numbers in the weights, as they are in the network",
+            code="quantised", path=folder, hint="save the model as it was before it was quantised",
+        )  # fmt: skip
     return network, info
+
+
+def _no_reals(folder: Path, state: Mapping[str, Tensor] | None) -> set[str]:
+    """Names of the tensors whose numbers are whole, which the library would take for real ones."""
+    if state is not None:
+        return {name for name, tensor in state.items() if not tensor.is_floating_point()}
+    found: set[str] = set()
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as stored:
+                names = list(stored.keys())
+                found |= {name for name in names if not stored.get_slice(name).get_dtype().startswith(("F", "BF"))}
+    return found
 
 
 def check_filled(

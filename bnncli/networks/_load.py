@@ -118,6 +118,12 @@ def fill_network(network: nn.Module, state: Mapping[str, Tensor], spec: str) -> 
                 f"and {tuple(tensor.shape)} in the network {spec!r}",
                 hint="pass the network's sizes with \0model_arg\0 NAME=VALUE",
             )
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not state[name].is_floating_point():
+            kind = str(state[name].dtype).removeprefix("torch.")
+            raise DataError(
+                f"{quoted(name)} is {kind} in the checkpoint and real numbers in the network {spec!r}", code="quantised",
+                hint="save the network before it is quantised",
+            )  # fmt: skip
     expected.update(state)  # as it has the versions of the modules, without which some refuse
     network.load_state_dict(expected, strict=True)
 

@@ -113,6 +113,17 @@ def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named(tmp_path:
         saved.build(None)
 
 
+@pytest.mark.parametrize("form", ["safetensors", "CKPT"])
+def test_whole_numbers_are_no_weights(tmp_path: Path, form: str) -> None:
+    folder = image_folder(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    state["classifier.weight"] = (100 * state["classifier.weight"]).to(torch.int8)
+    if form == "safetensors":
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"'classifier\.weight' are no real numbers in the weights"):
+        open_model(f"hf:{folder}", Asked()).build(None if form == "safetensors" else state)
+
+
 def test_half_precision_is_widened_and_a_checkpoint_fills_the_model(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "model")
     saved = open_model(f"hf:{folder}", Asked())

@@ -227,6 +227,14 @@ def test_half_precision_weights_become_float32() -> None:
     assert torch.equal(network.get_parameter("ll.weight"), state["ll.weight"].float())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_weights_that_are_no_real_numbers_are_refused(dtype: torch.dtype) -> None:
+    state = random_state(load_network("lenet5", {}, None))
+    state["ll.weight"] = state["ll.weight"].to(dtype)
+    with pytest.raises(DataError, match=r"'ll.weight' is \w+ in the checkpoint and real numbers in the network"):
+        load_network("lenet5", {}, state)
+
+
 def test_modules_that_ask_for_their_version_are_filled() -> None:
     class Versioned(nn.Linear):
         _version = 2
