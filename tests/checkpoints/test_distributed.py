@@ -196,6 +196,20 @@ def test_deepspeed_gives_the_weights_in_float32(tmp_path: Path, scaler: Any, sta
     assert same(convert_checkpoint(folder / "global_step7", trust_pickle=False), found)
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_parameters_that_deepspeed_did_not_train_are_as_they_were(tmp_path: Path, scaler: Any, is_split: bool) -> None:
+    folder, frozen = save_deepspeed(tmp_path / "run", scaler, 2, 1), torch.randn(3, 2)
+    (path,) = folder.glob("*/*model_states.pt")
+    saved = torch.load(path, weights_only=False)
+    kept = frozen.flatten()[: 3 if is_split else 6]
+    torch.save(saved | {"frozen_param_fragments": {"base": kept}, "frozen_param_shapes": {"base": frozen.shape}}, path)
+    if is_split:
+        with pytest.raises(DataError, match="frozen parameters are split over ranks: 'base'"):
+            convert_checkpoint(folder, trust_pickle=False, say=print)
+    else:
+        assert torch.equal(convert_checkpoint(folder, trust_pickle=False, say=print)["base"], frozen)
+
+
 def test_deepspeed_without_its_optimizers_gives_what_ran(tmp_path: Path, scaler: Any) -> None:
     folder = save_deepspeed(tmp_path / "run", scaler, 2, 2)
     for file in folder.glob("*/*optim_states.pt"):
