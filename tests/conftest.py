@@ -35,20 +35,26 @@ def pytest_collection() -> Iterator[Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file that makes something once for all of them go to one worker, and first; the others by function."""
+    """Tests of a file that makes something once for all of them go to one worker, and first; the others by function.
+
+    Those that fork processes that have imported everything (`kills`) share one worker, and the process that they fork.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
-    sharing = {
-        path.relative_to(config.rootpath).as_posix()
+    texts = {
+        path.relative_to(config.rootpath).as_posix(): path.read_text()
         for path in Path(__file__).parent.rglob("test_*.py")
-        if 'scope="module"' in path.read_text()
     }
+    sharing = {file for file, text in texts.items() if 'scope="module"' in text}
+    forking = {file for file, text in texts.items() if "from kills import" in text}
 
     class Scheduler(LoadScopeScheduling):
         """Few units of work: each is a message to a worker, at which the other end waits."""
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
+            if file in forking:
+                return "kills"
             return file if file in sharing else nodeid.split("[")[0]
 
         def _assign_work_unit(self, node: Any) -> None:

@@ -1,4 +1,4 @@
-"""The real LeNet-5 on all of Fashion-MNIST against numbers measured elsewhere; skipped where the data are absent."""
+"""The real LeNet-5 on all of Fashion-MNIST against numbers measured elsewhere, in `.ci/run`; skipped where the data are absent."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 pytestmark = [
     pytest.mark.shared,
+    pytest.mark.long,
     pytest.mark.skipif(not (SHARED / "data/fmnist-train.npz").is_file(), reason="the full-size data are not here"),
 ]
 
