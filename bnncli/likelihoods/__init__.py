@@ -81,6 +81,9 @@ class Likelihood(Protocol):
         """All that the Hessian is made of, (M, n): where shift-invariant, minus its entries k < l (its rows sum to zero); else its
         diagonal (it has no other entries)."""
 
+    def hessian_root(self, probabilities: Tensor) -> Tensor:
+        """R (K, M, n) with R R^T the Hessian of each example, M at most K."""
+
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
         """The Hessian times vectors (K, S, n), which are overwritten, for probabilities (K, 1, n)."""
 

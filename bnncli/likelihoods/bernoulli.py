@@ -56,6 +56,10 @@ class Bernoulli:
         """p (1 - p)."""
         return self.hessian_diagonal(probabilities)
 
+    def hessian_root(self, probabilities: Tensor) -> Tensor:
+        """sqrt(p (1 - p)), (1, 1, n)."""
+        return self.hessian_diagonal(probabilities).sqrt().unsqueeze(0)
+
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
         """p (u - p u)."""
         return vectors.sub_(probabilities * vectors).mul_(probabilities)

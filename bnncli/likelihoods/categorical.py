@@ -70,6 +70,11 @@ class Categorical:
         first, second = torch.triu_indices(size, size, 1, device=probabilities.device)
         return probabilities[first] * probabilities[second]
 
+    def hessian_root(self, probabilities: Tensor) -> Tensor:
+        """Columns sqrt(p_m) (e_m - p), (K, K, n)."""
+        identity = torch.eye(self.num_outputs, dtype=probabilities.dtype, device=probabilities.device)
+        return (identity.unsqueeze(2) - probabilities.unsqueeze(1)) * probabilities.sqrt()
+
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
         """(diag(p) - p p^T) u = p (u - p . u)."""
         mean = (probabilities * vectors).sum(dim=0)

@@ -66,6 +66,10 @@ class Multilabel:
         """p_l (1 - p_l)."""
         return self.hessian_diagonal(probabilities)
 
+    def hessian_root(self, probabilities: Tensor) -> Tensor:
+        """diag(sqrt(p_l (1 - p_l))), (L, L, n)."""
+        return self.hessian_diagonal(probabilities).sqrt().T.diag_embed().permute(1, 2, 0)
+
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
         """p_l (1 - p_l) u_l."""
         return vectors.sub_(probabilities * vectors).mul_(probabilities)

@@ -1,60 +1,24 @@
-"""From inputs to features: by the network and the preprocessing that the run's features record.
-
-A record is a file, which may come from anybody: code that it names is run only where the caller names it too. A built-in
-network is ours.
-"""
+"""From inputs to features: by the network and the preprocessing that the run's features record."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from bnncli import data, registry
+from bnncli import data
 from bnncli.data._arrays import ArrayDataset
-from bnncli.errors import BnnError, DataError, Untrusted, UsageError
+from bnncli.errors import DataError
 from bnncli.machine.devices import random_numbers_kept
-from bnncli.machine.user_code import CodeFolder
-from bnncli.models import SavedModel, is_kind
-from bnncli.numerics.digests import file_sha256, tensor_digest
 from bnncli.opened.arrays import Items, check_finite, described
 from bnncli.opened.messages import exits_refused
 from bnncli.options.extract_features import ExtractFeaturesOptions
-from bnncli.run.model_files import ModelFiles, opened_model
-from bnncli.run.network import Network
-from bnncli.run.session import Run
-from bnncli.storage.artifacts import read_header
-from bnncli.storage.freshness import UNKNOWN_MAKER
-from bnncli.storage.headers import Header, interpreting
+from bnncli.run.recorded_network import RecordedNetwork
 
 BATCH_SIZE = ExtractFeaturesOptions.batch_size  # that of the command by default: sums depend on it
 
 
-class InputNetwork:
+class InputNetwork(RecordedNetwork):
     """The network that the features of a run were made by, for inputs of the caller's."""
-
-    def __init__(self, run: Run, header: Header, params: Mapping[str, Any], code: str | None) -> None:
-        self.header, self._code = header, code
-        with interpreting(header.path):
-            layer, self._dtype = header.meta["layer"], str(params["dtype"])
-            sizes = {name: params[name] for name in ("mean", "std", "resize", "crop")}
-            spec, arguments, state = str(params["model"]), list(params["model_arg"]), params.get("state")
-        saved = saved_as(spec, header)
-        self._preprocess = data.Preprocess.parse(**sizes, transform=None if saved is None else saved.transform)
-        self._network = Network.of(run, spec, arguments, layer, saved, params.get("output"), state=state)
-        self._network.autocast = params.get("autocast")
-        self._folder = CodeFolder(spec) if ":" in spec and not is_kind(spec) else None
-        record = self._network.record
-        if record is not None and record["weights_digest"] != header.weights_digest:
-            raise DataError(f"{header.path} was made from other weights", code="wrong_checkpoint", path=header.path)
-
-    def is_of(self, header: Header, code: str | None) -> bool:
-        """Whether it was made as this header says, of this code."""
-        return (self.header.content_digest, self._code) == (header.content_digest, code)
 
     def features(self, inputs: Tensor | Items) -> Tensor:
         """Features (N, D) of inputs (N, ...), or of N texts or images, on the CPU, in the type that the run's are stored in.
@@ -68,147 +32,23 @@ class InputNetwork:
         else:
             check_finite(inputs)
             dataset = ArrayDataset(inputs, None)
-        split = data.InputSplit("x", dataset, np.arange(len(inputs)), self._preprocess, is_labeled=False)
+        split = data.InputSplit("x", dataset, np.arange(len(inputs)), self.preprocess, is_labeled=False)
         try:
-            with (
-                random_numbers_kept(),
-                exits_refused(),
-                nullcontext() if self._folder is None else self._folder.visible(),
-            ):
-                head = self._network.head(split)
-                self._check_head(head)
-                return self._network.features(split, head, batch_size=BATCH_SIZE, dtype=self._dtype).features
+            with random_numbers_kept(), exits_refused(), self.visible():
+                head = self.network.head(split)
+                self.check_head(head)
+                return self.network.features(split, head, batch_size=BATCH_SIZE, dtype=self.dtype).features
         except DataError as error:
             if error.code != "wrong_inputs":
                 raise
-            expected = f"features, or inputs of the network {self._network.spec!r}"
+            expected = f"features, or inputs of the network {self.network.spec!r}"
             message = f"x: expected {expected}; got {described(inputs)}: {error.message}"
             raise DataError(message, code="wrong_inputs") from error
 
     def _check_takes(self, inputs: Items) -> None:
         """Pass when the model makes its own inputs of such items. Raises DataError otherwise."""
-        transform = self._preprocess.transform
+        transform = self.preprocess.transform
         if transform is None or transform.takes != inputs.items:
             takes = "arrays" if transform is None else transform.takes
-            message = (
-                f"x: expected features, or {takes} for the network {self._network.spec!r}; got {described(inputs)}"
-            )
+            message = f"x: expected features, or {takes} for the network {self.network.spec!r}; got {described(inputs)}"
             raise DataError(message, code="wrong_inputs")
-
-    def _check_head(self, head: Any) -> None:
-        """Pass when the network's last layer is the head that the run's features belong to. Raises DataError otherwise."""
-        parts = {} if head is None else {"weight": head.weight, "bias": head.bias}
-        digest = tensor_digest({name: part.numpy() for name, part in parts.items() if part is not None})
-        if digest != self.header.meta.get("head_digest"):
-            raise DataError(
-                f"the last linear layer of {self._network.spec!r} is not the head of {self.header.path}",
-                code="wrong_head",
-                hint=self._network.run.remake(self.header, force=True) or UNKNOWN_MAKER,
-                path=self.header.path,
-            )
-
-
-def network_header(run: Run) -> Header:
-    """The header of the first split of the run that can be used; its network is that of all.
-
-    Raises:
-        DataError: all are stale or damaged.
-    """
-    first: BnnError | None = None
-    for name in run.folder.splits():
-        try:
-            header = read_header(run.folder.features(name))
-            run.use(header)
-            return header
-        except DataError as error:
-            first = first or error
-    raise first or DataError(f"{run.checkpoint_path} has no features", hint=run.suggest("status"))
-
-
-def open_network(run: Run, header: Header, named: str | None, known: InputNetwork | None) -> InputNetwork:
-    """The network that a split was made by; all is checked again where it is known.
-
-    Args:
-        named: what the caller calls it; code is run only if it is named.
-        known: the one of an earlier call, given back where split and code are still the same.
-
-    Raises:
-        DataError: the split was made by none, or the code has changed since.
-        Untrusted: the network is code that nobody named.
-        UsageError: another network was named.
-    """
-    params = header.provenance.get("params", {})
-    spec = params.get("model")
-    if not isinstance(spec, str):
-        raise DataError(
-            f"the run {run.checkpoint_path} has no network to make features of inputs with",
-            code="no_network",
-            hint="its features were made elsewhere: make these there too",
-        )
-    if named is None and spec not in registry.own_names("networks"):
-        what = "; that a file names it does not have it loaded"
-        what = what if is_kind(spec) else ", which is code; that a file names it does not have it run"
-        raise Untrusted(
-            f"the features of this run were made by {spec!r}{what}",
-            hint=f"if it is yours, name it: bnncli.open({str(run.checkpoint_path)!r}, model={spec!r})",
-        )
-    if named is not None and named != spec:
-        _check_same_code(spec, named)
-    code = _checked_code(run, header, named or spec) if ":" in spec else None
-    if known is not None and known.is_of(header, code):
-        return known
-    return InputNetwork(run, header, {**params, "model": named or spec}, code)
-
-
-def _check_same_code(spec: str, named: str) -> None:
-    """Pass when the same factory of a file, or a model of the same kind, is named by another path. Raises UsageError otherwise."""
-    if is_kind(spec) and named.partition(":")[0] == spec.partition(":")[0]:
-        return  # whether its files are the same is looked at next
-    (place, _, factory), (own, _, recorded) = named.rpartition(":"), spec.rpartition(":")
-    if not (place.endswith(".py") and own.endswith(".py") and factory == recorded):
-        raise UsageError(f"\0model\0: the features of this run were made by {spec!r}; got {named!r}")
-
-
-def _checked_code(run: Run, header: Header, named: str) -> str | None:
-    """Digest of a network's file or files, which are as they were when the features were made; None where there are none.
-
-    Raises:
-        DataError: one has changed; where that is allowed, it is warned of.
-    """
-    recorded = [entry["content_digest"] for entry in header.inputs if entry["role"] == "model"]
-    found = _files_of_model(named, header) if is_kind(named) else _file_of_code(named)
-    if found is None:
-        return None
-    place, digest = found
-    if not recorded or recorded == [digest]:
-        return digest
-    message = f"{place} is not as it was when {header.path} was made from it"
-    if not run.inputs.allow_stale:
-        hint = run.remake(header, force=True) or UNKNOWN_MAKER
-        raise DataError(message, code="stale_input", hint=hint, path=place)
-    run.console.warn(f"{message}; used all the same (\0allow_stale\0)")
-    return digest
-
-
-def _file_of_code(named: str) -> tuple[Path, str] | None:
-    """The file of a factory and its digest; None where a module is named."""
-    code = Path(named.rpartition(":")[0])
-    return (code, f"sha256:{file_sha256(code)}") if code.suffix == ".py" and code.is_file() else None
-
-
-def _files_of_model(named: str, header: Header) -> tuple[Path, str] | None:
-    """The folder of a saved model's files and their digest; None where it has none."""
-    saved = saved_as(named, header)
-    if saved is None or not saved.files:
-        return None
-    files = ModelFiles.of(saved.files)
-    return files.folder, f"sha256:{files.sha256()}"
-
-
-def saved_as(spec: str, header: Header) -> SavedModel | None:
-    """The saved model that features were made by, as their parameters say; None for other networks."""
-    with interpreting(header.path):
-        params = header.provenance["params"]
-        arguments = list(params["model_arg"])
-        asked = {name: params.get(name) for name in ("base_model", "feature_node")}
-    return opened_model(spec, arguments, **asked)

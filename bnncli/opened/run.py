@@ -217,7 +217,8 @@ class OpenedRun:
 
     def _input_network(self, run: Run) -> InputNetwork:
         """The run's network, loaded once as long as its features and its code are the same."""
-        from bnncli.opened.network import network_header, open_network  # here, for torch
+        from bnncli.opened.network import InputNetwork  # here, for torch
+        from bnncli.run.recorded_network import network_header, open_recorded
 
         self._forget_other_weights()
         model = self._model
@@ -227,7 +228,7 @@ class OpenedRun:
             kind, _, place = model.partition(":")
             elsewhere = self._session.placed(place)
             model = f"{kind}:{elsewhere}" if os.path.exists(elsewhere) else model  # a place may be a name
-        self._network = open_network(run, network_header(run), model, self._network)
+        self._network = open_recorded(InputNetwork, run, network_header(run), model, self._network)
         return self._network
 
     def _forget_other_weights(self) -> None:

@@ -154,6 +154,8 @@ def test_all_forms_of_the_hessian_are_that_of_autograd(num_outputs: int) -> None
     vectors = torch.randn(num_outputs, 4, NUM_EXAMPLES, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
     product = torch.einsum("nkl,lsn->ksn", exact, vectors)
     torch.testing.assert_close(likelihood.hessian_product_(p, vectors.clone()), product)
+    root = likelihood.hessian_root(p[:, 0])
+    torch.testing.assert_close(torch.einsum("kmn,lmn->nkl", root, root), exact)
 
 
 @every_size

@@ -81,6 +81,8 @@ def test_gradient_and_all_forms_of_the_hessian_are_those_of_autograd() -> None:
     )
     torch.testing.assert_close(LIKELIHOOD.hessian_diagonal(p[:, 0]), exact.diagonal(dim1=1, dim2=2).T)
     torch.testing.assert_close(LIKELIHOOD.hessian_pairs(p[:, 0]), exact.diagonal(dim1=1, dim2=2).T)
+    root = LIKELIHOOD.hessian_root(p[:, 0])
+    torch.testing.assert_close(torch.einsum("kmn,lmn->nkl", root, root), exact)
     torch.testing.assert_close(LIKELIHOOD.hessian_sum(p[:, 0]), exact.sum(dim=0))
     vectors = torch.randn(NUM_LABELS, 5, NUM_EXAMPLES, generator=torch.Generator().manual_seed(2), dtype=p.dtype)
     expected = torch.einsum("nkl,lsn->ksn", exact, vectors)

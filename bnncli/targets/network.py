@@ -1,0 +1,275 @@
+"""The log posterior of chosen parameters of a whole network, given its inputs.
+
+log p(D, theta) = sum_n log p(y_n | f(x_n, theta)) + log N(theta | 0, Lambda^-1), both normalised, as LastLayerTarget has it; f
+is the network in evaluation mode. Logits are made in theta's precision, by default float32, and summed in float64, in blocks
+of examples and draws that are as large as the activations of one example, which are measured, leave room for.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli import registry
+from bnncli.errors import DataError
+from bnncli.likelihoods import Likelihood
+from bnncli.machine.memory import budget
+from bnncli.shapes import check_shapes
+from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.target import Curvature
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.prior import Prior
+
+_MOST_BYTES = {"cpu": 2**28}  # of activations at once: on a CPU more than its caches gains nothing
+_SHARE = 4  # on a GPU, one part in so many of what is free when a target is first asked
+_FEWEST = 64  # examples at once, before draws are taken one after the other
+_COPIES = 3  # of an example's activations at the peak of a backward pass, measured (tests/targets/test_network.py)
+
+
+@dataclass(frozen=True)
+class NetworkTarget:
+    """The unnormalised log posterior over theta (P,) of a network's chosen parameters.
+
+    Args:
+        inputs: (N, ...), on the compute device, or on the CPU where they do not fit it: a mapped file will do.
+        labels: as LastLayerTarget has them, on the compute device.
+        layout: bound to the network.
+        prior: of weights and biases.
+        likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    layout: ModuleLayout
+    prior: Prior
+    likelihood_scale: float = 1.0
+    is_concave: ClassVar[bool] = False
+    rough_structure: ClassVar[str] = "diag"
+
+    def __post_init__(self) -> None:
+        rows = "N" if self.likelihood.is_exclusive else f"N {self.likelihood.num_classes}"
+        check_shapes(labels=(self.labels, rows))
+        if len(self.inputs) != len(self.labels) or tuple(self.inputs.shape[1:]) != self.layout.input_shape:
+            raise DataError(
+                f"inputs have shape {tuple(self.inputs.shape)}, expected {(len(self.labels), *self.layout.input_shape)}"
+            )
+        if len(self.labels) == 0:
+            raise DataError("the training split has no examples")
+        lowest, highest = int(self.labels.min()), int(self.labels.max())
+        most = self.layout.num_classes - 1 if self.likelihood.is_exclusive else 1
+        if lowest < 0 or highest > most:
+            raise DataError(
+                f"labels must lie in 0..{most}, got {lowest}..{highest}",
+                hint="are these labels of another data set than the network's?",
+            )
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return len(self.labels)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the logits say of a label."""
+        return self.layout.likelihood
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is, and every product is computed."""
+        return self.labels.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the products: the inputs' own, float32 at least."""
+        return self.inputs.dtype if self.inputs.dtype == torch.float64 else torch.float32
+
+    @property
+    def is_resident(self) -> bool:
+        """False: a step of a whole network is not captured as a graph."""
+        return False
+
+    def log_prior(self, theta: Tensor) -> Tensor:
+        """log N(theta | 0, Lambda^-1), (S,) float64, for theta (S, P)."""
+        return self.prior.log_density(theta, self.layout)
+
+    def log_joint(self, theta: Tensor) -> Tensor:
+        """Log likelihood plus log prior, (S,) float64 nats, for theta (S, P); autograd may pass through it."""
+        if theta.requires_grad and torch.is_grad_enabled():
+            return ValueWithGradient.apply(theta, self.log_joint_and_grad)
+        theta = theta.to(self.device, self._precision(theta))
+        total = torch.zeros(len(theta), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for draws, rows in self._blocks(theta):
+                total[draws] += self._log_likelihood(theta[draws], rows).double()
+        return total * self.likelihood_scale + self.log_prior(theta)
+
+    def log_joint_and_grad(self, theta: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Log joint (S,) and its gradient (S, P), both float64, for theta (S, P).
+
+        Args:
+            dtype: precision of the products; float32 by default, float64 to polish a mode.
+        """
+        check_shapes(theta=(theta, f"S {self.layout.num_params}"))
+        theta = theta.to(self.device, dtype or self.dtype)
+        value = torch.zeros(len(theta), dtype=torch.float64, device=self.device)
+        gradient = torch.zeros(theta.shape, dtype=torch.float64, device=self.device)
+        for draws, rows in self._blocks(theta):
+            some, some_gradient = self._value_and_grad(theta[draws], rows)
+            value[draws] += some
+            gradient[draws] += some_gradient
+        log_joint = value * self.likelihood_scale + self.log_prior(theta)
+        return log_joint, gradient * self.likelihood_scale + self.prior.gradient(theta.double(), self.layout)
+
+    def logits(self, theta: Tensor, rows: slice) -> Tensor:
+        """Logits (S, n, K) of the examples in `rows` under theta (S, P), on the device; autograd passes through."""
+        return self.layout.logits(self._inputs(rows), theta)
+
+    def probabilities(self, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Rows, block by block, with the probabilities of the outputs (K, n) there under one theta (P,)."""
+        theta = theta.to(self.device, self._precision(theta)).unsqueeze(0)
+        for rows in self.row_blocks(1, theta.dtype):
+            with torch.no_grad():
+                logits = self.logits(theta, rows).permute(2, 0, 1).contiguous()
+            yield rows, self.likelihood.normalize_(logits)[1][:, 0]
+
+    def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function (M, P) -> (M, P) float64 that multiplies by the generalised Gauss-Newton matrix plus the prior's precisions.
+
+        sum_n J_n^T (diag(p) - p p^T) J_n v, each by a product with J_n and one with its transpose (Schraudolph 2002,
+        Neural Computation 14(7)): positive definite everywhere.
+        """
+        theta = theta.to(self.device, self._precision(theta))
+
+        def multiply(vectors: Tensor) -> Tensor:
+            vectors = vectors.to(self.device, theta.dtype)
+            total = torch.zeros(vectors.shape, dtype=torch.float64, device=self.device)
+            for rows in self.row_blocks(1, theta.dtype):
+                total += self._ggn_product(theta, vectors, rows).double()
+            return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
+
+        return multiply
+
+    def curvature(self, structure: str) -> Curvature:
+        """The file of `network_curvature` that has this name. Raises UsageError when there is none."""
+        kind: Curvature = registry.load_class("network_curvature", structure)
+        return kind
+
+    def examples(self, index: Tensor) -> tuple[Tensor, ...]:
+        """Of the rows in index (B,): inputs (B, ...) and labels (B,), on the device."""
+        inputs = self.inputs[index.to(self.inputs.device)].to(self.device)
+        return inputs, self.labels[index.to(self.device)]
+
+    def minibatch(self, *examples: Tensor) -> NetworkTarget:
+        """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""
+        inputs, labels = examples
+        scale = self.likelihood_scale * self.num_examples / len(labels)
+        return self._changed(inputs=inputs, labels=labels, likelihood_scale=scale)
+
+    def with_prior(self, prior: Prior) -> NetworkTarget:
+        """The same data under another prior."""
+        return self._changed(prior=prior)
+
+    def held_out(self, inputs: Tensor, labels: Tensor) -> HeldOutInputs:
+        """Other inputs (M, ...) with labels (M,), or (M, C), to judge posteriors by."""
+        return HeldOutInputs(self._changed(inputs=inputs, labels=labels.to(self.device), likelihood_scale=1.0))
+
+    def rows_at_once(self, num_draws: int, dtype: torch.dtype) -> int:
+        """Examples whose activations under so many draws have room at once."""
+        return max(1, min(self.num_examples, self._pairs_at_once(dtype) // num_draws))
+
+    def _pairs_at_once(self, dtype: torch.dtype) -> int:
+        """Pairs of a draw and an example whose activations have room at once."""
+        most = _MOST_BYTES.get(self.device.type) or budget(self.device) // _SHARE
+        return most // (_COPIES * self.layout.widest * dtype.itemsize)
+
+    def row_blocks(self, num_draws: int, dtype: torch.dtype) -> Iterator[slice]:
+        """Examples, as many at once as rows_at_once says."""
+        size = self.rows_at_once(num_draws, dtype)
+        for start in range(0, self.num_examples, size):
+            yield slice(start, min(start + size, self.num_examples))
+
+    def _changed(self, **values: object) -> NetworkTarget:
+        other = copy.copy(self)  # without checking labels again, which would wait for the device
+        for name, value in values.items():
+            object.__setattr__(other, name, value)
+        return other
+
+    def _precision(self, theta: Tensor) -> torch.dtype:
+        return torch.float64 if self.inputs.dtype == torch.float64 else self.dtype
+
+    def _inputs(self, rows: slice) -> Tensor:
+        return self.inputs[rows].to(self.device, non_blocking=True)
+
+    def _blocks(self, theta: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Draws and rows that are worked on at once, all of theta (S, P) by all examples."""
+        size = max(1, min(len(theta), self._pairs_at_once(theta.dtype) // min(_FEWEST, self.num_examples)))
+        for start in range(0, len(theta), size):
+            draws = slice(start, min(start + size, len(theta)))
+            for rows in self.row_blocks(draws.stop - draws.start, theta.dtype):
+                yield draws, rows
+
+    def _log_likelihood(self, theta: Tensor, rows: slice) -> Tensor:
+        """(S,) of the examples in `rows`, autograd passes through it."""
+        labels = self.labels[rows]
+        return self.likelihood.log_likelihoods(self.logits(theta, rows), labels).double().sum(dim=1)
+
+    def _value_and_grad(self, theta: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = theta.detach().requires_grad_()
+            value = self._log_likelihood(leaf, rows)
+            (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        return value.detach(), gradient.double()
+
+    def _ggn_product(self, theta: Tensor, vectors: Tensor, rows: slice) -> Tensor:
+        """sum_n J_n^T H_n J_n v over the examples in `rows`, (M, P), for vectors (M, P)."""
+        inputs, layout = self._inputs(rows), self.layout
+
+        def logits(one: Tensor) -> Tensor:
+            return layout.logits(inputs, one.unsqueeze(0))[0]
+
+        with torch.enable_grad():
+            outputs, pull = torch.func.vjp(logits, theta)[:2]
+            probs = self.likelihood.normalize_(outputs.detach().T.unsqueeze(1).clone())[1]
+        found = []
+        for vector in vectors:
+            pushed = torch.func.jvp(logits, (theta,), (vector,))[1]
+            weighted = self.likelihood.hessian_product_(probs, pushed.T.unsqueeze(1).clone())
+            found.append(pull(weighted[:, 0].T)[0])
+        return torch.stack(found)
+
+
+@dataclass(frozen=True)
+class HeldOutInputs:
+    """Inputs with labels that the target does not know.
+
+    Args:
+        target: of them: its likelihood alone is asked.
+    """
+
+    target: NetworkTarget
+
+    def losses(self, theta: Tensor) -> Tensor:
+        """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability.
+
+        Of several labels an example the mean over them: of each being there or not.
+        """
+        target = self.target
+        theta = theta.to(target.device, target.dtype)
+        losses = torch.empty(target.num_examples, dtype=torch.float64, device=target.device)
+        with torch.no_grad():
+            for rows in target.row_blocks(1, theta.dtype):
+                parts = [
+                    target.likelihood.decision_logs(
+                        target.logits(draw.unsqueeze(0), rows).permute(2, 0, 1).contiguous(), target.labels[rows]
+                    )
+                    for draw in theta
+                ]
+                logs = torch.cat(parts, dim=1).double().logsumexp(dim=1)
+                losses[rows] = math.log(len(theta)) - logs.mean(dim=0)
+        return losses

@@ -1,0 +1,279 @@
+"""How chosen parameters of a torch module lie in theta, and the module's logits under many theta.
+
+All other parameters and the buffers stay as they are: the module is in evaluation mode, batch norm with it. theta is what
+torch.nn.utils.parameters_to_vector gives for the chosen parameters, in the order in which the module names them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from bnncli.errors import UsageError
+from bnncli.lazy import torch
+from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
+from bnncli.names import listed
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ALL = "all"
+LAST = "last"
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleNetwork:
+    """A module as a function of inputs and parameters.
+
+    Args:
+        module: in evaluation mode, on the device; never changed.
+        logits_of: the logits (n, K) in what the module returns.
+        names: of the arguments that packed inputs (n, arguments, ...) are; empty for inputs that are one tensor.
+    """
+
+    module: nn.Module
+    logits_of: Callable[[Any], Tensor] = lambda returned: returned
+    names: tuple[str, ...] = ()
+    _states: dict[Any, dict[str, Tensor]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+        """Logits (n, K) of inputs (n, ...) under these parameters, in their precision; autograd and vmap pass through."""
+        dtype = next(iter(params.values())).dtype
+        state = {**self._state(dtype), **params}
+        if self.names:
+            named = dict(zip(self.names, inputs.unbind(1), strict=True))
+            return self.logits_of(torch.func.functional_call(self.module, state, (), named))
+        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+        return self.logits_of(torch.func.functional_call(self.module, state, (inputs,)))
+
+    def _state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All parameters and buffers, those that are real numbers in this precision; made once for each."""
+        if dtype not in self._states:
+            every = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+            self._states[dtype] = {
+                name: value.detach().to(dtype) if value.is_floating_point() else value for name, value in every.items()
+            }
+        return self._states[dtype]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return next(self.module.parameters()).device
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """Where the chosen parameters of a module lie in theta.
+
+    Args:
+        parts: a name, shape and place each; the names are the module's own.
+        num_outputs: K.
+        input_shape: of one example.
+        likelihood_name: of the outputs' likelihood, None where their number says it.
+        network: what turns inputs into logits; None for a posterior as it is read, until `bound_to`.
+    """
+
+    parts: tuple[ParamPart, ...]
+    num_outputs: int
+    input_shape: tuple[int, ...]
+    likelihood_name: str | None = None
+    network: ModuleNetwork | None = field(default=None, compare=False, repr=False)
+    head: None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _ = self.likelihood  # an unknown name is told here
+
+    def __str__(self) -> str:
+        return f"{self.num_params:,} parameters of a network in {len(self.parts)} tensors"
+
+    @classmethod
+    def of(
+        cls,
+        network: ModuleNetwork,
+        pattern: str = ALL,
+        *,
+        num_outputs: int,
+        input_shape: Sequence[int],
+        likelihood_name: str | None = None,
+    ) -> ModuleLayout:
+        """The layout of the parameters that a pattern names.
+
+        Args:
+            pattern: all, or shell patterns of parameter names with + between them (`fc2.*+*.bias`); a module's name stands
+                for all parameters in it.
+
+        Raises:
+            UsageError: it names none.
+        """
+        chosen = chosen_parameters(network.module, pattern)
+        parts = consecutive([(name, tuple(value.shape), is_bias(name)) for name, value in chosen.items()])
+        return cls(parts, num_outputs, tuple(input_shape), likelihood_name, network)
+
+    @property
+    def num_params(self) -> int:
+        """P."""
+        return self.parts[-1].place.stop
+
+    @property
+    def num_features(self) -> int:
+        """Numbers in one input."""
+        return math.prod(self.input_shape)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the K logits say of a label."""
+        return likelihood_of(self.num_outputs, self.likelihood_name)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that the likelihood tells apart."""
+        return self.likelihood.num_classes
+
+    @cached_property
+    def widest(self) -> int:
+        """Numbers that an example leaves in a forward pass, as measured on one; its classes at least."""
+        return max(self.num_classes, activation_bytes(self._bound, self.input_shape) // 4)
+
+    def to_json(self) -> list[dict[str, object]]:
+        """The layout as posterior files state it: name, shape and offset of each part."""
+        return parts_to_json(self.parts)
+
+    def to_meta(self) -> dict[str, Any]:
+        """Names, shapes and sizes as JSON."""
+        return {
+            "network_params": [[part.name, list(part.shape)] for part in self.parts],
+            "num_outputs": self.num_outputs,
+            "input_shape": list(self.input_shape),
+            **name_to_record(self.likelihood_name),
+        }
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> ModuleLayout:
+        """The inverse of to_meta, not bound to a network."""
+        entries = [(str(name), tuple(int(size) for size in shape)) for name, shape in meta["network_params"]]
+        parts = consecutive([(name, shape, is_bias(name)) for name, shape in entries])
+        shape = tuple(int(size) for size in meta["input_shape"])
+        return cls(parts, int(meta["num_outputs"]), shape, recorded_name(meta))
+
+    def bound_to(self, network: ModuleNetwork) -> ModuleLayout:
+        """The same with a network to compute logits by. Raises ValueError where the network has not these parameters."""
+        there = {name: tuple(value.shape) for name, value in network.module.named_parameters()}
+        odd = [part.name for part in self.parts if there.get(part.name) != part.shape]
+        if odd:
+            raise ValueError(f"the network has no parameters {listed(odd)} of these shapes")
+        return replace(self, network=network)
+
+    def split(self, theta: Tensor) -> dict[str, Tensor]:
+        """Each parameter (..., *shape) by its name, views of theta (..., P)."""
+        flat = theta.split([math.prod(part.shape) for part in self.parts], dim=-1)
+        lead = theta.shape[:-1]
+        return {part.name: one.reshape(*lead, *part.shape) for part, one in zip(self.parts, flat, strict=True)}
+
+    def join(self, params: Mapping[str, Tensor]) -> Tensor:
+        """theta (..., P) of parameters (..., *shape) by their names: the inverse of split."""
+        flat = []
+        for part in self.parts:
+            lead = params[part.name].shape[: params[part.name].ndim - len(part.shape)]
+            flat.append(params[part.name].reshape(*lead, math.prod(part.shape)))
+        return torch.cat(flat, dim=-1)
+
+    def trained(self) -> Tensor:
+        """theta (P,) float64 of the network as it is."""
+        return self.join({name: value.detach().double() for name, value in self._bound.module.named_parameters()})
+
+    def logits(self, features: Tensor, theta: Tensor) -> Tensor:
+        """Logits (S, N, K) of inputs (N, ...) under theta (S, P)."""
+        network = self._bound
+        if len(theta) == 1:
+            return network(features, self.split(theta[0])).unsqueeze(0)
+        one = torch.func.vmap(lambda draw: network(features, self.split(draw)))
+        return one(theta)
+
+    def jacobian(self, features: Tensor, theta: Tensor) -> Tensor:
+        """The logits' derivatives by theta, (N, K, P), at inputs (N, ...) and one theta (P,)."""
+        network = self._bound
+
+        def logits(draw: Tensor, example: Tensor) -> Tensor:
+            return network(example.unsqueeze(0), self.split(draw))[0]
+
+        return torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(theta, features)
+
+    def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
+        """The logits under each of theta (S, P); the center is the first draw's, whatever the weights."""
+
+        def at(features: Tensor) -> tuple[Tensor, Callable[[slice], Tensor]]:
+            def logits(some: slice) -> Tensor:
+                return self.logits(features, theta[some]).transpose(1, 2)
+
+            return logits(slice(0, 1))[0], logits
+
+        return at
+
+    def can_replace(self, head: HeadLayout) -> bool:
+        """Whether a theta of this layout can stand where a network has such a head: it brings its own layers."""
+        return True
+
+    @property
+    def _bound(self) -> ModuleNetwork:
+        if self.network is None:
+            raise ValueError("the layout is not bound to a network")
+        return self.network
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter of this name has the prior of the biases."""
+    return name.rpartition(".")[2].endswith("bias")
+
+
+def chosen_parameters(module: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
+    """The parameters that a pattern names, in the module's order; see ModuleLayout.of. Raises UsageError for none."""
+    every = {name: value for name, value in module.named_parameters() if value.is_floating_point()}
+    if pattern == ALL:
+        chosen = every
+    else:
+        wanted = pattern.split("+")
+        for one in wanted:
+            if not any(_matches(name, one) for name in every):
+                raise UsageError(
+                    f"\0layers\0: expected {LAST}, {ALL} or patterns of parameter names; {one!r} matches none of "
+                    f"{listed(every, limit=20)}"
+                )
+        chosen = {name: value for name, value in every.items() if any(_matches(name, one) for one in wanted)}
+    if not chosen:
+        raise UsageError("\0layers\0: the network has no parameters")
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
+    """Bytes that a forward pass of one example keeps for its gradient, measured on an example of zeros, float32.
+
+    What is kept of a batch of two less that of one: parameters and what does not grow with the batch are not counted.
+    """
+    return max(0, _kept_bytes(network, input_shape, 2) - _kept_bytes(network, input_shape, 1))
+
+
+def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) -> int:
+    device = network.device
+    dtype = torch.int64 if network.names else torch.float32
+    inputs = torch.zeros(count, *input_shape, dtype=dtype, device=device)
+    kept: dict[tuple[int, int], int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+        return tensor
+
+    params = {name: value.detach().float().requires_grad_() for name, value in network.module.named_parameters()}
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logits = network(inputs, params)
+    return sum(kept.values()) + logits.nbytes

@@ -1,0 +1,188 @@
+"""The target of a whole network: against autograd, and against the last layer's where that is all that is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems.seeds import seeded
+from torch import Tensor, nn
+
+from bnncli.errors import UsageError
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.network import NetworkTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout, ModuleNetwork, activation_bytes
+from bnncli.theta.prior import Prior
+
+K, N = 3, 40
+PRIOR = Prior(2.0, 0.5)
+
+
+def make_module(seed: int = 0, outputs: int = K) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(0.5),
+            nn.Linear(12, outputs),
+        )  # fmt: skip
+        for value in (module[1].running_mean, module[1].running_var):
+            value.uniform_(0.5, 1.5)
+    return module.eval()
+
+
+def make_target(
+    pattern: str = "all", outputs: int = K, dtype: torch.dtype = torch.float64, **choices: object
+) -> NetworkTarget:
+    network = ModuleNetwork(make_module(outputs=outputs))
+    inputs = torch.randn(N, 1, 6, 6, generator=seeded(1), dtype=dtype)
+    layout = ModuleLayout.of(network, pattern, num_outputs=outputs, input_shape=(1, 6, 6))
+    labels = torch.randint(0, max(2, outputs), (N,), generator=seeded(2))
+    return NetworkTarget(inputs, labels, layout, PRIOR)
+
+
+def around(target: NetworkTarget, count: int = 4) -> Tensor:
+    center = target.layout.trained()
+    return center + 0.1 * torch.randn(count, len(center), generator=seeded(3), dtype=torch.float64)
+
+
+def brute_log_joint(target: NetworkTarget, theta: Tensor) -> Tensor:
+    """Each parameter put into a copy of the module, in float64."""
+    module = make_module(outputs=target.layout.num_outputs).double()
+    params = dict(module.named_parameters())
+    value = torch.zeros((), dtype=torch.float64)
+    for part in target.layout.parts:
+        one = theta[part.place].view(part.shape)
+        precision = 0.5 if part.name.endswith("bias") else 2.0
+        value = value + torch.distributions.Normal(0, precision**-0.5).log_prob(one).sum()
+        params[part.name] = one
+    logits = torch.func.functional_call(module, params, target.inputs.double())
+    if logits.shape[1] == 1:
+        return value + torch.distributions.Bernoulli(logits=logits[:, 0]).log_prob(target.labels.double()).sum()
+    return value + logits.log_softmax(1)[torch.arange(N), target.labels].sum()
+
+
+@pytest.mark.parametrize("outputs", [K, 1])
+@pytest.mark.parametrize("pattern", ["all", "0+6.bias", "*.weight"])
+def test_value_and_gradient_are_autograds(pattern: str, outputs: int) -> None:
+    target = make_target(pattern, outputs)
+    theta = around(target)
+    value, gradient = target.log_joint_and_grad(theta)
+    for one, expected, slope in zip(theta, value, gradient, strict=True):
+        leaf = one.clone().requires_grad_()
+        brute = brute_log_joint(target, leaf)
+        torch.testing.assert_close(expected, brute.detach())
+        torch.testing.assert_close(slope, torch.autograd.grad(brute, leaf)[0])
+    torch.testing.assert_close(target.log_joint(theta), value)
+
+
+def test_float32_is_near_and_its_sums_are_float64() -> None:
+    single, double = make_target(dtype=torch.float32), make_target()
+    theta = around(double)
+    value, gradient = single.log_joint_and_grad(theta)
+    assert value.dtype == gradient.dtype == torch.float64
+    expected = NetworkTarget(single.inputs.double(), single.labels, double.layout, PRIOR).log_joint_and_grad(theta)
+    torch.testing.assert_close(value, expected[0], rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(gradient, expected[1], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(single.log_joint_and_grad(theta, dtype=torch.float64)[0], expected[0])
+
+
+@pytest.mark.parametrize("bytes_at_once", [1, 4096])
+def test_blocks_of_examples_and_draws_change_nothing(bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    theta = around(target)
+    whole = target.log_joint_and_grad(theta)
+    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": bytes_at_once})
+    assert target.rows_at_once(1, torch.float64) < N
+    torch.testing.assert_close(target.log_joint_and_grad(theta), whole)
+    vectors = around(target, 2)
+    product = target.hessian_operator(theta[0])(vectors)
+    monkeypatch.undo()
+    torch.testing.assert_close(product, target.hessian_operator(theta[0])(vectors))
+
+
+def test_the_last_layer_alone_is_the_last_layer_target() -> None:
+    target = make_target("6")
+    module = make_module().double()
+    features = module[:6](target.inputs)
+    last = LastLayerTarget(features.detach(), target.labels, HeadLayout(K, 12), PRIOR)
+    theta = around(target)
+    torch.testing.assert_close(target.log_joint_and_grad(theta), last.log_joint_and_grad(theta), rtol=1e-10, atol=1e-10)
+    vectors = around(target, 3)
+    torch.testing.assert_close(target.hessian_operator(theta[0])(vectors), last.hessian_operator(theta[0])(vectors))
+
+
+@pytest.mark.parametrize("outputs", [K, 1])
+def test_the_operator_is_the_gauss_newton_matrix(outputs: int) -> None:
+    target = make_target(outputs=outputs)
+    theta = around(target, 1)[0]
+    jacobian = torch.autograd.functional.jacobian(lambda one: target.layout.logits(target.inputs, one[None])[0], theta)
+    logits = target.layout.logits(target.inputs, theta[None])[0]
+    probs = logits.softmax(1) if outputs > 1 else logits.sigmoid()
+    middle = probs.diag_embed() - probs.unsqueeze(2) * probs.unsqueeze(1)
+    matrix = torch.einsum("nkp,nkl,nlq->pq", jacobian, middle, jacobian)
+    matrix = matrix + PRIOR.diagonal(target.layout).diag()
+    vectors = around(target, 2)
+    torch.testing.assert_close(target.hessian_operator(theta)(vectors), vectors @ matrix)
+    torch.testing.assert_close(target.layout.jacobian(target.inputs, theta), jacobian)
+
+
+def test_minibatches_are_without_bias() -> None:
+    target = make_target()
+    theta = around(target, 2)
+    parts = [target.minibatch(*target.examples(torch.arange(start, start + 10))) for start in range(0, N, 10)]
+    averaged = torch.stack([part.log_joint_and_grad(theta)[1] for part in parts]).mean(0)
+    torch.testing.assert_close(averaged, target.log_joint_and_grad(theta)[1])
+
+
+def test_held_out_losses_are_of_the_average_probability() -> None:
+    target = make_target()
+    inputs = torch.randn(7, 1, 6, 6, generator=seeded(5), dtype=torch.float64)
+    labels = torch.arange(7) % K
+    theta = around(target)
+    probs = target.layout.logits(inputs, theta).softmax(2).mean(0)[torch.arange(7), labels]
+    torch.testing.assert_close(target.held_out(inputs, labels).losses(theta), -probs.log())
+
+
+def test_a_pattern_that_names_nothing_lists_the_names() -> None:
+    with pytest.raises(UsageError, match=r"'fc\.\*' matches none of '0\.weight'"):
+        make_target("fc.*")
+
+
+def test_the_layout_is_read_as_it_was_written() -> None:
+    layout = make_target("0").layout
+    again = ModuleLayout.from_meta(layout.to_meta())
+    assert again == layout
+    assert again.network is None
+    network = layout.network
+    assert network is not None
+    bound = again.bound_to(network)
+    assert torch.equal(bound.trained(), layout.trained())
+    assert torch.equal(bound.join(bound.split(bound.trained())), bound.trained())
+    with pytest.raises(ValueError, match=r"no parameters '0\.weight'"):
+        again.bound_to(ModuleNetwork(nn.Sequential(nn.Linear(2, 3))))
+
+
+def test_packed_inputs_are_arguments_by_name() -> None:
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(5, 4), nn.Linear(4, K)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+            weights = mask.unsqueeze(2).to(self.out.weight)
+            return {"logits": self.out((self.embed(ids) * weights).sum(1))}
+
+    module = Text().eval()
+    network = ModuleNetwork(module, lambda returned: returned["logits"], ("ids", "mask"))
+    inputs = torch.randint(0, 2, (6, 2, 3), generator=seeded(0))
+    layout = ModuleLayout.of(network, num_outputs=K, input_shape=(2, 3))
+    theta = layout.trained().float()
+    expected = module(ids=inputs[:, 0], mask=inputs[:, 1])["logits"]
+    torch.testing.assert_close(layout.logits(inputs, theta[None])[0], expected)
+    torch.testing.assert_close(layout.logits(inputs, torch.stack([theta, theta]))[1], expected)
+
+
+def test_activations_are_measured_per_example() -> None:
+    module = nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, K)).eval()
+    measured = activation_bytes(ModuleNetwork(module), (10,))
+    assert measured == 4 * (10 + 100 + K)  # the input, what tanh gives, the logits
