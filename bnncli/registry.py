@@ -30,6 +30,7 @@ _GROUPS = {"stages": "bnncli.commands"}  # of the others: bnncli. and the folder
 # What a part must have, of its module or, with a dot, of the class that has its name.
 _NEEDS = {
     "curvature": (".fixed", ".is_exact", ".hessian", ".num_elements", ".operations", ".most_elements"),
+    "network_curvature": (".fixed", ".is_exact", ".hessian", ".num_elements"),
     "covariances": (
         ".structure",
         ".from_hessian",

@@ -32,7 +32,7 @@ LAYERS = (
     ("inference",),
     ("posteriors",),
     ("logits",),
-    ("covariances", "curvature", "flows", "latent"),
+    ("covariances", "curvature", "flows", "latent", "network_curvature"),
     ("data",),
     ("options",),
     ("detectors", "scores"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.targets.row_space import RowSpace
 from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,11 @@ def rows_of(covariance: Covariance) -> WithinRows | None:
     return covariance if isinstance(covariance, WithinRows) else None
 
 
-def read_covariance(structure: str, tensors: dict[str, Tensor], layout: HeadLayout) -> Covariance:
+def read_covariance(structure: str, tensors: dict[str, Tensor], layout: HeadLayout | ModuleLayout) -> Covariance:
     """The covariance over theta in a posterior file's tensors: of the structure, or of that in a row space."""
     kind = registry.load_class("covariances", structure)
     if "cov.basis" not in tensors:
         whole: Covariance = kind.from_tensors(tensors, layout)
         return whole
-    rows = RowSpace(tensors["cov.basis"], layout)
+    rows = RowSpace(tensors["cov.basis"], cast(HeadLayout, layout))  # nothing else has a row space
     return WithinRows(kind.from_tensors(tensors, rows.reduced), rows, float(tensors["cov.outside_precision"]))

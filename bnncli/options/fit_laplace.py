@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bnncli import registry
 from bnncli.errors import UsageError
-from bnncli.options.declaration import Checked, check_suffix, option, parse_positive
+from bnncli.options.declaration import check_suffix, option, parse_positive
+from bnncli.options.layers import LayersOptions
+
+_FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
 
 def _named(structure: str) -> str:
@@ -16,7 +20,13 @@ def _named(structure: str) -> str:
 
 
 def _structures() -> tuple[str, ...]:
-    return "auto", *registry.in_order("curvature")
+    every = (name for family in _FAMILIES for name in registry.in_order(family))
+    return "auto", *dict.fromkeys(every)
+
+
+def structures_of(*, is_last_layer: bool) -> list[str]:
+    """Those of the last layer, or of other layers, from the one that says most of the posterior to the least."""
+    return registry.in_order(_FAMILIES[not is_last_layer])
 
 
 def _structure_help() -> str:
@@ -24,7 +34,7 @@ def _structure_help() -> str:
 
 
 @dataclass(frozen=True)
-class FitLaplaceOptions(Checked):
+class FitLaplaceOptions(LayersOptions):
     """Options of fit-laplace."""
 
     structure: str = option(
@@ -32,9 +42,9 @@ class FitLaplaceOptions(Checked):
         _structure_help,
         choices=_structures,
     )
-    center: str = option(
-        "mode",
-        "Where the Gaussian is centred: the exact mode of the target, or the checkpoint's weights.",
+    center: str | None = option(
+        None,
+        "Where the Gaussian is centred: the exact mode of the target, or the checkpoint's weights; by default the mode of the last layer, and for \0layers\0 all or a pattern the checkpoint.",
         choices=("mode", "checkpoint"),
     )
     prior_precision: str = option(
@@ -58,12 +68,26 @@ class FitLaplaceOptions(Checked):
         super().__post_init__()
         if self.plot is not None:
             check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
+        fitting = structures_of(is_last_layer=self.is_last_layer)
+        if self.structure != "auto" and self.structure not in fitting:
+            raise UsageError(
+                f"\0structure\0: with \0layers\0 {self.layers} expected auto or one of {', '.join(fitting)}; got {self.structure!r}"
+            )
         if self.bias_precision != "same":
             parse_positive(self.bias_precision, "\0bias_precision\0", "same or a positive number")
         if self.prior_precision not in ("auto", "val", "marglik"):
             parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, marglik or a positive number")
             if self.plot is not None:
                 raise UsageError("\0plot\0 draws the search for the prior precision; there is none with a number given")
+
+    @property
+    def own_center(self) -> str:
+        """mode or checkpoint."""
+        return self.center or ("mode" if self.is_last_layer else "checkpoint")
+
+    def params(self) -> dict[str, Any]:
+        """The options that change numbers."""
+        return {**super().params(), "center": self.own_center, **self.layers_params}
 
     @property
     def own_bias_precision(self) -> float | None:

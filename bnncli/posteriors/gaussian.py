@@ -20,7 +20,9 @@ from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitLayout, ParamLayout
+from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
+from bnncli.theta.recorded import recorded_layout
 
 Layout = TypeVar("Layout", bound=ParamLayout, covariant=True)
 
@@ -120,8 +122,8 @@ class Gaussian(Generic[Layout]):
         return {**tensors, **self.covariance.to_tensors()}, meta
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian[HeadLayout]:
+    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Gaussian[HeadLayout | ModuleLayout]:
         """The inverse of to_tensors."""
-        layout = HeadLayout.from_meta(meta)
+        layout = recorded_layout(meta)
         covariance = read_covariance(meta["structure"], tensors, layout)
         return Gaussian(tensors["mean"], covariance, layout, Prior.found_in(tensors))

@@ -13,6 +13,8 @@ from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.recorded import recorded_layout
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Point:
 
     type: ClassVar[str] = "point"
     theta: Tensor
-    layout: HeadLayout
+    layout: HeadLayout | ModuleLayout
 
     def __post_init__(self) -> None:
         check_shapes(theta=(self.theta, str(self.layout.num_params)))
@@ -63,4 +65,4 @@ class Point:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Point:
         """The inverse of to_tensors."""
-        return cls(tensors["mean"], HeadLayout.from_meta(meta))
+        return cls(tensors["mean"], recorded_layout(meta))

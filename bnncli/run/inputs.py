@@ -124,9 +124,10 @@ class Split:
 
 
 def feature_blocks(features: Tensor, device: torch.device) -> Iterator[Tensor]:
-    """Features (N, D), wherever they lie, float32 on the device, block by block; most are one block."""
-    rows = max(1, PREDICTION_BYTES // (4 * features.shape[1]))
-    return (block.to(device=device, dtype=torch.float32) for block in features.split(rows))
+    """Features (N, ...), wherever they lie, float32 on the device, block by block; most are one block."""
+    rows = max(1, PREDICTION_BYTES // (4 * features[:1].numel() or 1))
+    dtype = torch.float32 if features.is_floating_point() else features.dtype  # token ids stay what they are
+    return (block.to(device=device, dtype=dtype) for block in features.split(rows))
 
 
 def head_theta(weight: np.ndarray | None, bias: np.ndarray | None) -> Tensor | None:

@@ -37,7 +37,7 @@ class NetworkTarget:
     """The unnormalised log posterior over theta (P,) of a network's chosen parameters.
 
     Args:
-        inputs: (N, ...), on the compute device, or on the CPU where they do not fit it: a mapped file will do.
+        inputs: (N, D), flat, or (N, ...), on the compute device, or on the CPU where they do not fit it: a mapped file will do.
         labels: as LastLayerTarget has them, on the compute device.
         layout: bound to the network.
         prior: of weights and biases.
@@ -55,10 +55,9 @@ class NetworkTarget:
     def __post_init__(self) -> None:
         rows = "N" if self.likelihood.is_exclusive else f"N {self.likelihood.num_classes}"
         check_shapes(labels=(self.labels, rows))
-        if len(self.inputs) != len(self.labels) or tuple(self.inputs.shape[1:]) != self.layout.input_shape:
-            raise DataError(
-                f"inputs have shape {tuple(self.inputs.shape)}, expected {(len(self.labels), *self.layout.input_shape)}"
-            )
+        shape = tuple(self.inputs.shape)
+        if shape[0] != len(self.labels) or shape[1:] not in (self.layout.input_shape, (self.layout.num_features,)):
+            raise DataError(f"inputs have shape {shape}, expected {(len(self.labels), *self.layout.input_shape)}")
         if len(self.labels) == 0:
             raise DataError("the training split has no examples")
         lowest, highest = int(self.labels.min()), int(self.labels.max())

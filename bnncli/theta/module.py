@@ -188,16 +188,18 @@ class ModuleLayout:
         return self.join({name: value.detach().double() for name, value in self._bound.module.named_parameters()})
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
-        """Logits (S, N, K) of inputs (N, ...) under theta (S, P)."""
+        """Logits (S, N, K) of inputs (N, D), flat, or (N, ...), under theta (S, P)."""
         network = self._bound
+        features = features.reshape(len(features), *self.input_shape)
         if len(theta) == 1:
             return network(features, self.split(theta[0])).unsqueeze(0)
         one = torch.func.vmap(lambda draw: network(features, self.split(draw)))
         return one(theta)
 
     def jacobian(self, features: Tensor, theta: Tensor) -> Tensor:
-        """The logits' derivatives by theta, (N, K, P), at inputs (N, ...) and one theta (P,)."""
+        """The logits' derivatives by theta, (N, K, P), at inputs (N, D) or (N, ...), and one theta (P,)."""
         network = self._bound
+        features = features.reshape(len(features), *self.input_shape)
 
         def logits(draw: Tensor, example: Tensor) -> Tensor:
             return network(example.unsqueeze(0), self.split(draw))[0]

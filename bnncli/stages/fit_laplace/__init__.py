@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import declaring
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split
+from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_line, span_to_fit
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import has_labeled_val, val_line
 from bnncli.stages.fit_laplace.structure import structure_to_fit
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes, warn_of_val
+from bnncli.stages.fit_laplace.whole import prepare_network
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.theta.layout import MatrixLayout
@@ -55,6 +57,22 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
     criterion = _criterion(run, options)
     val = load_split(run, "val") if criterion == "val" or has_labeled_val(run) else None
     run.require_device()
+    prepare = _last_layer if options.is_last_layer else prepare_network
+    request, fit = prepare(run, options, criterion, train, val)
+    if options.plot is not None:
+        others = [request.target, run.checkpoint_path, *(source.path for source in request.sources)]
+        check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
+
+    result = produce_posterior(run, request, fit, lambda meta: _report(run, request.target, meta))
+    if options.plot is not None:
+        result.add(_plot(run, Path(options.plot), request.target))
+    return result
+
+
+def _last_layer(
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """The request for a posterior over the last layer, and what fits it."""
     span = _span(options, train, run)
     known: dict[str, Any] = {"num_examples": len(train.content.features), "is_search": criterion != "number"}
     whole = train.layout if span else None
@@ -65,7 +83,7 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
 
     if options.own_bias_precision is not None and not train.layout.has_bias:
         raise UsageError("--bias-precision: the head has no bias")
-    if options.center == "checkpoint" and train.content.head_weight is None:
+    if options.own_center == "checkpoint" and train.content.head_weight is None:
         raise UsageError("--center checkpoint: this run has no network, only features; use --center mode")
     sources = [train.source] + ([val.source] if val is not None else [])
     params = {**options.params(), "seed": run.compute.seed}
@@ -89,19 +107,13 @@ def run(run: Run, options: FitLaplaceOptions) -> Result:
         estimated_bytes=lambda: memory.stored_bytes(structure(), span or train.layout, whole=whole),
         require=structure,
     )
-    if options.plot is not None:
-        others = [request.target, run.checkpoint_path, *(source.path for source in sources)]
-        check_figure_path(Path(options.plot), "--plot", force=run.write.force, others=others)
 
     def fit() -> Fitted:
         from bnncli.stages.fit_laplace import work
 
         return work.fit(run, options, criterion, structure(), train, val, in_span=span is not None)
 
-    result = produce_posterior(run, request, fit, lambda meta: _report(run, request.target, meta))
-    if options.plot is not None:
-        result.add(_plot(run, Path(options.plot), request.target))
-    return result
+    return request, fit
 
 
 def _plot(run: Run, path: Path, artifact: Path) -> Result:
@@ -143,7 +155,7 @@ def _criterion(run: Run, options: FitLaplaceOptions) -> str:
 
 def _span(options: FitLaplaceOptions, train: Split, run: Run) -> MatrixLayout | None:
     """The layout inside the span of the features where the fit runs there; elsewhere a checkpoint's head may lie."""
-    if options.center != "mode":
+    if options.own_center != "mode":
         return None
     return span_to_fit(run, train, structure=options.structure, num_draws=NUM_DRAWS)
 

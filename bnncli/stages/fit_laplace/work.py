@@ -47,7 +47,7 @@ def fit(
         fit = fit_gaussian(
             target,
             structure=structure,
-            center=options.center,
+            center=options.own_center,
             start=start,
             progress=run.console,
         )
@@ -55,7 +55,7 @@ def fit(
         search_at = partial(
             search,
             target,
-            center=options.center,
+            center=options.own_center,
             criterion=criterion,
             held_out=held_out,
             lift=None if rows is None else RowLift(rows),
@@ -73,14 +73,14 @@ def fit(
     if rows is not None:
         fit = lift_fit(fit, rows)
     warn_of_jitter(run, fit.gaussian)
-    metrics = _metrics(run, fit, found, criterion, train, val)
-    metrics |= {"center": options.center, "structure_nll": compared}
+    metrics = fit_metrics(run, fit, found, criterion, train, val)
+    metrics |= {"center": options.own_center, "structure_nll": compared}
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
     tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
     meta |= {
         "method": "laplace",
-        "center": options.center,
+        "center": options.own_center,
         **fit.gaussian.require_prior().to_meta(),
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),
@@ -89,7 +89,7 @@ def fit(
     return Fitted(tensors, meta, metrics, train)
 
 
-def _metrics(
+def fit_metrics(
     run: Run,
     fit: LaplaceFit,
     found: PriorSearch | None,

@@ -1,0 +1,28 @@
+"""Curvature of a whole network's target: each file is one structure of its H, the generalised Gauss-Newton matrix (GGN).
+
+H = sum_n J_n^T H_n J_n, J_n (K, P) the logits' derivatives by theta at example n, H_n their likelihood's Hessian. It is the
+Hessian where the network is linear in theta, and positive semidefinite everywhere (Schraudolph 2002; Martens 2020,
+arXiv:1412.1193). Files here make H; `covariances` of the same name turn it into a Gaussian's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from bnncli.targets.target import Curvature
+
+if TYPE_CHECKING:
+    from bnncli.theta.module import ModuleLayout
+
+
+class NetworkCurvature(Curvature, Protocol):
+    """What a file of this folder has besides: its place among the others, and what it takes."""
+
+    order: ClassVar[int]
+    """Its place from the one that says most of the posterior (lowest) to the least."""
+    about: ClassVar[str]
+    """A few words for `--help`; may be empty."""
+
+    @staticmethod
+    def num_elements(layout: ModuleLayout) -> int:
+        """Numbers in one copy of the matrices of H, and of the covariance."""

@@ -1,0 +1,55 @@
+"""Options that say which parameters of the network a posterior is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bnncli.errors import UsageError
+from bnncli.options.declaration import Checked, option
+from bnncli.theta.module import LAST
+
+
+@dataclass(frozen=True)
+class LayersOptions(Checked):
+    """Of the commands that make posteriors."""
+
+    layers: str = option(
+        LAST,
+        "Parameters that the posterior is over: last, the last linear layer; all; or patterns of parameter names with + "
+        "between them, as `layer4*+fc*`, where a module's name stands for all that is in it. Other layers than the last need the network "
+        "and its inputs, which are read as extract-features read them.",
+        metavar="last|all|PATTERN",
+        numeric=False,  # recorded where it is given: `layers_params`
+    )
+    trust_code: bool = option(
+        False,
+        "Run the code that the run's features were made by (a network of file.py:factory or package.module:factory, data of py:), "
+        "where \0layers\0 asks for more than the last layer. Without it a run folder that somebody else made runs nothing.",
+        numeric=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layers or any(not part for part in self.layers.split("+")):
+            raise UsageError(f"\0layers\0: expected last, all or patterns with + between them, got {self.layers!r}")
+        if self.trust_code and self.is_last_layer:
+            raise UsageError("\0trust_code\0 is for \0layers\0 all or a pattern: the last layer needs no code")
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether nothing but the features is needed."""
+        return self.layers == LAST
+
+    @property
+    def layers_params(self) -> dict[str, Any]:
+        """What requests record of it: nothing for the last layer."""
+        return {} if self.is_last_layer else {"layers": self.layers}
+
+    @property
+    def layers_suffix(self) -> str:
+        """What the default name of such a posterior ends with."""
+        if self.is_last_layer:
+            return ""
+        words = "".join(letter if letter.isalnum() else "-" for letter in self.layers).strip("-").lower()
+        return "-" + ("-".join(filter(None, words.split("-"))) or "some")

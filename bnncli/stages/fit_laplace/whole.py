@@ -1,0 +1,48 @@
+"""fit-laplace of other layers than the last: what is asked for, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from bnncli.errors import UsageError
+from bnncli.options import FitLaplaceOptions
+from bnncli.options.fit_laplace import structures_of
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import Split
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted, posterior_request
+from bnncli.run.session import Run
+from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes
+
+
+def prepare_network(
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """The request for a posterior over the network's chosen parameters, and what fits it."""
+    if train.content.head_weight is None:
+        raise UsageError(f"--layers {options.layers}: this run has no network, only features")
+    sources = [train.source] + ([val.source] if val is not None else [])
+    params = {**options.params(), "seed": run.compute.seed}
+    if criterion == "number":
+        params["prior_precision"] = float(options.prior_precision)
+    if options.own_bias_precision is not None:
+        params["bias_precision"] = options.own_bias_precision
+    warn_of_missing_classes(run, [split for split in (train, val) if split is not None])
+    request = posterior_request(
+        run,
+        f"laplace{options.layers_suffix}",
+        params=params,
+        algo_rev=_revisions.FIT_NETWORK,
+        sources=sources,
+        checkpoint=train.checkpoint,
+        estimated_bytes=lambda: 0,
+    )
+
+    @cache
+    def fit() -> Fitted:
+        from bnncli.stages.fit_laplace import whole_work
+
+        return whole_work.fit(run, options, criterion, train, val, structures=structures_of(is_last_layer=False))
+
+    return request, fit
