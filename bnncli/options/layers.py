@@ -10,6 +10,15 @@ from bnncli.options.declaration import Checked, option
 from bnncli.theta.module import LAST
 
 
+def trust_code_option() -> Any:
+    """The option --trust-code."""
+    text = (
+        "Run the code that the run's features were made by (a network of file.py:factory or package.module:factory, data of "
+        "py:), where a posterior is over other layers than the last. Without it a run folder that somebody else made runs nothing."
+    )
+    return option(False, text, numeric=False)
+
+
 @dataclass(frozen=True)
 class LayersOptions(Checked):
     """Of the commands that make posteriors."""
@@ -22,12 +31,7 @@ class LayersOptions(Checked):
         metavar="last|all|PATTERN",
         numeric=False,  # recorded where it is given: `layers_params`
     )
-    trust_code: bool = option(
-        False,
-        "Run the code that the run's features were made by (a network of file.py:factory or package.module:factory, data of py:), "
-        "where \0layers\0 asks for more than the last layer. Without it a run folder that somebody else made runs nothing.",
-        numeric=False,
-    )
+    trust_code: bool = trust_code_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

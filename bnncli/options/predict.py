@@ -8,6 +8,7 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, check_suffix, collected, option
+from bnncli.options.layers import trust_code_option
 from bnncli.options.parts import Setting, declarations
 
 QMC = Setting("Draw by scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
@@ -78,6 +79,8 @@ class PredictOptions(Checked):
         metavar="NAME=CLASS,CLASS",
         numeric=False,
     )
+
+    trust_code: bool = trust_code_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.posteriors import sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.theta.layout import ParamLayout
+from bnncli.theta.module import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 
@@ -84,6 +85,10 @@ class Flow:
         x = self._act(x, self._pull)
         noise = x if self.space == "whitened" else whiten(x - self.base.mean)
         return self.from_noise(noise)[1]
+
+    def bound_to(self, network: ModuleNetwork) -> Flow:
+        """The same of a network's parameters, with that network to make logits by."""
+        return replace(self, base=self.base.bound_to(network))
 
     def to(self, device: torch.device | str) -> Flow:
         """A copy on another device."""

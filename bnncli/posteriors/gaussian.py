@@ -20,7 +20,7 @@ from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitLayout, ParamLayout
-from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module import ModuleLayout, ModuleNetwork, bound
 from bnncli.theta.prior import Prior
 from bnncli.theta.recorded import recorded_layout
 
@@ -106,6 +106,10 @@ class Gaussian(Generic[Layout]):
     def logit_root(self: Gaussian[LogitLayout], features: Tensor) -> tuple[Tensor, LogitRoot]:
         """Mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
         return self.logits.root(features)
+
+    def bound_to(self, network: ModuleNetwork) -> Gaussian:
+        """The same of a network's parameters, with that network to make logits by."""
+        return replace(self, layout=bound(self.layout, network))
 
     def to(self, device: torch.device | str) -> Gaussian:
         """A copy on another device."""

@@ -13,7 +13,7 @@ from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module import ModuleLayout, ModuleNetwork, bound
 from bnncli.theta.recorded import recorded_layout
 
 
@@ -53,6 +53,10 @@ class Point:
     def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
         """Logits (n, K) at features (n, D), and their standard deviations, zero."""
         return self.logits.root(features)
+
+    def bound_to(self, network: ModuleNetwork) -> Point:
+        """The same of a network's parameters, with that network to make logits by."""
+        return replace(self, layout=bound(self.layout, network))
 
     def to(self, device: torch.device | str) -> Point:
         """A copy on another device."""

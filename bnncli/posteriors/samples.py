@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bnncli.lazy import torch
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ParamLayout
+from bnncli.theta.module import ModuleNetwork, bound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,10 @@ class Samples:
         chains = (chosen // num_each).unique_consecutive(return_counts=True)[1]
         starts = [0, *chains.cumsum(dim=0)[:-1].tolist()]
         return flat[chosen.to(flat.device)].float(), starts
+
+    def bound_to(self, network: ModuleNetwork) -> Samples:
+        """The same of a network's parameters, with that network to make logits by."""
+        return replace(self, layout=bound(self.layout, network))
 
     def to(self, device: torch.device | str) -> Samples:
         """A copy on another device."""

@@ -71,6 +71,16 @@ class Split:
         features = torch.from_numpy(self.content.features)
         return features.to(device) if features.nbytes <= RESIDENT_SHARE * available_memory(device) else features
 
+    @property
+    def is_last_layer(self) -> bool:
+        """Whether posteriors are over the last layer, of features."""
+        return True
+
+    @property
+    def stored(self) -> Tensor:
+        """(N, D) as the file has them, in its pages."""
+        return torch.from_numpy(self.content.features)
+
     def feature_blocks(self, device: torch.device) -> Iterator[Tensor]:
         """The features (n, D) float32 on the device, block by block; most splits are one block."""
         return feature_blocks(torch.from_numpy(self.content.features), device)

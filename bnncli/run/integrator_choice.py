@@ -132,12 +132,18 @@ class AskedIntegrators:
 
 def default_integrator(header: Header) -> str:
     """The integrator of a posterior when none is named."""
-    return default_integrator_of(str(header.meta.get("method")))
+    return default_integrator_of(str(header.meta.get("method")), is_last_layer=header.meta.get("layers") is None)
 
 
-def default_integrator_of(method: str) -> str:
-    """The integrator of what a method (laplace, map, ...) gives, when none is named."""
-    return "plug-in" if method in PLUG_IN_METHODS else "mc"
+def default_integrator_of(method: str, *, is_last_layer: bool = True) -> str:
+    """The integrator of what a method (laplace, map, ...) gives, when none is named.
+
+    A Gaussian of other layers than the last is that of the network linearised at its mean (Immer et al. 2021,
+    arXiv:2008.08400): draws of its weights, put into the network itself, leave the region where the Gaussian is good.
+    """
+    if method in PLUG_IN_METHODS:
+        return "plug-in"
+    return "logit-mc" if method == "laplace" and not is_last_layer else "mc"
 
 
 def type_of(header: Header) -> str:

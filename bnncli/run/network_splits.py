@@ -20,7 +20,7 @@ from bnncli.extraction.form import LINKS
 from bnncli.extraction.head import Head, chosen_output, logits_of
 from bnncli.machine.memory import require
 from bnncli.options.layers import LayersOptions
-from bnncli.run.inputs import PREDICTION_BYTES, Split
+from bnncli.run.inputs import PREDICTION_BYTES, Split, load_split
 from bnncli.run.recorded_network import RecordedNetwork, network_header, open_recorded
 from bnncli.run.session import Run
 from bnncli.storage.features import CHECK_ROWS
@@ -55,6 +55,25 @@ class NetworkSplit(Split):
         """The chosen parameters'."""
         assert self.network_layout is not None
         return self.network_layout
+
+    @property
+    def is_last_layer(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def stored(self) -> Tensor:
+        """The inputs, (N, D)."""
+        return self.inputs
+
+    def check_fits(self, layout: Any) -> None:
+        """Pass when a posterior with this layout is one for the split's inputs and classes. Raises DataError otherwise."""
+        if layout.num_features != self.layout.num_features or layout.num_classes != len(self.content.classes):
+            raise DataError(
+                f"the posterior is for inputs of {layout.num_features} numbers and {layout.num_classes} classes, split "
+                f"{self.content.name!r} has {self.layout.num_features} and {len(self.content.classes)}",
+                code="wrong_layout",
+            )
 
     def features(self, device: torch.device) -> Tensor:
         """The inputs (N, D) on the device."""
@@ -132,6 +151,14 @@ class NetworkReader:
         first = next(example.take(np.arange(1)).batches(1)).inputs
         names = tuple(first) if isinstance(first, dict) else ()
         return ModuleNetwork(module, _Logits(head), names), head
+
+    @cached_property
+    def module_network(self) -> ModuleNetwork:
+        """The network as a function of inputs and parameters."""
+        name = next(iter(self.run.folder.splits()))
+        split = load_split(self.run, name)
+        assert split.content.header is not None
+        return self.network(self.input_split(split, split.content.header))[0]
 
     def split(self, split: Split, pattern: str) -> NetworkSplit:
         """A split with its inputs read, and the layout of the parameters that a pattern names.

@@ -5,7 +5,7 @@ The command predict stores what comes of it, and whoever asks from Python gets i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from bnncli.theta.prior import Prior
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bnncli.run.network_splits import NetworkReader
     from bnncli.targets.target import CurvedTarget
 
 _OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
@@ -32,9 +33,15 @@ _OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need th
 
 @dataclass
 class TrainData:
-    """The training split, for integrators that weigh draws by their target; read and moved when first asked for."""
+    """The training split, for integrators that weigh draws by their target; read and moved when first asked for.
+
+    Attributes:
+        trusts_code: whether code that the run's features were made by may run again, for posteriors over other layers.
+    """
 
     run: Run
+    trusts_code: bool = False
+    _targets: dict[str, CurvedTarget] = field(default_factory=dict)
 
     @cached_property
     def split(self) -> Split:
@@ -42,12 +49,23 @@ class TrainData:
         return load_split(self.run, "train").check_labeled()
 
     @cached_property
-    def _target(self) -> CurvedTarget:
-        return self.split.target(Prior(1.0), self.run.device)
+    def reader(self) -> NetworkReader:
+        """The network and the inputs, for posteriors over other layers than the last."""
+        from bnncli.run.network_splits import NetworkReader
 
-    def target(self, prior: Prior) -> CurvedTarget:
-        """The log posterior under a prior."""
-        return self._target.with_prior(prior)
+        return NetworkReader(self.run, self.trusts_code)
+
+    def seen_by(self, header: Header, split: Split) -> Split:
+        """A split as the posterior with this header sees it: its features, or the network's inputs."""
+        layers = header.meta.get("layers")
+        return split if layers is None else self.reader.split(split, str(layers))
+
+    def target(self, header: Header, prior: Prior) -> CurvedTarget:
+        """The log posterior, under a prior, of the parameters that the posterior with this header is over."""
+        layers = str(header.meta.get("layers"))
+        if layers not in self._targets:
+            self._targets[layers] = self.seen_by(header, self.split).target(Prior(1.0), self.run.device)
+        return self._targets[layers].with_prior(prior)
 
 
 @dataclass(frozen=True)
@@ -87,6 +105,8 @@ class Predictor:
         if header.content_digest != self.header.content_digest:
             message = f"{self.path} was replaced while it was read"
             raise DataError(message, code="stale_input", hint="do it again", path=self.path)
+        if header.meta.get("layers") is not None:
+            posterior = posterior.bound_to(self.train.reader.module_network)
         return posterior.to(self.run.device)
 
     @cached_property
@@ -111,7 +131,7 @@ class Predictor:
             self.require_memory(used, option="\0samples\0" if choice.integrator.is_sampling else None)
         target = None
         if choice.integrator.needs_target:
-            target = self.train.target(posterior_prior(self.path, self.header))
+            target = self.train.target(self.header, posterior_prior(self.path, self.header))
         ready = choice.integrator.prepare(
             self.posterior,
             num_samples=choice.samples,

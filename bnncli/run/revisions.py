@@ -15,7 +15,6 @@ from bnncli.storage.headers import Header, interpreting
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
-FIT_NETWORK = 1
 PRUNE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
 EVALUATE = 2

@@ -66,7 +66,7 @@ def measure_on_val(
 
     assert val.content.labels is not None
     labels, head = val.content.labels, val.head()
-    name = default_integrator_of(method)
+    name = default_integrator_of(method, is_last_layer=val.is_last_layer)
     chosen, how = _predicted(run, posterior, val, name)
     found = {method: score(method, chosen, labels)}
     facts: dict[str, dict[str, Any]] = {method: how}
@@ -81,7 +81,9 @@ def measure_on_val(
         if other != name and supports(other, posterior):
             references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
     for key, other_posterior in (others or {}).items():
-        probs, facts[key] = _predicted(run, other_posterior, val, default_integrator_of(key))
+        probs, facts[key] = _predicted(
+            run, other_posterior, val, default_integrator_of(key, is_last_layer=val.is_last_layer)
+        )
         references[key] = score(key, probs, labels)
     if supports("plug-in", posterior):
         centre = Point(posterior.center, posterior.layout)

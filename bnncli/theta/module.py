@@ -228,6 +228,13 @@ class ModuleLayout:
         return self.network
 
 
+def bound(layout: Any, network: ModuleNetwork) -> Any:
+    """A layout of a network's parameters, bound to that network. Raises ValueError where it is another network's."""
+    if not isinstance(layout, ModuleLayout):
+        raise ValueError(f"{layout} is of no network's parameters")
+    return layout.bound_to(network)
+
+
 def is_bias(name: str) -> bool:
     """Whether a parameter of this name has the prior of the biases."""
     return name.rpartition(".")[2].endswith("bias")

@@ -33,7 +33,7 @@ def prepare_network(
         run,
         f"laplace{options.layers_suffix}",
         params=params,
-        algo_rev=_revisions.FIT_NETWORK,
+        algo_rev=_revisions.of_laplace(in_span=False),
         sources=sources,
         checkpoint=train.checkpoint,
         estimated_bytes=lambda: 0,

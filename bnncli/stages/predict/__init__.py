@@ -61,7 +61,7 @@ def run(run: Run, options: PredictOptions) -> Result:
     if options.table is not None:
         inputs = [source.path for source in (*(split.source for split in splits), *(one.source for one in posteriors))]
         check_table_path(run, Path(options.table), inputs)
-    train, total = TrainData(run), Result()
+    train, total = TrainData(run, options.trust_code), Result()
     for posterior in posteriors:
         choices, refusals = asked.choices(posterior.header, len(classes))
         for refusal in refusals:

@@ -25,8 +25,9 @@ def predict_split(
     predictor: Predictor, choice: IntegratorChoice, split: Split, target: Path, *, keep_samples: bool
 ) -> Computed:
     """The predictions of one split, ready to be published at `target`."""
-    split.check_fits(predictor.posterior.layout)
-    predicted = predictor.predict(choice, torch.from_numpy(split.content.features), keep_samples=keep_samples)
+    seen = predictor.train.seen_by(predictor.header, split)
+    seen.check_fits(predictor.posterior.layout)
+    predicted = predictor.predict(choice, seen.stored, keep_samples=keep_samples)
     content = _content(predicted, split, choice)
     notes = spelled(predicted.integrator.notes())  # the file speaks of options as they are written
     meta = {**_meta(predictor, choice, split), "num_examples": len(content.probs), **notes}
