@@ -1,0 +1,95 @@
+"""Posteriors over other layers than the last, from the command line: fitted, predicted with, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from problems.command_line import Cli
+
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.predictions import read_predictions
+
+NETWORK = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+"""
+FIT = ("fit-laplace", "ckpt.pt", "--prior-precision", "3")
+
+
+@pytest.fixture
+def checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose features are there, of a network by the user's own code; the test works beside it."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK)
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(60, 1, 2, 2)).astype(np.float32)
+    for name, rows in (("train", slice(0, 40)), ("test", slice(40, 60))):
+        np.savez(f"{name}.npz", x=inputs[rows], y=(inputs[rows, 0, 0, 0] > 0).astype(np.int64))
+    space: dict[str, object] = {}
+    exec(NETWORK, space)
+    torch.manual_seed(0)
+    torch.save(space["make"]().state_dict(), "ckpt.pt")  # type: ignore[operator]
+    splits = [word for name in ("train", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
+    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *splits).code == 0
+    return tmp_path / "ckpt.pt"
+
+
+def test_the_last_layer_by_its_name_is_the_last_layer(cli: Cli, checkpoint: Path) -> None:
+    assert cli(*FIT).code == 0
+    named = cli(*FIT, "--layers", "3", "--center", "mode", "--trust-code", "--name", "named")
+    assert named.code == 0
+    folder = Path("ckpt.pt.bnn/posteriors")
+    one, other = (read_header(folder / f"{name}.safetensors").meta for name in ("laplace", "named"))
+    assert (one.get("layers"), other["layers"]) == (None, "3")
+    evidence = [meta["metrics"]["log_marginal_likelihood"] for meta in (one, other)]
+    assert evidence[0] == pytest.approx(evidence[1], abs=1e-4)
+    asked = ("predict", "ckpt.pt", "--split", "test", "--integrator", "probit", "--trust-code")
+    assert cli(*asked, "--posterior", "laplace", "--posterior", "named").code == 0
+    probs = [
+        read_predictions(Path(f"ckpt.pt.bnn/predictions/{name}.probit/test.h5")).probs for name in ("laplace", "named")
+    ]
+    np.testing.assert_allclose(probs[0], probs[1], atol=1e-5)
+
+
+def test_all_layers_are_fitted_predicted_with_and_up_to_date(cli: Cli, checkpoint: Path) -> None:
+    assert cli(*FIT, "--layers", "all", "--trust-code").code == 0
+    meta = read_header(Path("ckpt.pt.bnn/posteriors/laplace-all.safetensors")).meta
+    assert [part["name"] for part in meta["param_layout"]] == ["1.weight", "1.bias", "3.weight", "3.bias"]
+    assert (meta["center"], meta["structure"]) == ("checkpoint", "full")
+    assert "up to date" in cli(*FIT, "--layers", "all").stderr  # which runs no code
+    refused = cli("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test")
+    assert (refused.code, "add --trust-code" in refused.stderr) == (77, True)
+    assert cli("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test", "--trust-code").code == 0
+    assert Path("ckpt.pt.bnn/predictions/laplace-all.logit-mc/test.h5").is_file()  # of the linearised network
+
+
+def test_code_runs_only_where_it_is_trusted_and_the_same(cli: Cli, checkpoint: Path) -> None:
+    refused = cli(*FIT, "--layers", "all")
+    assert (refused.code, "add --trust-code" in refused.stderr) == (77, True)
+    Path("net.py").write_text(NETWORK + "\n")
+    changed = cli(*FIT, "--layers", "all", "--trust-code")
+    assert (changed.code, "net.py is not as it was" in changed.stderr) == (65, True)
+
+
+def test_data_that_changed_are_told(cli: Cli, checkpoint: Path) -> None:
+    np.savez("train.npz", x=np.zeros((40, 1, 2, 2), np.float32), y=np.arange(40) % 2)
+    changed = cli(*FIT, "--layers", "all", "--trust-code")
+    assert (changed.code, "train.npz is not as it was" in changed.stderr) == (65, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--layers", "head"), 64, "'head' matches none of '1.weight', '1.bias', '3.weight', '3.bias'"),
+        (("--layers", "all+"), 64, "expected last, all or patterns"),
+    ],
+)
+def test_wrong_layers_are_told(cli: Cli, checkpoint: Path, words: tuple[str, ...], code: int, message: str) -> None:
+    refused = cli(*FIT, *words, "--trust-code")
+    assert refused.code in (2, code)
+    assert message in refused.stderr
