@@ -26,11 +26,15 @@ def is_part(name: str, path: Path) -> bool:
 
 def test_the_name_of_a_class_means_one_thing() -> None:
     shared = {name: paths for name, paths in classes().items() if len(paths) > 1}
-    # A structure is a file in curvature/ and one in covariances/, and each names its class after the structure.
+    # A structure is a file in curvature/, or network_curvature/, and one in covariances/; each names its class after it.
     assert {name for name, paths in shared.items() if not all(is_part(name, path) for path in paths)} == set()
-    assert {path.parent.name for paths in shared.values() for path in paths} <= {"curvature", "covariances"}
+    assert {path.parent.name for paths in shared.values() for path in paths} <= {
+        "curvature",
+        "network_curvature",
+        "covariances",
+    }
 
 
 def test_a_split_is_held_as_inputs_as_features_or_as_predictions() -> None:
     found = {name for name in classes() if name.endswith("Split")}
-    assert found == {"InputSplit", "Split", "PredictedSplit"}
+    assert found == {"InputSplit", "Split", "NetworkSplit", "PredictedSplit"}  # the inputs in the place of features

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bnncli.errors import UsageError
 from bnncli.lazy import torch
@@ -229,10 +229,12 @@ class ModuleLayout:
 
 
 def bound(layout: Any, network: ModuleNetwork) -> Any:
-    """A layout of a network's parameters, bound to that network. Raises ValueError where it is another network's."""
-    if not isinstance(layout, ModuleLayout):
-        raise ValueError(f"{layout} is of no network's parameters")
-    return layout.bound_to(network)
+    """A layout of a network's parameters, which its posterior does not know to be one, bound to that network.
+
+    Raises:
+        ValueError: it is another network's.
+    """
+    return cast(ModuleLayout, layout).bound_to(network)
 
 
 def is_bias(name: str) -> bool:
