@@ -210,6 +210,27 @@ class CLASS:
         return 0  # never unasked
 '''
 
+NETWORK_CURVATURE = '''
+"""The same of a whole network."""
+
+from bnncli.network_curvature.diag import Diag
+
+
+class CLASS:
+    order: "ClassVar[int]" = 65
+    about: "ClassVar[str]" = "one variance for all"
+    is_exact: "ClassVar[bool]" = False
+    fixed: "ClassVar[tuple[str, ...]]" = ()
+
+    @staticmethod
+    def hessian(target, theta):
+        return {"hessian.NAME": Diag.hessian(target, theta)["hessian.diag"].mean().reshape(1)}
+
+    @staticmethod
+    def num_elements(layout):
+        return 1
+'''
+
 COVARIANCE = '''
 """One variance for all parameters."""
 
@@ -303,16 +324,17 @@ FAMILIES = {
     "stages": COMMAND,
     "detectors": DETECTOR,
     "curvature": CURVATURE,
+    "network_curvature": NETWORK_CURVATURE,
     "covariances": COVARIANCE,
     "logits": LOGITS,
 }
 OURS = dict(
-    zip(FAMILIES, ("swirl", "middle", "tiny", "kept", "rows", "sureness", "greet", "peak", *["round"] * 3), strict=True)
+    zip(FAMILIES, ("swirl", "middle", "tiny", "kept", "rows", "sureness", "greet", "peak", *["round"] * 4), strict=True)
 )
 THEIRS = dict(
     zip(
         FAMILIES,
-        ("eddy", "halfway", "little", "stored", "lines", "aplomb", "salute", "crest", *["ball"] * 3),
+        ("eddy", "halfway", "little", "stored", "lines", "aplomb", "salute", "crest", *["ball"] * 4),
         strict=True,
     )
 )

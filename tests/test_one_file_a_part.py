@@ -49,6 +49,7 @@ def lines_of(run: str, part: dict[str, str]) -> dict[str, str]:
         "extract saved again": f"{saved} --json --feature-node x --run-dir FOLDER/{run}-again",
         "extract": f"extract-features {net} --model {part['networks']} {data}",
         "fit": f"fit-laplace {net} --structure {part['curvature']} --prior-precision 1",
+        "whole": f"fit-laplace {net} --layers all --trust-code --structure {part['network_curvature']} --prior-precision 1",
         "refine": f"refine {net} --flow {part['flows']} --{part['flows']}-push 0.5 --epochs 1 --elbo-draws 16",
         "predict": f"predict {net} --integrator mc --integrator probit --integrator {part['integrators']} --blend 0.5 --samples 40",
         "evaluate": f"evaluate {net} --score {part['detectors']} --bootstrap 0 --json",

@@ -64,6 +64,8 @@ def test_all_layers_are_fitted_predicted_with_and_up_to_date(cli: Cli, checkpoin
     assert "up to date" in cli(*FIT, "--layers", "all").stderr  # which runs no code
     refused = cli("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test")
     assert (refused.code, "add --trust-code" in refused.stderr) == (77, True)
+    skipped = cli("predict", "ckpt.pt", "--split", "test")  # nobody named it
+    assert (skipped.code, "skipping laplace-all with logit-mc" in skipped.stderr) == (0, True)
     assert cli("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test", "--trust-code").code == 0
     assert Path("ckpt.pt.bnn/predictions/laplace-all.logit-mc/test.h5").is_file()  # of the linearised network
 

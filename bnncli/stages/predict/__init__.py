@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, DataError, MissingInput, UsageError
+from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageError
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._intervals import LEVEL
 from bnncli.likelihoods import has_exclusive_classes
@@ -75,10 +75,10 @@ def run(run: Run, options: PredictOptions) -> Result:
         for choice in choices:
             try:
                 total.add(_predict(run, options, predictor, choice, posterior.source, splits))
-            except (UsageError, MissingInput) as error:
+            except (UsageError, MissingInput, Untrusted) as error:
                 if not _may_skip(options, choice, error):
                     raise
-                run.console.warn(f"skipping {posterior.path.stem} with {choice.variant}: {error.message}")
+                run.console.warn(f"skipping {posterior.path.stem} with {choice.variant}: {error.message}{error.advice}")
     if not total.outputs:
         raise DataError(
             "no posterior of the run can be used: each is stale, or does not fit the integrator",
@@ -128,6 +128,8 @@ def _may_skip(options: PredictOptions, choice: IntegratorChoice, error: BnnError
     is_named = choice.name in options.integrator
     if error.code == "unsupported_integrator":
         return not options.posterior or (ALL in options.integrator and not is_named)
+    if isinstance(error, Untrusted):
+        return not options.posterior
     return isinstance(error, MissingInput) and not is_named
 
 
