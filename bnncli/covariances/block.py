@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances._layers import BlockLayers
 from bnncli.covariances._roots import inverse_root
 from bnncli.errors import NumericError
 from bnncli.theta.layout import MatrixLayout
@@ -38,12 +39,16 @@ class Block:
         return self.scale_tril.shape[0] * self.scale_tril.shape[1]
 
     @classmethod
-    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: MatrixLayout) -> Block:
+    def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: MatrixLayout) -> Block | BlockLayers:
         """(H_k + Lambda_k)^{-1} for each output, Lambda_k the prior's precisions, factored in float64.
+
+        Of several layers, where the Hessian's parts are, a block for each of them.
 
         Raises:
             NumericError: when a block is not finite, or not positive definite with the largest jitter.
         """
+        if "hessian.block" not in hessian:
+            return BlockLayers.from_hessian(hessian, prior, layout)
         precision = hessian["hessian.block"].double().clone()
         if not torch.isfinite(precision).all():
             raise NumericError("the blocks of the Hessian are not finite", hint="check the features")
@@ -75,8 +80,10 @@ class Block:
         return {"cov.block.scale_tril": self.scale_tril.double().cpu().contiguous(), "cov.jitter": jitter}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Block:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Block | BlockLayers:
         """The inverse of to_tensors."""
+        if "cov.block.scale_tril" not in tensors:
+            return BlockLayers.from_tensors(tensors, layout)
         scale, size = tensors["cov.block.scale_tril"], layout.num_features + layout.has_bias
         if scale.shape != (layout.num_outputs, size, size):
             raise ValueError(f"cov.block.scale_tril: expected {(layout.num_outputs, size, size)}, got {scale.shape}")

@@ -17,10 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.errors import NumericError
-from bnncli.machine.interruptible import interruptible
+from bnncli.covariances._layers import KronLayers
+from bnncli.machine.interruptible import eigenvectors
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
+
+_FACTOR = "hessian.kron.A"  # of the features: parts of this name are of one layer
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Kron:
     @classmethod
     def from_hessian(
         cls, hessian: dict[str, Tensor], prior: Prior, layout: MatrixLayout, *, before: Kron | None = None
-    ) -> Kron:
-        """(B kron A + Lambda)^{-1}, Lambda the prior's precisions.
+    ) -> Kron | KronLayers:
+        """(B kron A + Lambda)^{-1}, Lambda the prior's precisions; of several layers where the Hessian's parts are.
 
         Args:
             before: another one, whose eigenvectors are kept of each factor that is the same tensor. Those of A depend on the
@@ -70,7 +72,9 @@ class Kron:
         Raises:
             NumericError: when a factor is not finite.
         """
-        feature_factor, output_factor = hessian["hessian.kron.A"].double(), hessian["hessian.kron.B"].double()
+        if _FACTOR not in hessian:
+            return KronLayers.from_hessian(hessian, prior, layout)
+        feature_factor, output_factor = hessian[_FACTOR].double(), hessian["hessian.kron.B"].double()
         unit = _bias_unit(prior, layout)
         if before is not None and before.feature_factor is feature_factor and before.bias_unit == unit:
             feature_values, feature_basis = before.feature_values, before.feature_basis
@@ -105,13 +109,13 @@ class Kron:
     def to_tensors(self) -> dict[str, Tensor]:
         """`hessian.kron.A`, `hessian.kron.B` and the prior's tensors; the eigenbasis is computed again on load."""
         return {
-            "hessian.kron.A": self.feature_factor.double().cpu().contiguous(),
+            _FACTOR: self.feature_factor.double().cpu().contiguous(),
             "hessian.kron.B": self.output_factor.double().cpu().contiguous(),
             **self.prior.to_tensors(),
         }
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Kron:
+    def from_tensors(cls, tensors: dict[str, Tensor], layout: MatrixLayout) -> Kron | KronLayers:
         """The inverse of to_tensors."""
         return cls.from_hessian(tensors, Prior.from_tensors(tensors), layout)
 
@@ -140,13 +144,7 @@ class Kron:
 
 def _eigenvectors(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (F,) and eigenvectors (F, F) of a factor. Raises NumericError when it is not finite."""
-    if not torch.isfinite(factor).all():
-        raise NumericError("the Kronecker factors of the Hessian are not finite", hint="check the features")
-    operations = 10 * float(factor.shape[0]) ** 3
-    values, vectors = interruptible(
-        lambda: torch.linalg.eigh(factor), operations=operations, device=factor.device, name="eigenvectors"
-    )
-    return values, vectors
+    return eigenvectors(factor, what="the Kronecker factors of the Hessian")
 
 
 def _bias_unit(prior: Prior, layout: MatrixLayout) -> float:

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from bnncli.errors import NumericError
 from bnncli.machine import signals
 
 Result = TypeVar("Result")
@@ -68,3 +70,21 @@ def interruptible(work: Callable[[], Result], *, operations: float, device: torc
         return results[0]
     finally:
         errors.clear()  # or the error would hold itself, by its traceback, and with it all that the work has made
+
+
+def eigenvectors(matrix: Tensor, *, what: str) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (F,), rising, and eigenvectors (F, F), in columns, of a symmetric matrix.
+
+    Args:
+        what: it is a part of, in the plural.
+
+    Raises:
+        NumericError: it is not finite.
+    """
+    if not torch.isfinite(matrix).all():
+        raise NumericError(f"{what} are not finite", hint="check the features")
+    operations = 10 * float(matrix.shape[0]) ** 3
+    values, vectors = interruptible(
+        lambda: torch.linalg.eigh(matrix), operations=operations, device=matrix.device, name="eigenvectors"
+    )
+    return values, vectors

@@ -1,0 +1,48 @@
+"""The diagonal of the Gauss-Newton matrix of some of the chosen parameters, the others as they are in theta."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bnncli.lazy import torch
+from bnncli.network_curvature._columns import Columns
+from bnncli.theta.layout import ParamPart, consecutive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.network import NetworkTarget
+
+_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of per-example gradients at once
+
+
+def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], columns: Columns) -> Tensor:
+    """Of the parameters in `parts`, one behind the other, float64; each example's gradient by each column is squared."""
+    layout = target.layout
+    network = layout.network
+    assert network is not None
+    theta = theta.to(target.device, target.dtype)
+    if not parts:
+        return torch.zeros(0, dtype=torch.float64, device=target.device)
+    some = replace(layout, parts=consecutive([(part.name, part.shape, part.is_bias) for part in parts]))
+    every = layout.split(theta)
+    own = some.join(every)
+    total = torch.zeros(some.num_params, dtype=torch.float64, device=target.device)
+
+    def logits(flat: Tensor, example: Tensor) -> Tensor:
+        return network(example.unsqueeze(0), {**every, **some.split(flat)})[0]
+
+    def gradient(example: Tensor, column: Tensor) -> Tensor:
+        return torch.func.vjp(lambda flat: logits(flat, example), own)[1](column)[0]
+
+    size = max(1, _ELEMENTS.get(target.device.type, 2**24) // some.num_params)
+    size = min(size, target.rows_at_once(1, theta.dtype))
+    for start in range(0, target.num_examples, size):
+        inputs = target.inputs[start : start + size].to(target.device).reshape(-1, *layout.input_shape)
+        with torch.no_grad():
+            outputs = layout.logits(inputs, theta.unsqueeze(0))[0]
+        for column, _ in columns.of(outputs):
+            gradients = torch.func.vmap(gradient)(inputs, column)
+            total += gradients.square().sum(dim=0, dtype=torch.float64)
+    return total

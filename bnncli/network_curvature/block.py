@@ -1,0 +1,44 @@
+"""The blocks of the Gauss-Newton matrix that belong to each module's own parameters: a layer's weight with its bias."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from bnncli.lazy import torch
+from bnncli.network_curvature._rows import weighted_rows
+from bnncli.theta.modules import module_places
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.network import NetworkTarget
+    from bnncli.theta.module import ModuleLayout
+
+
+class Block:
+    """`hessian.block.<module>`, (F, F) each, of the F parameters that a module has itself."""
+
+    order: ClassVar[int] = 20
+    about: ClassVar[str] = ""
+    is_exact: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
+        """`hessian.block.<module>`, (F, F) float64 each."""
+        places = module_places(target.layout)
+        totals = {
+            module: torch.zeros(place.stop - place.start, place.stop - place.start, dtype=torch.float64).to(
+                target.device
+            )
+            for module, place in places.items()
+        }
+        for rows in weighted_rows(target, theta):
+            for module, place in places.items():
+                totals[module] += (rows[:, place].T @ rows[:, place]).double()
+        return {f"hessian.block.{module}": total * target.likelihood_scale for module, total in totals.items()}
+
+    @staticmethod
+    def num_elements(layout: ModuleLayout) -> int:
+        """The sum of F^2."""
+        return sum((place.stop - place.start) ** 2 for place in module_places(layout).values())

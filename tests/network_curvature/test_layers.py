@@ -1,0 +1,263 @@
+"""Curvatures of several layers against the full Gauss-Newton matrix, and their covariances against dense inverses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from problems.seeds import seeded
+from torch import Tensor, nn
+
+from bnncli import registry
+from bnncli.covariances import Covariance
+from bnncli.curvature import ggn
+from bnncli.curvature.kron import Kron as HeadKron
+from bnncli.network_curvature._matrices import used_as_matrices
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.network import NetworkTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.modules import module_places
+from bnncli.theta.prior import Prior
+
+K = 3
+LAYERED = ("block", "kron")
+every_layered = pytest.mark.parametrize("structure", LAYERED)
+
+
+class Twice(nn.Module):
+    """One linear layer used twice, one whose weight another reads, a bare parameter and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, K)
+        self.read, self.norm, self.scale = nn.Linear(4, 4), nn.LayerNorm(4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.again(self.again(self.first(x).tanh()).tanh())
+        hidden = self.read(hidden) + hidden @ self.read.weight
+        return self.last(self.norm(hidden) * self.scale)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, K)), (5,)),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 3, stride=2, padding=1, dilation=1), nn.ReLU(inplace=True),
+            nn.Conv2d(2, 4, (3, 1), padding="same", bias=False), nn.BatchNorm2d(4), nn.Tanh(),
+            nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(36, K),
+        ),
+        (1, 5, 5),
+    ),
+    "sequence": (lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2), nn.Flatten(), nn.Linear(6, K)), (3, 2)),
+    "twice": (Twice, (5,)),
+}  # fmt: skip
+
+
+def make_target(
+    name: str = "mlp", pattern: str = "all", num_examples: int = 12, prior: Prior | None = None
+) -> NetworkTarget:
+    build, shape = MODULES[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = ModuleNetwork(build().eval())
+    inputs = torch.randn(num_examples, *shape, generator=seeded(1), dtype=torch.float64)
+    layout = ModuleLayout.of(network, pattern, num_outputs=K, input_shape=shape)
+    labels = torch.randint(0, K, (num_examples,), generator=seeded(2))
+    return NetworkTarget(inputs, labels, layout, prior or Prior(2.0))
+
+
+def at(target: NetworkTarget) -> Tensor:
+    center = target.layout.trained()
+    return center + 0.3 * torch.randn(len(center), generator=seeded(3), dtype=torch.float64)
+
+
+def hessian_of(target: NetworkTarget, structure: str) -> dict[str, Tensor]:
+    return ggn(target, at(target), structure)
+
+
+def covariance_of(target: NetworkTarget, structure: str) -> Covariance:
+    kind = registry.load_class("covariances", structure)
+    made: Covariance = kind.from_hessian(hessian_of(target, structure), target.prior, target.layout)
+    return made
+
+
+def dense(target: NetworkTarget, parts: dict[str, Tensor], structure: str) -> Tensor:
+    """(P, P) of a Hessian's parts, written out in theta's order."""
+    layout = target.layout
+    total, taken = torch.zeros(layout.num_params, layout.num_params, dtype=torch.float64), 0
+    if structure == "block":
+        for module, place in module_places(layout).items():
+            total[place, place] = parts[f"hessian.block.{module}"]
+        return total
+    index = 0
+    while index < len(layout.parts):
+        part = layout.parts[index]
+        prefix = f"hessian.{structure}.{part.name}"
+        index += 1
+        if f"{prefix}.values" not in parts:
+            size = math.prod(part.shape)
+            total[part.place, part.place] = parts[f"hessian.{structure}.rest"][taken : taken + size].diag()
+            taken += size
+            continue
+        values, outputs, features = (parts[f"{prefix}.{name}"] for name in ("values", "outputs", "features"))
+        basis = torch.kron(outputs, features)
+        columns = torch.arange(part.offset, part.place.stop).view(part.shape[0], -1)
+        if values.shape[1] > columns.shape[1]:
+            bias = layout.parts[index]
+            columns = torch.cat([columns, torch.arange(bias.offset, bias.place.stop).unsqueeze(1)], dim=1)
+            index += 1
+        own = columns.flatten()
+        total[own[:, None], own] = basis @ values.flatten().diag() @ basis.T
+    return total
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_blocks_are_those_of_the_full_matrix(name: str) -> None:
+    target = make_target(name)
+    full = hessian_of(target, "full")["hessian.full"]
+    for module, place in module_places(target.layout).items():
+        block = hessian_of(target, "block")[f"hessian.block.{module}"]
+        torch.testing.assert_close(block, full[place, place])
+
+
+def test_kron_of_one_example_without_positions_is_the_block() -> None:
+    target = make_target(num_examples=1)
+    found, blocks = (dense(target, hessian_of(target, name), name) for name in ("kron", "block"))
+    torch.testing.assert_close(found, blocks)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_kron_of_the_last_layer_is_the_last_layers(name: str) -> None:
+    target = make_target(name)
+    module = target.layout.network.module  # type: ignore[union-attr]
+    last = [key for key, one in module.named_modules() if isinstance(one, nn.Linear)][-1 if name != "twice" else 2]
+    own = make_target(name, f"{last}")
+    features: list[Tensor] = []
+    handle = dict(own.layout.network.module.named_modules())[last].register_forward_hook(  # type: ignore[union-attr]
+        lambda module, args, output: features.append(args[0].detach())
+    )
+    theta = own.layout.trained()
+    own.layout.logits(own.inputs, theta.unsqueeze(0))
+    handle.remove()
+    head = HeadLayout(K, features[0].shape[1])
+    expected = ggn(LastLayerTarget(features[0], own.labels, head, own.prior), theta, "kron")
+    parts = ggn(own, theta, "kron")
+    found = dense(own, parts, "kron")
+    product = torch.kron(expected["hessian.kron.B"], expected["hessian.kron.A"])
+    order = head.places(torch.device("cpu")).flatten()
+    torch.testing.assert_close(found[order[:, None], order], product)
+    assert HeadKron.num_elements(head) > 0
+
+
+def naive_factors(target: NetworkTarget, module_name: str) -> tuple[Tensor, Tensor]:
+    """Mean of x x^T and sum of g g^T over examples and positions of one layer, an example and a column at a time."""
+    layout, theta = target.layout, at(target)
+    module = dict(layout.network.module.named_modules())[module_name]  # type: ignore[union-attr]
+    rows, slopes = [], []
+    for x in target.inputs:
+        calls: list[tuple[Tensor, Tensor]] = []
+
+        def note(module: nn.Module, args: tuple[Tensor], output: Tensor, calls: list = calls) -> Tensor:  # type: ignore[type-arg]
+            output = output.detach().requires_grad_() if not calls else output
+            calls.append((args[0].detach(), output))
+            return output.clone()
+
+        handle = module.register_forward_hook(note)
+        logits = layout.logits(x.unsqueeze(0), theta.unsqueeze(0))[0]
+        handle.remove()
+        p = logits.detach().softmax(1)[0]
+        for k in range(K):
+            column = p[k].sqrt() * (torch.eye(K, dtype=p.dtype)[k] - p)
+            for _, output in calls:
+                (g,) = torch.autograd.grad(logits[0] @ column, output, retain_graph=True)
+                slopes.append(g[0].flatten(1).T if isinstance(module, nn.Conv2d) else g.reshape(-1, g.shape[-1]))
+        for inputs, _ in calls:
+            if isinstance(module, nn.Conv2d):
+                rows.append(patches(module, inputs[0]))
+            else:
+                rows.append(inputs.reshape(-1, inputs.shape[-1]))
+    a = torch.cat(rows)
+    if module.bias is not None:
+        a = torch.cat([a, torch.ones(len(a), 1, dtype=a.dtype)], dim=1)
+    g = torch.cat(slopes)
+    return a.T @ a / len(a), g.T @ g
+
+
+def patches(module: nn.Conv2d, image: Tensor) -> Tensor:
+    """(T, D): what a convolution multiplies at each position, cut out one by one."""
+    height, width = module.kernel_size
+    sides = module._reversed_padding_repeated_twice
+    padded = torch.nn.functional.pad(image, sides)
+    steps = zip(padded.shape[1:], module.kernel_size, module.stride, strict=True)
+    tops, lefts = (range(0, size - kernel + 1, step) for size, kernel, step in steps)
+    return torch.stack([padded[:, y : y + height, x : x + width].flatten() for y in tops for x in lefts])
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("mlp", "0"), ("conv", "0"), ("conv", "2"), ("sequence", "0"), ("twice", "first")]
+)
+def test_kron_is_the_product_of_factors_over_examples_and_positions(name: str, layer: str) -> None:
+    target = make_target(name)
+    parts = hessian_of(target, "kron")
+    features, outputs = naive_factors(target, layer)
+    values, along, across = (parts[f"hessian.kron.{layer}.weight.{key}"] for key in ("values", "outputs", "features"))
+    basis = torch.kron(along, across)
+    torch.testing.assert_close(basis @ values.flatten().diag() @ basis.T, torch.kron(outputs, features))
+
+
+def test_a_layer_used_twice_has_its_calls_as_positions() -> None:
+    target = make_target("twice")
+    names = [matrix.name for matrix in used_as_matrices(target.layout, at(target), target.inputs)]
+    assert names == ["first.weight", "again.weight", "last.weight"]  # the gradient of `read` is more than its module's
+
+
+def test_grouped_convolutions_norms_and_bare_parameters_have_their_diagonal() -> None:
+    for name in ("conv", "twice"):
+        target = make_target(name)
+        parts = hessian_of(target, "kron")
+        full = hessian_of(target, "full")["hessian.full"].diagonal()
+        matrices = {part for one in used_as_matrices(target.layout, at(target), target.inputs) for part in one.parts}
+        rest = [full[part.place] for part in target.layout.parts if part not in matrices]
+        assert rest
+        torch.testing.assert_close(parts["hessian.kron.rest"], torch.cat(rest))
+
+
+def test_tied_weights_have_their_diagonal() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[2].weight = module[0].weight
+    layout = ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=4, input_shape=(4,))
+    inputs = torch.randn(6, 4, generator=seeded(1), dtype=torch.float64)
+    target = NetworkTarget(inputs, torch.arange(6) % 4, layout, Prior(1.0))
+    full = hessian_of(target, "full")["hessian.full"]
+    torch.testing.assert_close(hessian_of(target, "kron")["hessian.kron.rest"], full.diagonal())
+
+
+@pytest.mark.parametrize("prior", [Prior(2.0), Prior(2.0, 0.3), Prior(0.5, 4.0)], ids=str)
+@every_layered
+def test_the_root_squares_to_the_inverse_precision(structure: str, prior: Prior) -> None:
+    target = make_target("conv", prior=prior)
+    parts = hessian_of(target, structure)
+    sigma = covariance_of(target, structure)
+    precision = dense(target, parts, structure) + prior.diagonal(target.layout).diag()
+    root = sigma.unwhiten(torch.eye(target.layout.num_params)).T
+    torch.testing.assert_close(root @ root.T, torch.linalg.inv(precision), rtol=1e-9, atol=1e-11)
+    assert sigma.log_det_scale() == pytest.approx(-0.5 * float(torch.linalg.slogdet(precision)[1]), rel=1e-10)
+
+
+@pytest.mark.parametrize("prior", [Prior(2.0), Prior(2.0, 0.3)], ids=str)
+@every_layered
+def test_whitening_pulling_back_and_storage_belong_to_the_root(structure: str, prior: Prior) -> None:
+    target = make_target("twice", prior=prior)
+    sigma = covariance_of(target, structure)
+    z = torch.randn(3, target.layout.num_params, generator=seeded(4), dtype=torch.float64)
+    root = sigma.unwhiten(torch.eye(target.layout.num_params)).T
+    torch.testing.assert_close(sigma.whiten(sigma.unwhiten(z)), z)
+    torch.testing.assert_close(sigma.pull_back(z), z @ root)
+    again = type(sigma).from_tensors(sigma.to_tensors(), ModuleLayout.from_meta(target.layout.to_meta()))  # type: ignore[attr-defined]
+    assert torch.equal(again.unwhiten(z), sigma.unwhiten(z))
+    single = sigma.to(dtype=torch.float32)
+    assert single.unwhiten(z).dtype == torch.float32
+    torch.testing.assert_close(single.unwhiten(z).double(), sigma.unwhiten(z), rtol=1e-4, atol=1e-5)
