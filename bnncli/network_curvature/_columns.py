@@ -20,7 +20,7 @@ MOST_EXACT = 4  # columns that are all propagated
 NUM_SIGNS = 2  # random columns an example, where there are more
 
 
-def num_drawn(likelihood: Likelihood, num_outputs: int) -> int:
+def num_drawn(num_outputs: int) -> int:
     """Random columns an example; 0 where all are propagated."""
     return 0 if num_outputs <= MOST_EXACT else NUM_SIGNS
 
@@ -38,7 +38,7 @@ class Columns:
         self.generator = torch.Generator().manual_seed(seed)
 
     def of(self, logits: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Columns (n, K), one after the other, whose outer products sum to H_n at logits (n, K); and whether more follow."""
+        """Columns (n, K), one after the other, whose outer products sum to H_n at logits (n, K); and whether it is the last."""
         with torch.no_grad():
             probabilities = self.likelihood.normalize_(logits.detach().T.unsqueeze(1).clone())[1][:, 0]
             root = self.likelihood.hessian_root(probabilities)
@@ -49,4 +49,4 @@ class Columns:
                 root = torch.einsum("kmn,nsm->ksn", root, scaled)
         last = root.shape[1] - 1
         for index in range(last + 1):
-            yield root[:, index].T.contiguous(), index < last
+            yield root[:, index].T.contiguous(), index == last

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of per-example gradients at once
 
 
-def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], columns: Columns) -> Tensor:
-    """Of the parameters in `parts`, one behind the other, float64; each example's gradient by each column is squared."""
+def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], columns: Columns) -> list[Tensor]:
+    """Of the parameters of each of `parts`, float64; each example's gradient by each column is squared."""
     layout = target.layout
     network = layout.network
     assert network is not None
     theta = theta.to(target.device, target.dtype)
     if not parts:
-        return torch.zeros(0, dtype=torch.float64, device=target.device)
+        return []
     some = replace(layout, parts=consecutive([(part.name, part.shape, part.is_bias) for part in parts]))
     every = layout.split(theta)
     own = some.join(every)
@@ -45,4 +45,4 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
         for column, _ in columns.of(outputs):
             gradients = torch.func.vmap(gradient)(inputs, column)
             total += gradients.square().sum(dim=0, dtype=torch.float64)
-    return total
+    return [total[part.place] for part in some.parts]

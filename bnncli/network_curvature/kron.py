@@ -9,14 +9,17 @@ diagonal of all other parameters stands beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.machine.interruptible import eigenvectors
 from bnncli.network_curvature._columns import Columns, num_drawn
-from bnncli.network_curvature._matrices import Matrix, forward, gradients, matrices_of, used_as_matrices
+from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._rest import diagonal_of
+from bnncli.network_curvature._scales import scales_of
+from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, tried
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,21 +85,22 @@ class LayerFactors:
         """At theta (P,)."""
         layout = target.layout
         theta = theta.to(target.device, target.dtype)
-        first = target.inputs[:2].to(target.device)
-        matrices = used_as_matrices(layout, theta, first)
-        drawn = num_drawn(layout.likelihood, layout.num_outputs)
-        features, outputs, positions = _sums(
-            target, theta, matrices, Columns(layout.likelihood, num_drawn=drawn, seed=0)
-        )
+        pieces = tried(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
+        matrices = [piece for piece in pieces if isinstance(piece, Matrix)]
+        sums = _Sums.empty(matrices, layout.num_params, target.device)
+        sums.add_all(target, theta, pieces)
+        known = {part.name for piece in pieces for part in piece.parts}
+        others = [part for part in layout.parts if part.name not in known]
+        for part, values in zip(others, diagonal_of(target, theta, others, columns_for(target, seed=0)), strict=True):
+            sums.diagonal[part.place] = values
         taken = {part.name for matrix in matrices for part in matrix.parts}
-        others = [part for part in layout.parts if part.name not in taken]
-        rest = diagonal_of(target, theta, others, Columns(layout.likelihood, num_drawn=drawn, seed=0))
+        rest = [sums.diagonal[part.place] for part in layout.parts if part.name not in taken]
         scale = target.likelihood_scale
         return cls(
             matrices,
-            {name: total / positions[name] for name, total in features.items()},
-            {name: total * scale for name, total in outputs.items()},
-            rest * scale,
+            {name: total / sums.positions[name] for name, total in sums.features.items()},
+            {name: total * scale for name, total in sums.outputs.items()},
+            torch.cat(rest) * scale if rest else sums.diagonal[:0],
         )
 
     def bases(self) -> dict[str, Basis]:
@@ -122,26 +126,59 @@ def in_parts(
     return {**parts, f"hessian.{structure}.rest": factors.rest} if len(factors.rest) else parts
 
 
-def _sums(
-    target: NetworkTarget, theta: Tensor, matrices: list[Matrix], columns: Columns
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-    """By the weight's name: sum x x^T (F, F) and sum g g^T (K, K) over examples and positions, and the number of these."""
+@dataclass(frozen=True)
+class _Sums:
+    """Over examples, and positions, float64.
 
-    def zeros(size: int) -> Tensor:
-        return torch.zeros(size, size, dtype=torch.float64, device=target.device)
+    Args:
+        features: by the weight's name, of x x^T (F, F).
+        outputs: of g g^T (K, K).
+        positions: the number of x.
+        diagonal: (P,), of squared gradients of scales.
+    """
 
-    features = {one.name: zeros(one.num_columns) for one in matrices}
-    outputs = {one.name: zeros(one.num_outputs) for one in matrices}
-    positions = dict.fromkeys(features, 0)
-    for rows in target.row_blocks(1, theta.dtype) if matrices else ():
-        logits, uses = forward(target.layout, theta, target.inputs[rows].to(target.device), matrices)
-        for name, of in uses.items():
-            for use in of:
-                columns_of_use = use.columns()
-                features[name] += torch.einsum("nft,ngt->fg", columns_of_use, columns_of_use).double()
-                positions[name] += columns_of_use.shape[0] * columns_of_use.shape[2]
-        for column, is_followed in columns.of(logits):
-            for name, found in gradients(logits, uses, column, keep=is_followed).items():
-                for one in found:
-                    outputs[name] += torch.einsum("nkt,nlt->kl", one, one).double()
-    return features, outputs, positions
+    features: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    positions: dict[str, int]
+    diagonal: Tensor
+
+    @classmethod
+    def empty(cls, matrices: Sequence[Matrix], num_params: int, device: torch.device) -> _Sums:
+        """Zeros."""
+
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float64, device=device)
+
+        return cls(
+            {one.name: zeros(one.num_columns, one.num_columns) for one in matrices},
+            {one.name: zeros(one.num_outputs, one.num_outputs) for one in matrices},
+            {one.name: 0 for one in matrices},
+            zeros(num_params),
+        )
+
+    def add_all(self, target: NetworkTarget, theta: Tensor, pieces: Sequence[Piece]) -> None:
+        """All examples of the target, at theta (P,)."""
+        columns = columns_for(target, seed=0)
+        places = {piece.parts[0].name: place_of(piece) for piece in pieces}
+        for rows in target.row_blocks(1, theta.dtype) if pieces else ():
+            logits, noted = forward(target.layout, theta, target.inputs[rows].to(target.device), pieces)
+            for name in self.features:
+                for use, _ in noted[name]:
+                    gram, count = use.gram()
+                    self.features[name] += gram
+                    self.positions[name] += count
+            for column, is_last in columns.of(logits):
+                for name, pairs in gradients(logits, noted, column, is_last=is_last).items():
+                    if name in self.outputs:
+                        for use, gradient in pairs:
+                            slopes = use.outputs(gradient).transpose(0, 1).flatten(1)
+                            self.outputs[name] += (slopes @ slopes.T).double()
+                    else:
+                        slopes = sum(use.per_example(gradient) for use, gradient in pairs)
+                        self.diagonal[places[name]] += slopes.square().sum(dim=0, dtype=torch.float64)
+
+
+def columns_for(target: NetworkTarget, *, seed: int) -> Columns:
+    """All columns of the Hessian's root where these are few, else random ones."""
+    layout = target.layout
+    return Columns(layout.likelihood, num_drawn=num_drawn(layout.num_outputs), seed=seed)

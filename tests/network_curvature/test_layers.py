@@ -14,7 +14,8 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.curvature import ggn
 from bnncli.curvature.kron import Kron as HeadKron
-from bnncli.network_curvature._matrices import used_as_matrices
+from bnncli.network_curvature._matrices import Matrix, matrices_of
+from bnncli.network_curvature._uses import tried
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.head import HeadLayout
@@ -72,6 +73,11 @@ def make_target(
 def at(target: NetworkTarget) -> Tensor:
     center = target.layout.trained()
     return center + 0.3 * torch.randn(len(center), generator=seeded(3), dtype=torch.float64)
+
+
+def matrices_in(target: NetworkTarget) -> list[Matrix]:
+    found = tried(target.layout, at(target), target.inputs, matrices_of(target.layout))
+    return [one for one in found if isinstance(one, Matrix)]
 
 
 def hessian_of(target: NetworkTarget, structure: str) -> dict[str, Tensor]:
@@ -210,7 +216,7 @@ def test_kron_is_the_product_of_factors_over_examples_and_positions(name: str, l
 
 def test_a_layer_used_twice_has_its_calls_as_positions() -> None:
     target = make_target("twice")
-    names = [matrix.name for matrix in used_as_matrices(target.layout, at(target), target.inputs)]
+    names = [matrix.name for matrix in matrices_in(target)]
     assert names == ["first.weight", "again.weight", "last.weight"]  # the gradient of `read` is more than its module's
 
 
@@ -219,7 +225,7 @@ def test_grouped_convolutions_norms_and_bare_parameters_have_their_diagonal() ->
         target = make_target(name)
         parts = hessian_of(target, "kron")
         full = hessian_of(target, "full")["hessian.full"].diagonal()
-        matrices = {part for one in used_as_matrices(target.layout, at(target), target.inputs) for part in one.parts}
+        matrices = {part for one in matrices_in(target) for part in one.parts}
         rest = [full[part.place] for part in target.layout.parts if part not in matrices]
         assert rest
         torch.testing.assert_close(parts["hessian.kron.rest"], torch.cat(rest))

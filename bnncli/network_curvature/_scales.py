@@ -1,0 +1,86 @@
+"""The weights and biases that scale and shift what a norm has normalised, and so have cheap gradients of each example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bnncli.lazy import torch
+from bnncli.network_curvature._uses import own_weights, with_bias
+from bnncli.theta.layout import ParamPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.theta.module import ModuleLayout
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The weight (C,) of a norm, and its bias directly behind it where that is chosen too.
+
+    Args:
+        module: the norm's name.
+        parts: of theta.
+    """
+
+    module: str
+    parts: tuple[ParamPart, ...]
+
+    def use(self, module: Any, inputs: Tensor) -> ScaleUse:
+        """A call of the norm with inputs (n, ...)."""
+        functional, has_bias = torch.nn.functional, len(self.parts) > 1
+        if isinstance(module, torch.nn.LayerNorm):
+            normalized = functional.layer_norm(inputs, module.normalized_shape, eps=module.eps)
+            return ScaleUse(normalized, has_bias, num_last=len(module.normalized_shape))
+        if isinstance(module, torch.nn.GroupNorm):
+            return ScaleUse(functional.group_norm(inputs, module.num_groups, eps=module.eps), has_bias)
+        normalized = functional.batch_norm(inputs, module.running_mean, module.running_var, eps=module.eps)
+        return ScaleUse(normalized, has_bias)
+
+
+@dataclass(frozen=True)
+class ScaleUse:
+    """One call of a norm.
+
+    Args:
+        normalized: (n, C, ...), before the weight; (n, ..., C) where the weight belongs to the last dimensions.
+        has_bias: whether the bias is with it.
+        num_last: how many last dimensions that are; 0 where it belongs to the second.
+    """
+
+    normalized: Tensor
+    has_bias: bool
+    num_last: int = 0
+
+    @property
+    def num_examples(self) -> int:
+        """n."""
+        return len(self.normalized)
+
+    def per_example(self, gradient: Tensor) -> Tensor:
+        """The gradients (n, P) of weight and bias, by that of the output."""
+        slopes = gradient * self.normalized
+        return torch.cat([self._summed(one) for one in ([slopes, gradient] if self.has_bias else [slopes])], dim=1)
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """(n, C), summed over positions."""
+        if self.num_last:
+            return (
+                tensor.flatten(-self.num_last).flatten(1, -2).sum(dim=1)
+                if tensor.ndim > 1 + self.num_last
+                else tensor.flatten(1)
+            )
+        return tensor.flatten(2).sum(dim=2) if tensor.ndim > 2 else tensor
+
+
+def scales_of(layout: ModuleLayout) -> list[Scale]:
+    """Of batch norm, layer norm and group norm, in theta's order."""
+    nn = torch.nn
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return [
+        Scale(name, with_bias(layout, index))
+        for index, name, module in own_weights(layout)
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm))
+        or (isinstance(module, batch_norms) and module.running_mean is not None)
+    ]

@@ -1,0 +1,147 @@
+"""What goes into a network's modules and what comes back to them, noted by hooks during one pass: gradients of each example.
+
+Which modules use their parameters as is thought here is tried: where the gradient of each of two examples, as autograd has it,
+is another one (a weight that another module reads too, a batch that does not come first), the module is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bnncli.lazy import torch
+from bnncli.theta.layout import ParamPart
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from bnncli.theta.module import ModuleLayout, ModuleNetwork
+
+_PROBES = 2  # examples that gradients are tried on
+_TOLERANCE = 1e-6  # in float64, relative to the largest
+
+
+class Use(Protocol):
+    """One call of a module."""
+
+    @property
+    def num_examples(self) -> int:
+        """Of its inputs, as far as their first dimension says."""
+
+    def per_example(self, gradient: Tensor) -> Tensor:
+        """The gradients (n, P) of its parameters in a piece, by that of its output."""
+
+
+class Piece(Protocol):
+    """Parameters of one module, as they lie in theta, one behind the other."""
+
+    @property
+    def module(self) -> str:
+        """Its name."""
+
+    @property
+    def parts(self) -> tuple[ParamPart, ...]:
+        """The weight first."""
+
+    def use(self, module: Any, inputs: Tensor) -> Use:
+        """A call of the module with inputs (n, ...)."""
+
+
+Noted = dict[
+    str, list[tuple[Any, Any]]
+]  # by the name of a piece's weight: each use, and where its output's gradient comes back
+
+
+def place_of(piece: Piece) -> slice:
+    """Where a piece lies in theta."""
+    return slice(piece.parts[0].place.start, piece.parts[-1].place.stop)
+
+
+def with_bias(layout: ModuleLayout, index: int) -> tuple[ParamPart, ...]:
+    """The part of this index, a weight, and the bias of the same module where it lies directly behind."""
+    part, after = layout.parts[index], layout.parts[index + 1 : index + 2]
+    return part, *(one for one in after if one.name == f"{part.name.removesuffix('weight')}bias")
+
+
+def own_weights(layout: ModuleLayout) -> list[tuple[int, str, Any]]:
+    """Index, module's name and module of each part that is the weight of one module, under one name."""
+    module = network_of(layout).module
+    names: dict[int, int] = {}
+    for _, value in module.named_parameters(remove_duplicate=False):
+        names[id(value)] = names.get(id(value), 0) + 1
+    params, modules = dict(module.named_parameters()), dict(module.named_modules())
+    split = [(index, part.name, *part.name.rpartition(".")[::2]) for index, part in enumerate(layout.parts)]
+    return [
+        (index, owner, modules[owner])
+        for index, name, owner, last in split
+        if last == "weight" and owner in modules and names[id(params[name])] == 1
+    ]
+
+
+def network_of(layout: ModuleLayout) -> ModuleNetwork:
+    """What the layout is bound to."""
+    assert layout.network is not None
+    return layout.network
+
+
+def forward(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Noted]:
+    """Logits (n, K) of inputs (n, ...) under theta (P,), with a graph that reaches each piece, and its uses."""
+    modules = dict(network_of(layout).module.named_modules())
+    noted: Noted = {piece.parts[0].name: [] for piece in pieces}
+    handles = [
+        modules[piece.module].register_forward_hook(_noting(noted[piece.parts[0].name], piece), with_kwargs=True)
+        for piece in pieces
+    ]
+    try:
+        with torch.enable_grad():
+            leaf = theta.detach().requires_grad_()
+            logits = layout.logits(inputs, leaf.unsqueeze(0))[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, noted
+
+
+def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool) -> dict[str, list[tuple[Any, Tensor]]]:
+    """Each use with the gradient by its output, of the sum of cotangent (n, K) times logits.
+
+    Args:
+        is_last: whether no other cotangent of the same logits follows.
+    """
+    edges = [edge for of in noted.values() for _, edge in of]
+    found = iter(torch.autograd.grad(logits, edges, cotangent, retain_graph=not is_last, materialize_grads=True))
+    return {name: [(use, next(found)) for use, _ in of] for name, of in noted.items()}
+
+
+def tried(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces whose gradients at theta (P,), on the first of inputs (n, ...), are what their uses say."""
+    inputs, theta = inputs[:_PROBES], theta.detach().double()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    logits, noted = forward(layout, theta, inputs, pieces)
+    noted = {name: of for name, of in noted.items() if of and all(use.num_examples == len(inputs) for use, _ in of)}
+    if not noted:
+        return []
+    numbers = torch.arange(1, logits.numel() + 1, dtype=logits.dtype, device=logits.device)
+    cotangent = numbers.sin().view_as(logits)  # not the same for any two outputs, and not a sum that softmax loses
+    with torch.enable_grad():
+        leaf = theta.clone().requires_grad_()
+        sums = (layout.logits(inputs, leaf.unsqueeze(0))[0] * cotangent).sum(dim=1)
+        true = torch.stack([torch.autograd.grad(one, leaf, retain_graph=True)[0] for one in sums])
+    back = gradients(logits, noted, cotangent, is_last=True)
+    return [piece for piece in pieces if _is_gradient(back.get(piece.parts[0].name, []), true[:, place_of(piece)])]
+
+
+def _is_gradient(pairs: list[tuple[Any, Tensor]], true: Tensor) -> bool:
+    if not pairs:
+        return False
+    found = torch.stack([use.per_example(gradient) for use, gradient in pairs]).sum(dim=0)
+    return bool((found - true).abs().max() <= _TOLERANCE * true.abs().max())
+
+
+def _noting(of: list[tuple[Any, Any]], piece: Piece) -> Callable[..., None]:
+    def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        inputs = args[0] if args else next(iter(named.values()))
+        # By the edge, not by the output, which an activation may change in place.
+        of.append((piece.use(module, inputs.detach()), torch.autograd.graph.get_gradient_edge(output)))
+
+    return note
