@@ -72,7 +72,16 @@ class InEigenbasis:
 
     def pull_back(self, gradient: Tensor) -> Tensor:
         """gradient L, (S, P)."""
-        return self._from_basis(self._shrunk(self._scales * self._to_basis(gradient)))
+        return self._from_basis(self.pull_back_turned(self._to_basis(gradient)))
+
+    def pull_back_turned(self, gradient: Tensor) -> Tensor:
+        """The same in the bases: of W^T gradient (..., K, F), less the turn back."""
+        return self._shrunk(self._scales.to(gradient) * gradient)
+
+    @property
+    def variances(self) -> Tensor | None:
+        """Of the coordinates in the bases, (K, F); None where they are correlated."""
+        return self._scales.square() if self._own_bias is None else None
 
     def log_det_scale(self) -> float:
         """log|det L|."""
@@ -112,7 +121,7 @@ class InEigenbasis:
         """(I - g q q^T) of coordinates (S, K, F) in the basis."""
         if self._own_bias is None:
             return rotated
-        direction, shrinkage, _ = self._own_bias
+        direction, shrinkage = self._own_bias.direction.to(rotated), self._own_bias.shrinkage.to(rotated)
         return rotated - shrinkage * (rotated * direction).sum(dim=-1, keepdim=True) * direction
 
     def _to_basis(self, x: Tensor) -> Tensor:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.logits import LogitCovariance, LogitGaussian, LogitRoot
 from bnncli.logits._head import head_spread
-from bnncli.logits._pulled import Pulled
+from bnncli.logits._network import network_spread
 from bnncli.theta.layout import LogitLayout
+from bnncli.theta.module import ModuleLayout
 
 
 def logit_gaussian(theta: Tensor, layout: LogitLayout, covariance: Covariance | None = None) -> LogitGaussian:
@@ -31,7 +32,7 @@ def _spread(theta: Tensor, layout: LogitLayout, covariance: Covariance | None) -
         return NoSpread(layout.num_outputs)
     if layout.head is not None:
         return head_spread(covariance, layout.head)
-    return Pulled(covariance, lambda inputs: layout.jacobian(inputs, theta.to(inputs.dtype)))
+    return network_spread(covariance, cast(ModuleLayout, layout), theta)  # nothing else has no head
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.covariances._row_space import rows_of
 from bnncli.logits import LogitCovariance
-from bnncli.logits._pulled import Pulled
+from bnncli.logits._pulled import pulled
 from bnncli.logits._row_space import SpreadInRows
 from bnncli.theta.head import HeadLayout
 
@@ -17,6 +17,6 @@ def head_spread(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
     if within is not None:
         return SpreadInRows(head_spread(within.inner, within.rows.reduced), within.rows, within.precision)
     if covariance.structure not in registry.names("logits"):
-        return Pulled(covariance, layout.jacobian)
+        return pulled(covariance, layout.jacobian)
     spread: LogitCovariance = registry.load_module("logits", covariance.structure).of_head(covariance, layout)
     return spread

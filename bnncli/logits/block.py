@@ -1,18 +1,25 @@
-"""Logits under a block covariance: |L_k^T x|^2 of each output, O(K F^2) an example."""
+"""Logits under a block covariance: |L^T x|^2 of each output of a last layer, |L^T J|^2 of each layer of a network."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from torch import Tensor
 
+from bnncli.covariances import Covariance
+from bnncli.covariances._layers import InLayers
 from bnncli.covariances.block import Block
 from bnncli.logits import LogitCovariance
+from bnncli.logits._by_layer import BlockRoot, MatrixDerivatives, by_layer, consecutive_places
 from bnncli.logits._independent import Independent
 from bnncli.targets.grams import tiles
 from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout
 
 
 def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:
-    """Independent logits."""
+    """Independent logits, O(K F^2) an example."""
     scale_tril = covariance.scale_tril
     num_outputs, size = scale_tril.shape[:2]
 
@@ -25,3 +32,32 @@ def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:
         return variances.to(features.dtype)
 
     return Independent(variance)
+
+
+def of_network(covariance: InLayers, layout: ModuleLayout, theta: Tensor) -> LogitCovariance:
+    """A layer at a time."""
+
+    def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
+        own = consecutive_places(covariance.pieces)
+        return [(place, PulledBlock(piece)) for place, piece in zip(own, covariance.pieces, strict=True)]
+
+    return by_layer(layout, theta, blocks)
+
+
+@dataclass(frozen=True)
+class PulledBlock:
+    """A block of which nothing is known but L.
+
+    Args:
+        covariance: L L^T.
+    """
+
+    covariance: Covariance
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Derivatives (n, K, p) times L."""
+        return self.covariance.pull_back(rows.flatten(0, 1)).view(rows.shape)
+
+    def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
+        """The same."""
+        return self.of_rows(layer.rows())

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from bnncli.covariances import Covariance
+from bnncli.covariances._eigenbasis import InEigenbasis
+from bnncli.covariances._layers import InLayers
 from bnncli.covariances.kron import Kron
 from bnncli.logits import LogitCovariance, LogitRoot
+from bnncli.logits._by_layer import (
+    BlockRoot,
+    MatrixDerivatives,
+    by_layer,
+    consecutive_places,
+    products,
+    weighted_root,
+)
+from bnncli.logits.block import PulledBlock
 from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout
 
 
 def of_head(covariance: Kron, layout: HeadLayout) -> LogitCovariance:
@@ -62,3 +76,40 @@ class AlongOutputBasis:
             augmented[:, -1] *= sigma.bias_unit
         projected = augmented @ sigma.feature_basis
         return projected.square() @ sigma.scales.square().T
+
+
+def of_network(covariance: InLayers, layout: ModuleLayout, theta: Tensor) -> LogitCovariance:
+    """A layer at a time, each in the bases of its factors."""
+
+    def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
+        own = consecutive_places(covariance.pieces)
+        return [(place, _block_of(piece)) for place, piece in zip(own, covariance.pieces, strict=True)]
+
+    return by_layer(layout, theta, blocks)
+
+
+def _block_of(piece: Covariance) -> BlockRoot:
+    return TurnedBlock(piece) if isinstance(piece, InEigenbasis) else PulledBlock(piece)
+
+
+@dataclass(frozen=True)
+class TurnedBlock:
+    """A block whose curvature is diagonal in a Kronecker product of bases.
+
+    Args:
+        covariance: its inverse, with the prior.
+    """
+
+    covariance: InEigenbasis
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Derivatives (n, K, p) times L."""
+        return PulledBlock(self.covariance).of_rows(rows)
+
+    def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
+        """In the bases: what comes back and goes in is turned, not their products."""
+        sigma = self.covariance
+        slopes, columns = layer.in_bases(sigma.output_basis, sigma.feature_basis)
+        if sigma.variances is None:
+            return sigma.pull_back_turned(products(slopes, columns)).flatten(2)
+        return weighted_root(slopes, columns, sigma.variances)

@@ -89,16 +89,22 @@ class MatrixUse:
         turned = self.inputs.reshape(len(self.inputs), -1, self.inputs.shape[-1]) @ weight
         return (turned + basis[-1] if self.has_bias else turned).mT
 
+    def columns(self) -> Tensor:
+        """x of each position, (n, F, T)."""
+        columns = self._unbiased()
+        return torch.cat([columns, torch.ones_like(columns[:, :1])], dim=1) if self.has_bias else columns
+
+    def _unbiased(self) -> Tensor:
+        """The same without the ones for the bias."""
+        return self.inputs.reshape(len(self.inputs), -1, self.inputs.shape[-1]).mT
+
     def outputs(self, gradient: Tensor) -> Tensor:
         """The gradient by the output as (n, K, T)."""
         return gradient.reshape(len(gradient), -1, gradient.shape[-1]).mT
 
     def per_example(self, gradient: Tensor) -> Tensor:
         """The gradients (n, K F) of weight and bias."""
-        slopes = self.outputs(gradient)
-        size = self.num_columns
-        columns = self.rotated(torch.eye(size, dtype=slopes.dtype, device=slopes.device))
-        matrix = slopes @ columns.mT
+        matrix = self.outputs(gradient) @ self.columns().mT
         if not self.has_bias:
             return matrix.flatten(1)
         return torch.cat([matrix[:, :, :-1].flatten(1), matrix[:, :, -1]], dim=1)
@@ -153,6 +159,11 @@ class PatchesUse(MatrixUse):
         bias = basis[-1] if self.has_bias else None
         turned = torch.nn.functional.conv2d(self._padded(), weight, bias, module.stride, 0, module.dilation)
         return turned.flatten(2)
+
+    def _unbiased(self) -> Tensor:
+        """The patches, (n, D, T)."""
+        module = self.module
+        return torch.nn.functional.unfold(self._padded(), module.kernel_size, module.dilation, 0, module.stride)
 
     def outputs(self, gradient: Tensor) -> Tensor:
         """The gradient by the output as (n, K, T)."""

@@ -196,15 +196,22 @@ class ModuleLayout:
         one = torch.func.vmap(lambda draw: network(features, self.split(draw)))
         return one(theta)
 
-    def jacobian(self, features: Tensor, theta: Tensor) -> Tensor:
-        """The logits' derivatives by theta, (N, K, P), at inputs (N, D) or (N, ...), and one theta (P,)."""
-        network = self._bound
+    def jacobian(self, features: Tensor, theta: Tensor, *, parts: Sequence[ParamPart] | None = None) -> Tensor:
+        """The logits' derivatives by theta, (N, K, P), at inputs (N, D) or (N, ...), and one theta (P,).
+
+        Args:
+            parts: by these alone, one behind the other; None for all.
+        """
+        network, every = self._bound, self.split(theta)
         features = features.reshape(len(features), *self.input_shape)
+        parts = self.parts if parts is None else parts
+        chosen = {part.name: every.pop(part.name) for part in parts}
 
-        def logits(draw: Tensor, example: Tensor) -> Tensor:
-            return network(example.unsqueeze(0), self.split(draw))[0]
+        def logits(some: dict[str, Tensor], example: Tensor) -> Tensor:
+            return network(example.unsqueeze(0), {**every, **some})[0]
 
-        return torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(theta, features)
+        rows = torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(chosen, features)
+        return torch.cat([rows[part.name].flatten(2) for part in parts], dim=2)
 
     def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
         """The logits under each of theta (S, P); the center is the first draw's, whatever the weights."""

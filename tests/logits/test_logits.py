@@ -12,7 +12,7 @@ from bnncli.curvature import ggn
 from bnncli.logits import LogitCovariance, LogitGaussian
 from bnncli.logits._asked import logit_gaussian
 from bnncli.logits._head import head_spread
-from bnncli.logits._pulled import Pulled
+from bnncli.logits._pulled import Pulled, pulled
 from bnncli.targets import stream
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.row_space import RowSpace
@@ -55,8 +55,8 @@ def test_the_short_way_of_a_structure_is_that_of_any(
     covariance = make_covariance(structure, layout)
     short = head_spread(covariance, layout)
     assert not isinstance(short, Pulled)
-    pulled = Pulled(covariance, layout.jacobian)
-    torch.testing.assert_close(answers(short, inputs()), answers(pulled, inputs()), rtol=1e-9, atol=1e-12)
+    any_way = pulled(covariance, layout.jacobian)
+    torch.testing.assert_close(answers(short, inputs()), answers(any_way, inputs()), rtol=1e-9, atol=1e-12)
 
 
 @every_structure
@@ -81,7 +81,7 @@ def test_a_networks_logits_are_asked_in_the_same_place() -> None:
         return torch.autograd.functional.jacobian(lambda one: logits_at(one, x), theta)
 
     root = torch.tril(torch.randn(35, 35, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
-    asked = LogitGaussian(lambda x: logits_at(theta, x), Pulled(Full(root), jacobian))
+    asked = LogitGaussian(lambda x: logits_at(theta, x), pulled(Full(root), jacobian))
     mean, covariance = asked.moments(inputs())
     rows = jacobian(inputs())
     torch.testing.assert_close(mean, logits_at(theta, inputs()))

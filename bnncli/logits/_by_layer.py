@@ -1,0 +1,186 @@
+"""The covariance of a network's logits under a Sigma of blocks, a layer each: sum_l J_l Sigma_l J_l^T.
+
+What goes into a layer and what comes back to it, for each output, is noted in one forward and K backward passes of a block of
+examples. The derivatives by a layer's weights are made of them when it is its turn, (n, K, P_l), and those of all of theta never
+are; nor are those by a weight that is used once an example, where J_l Sigma_l J_l^T = G diag(v) G^T, G (K, outputs) what comes
+back and v the variances of the layer's outputs, in the basis in which Sigma_l is diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bnncli.covariances import Covariance
+from bnncli.logits._pulled import Pulled
+from bnncli.network_curvature._matrices import matrices_of
+from bnncli.network_curvature._scales import scales_of
+from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, tried
+from bnncli.targets.stream import slices
+from bnncli.theta.layout import ParamPart
+from bnncli.theta.module import ModuleLayout
+
+_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # of a block of examples: what is kept, what comes back, and derivatives
+
+
+class BlockRoot(Protocol):
+    """L^T of one of Sigma's blocks, applied to derivatives."""
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Roots (n, K, r) by derivatives (n, K, p)."""
+
+    def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
+        """The same where the block is of one matrix."""
+
+
+Blocks: TypeAlias = "Callable[[Sequence[slice]], Sequence[tuple[slice, BlockRoot]]]"
+
+
+def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
+    """sum_l J_l Sigma_l J_l^T, of a network linearised at theta (P,).
+
+    Args:
+        blocks: Sigma's, with their places in theta, given those of the parameters that are used together.
+    """
+    known: list[Piece] = []  # found with the first inputs
+
+    def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
+        if not len(inputs):
+            yield (inputs.new_zeros(0, layout.num_outputs, 1),)
+            return
+        at = theta.to(inputs.device, inputs.dtype if inputs.is_floating_point() else torch.float32)
+        if not known:
+            known.extend(tried(layout, at, inputs, [*matrices_of(layout), *scales_of(layout)]))
+        taken = {part.name for piece in known for part in piece.parts}
+        others = [part for part in layout.parts if part.name not in taken]
+        places = [place_of(piece) for piece in known] + [part.place for part in others]
+        found = blocks(sorted(places, key=lambda place: place.start))
+        largest = max(place.stop - place.start for place, _ in found)
+        # Less than half of what a pass keeps are outputs of layers; of a block's derivatives there are three copies.
+        each = layout.num_outputs * (layout.widest // 2 + 3 * largest) + layout.widest
+        for some in slices(0, len(inputs), max(1, _ELEMENTS.get(inputs.device.type, 2**25) // each)):
+            layers = _derivatives(layout, at, inputs[some], known=known, others=others)
+            yield (_root(layers, place, root) for place, root in found)
+
+    return Pulled(roots)
+
+
+class MatrixDerivatives(NamedTuple):
+    """Of the logits, by a weight (outputs, F) that multiplies as a matrix, its bias a column.
+
+    Args:
+        place: in theta.
+        uses: each with what comes back to it, (n, K, ...).
+    """
+
+    place: slice
+    uses: list[tuple[Any, Tensor]]
+
+    def in_bases(self, outputs: Tensor | None = None, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What comes back (n, K, outputs, T), U^T g, and goes in (n, F, T), V^T x: their products sum to U^T J V."""
+        slopes, columns = [], []
+        for use, of in self.uses:
+            columns.append(use.columns() if features is None else use.rotated(features.to(of)))
+            slopes.append(use.outputs(of.flatten(0, 1)).unflatten(0, of.shape[:2]))
+        back, going = (one[0] if len(one) == 1 else torch.cat(one, dim=-1) for one in (slopes, columns))
+        return (back if outputs is None else outputs.to(back).T @ back), going
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the last column is the bias'."""
+        return bool(self.uses[0][0].has_bias)
+
+    def rows(self) -> Tensor:
+        """(n, K, p)."""
+        matrix = products(*self.in_bases())
+        if not self.has_bias:
+            return matrix.flatten(2)
+        return torch.cat([matrix[..., :-1].flatten(2), matrix[..., -1]], dim=2)
+
+
+class _ScaleDerivatives(NamedTuple):
+    """The same by what a norm scales and shifts by."""
+
+    place: slice
+    uses: list[tuple[Any, Tensor]]
+
+    def rows(self) -> Tensor:
+        """(n, K, p)."""
+        found = [torch.stack([use.per_example(one) for one in of.unbind(1)], dim=1) for use, of in self.uses]
+        return torch.stack(found).sum(dim=0)
+
+
+class _OtherDerivatives(NamedTuple):
+    """The same by any parameter, from its Jacobian (n, K, p)."""
+
+    place: slice
+    jacobian: Tensor
+
+    def rows(self) -> Tensor:
+        """(n, K, p)."""
+        return self.jacobian
+
+
+_Layer: TypeAlias = "MatrixDerivatives | _ScaleDerivatives | _OtherDerivatives"
+
+
+def products(slopes: Tensor, columns: Tensor) -> Tensor:
+    """sum_t g_t x_t^T, (n, K, outputs, F), of g (n, K, outputs, T) and x (n, F, T)."""
+    return (slopes.flatten(1, 2) @ columns.mT).unflatten(1, slopes.shape[1:3])
+
+
+def weighted_root(slopes: Tensor, columns: Tensor, variances: Tensor) -> Tensor:
+    """Roots (n, K, r) of a covariance that is diagonal in the bases of g (n, K, outputs, T) and x (n, F, T).
+
+    Args:
+        variances: (outputs, F).
+    """
+    if slopes.shape[3] > 1:
+        return (products(slopes, columns) * variances.sqrt().to(slopes)).flatten(2)
+    of_outputs = columns[:, :, 0].to(variances).square() @ variances.T
+    return slopes[..., 0] * of_outputs.sqrt().unsqueeze(1)
+
+
+def consecutive_places(pieces: Sequence[Covariance]) -> list[slice]:
+    """Where pieces lie of which each begins where the one before ends."""
+    ends = list(accumulate(piece.num_params for piece in pieces))
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _derivatives(
+    layout: ModuleLayout, theta: Tensor, inputs: Tensor, *, known: Sequence[Piece], others: Sequence[ParamPart]
+) -> list[_Layer]:
+    """By each layer, at theta (P,) and inputs (n, ...), in theta's order."""
+    found: list[_Layer] = []
+    if known:
+        logits, noted = forward(layout, theta, inputs, known)
+        every = torch.eye(layout.num_outputs, dtype=logits.dtype, device=logits.device)
+        last = layout.num_outputs - 1
+        back = [gradients(logits, noted, one.expand_as(logits), is_last=k == last) for k, one in enumerate(every)]
+        for piece in known:
+            of_outputs = [one[piece.parts[0].name] for one in back]
+            uses = [
+                (pairs[0][0], torch.stack([slope for _, slope in pairs], dim=1))
+                for pairs in zip(*of_outputs, strict=True)
+            ]
+            kind = MatrixDerivatives if len(piece.parts[0].shape) > 1 else _ScaleDerivatives
+            found.append(kind(place_of(piece), uses))
+    if others:
+        rows = layout.jacobian(inputs, theta, parts=others).split([math.prod(part.shape) for part in others], dim=2)
+        found += [_OtherDerivatives(part.place, of) for part, of in zip(others, rows, strict=True)]
+    return sorted(found, key=lambda layer: layer.place.start)
+
+
+def _root(layers: list[_Layer], place: slice, root: BlockRoot) -> Tensor:
+    """Of the block of Sigma at a place, which may be that of a layer, of part of one or of more than one."""
+    within = [layer for layer in layers if layer.place.start < place.stop and layer.place.stop > place.start]
+    if len(within) == 1 and within[0].place == place and isinstance(within[0], MatrixDerivatives):
+        return root.of_matrix(within[0])
+    rows = torch.cat([layer.rows() for layer in within], dim=2)
+    first = within[0].place.start
+    return root.of_rows(rows[:, :, place.start - first : place.stop - first])
