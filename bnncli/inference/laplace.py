@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
+from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import Mode, find_mode
 from bnncli.posteriors.gaussian import Gaussian
@@ -50,6 +51,7 @@ def fit_gaussian(
     start: Tensor,
     structure: str = "full",
     center: str = "mode",
+    hessian: dict[str, Tensor] | None = None,
     mode_hessian: dict[str, Tensor] | None = None,
     before: LocalCovariance | None = None,
     progress: Progress = SILENT,
@@ -61,6 +63,7 @@ def fit_gaussian(
         start: (P,), the checkpoint's head.
         structure: of the covariance, one of the `covariances`.
         center: mode, or checkpoint for start itself.
+        hessian: of this structure at start, where that is the centre: saves making it.
         mode_hessian: passed to find_mode, a Hessian from near the mode.
         before: of the same examples, saves what no theta changes; passed to find_mode as well.
         progress: passed to find_mode.
@@ -75,8 +78,8 @@ def fit_gaussian(
     theta = start.to(target.device).double()
     if center == "mode":
         mode = find_mode(target, theta, hessian=mode_hessian, before=before, progress=progress)
-        theta, before = mode.theta, mode.before
-    covariance, hessian, _ = covariance_at(target, theta, structure, before=before)
+        theta, before, hessian = mode.theta, mode.before, None
+    covariance, hessian, _ = covariance_at(target, theta, structure, hessian=hessian, before=before)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     if mode is not None:
         return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(mode.log_joint, covariance), hessian)
@@ -103,8 +106,12 @@ def _evidence_beside_the_mode(
     reached = float(target.log_joint_and_grad(maximum.unsqueeze(0), dtype=torch.float64)[0])
     wrong = abs(reached - log_joint - rise)
     if wrong <= MOST_MODEL_ERROR:  # a Hessian more only where it may decide
-        there = covariance_at(target, maximum, covariance.structure)[0]
-        wrong += abs(there.log_det_scale() - covariance.log_det_scale())
+        try:
+            there = covariance_at(target, maximum, covariance.structure)[0]
+        except NumericError:  # indefinite there: no maximum
+            wrong = math.inf
+        else:
+            wrong += abs(there.log_det_scale() - covariance.log_det_scale())
     if not wrong <= MOST_MODEL_ERROR:
         reason = f"the quadratic model about the checkpoint's weights is wrong by {wrong:.3g} nats at its own maximum"
         return log_joint, None, reason

@@ -169,6 +169,7 @@ class Candidates:
                 start=self.known[log_precision].theta,
                 structure=self.structure,
                 center=self.center,
+                hessian=self._fixed_hessian(),
                 mode_hessian=self._nearest_hessian(log_precision),
                 before=self.before,
             )
@@ -217,7 +218,8 @@ class Candidates:
         """The centre (P,), the log joint there, and the Hessian that led to it."""
         if self.center == "checkpoint":
             theta = self.start.to(target.device).double()
-            return theta, float(target.log_joint(theta.unsqueeze(0))), None
+            is_asked = self.criterion.held_out is None
+            return theta, float(target.log_joint(theta.unsqueeze(0))) if is_asked else math.nan, None
         hessian = self._nearest_hessian(log_precision)
         theta = self._predicted_mode(target, log_precision)
         if hessian is None:

@@ -69,8 +69,10 @@ def search(
         target: the log posterior; its own precision of the weights is ignored, and the biases' where that follows.
         start: (P,), the checkpoint's.
         generator: of the draws of the predictive.
-        structure, center: of the Gaussians compared. The marginal likelihood is the target's own, wherever a Gaussian is
-            centred: with marglik it is estimated at the modes, and the fit at the best precision has the centre.
+        structure, center: of the Gaussians compared. The marginal likelihood of a concave target is its own, wherever a Gaussian
+            is centred: with marglik it is estimated at the modes, and the fit at the best precision has the centre. Of another
+            target it is that about the start (Immer et al. 2021, arXiv:2104.04975), where that is the centre: each prior has
+            other modes, and the network as trained is none of them.
         criterion: val or marglik.
         held_out: the validation data, for val.
         bounds: lowest and highest precision of the grid.
@@ -95,7 +97,7 @@ def search(
     candidates = Candidates(
         target,
         structure,
-        center if criterion == "val" else "mode",
+        "mode" if criterion == "marglik" and target.is_concave else center,
         Criterion(noise, held_out if criterion == "val" else None, lift),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,

@@ -1,4 +1,4 @@
-"""Rows whose products sum to the Gauss-Newton matrix: H_n^(1/2) J_n of some examples at once, never of all."""
+"""Rows whose outer products sum to H: H_n^(1/2) J_n of some examples at once, or their gradients; never of all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
+from bnncli.targets.curvature_choice import FISHER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,15 +17,41 @@ _ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of rows at once
 
 
 def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
-    """R_n^T J_n of blocks of examples, (n M, P), with R_n R_n^T = H_n: their outer products sum to H at theta (P,)."""
-    layout, likelihood = target.layout, target.likelihood
+    """Rows (n M, P) of blocks of examples, whose outer products sum to H at theta (P,).
+
+    R_n^T J_n with R_n R_n^T = H_n for the Gauss-Newton matrix; for the empirical Fisher matrix an example's gradient of the
+    log likelihood of its label, so that M is 1.
+    """
+    layout = target.layout
     theta = theta.to(target.device, target.dtype)
-    size = max(1, _ELEMENTS.get(target.device.type, 2**24) // (layout.num_outputs * layout.num_params))
-    size = min(size, target.rows_at_once(layout.num_outputs, theta.dtype))
+    is_fisher = target.choice.kind == FISHER
+    num_rows = 1 if is_fisher else layout.num_outputs
+    size = max(1, _ELEMENTS.get(target.device.type, 2**24) // (num_rows * layout.num_params))
+    size = min(size, target.rows_at_once(num_rows, theta.dtype))
     for start in range(0, target.num_examples, size):
-        inputs = target.inputs[start : start + size].to(target.device)
+        some = slice(start, start + size)
+        inputs = target.inputs[some].to(target.device)
         with torch.no_grad():
-            logits = layout.logits(inputs, theta.unsqueeze(0))[0]
-            probs = likelihood.normalize_(logits.T.unsqueeze(1).clone())[1][:, 0]
-            rows = layout.jacobian(inputs, theta)
-            yield torch.einsum("kmn,nkp->nmp", likelihood.hessian_root(probs), rows).flatten(0, 1)
+            if is_fisher:
+                yield _gradients(target, theta, inputs, target.labels[some])
+            else:
+                yield _roots(target, theta, inputs)
+
+
+def _roots(target: NetworkTarget, theta: Tensor, inputs: Tensor) -> Tensor:
+    """R_n^T J_n, (n M, P)."""
+    layout, likelihood = target.layout, target.likelihood
+    logits = layout.logits(inputs, theta.unsqueeze(0))[0]
+    probs = likelihood.normalize_(logits.T.unsqueeze(1).clone())[1][:, 0]
+    return torch.einsum("kmn,nkp->nmp", likelihood.hessian_root(probs), layout.jacobian(inputs, theta)).flatten(0, 1)
+
+
+def _gradients(target: NetworkTarget, theta: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Of each example's log likelihood, (n, P)."""
+    layout, likelihood = target.layout, target.likelihood
+
+    def log_likelihood(draw: Tensor, example: Tensor, label: Tensor) -> Tensor:
+        logits = layout.logits(example.unsqueeze(0), draw.unsqueeze(0))
+        return likelihood.log_likelihoods(logits, label.unsqueeze(0)).sum()
+
+    return torch.func.vmap(torch.func.grad(log_likelihood), in_dims=(None, 0, 0))(theta, inputs, labels)

@@ -1,4 +1,4 @@
-"""The diagonal of the Gauss-Newton matrix."""
+"""The diagonal of H."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Diag:
 
     order: ClassVar[int] = 70
     about: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
 

@@ -1,4 +1,4 @@
-"""All of the Gauss-Newton matrix, (P, P): for networks of a few thousand parameters."""
+"""All of H, (P, P): for networks of a few thousand parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,42 @@ if TYPE_CHECKING:
     from bnncli.targets.network import NetworkTarget
     from bnncli.theta.module import ModuleLayout
 
+_AT_ONCE = 16  # rows of the Hessian
+
+
+class FullHessian:
+    """`hessian.full` (P, P), of all second derivatives: it may be indefinite, where the target is far from a mode."""
+
+    is_exact: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
+        """`hessian.full`, (P, P) float64, by products with unit vectors in float64."""
+        layout, likelihood = target.layout, target.likelihood
+        theta = theta.to(target.device).double()
+        total = torch.zeros(len(theta), len(theta), dtype=torch.float64, device=target.device)
+        units = torch.eye(len(theta), dtype=torch.float64, device=target.device)
+        for rows in target.row_blocks(_AT_ONCE, theta.dtype):
+            inputs, labels = target.inputs[rows].to(target.device), target.labels[rows]
+
+            def loss(one: Tensor, inputs: Tensor = inputs, labels: Tensor = labels) -> Tensor:
+                return -likelihood.log_likelihoods(layout.logits(inputs, one.unsqueeze(0)), labels).sum()
+
+            pull = torch.func.vjp(torch.func.grad(loss), theta)[1]
+            total += torch.func.vmap(pull, chunk_size=_AT_ONCE)(units)[0]
+        return {"hessian.full": (total + total.T) * (0.5 * target.likelihood_scale)}
+
 
 class Full:
     """`hessian.full` (P, P)."""
 
     order: ClassVar[int] = 10
     about: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("ggn", "hessian", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
+    of_hessian = FullHessian
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:

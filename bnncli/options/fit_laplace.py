@@ -9,6 +9,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.layers import LayersOptions
+from bnncli.targets.curvature_choice import DEFAULT_RANK, GGN, KINDS, CurvatureChoice
 
 _FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
@@ -27,6 +28,14 @@ def _structures() -> tuple[str, ...]:
 def structures_of(*, is_last_layer: bool) -> list[str]:
     """Those of the last layer, or of other layers, from the one that says most of the posterior to the least."""
     return registry.in_order(_FAMILIES[not is_last_layer])
+
+
+def kinds_of(structure: str) -> tuple[str, ...]:
+    """The kinds of curvature that a structure of a whole network is made of: the first alone where its file names none."""
+    if registry.declaration_of("network_curvature", structure, "kinds") is None:
+        return (GGN,)
+    found: tuple[str, ...] = registry.declared("network_curvature", structure, "kinds")
+    return found
 
 
 def _structure_help() -> str:
@@ -57,6 +66,18 @@ class FitLaplaceOptions(LayersOptions):
         "Prior precision of the biases: same as the weights', or a number, which stays while the weights' is chosen.",
         metavar="NUMBER|same",
     )
+    curvature: str = option(
+        GGN,
+        "Second derivatives of a whole network's loss: ggn (the generalised Gauss-Newton matrix, positive semidefinite everywhere), hessian (all of them, for small networks: \0structure\0 full), or fisher (the empirical Fisher matrix, of the gradients at the labels). Of the last layer ggn is the Hessian.",
+        choices=KINDS,
+        numeric=False,  # recorded where it counts: `params`
+    )
+    rank: int | None = option(
+        None,
+        f"Eigenvectors of \0structure\0 low-rank, those of the largest eigenvalues; {DEFAULT_RANK} by default.",
+        minimum=1,
+        numeric=False,
+    )
     plot: str | None = option(
         None,
         "Draw the search for the prior precision, criterion against precision, as .png, .svg or .pdf.",
@@ -73,12 +94,34 @@ class FitLaplaceOptions(LayersOptions):
             raise UsageError(
                 f"\0structure\0: with \0layers\0 {self.layers} expected auto or one of {', '.join(fitting)}; got {self.structure!r}"
             )
+        self._check_curvature()
         if self.bias_precision != "same":
             parse_positive(self.bias_precision, "\0bias_precision\0", "same or a positive number")
         if self.prior_precision not in ("auto", "val", "marglik"):
             parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, marglik or a positive number")
             if self.plot is not None:
                 raise UsageError("\0plot\0 draws the search for the prior precision; there is none with a number given")
+
+    def _check_curvature(self) -> None:
+        if self.curvature != GGN:
+            if self.is_last_layer:
+                raise UsageError(
+                    f"\0curvature\0 {self.curvature} is for \0layers\0 all or a pattern: of the last layer ggn is the Hessian"
+                )
+            if self.own_center != "checkpoint":
+                raise UsageError(f"\0curvature\0 {self.curvature} is for \0center\0 checkpoint: modes are found by ggn")
+            fitting = [name for name in structures_of(is_last_layer=False) if self.curvature in kinds_of(name)]
+            if self.structure not in ("auto", *fitting):
+                raise UsageError(
+                    f"\0structure\0: with \0curvature\0 {self.curvature} expected {' or '.join(fitting)}, got {self.structure!r}"
+                )
+        if self.rank is not None and self.structure != "low-rank":
+            raise UsageError("\0rank\0 is for \0structure\0 low-rank")
+
+    @property
+    def curvature_choice(self) -> CurvatureChoice:
+        """What H is, and what is kept of it."""
+        return CurvatureChoice(self.curvature, self.rank or DEFAULT_RANK)
 
     @property
     def own_center(self) -> str:
@@ -87,7 +130,12 @@ class FitLaplaceOptions(LayersOptions):
 
     def params(self) -> dict[str, Any]:
         """The options that change numbers."""
-        return {**super().params(), "center": self.own_center, **self.layers_params}
+        found = {**super().params(), "center": self.own_center, **self.layers_params}
+        if not self.is_last_layer:
+            found["curvature"] = self.curvature
+        if self.structure == "low-rank":
+            found["rank"] = self.curvature_choice.rank
+        return found
 
     @property
     def own_bias_precision(self) -> float | None:

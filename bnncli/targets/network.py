@@ -21,6 +21,7 @@ from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
 from bnncli.machine.memory import budget
 from bnncli.shapes import check_shapes
+from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
@@ -42,6 +43,7 @@ class NetworkTarget:
         layout: bound to the network.
         prior: of weights and biases.
         likelihood_scale: factor on the log likelihood; N / B for a minibatch of B.
+        choice: what `curvature` makes; steps are always by the Gauss-Newton matrix.
     """
 
     inputs: Tensor
@@ -49,6 +51,7 @@ class NetworkTarget:
     layout: ModuleLayout
     prior: Prior
     likelihood_scale: float = 1.0
+    choice: CurvatureChoice = USUAL
     is_concave: ClassVar[bool] = False
     rough_structure: ClassVar[str] = "diag"
 
@@ -143,6 +146,11 @@ class NetworkTarget:
         sum_n J_n^T (diag(p) - p p^T) J_n v, each by a product with J_n and one with its transpose (Schraudolph 2002,
         Neural Computation 14(7)): positive definite everywhere.
         """
+        product = self.ggn_operator(theta)
+        return lambda vectors: product(vectors) - self.prior.gradient(vectors.to(self.device).double(), self.layout)
+
+    def ggn_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        """The same without the prior's precisions."""
         theta = theta.to(self.device, self._precision(theta))
 
         def multiply(vectors: Tensor) -> Tensor:
@@ -150,14 +158,19 @@ class NetworkTarget:
             total = torch.zeros(vectors.shape, dtype=torch.float64, device=self.device)
             for rows in self.row_blocks(1, theta.dtype):
                 total += self._ggn_product(theta, vectors, rows).double()
-            return total * self.likelihood_scale - self.prior.gradient(vectors.double(), self.layout)
+            return total * self.likelihood_scale
 
         return multiply
 
+    def with_choice(self, choice: CurvatureChoice) -> NetworkTarget:
+        """The same with another H."""
+        return self._changed(choice=choice)
+
     def curvature(self, structure: str) -> Curvature:
         """The file of `network_curvature` that has this name. Raises UsageError when there is none."""
-        kind: Curvature = registry.load_class("network_curvature", structure)
-        return kind
+        kind = registry.load_class("network_curvature", structure)
+        found: Curvature = kind.of_hessian if self.choice.kind == HESSIAN else kind
+        return found
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
         """Of the rows in index (B,): inputs (B, ...) and labels (B,), on the device."""

@@ -96,7 +96,7 @@ def one_example(arrays: Arrays) -> Arrays:
 
 
 @pytest.mark.usefixtures("few_replicates")
-@pytest.mark.parametrize("structure", registry.names("covariances"))
+@pytest.mark.parametrize("structure", registry.names("curvature"))
 @pytest.mark.parametrize(
     "arrays",
     [

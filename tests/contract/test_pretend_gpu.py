@@ -48,7 +48,7 @@ LINES = (
     "extract-features b --from-npz binary.npz --dtype float16 --task binary",
     "extract-features m.pt --model mlp --model-arg inputs=4 --model-arg hidden=3 --model-arg classes=3 "
     "--data train=npz:raw.npz --hold-out val=train:9 --task multiclass",
-    *(f"fit-laplace s --structure {name} --name {name} --prior-precision 5" for name in registry.names("covariances")),
+    *(f"fit-laplace s --structure {name} --name {name} --prior-precision 5" for name in registry.names("curvature")),
     "fit-laplace s --structure kron --bias-precision 2",
     "fit-laplace b --center checkpoint --prior-precision marglik",
     "fit-temperature s",

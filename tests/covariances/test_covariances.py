@@ -20,7 +20,7 @@ from bnncli.targets import grams, stream
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 PRIOR = 0.7
 make_target = partial(head_target, prior=PRIOR)
 

@@ -20,7 +20,7 @@ def test_the_order_of_the_structures_is_declared() -> None:
         registry.declared("curvature", "full", "colour")
 
 
-@pytest.mark.parametrize("structure", registry.names("covariances"))
+@pytest.mark.parametrize("structure", registry.names("curvature"))
 def test_a_covariance_has_eight_methods_of_theta_alone(structure: str) -> None:
     kind = registry.load_class("covariances", structure)
     methods = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}

@@ -28,7 +28,7 @@ def test_a_covariance_takes_about_as_long_as_estimated(structure: str, layout: H
 
 
 def test_every_structure_has_an_estimate_that_grows_with_its_size() -> None:
-    for structure in registry.names("covariances"):
+    for structure in registry.names("curvature"):
         small, large = (fit_seconds(structure, HeadLayout(10, size), num_examples=1000) for size in (100, 1000))
         assert 0 < 5 * small < large
     with pytest.raises(ValueError, match="expected one of full, block, kron, diag"):

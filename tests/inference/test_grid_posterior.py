@@ -33,7 +33,7 @@ TWO = Prior(0.3, 2.5)  # an intercept that 12 examples would put elsewhere
 QUADRATURE = 1e-3  # nats; what the grid itself may be off by
 SPREAD = 0.3  # of a flow's parameters: enough to bend it, and to keep its mass on the grid
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
-every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 
 
 @dataclass(frozen=True)

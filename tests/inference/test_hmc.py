@@ -64,7 +64,7 @@ def assert_moments(draws: Tensor, mean: Tensor, covariance: Tensor) -> None:
 
 
 @every_dynamics
-@pytest.mark.parametrize("structure", registry.names("covariances"))
+@pytest.mark.parametrize("structure", registry.names("curvature"))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_draws_have_the_moments_of_the_posterior_on_a_grid(dynamics: str, structure: str, layout: HeadLayout) -> None:
     target = make_target(layout)

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 WARM_UP = 3  # steps before the capture
 REFUSED = RuntimeError("operation not permitted when stream is capturing")
 NUMBERS = ("draws", "log_joint", "energy", "acceptance_rate", "diverging", "n_steps")
-PLACES = [*registry.names("covariances"), "row space"]
+PLACES = [*registry.names("curvature"), "row space"]
 every_dynamics = pytest.mark.parametrize("dynamics", DYNAMICS)
 
 

@@ -16,7 +16,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
 make_target = partial(head_target, num_examples=40, labels=by_noisy_sign, prior=0.5)
-every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 
 
 def start(layout: HeadLayout) -> torch.Tensor:

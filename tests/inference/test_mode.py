@@ -140,7 +140,7 @@ def test_labels_that_a_stale_hessian_does_not_fit_get_a_fresh_one(monkeypatch: p
     assert not torch.equal(found.hessian["hessian.full"], stale["hessian.full"])
 
 
-@pytest.mark.parametrize("structure", registry.names("covariances"))
+@pytest.mark.parametrize("structure", registry.names("curvature"))
 def test_a_hessian_of_any_structure_warms_the_search(structure: str) -> None:
     target = make_target(LAYOUTS[0])
     found = find_mode(target, far_start(LAYOUTS[0]), hessian=ggn(target, torch.zeros(15), structure), tolerance=1e-8)

@@ -28,7 +28,7 @@ LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4, has_bias=False)]
 make_target = partial(head_target, num_examples=40, labels=by_noisy_sign)
 make_data = partial(draw_examples, labels=by_noisy_sign, seed=1)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 
 
 def predictive_nll(features: torch.Tensor, labels: torch.Tensor, theta: torch.Tensor, layout: HeadLayout) -> float:
@@ -182,8 +182,7 @@ def test_at_the_checkpoint_one_hessian_serves_the_whole_curve(structure: str, mo
     monkeypatch.setattr("bnncli.inference.local_covariance.ggn", counted)
     common = {"start": start, "structure": structure, "center": "checkpoint"}
     found = search(target, generator=seeded(), held_out=target.held_out(features, labels), **common)
-    # The search's, and that of the fit at the best, of which a Kronecker one makes only the outputs' factor again.
-    assert len(calls) == (1 if structure == "kron" else 2)
+    assert len(calls) == 1
     noise = torch.randn(NUM_DRAWS, 15, generator=seeded(), dtype=torch.float64)
     for precision, value in found.curve:
         fit = fit_gaussian(target.with_prior(Prior(precision)), **common)

@@ -23,7 +23,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
-every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 
 
 def make_gaussian(structure: str, layout: HeadLayout, prior: Prior | None = None) -> Gaussian:

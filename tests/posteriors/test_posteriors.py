@@ -20,7 +20,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.prior import Prior
 
-every_structure = pytest.mark.parametrize("structure", registry.names("covariances"))
+every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 every_space = pytest.mark.parametrize("space", SPACES)
 every_flow_and_space = pytest.mark.parametrize(
     ("kind", "space"),

@@ -287,7 +287,7 @@ def test_status_knows_which_fits_are_made_in_the_row_space(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have a revision of their own: none is told to be of another, until there is another."""
-    for structure in names("covariances"):
+    for structure in names("curvature"):
         words = ("--structure", structure, "--name", structure, "--prior-precision", PRIOR)
         assert cli("fit-laplace", run, *words).code == 0
     assert cli("hmc", run, "--chains", 2, "--warmup", 4, "--draws", 8).code == 0

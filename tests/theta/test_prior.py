@@ -36,7 +36,7 @@ from bnncli.theta.prior import Prior
 LAYOUTS = [HeadLayout(3, 4), HeadLayout(1, 4)]
 PRIOR = Prior(2.0, 0.05)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-EXACT = sorted(set(registry.names("covariances")) - {"kron"})  # parts of the Hessian itself
+EXACT = sorted(set(registry.names("curvature")) - {"kron"})  # parts of the Hessian itself
 every_exact_structure = pytest.mark.parametrize("structure", EXACT)
 
 
@@ -219,7 +219,7 @@ def test_the_base_of_a_stored_flow_keeps_its_own_prior(base: Prior, own: Prior) 
     assert Prior.from_tensors(tensors) == own
 
 
-@pytest.mark.parametrize("structure", registry.names("covariances"))
+@pytest.mark.parametrize("structure", registry.names("curvature"))
 def test_a_stored_gaussian_keeps_its_prior(structure: str) -> None:
     gaussian = gaussian_at_mode(make_target(LAYOUTS[0]), structure)
     again = Gaussian.from_tensors(*gaussian.to_tensors())
@@ -228,7 +228,7 @@ def test_a_stored_gaussian_keeps_its_prior(structure: str) -> None:
     assert torch.equal(again.covariance.unwhiten(one), gaussian.covariance.unwhiten(one))
 
 
-@pytest.mark.parametrize("structure", registry.names("covariances"))
+@pytest.mark.parametrize("structure", registry.names("curvature"))
 def test_a_gaussian_needs_no_prior_until_it_is_asked_for_one(structure: str) -> None:
     fitted = gaussian_at_mode(make_target(LAYOUTS[0]), structure)
     bare = replace(fitted, prior=None)

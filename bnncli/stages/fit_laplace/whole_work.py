@@ -28,6 +28,7 @@ def fit(
         held = None if val is None else reader.split(val, options.layers)
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
         target = whole.target(Prior(weight_precision, options.own_bias_precision), run.device)
+        target = target.with_choice(options.curvature_choice)
         structure = options.structure
         if structure == "auto":
             structure = "full" if whole.layout.num_params <= MOST_FULL else structures[-1]

@@ -1,0 +1,147 @@
+"""The largest eigenvalues of H with their eigenvectors, by Lanczos' method: nothing of P x P is made.
+
+Each step takes one product with H, a pass over the data. The basis is kept and made orthogonal again at each (Golub and Van Loan
+(2013), Matrix Computations, 10.3), so that no eigenvalue is found twice; where the basis has become invariant the steps go on
+from a new direction. What of H's trace was captured is told beside: the rest of it is estimated by Hutchinson's probes in
+the complement of the eigenvectors (Meyer et al. (2021), arXiv:2010.09649).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bnncli.lazy import torch
+from bnncli.machine import signals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.network import NetworkTarget
+    from bnncli.theta.module import ModuleLayout
+
+_NUM_PROBES = 8
+_SEED = 0  # of the first direction and of the probes: the eigenvectors hardly depend on it
+_EXTRA = 20  # steps beyond three for each eigenvector before the best that is there is taken
+_TOLERANCE = 1e-3  # of an eigenvector's residual, relative to its eigenvalue
+_INVARIANT = 1e-7  # of a step, relative to the largest eigenvalue: nothing but rounding
+
+
+class LowRank:
+    """`hessian.low-rank.vectors` (r, P), `.values` (r,), and `.trace` (2,): of all of H as estimated, and its standard error."""
+
+    order: ClassVar[int] = 50
+    about: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("ggn",)
+    is_exact: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
+        """Eigenvectors in rows, orthonormal, float64, of the largest `rank` eigenvalues."""
+        multiply = target.ggn_operator(theta)
+        size = target.layout.num_params
+        generator = torch.Generator().manual_seed(_SEED)
+        values, vectors = largest_eigenpairs(
+            lambda vector: multiply(vector.unsqueeze(0))[0],
+            size,
+            min(target.choice.rank, size),
+            generator,
+            target.device,
+        )
+        rest, error = _trace_outside(multiply, vectors, generator)
+        trace = torch.tensor([float(values.sum()) + rest, error], dtype=torch.float64)
+        parts = {"vectors": vectors, "values": values, "trace": trace}
+        return {f"hessian.low-rank.{name}": part for name, part in parts.items()}
+
+    @staticmethod
+    def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
+        """The rank, and the share of the trace of H that it has, with the standard error of that."""
+        values = hessian["hessian.low-rank.values"]
+        trace, error = hessian["hessian.low-rank.trace"].tolist()
+        captured = float(values.sum())
+        share = captured / trace if trace > 0 else 1.0
+        return {
+            "rank": len(values),
+            "captured_trace": share,
+            "captured_trace_standard_error": share * error / trace if trace > 0 else 0.0,
+        }
+
+    @staticmethod
+    def num_elements(layout: ModuleLayout) -> int:
+        """Of the default rank: P for each."""
+        from bnncli.targets.curvature_choice import DEFAULT_RANK
+
+        return min(DEFAULT_RANK, layout.num_params) * layout.num_params
+
+
+def largest_eigenpairs(
+    multiply: Callable[[Tensor], Tensor], size: int, count: int, generator: torch.Generator, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues (r,), descending and not negative, and their eigenvectors (r, P) in rows, float64.
+
+    Args:
+        multiply: by a positive semidefinite matrix (P, P), of vectors (P,).
+        size: P.
+        count: r.
+        generator: of the first direction, on the CPU.
+    """
+    most = min(size, 3 * count + _EXTRA)
+    basis = torch.zeros(most, size, dtype=torch.float64, device=device)
+    projected = torch.zeros(most, most, dtype=torch.float64)
+    basis[0] = _direction(basis[:0], generator)
+    largest = 0.0
+    for step in range(most):
+        signals.raise_if_interrupted("the search for eigenvectors")
+        product = multiply(basis[step]).double()
+        projected[step, step] = float(basis[step] @ product)
+        remainder = _orthogonal(product, basis[: step + 1])
+        length = float(remainder.norm())
+        largest = max(largest, abs(float(projected[step, step])))
+        is_invariant = length <= _INVARIANT * largest
+        if step + 1 == most or (step + 1 >= count and _has_converged(projected[: step + 1, : step + 1], length, count)):
+            break
+        if is_invariant:
+            basis[step + 1] = _direction(basis[: step + 1], generator)
+        else:
+            basis[step + 1] = remainder / length
+            projected[step, step + 1] = projected[step + 1, step] = length
+    taken = slice(0, step + 1)
+    values, rotations = torch.linalg.eigh(projected[taken, taken])
+    order = values.argsort(descending=True)[:count]
+    return values[order].clamp_min(0).to(device), rotations[:, order].T.to(device) @ basis[taken]
+
+
+def _has_converged(projected: Tensor, length: float, count: int) -> bool:
+    """Whether the residuals of the largest are small: the next step's length times the last coordinate of each."""
+    values, rotations = torch.linalg.eigh(projected)
+    residuals = length * rotations[-1].abs()
+    return bool((residuals <= _TOLERANCE * values.abs())[-count:].all())
+
+
+def _orthogonal(vector: Tensor, basis: Tensor) -> Tensor:
+    """What of a vector (P,) lies outside orthonormal rows (m, P); twice, as once leaves its rounding."""
+    for _ in range(2):
+        vector = vector - (basis @ vector) @ basis
+    return vector
+
+
+def _direction(basis: Tensor, generator: torch.Generator) -> Tensor:
+    """A random direction (P,) of length 1 outside orthonormal rows (m, P)."""
+    vector = torch.randn(basis.shape[1], dtype=torch.float64, generator=generator).to(basis.device)
+    vector = _orthogonal(vector, basis)
+    return vector / vector.norm()
+
+
+def _trace_outside(
+    multiply: Callable[[Tensor], Tensor], vectors: Tensor, generator: torch.Generator
+) -> tuple[float, float]:
+    """The trace of H outside orthonormal rows (r, P), estimated, and its standard error; exact where little is outside."""
+    size = vectors.shape[1]
+    if len(vectors) == size:
+        return 0.0, 0.0
+    signs = torch.randint(2, (_NUM_PROBES, size), generator=generator, dtype=torch.int8) * 2 - 1
+    probes = signs.to(vectors)
+    probes = probes - (probes @ vectors.T) @ vectors
+    found = (probes * multiply(probes).double()).sum(dim=1).clamp_min(0)
+    return float(found.mean()), float(found.std()) * _NUM_PROBES**-0.5

@@ -1,0 +1,70 @@
+"""The exact Hessian and the empirical Fisher matrix of a whole network, against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems.tiny_networks import losses_of, tiny_target
+
+from bnncli.curvature import ggn
+from bnncli.errors import NumericError
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.network_curvature import _rows
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.theta.prior import Prior
+
+every_output = pytest.mark.parametrize("outputs", [3, 1])
+
+
+@every_output
+def test_the_hessian_is_autograds(outputs: int) -> None:
+    target = tiny_target(outputs, choice=CurvatureChoice("hessian"))
+    theta = target.layout.trained()
+    expected = torch.autograd.functional.hessian(lambda one: losses_of(target, one).sum(), theta)
+    torch.testing.assert_close(ggn(target, theta, "full")["hessian.full"], expected)
+    assert not torch.allclose(expected, ggn(tiny_target(outputs), theta, "full")["hessian.full"], rtol=1e-2)
+
+
+@every_output
+@pytest.mark.parametrize("at_once", [1, 10**9])
+def test_the_fisher_matrix_sums_the_gradients_products(
+    outputs: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_rows._ELEMENTS, "cpu", at_once)
+    target = tiny_target(outputs, choice=CurvatureChoice("fisher"))
+    theta = target.layout.trained()
+    rows = torch.autograd.functional.jacobian(lambda one: losses_of(target, one), theta)
+    torch.testing.assert_close(ggn(target, theta, "full")["hessian.full"], rows.T @ rows)
+    torch.testing.assert_close(ggn(target, theta, "diag")["hessian.diag"], rows.square().sum(dim=0))
+
+
+def test_the_fisher_matrix_is_the_ggn_where_labels_are_drawn_from_the_model() -> None:
+    target = tiny_target(examples=4000, choice=CurvatureChoice("fisher"))
+    theta = target.layout.trained()
+    probs = target.layout.logits(target.inputs, theta[None])[0].softmax(1)
+    drawn = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    target = target._changed(labels=drawn)
+    found, expected = (
+        ggn(one, theta, "diag")["hessian.diag"] for one in (target, target.with_choice(CurvatureChoice()))
+    )
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.0)  # of 4000 examples: a relative error of 2 % each
+
+
+def test_the_evidence_beside_a_mode_is_there_with_the_exact_hessian_alone() -> None:
+    plain = tiny_target(prior=Prior(5.0))
+    mode = fit_gaussian(plain, start=plain.layout.trained()).mode
+    assert mode is not None
+    exact = plain.with_choice(CurvatureChoice("hessian"))
+    fit = fit_gaussian(exact, start=mode.theta, center="checkpoint")
+    precision = torch.autograd.functional.hessian(lambda one: losses_of(plain, one).sum(), mode.theta)
+    precision = precision + plain.prior.diagonal(plain.layout).diag()
+    expected = mode.log_joint + 0.5 * (len(precision) * torch.log(torch.tensor(2 * torch.pi)) - torch.logdet(precision))
+    assert fit.log_marginal_likelihood == pytest.approx(float(expected), abs=1e-3)
+    assert fit_gaussian(plain, start=mode.theta, center="checkpoint").log_marginal_likelihood is None
+
+
+def test_an_indefinite_hessian_is_told() -> None:
+    target = tiny_target(prior=Prior(1e-3), choice=CurvatureChoice("hessian"))
+    theta = torch.randn(target.layout.num_params, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with pytest.raises(NumericError, match="not positive definite"):
+        fit_gaussian(target, start=theta, center="checkpoint")
