@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import struct
 import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -28,6 +29,11 @@ TOKEN_IDS = "input_ids"  # what tokenizers call them, and networks that take the
 # Deflate cannot shrink data further than this; what claims more is a bomb.
 _MAX_RATIO = 1032
 _SLACK = 4096
+_LOCAL_HEADER, _NAME_SIZES = (
+    30,
+    slice(26, 30),
+)  # of a zip member: bytes before its name, and where name and extra have their sizes
+MAPPED_BYTES = 1 << 26  # arrays from this size on stay in their file, where it has them as they are
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError,
     ValueError, EOFError, KeyError, NotImplementedError, OSError, RuntimeError,
@@ -207,7 +213,7 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
     with archive.open(name) as member:
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(member)
+        shape, is_fortran, dtype = read_header(member)
         start = member.tell()
     if dtype.hasobject:
         raise Untrusted(
@@ -218,7 +224,26 @@ def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
         raise ValueError(f"shape {shape} does not fit {info.file_size} bytes")
     if not can_hold(info.compress_size, info.file_size):
         raise ValueError(f"{info.compress_size} bytes cannot hold the {info.file_size} they claim")
+    if info.compress_type == zipfile.ZIP_STORED and info.file_size >= MAPPED_BYTES and not is_fortran:
+        return _mapped(archive, info, start, shape, dtype)
     check_memory(info.file_size, f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))}")
     with archive.open(name) as member:
         array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
     return array
+
+
+def _mapped(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, start: int, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """An array that lies in the archive as it is, in the file's own pages, once its checksum is known to be right.
+
+    Args:
+        start: of the numbers, behind the member's own header.
+    """
+    with archive.open(info) as member:
+        while member.read(1 << 22):  # the last read tells a wrong checksum
+            pass
+    stream = cast(IO[bytes], archive.fp)
+    stream.seek(info.header_offset + _NAME_SIZES.start)
+    first = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", stream.read(4))) + start
+    return np.memmap(stream, dtype, "c", first, shape)  # writable, for torch; what is written stays here
