@@ -106,7 +106,7 @@ EXTRACT_ARRAYS = "extract-features FOLDER/run --from-npz FOLDER/arrays.npz --ood
 
 def _lines(extract: str) -> list[str]:
     """Every command, and every member of every family."""
-    structures, flows = registry.names("covariances"), registry.names("flows")
+    structures, flows = registry.names("curvature"), registry.names("flows")
     return [
         extract,
         f"fit-laplace FOLDER/run {_PRIOR}",

@@ -68,7 +68,7 @@ def check_graphs(gpu: Gpu, ledger: Ledger, *, is_quick: bool) -> None:
         if fit.steps >= 2 * MIN_ROUND_STEPS or (fit.epochs > 1 and "repeats" in fit.name and not is_quick):
             ledger.item(f"resuming {fit.name}", _check_resumed, ledger, fit)
     for dynamics in DYNAMICS[:1] if is_quick else DYNAMICS:
-        for place in ["full"] if is_quick else [*registry.names("covariances"), "row space"]:
+        for place in ["full"] if is_quick else [*registry.names("curvature"), "row space"]:
             ledger.item(f"graph of {dynamics} chains, {place}", _check_chain_graph, gpu, ledger, dynamics, place)
     for gradients in GRADIENTS[1:]:
         what = f"graph of {gradients} gradients"

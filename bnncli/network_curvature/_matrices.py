@@ -6,8 +6,8 @@ all that Kronecker factors are made of (Grosse and Martens 2016, arXiv:1602.0140
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from bnncli.lazy import torch
 from bnncli.network_curvature._uses import own_weights, with_bias
@@ -84,9 +84,8 @@ class MatrixUse:
         return self._with_ones(_gram(rows.T), rows.sum(dim=0), len(rows)), len(rows)
 
     def rotated(self, basis: Tensor) -> Tensor:
-        """V^T x of each position, (n, F, T), for V (F, F)."""
-        weight = basis[: self.inputs.shape[-1]]
-        turned = self.inputs.reshape(len(self.inputs), -1, self.inputs.shape[-1]) @ weight
+        """V^T (x, 1) of each position, (n, F, T), for V (F, F)."""
+        turned = self.inputs.reshape(len(self.inputs), -1, self.inputs.shape[-1]) @ basis[: self.inputs.shape[-1]]
         return (turned + basis[-1] if self.has_bias else turned).mT
 
     def columns(self) -> Tensor:
@@ -102,17 +101,21 @@ class MatrixUse:
         """The gradient by the output as (n, K, T)."""
         return gradient.reshape(len(gradient), -1, gradient.shape[-1]).mT
 
+    def of(self, some: slice) -> Self:
+        """The same of some of the examples."""
+        return replace(self, inputs=self.inputs[some])
+
+    def sums(self, slopes: Tensor) -> Tensor:
+        """The sum of g (x, 1)^T over positions, (n, K, F), of g (n, K, T)."""
+        products = slopes @ self._unbiased().mT
+        return torch.cat([products, slopes.sum(dim=2, keepdim=True)], dim=2) if self.has_bias else products
+
     def per_example(self, gradient: Tensor) -> Tensor:
         """The gradients (n, K F) of weight and bias."""
-        matrix = self.outputs(gradient) @ self.columns().mT
+        matrix = self.sums(self.outputs(gradient))
         if not self.has_bias:
             return matrix.flatten(1)
         return torch.cat([matrix[:, :, :-1].flatten(1), matrix[:, :, -1]], dim=1)
-
-    @property
-    def num_columns(self) -> int:
-        """F."""
-        return int(self.module.weight[0].numel()) + self.has_bias
 
     def _with_ones(self, gram: Tensor, sums: Tensor, count: int) -> Tensor:
         """The gram (D, D) of x, with that of (x, 1) where there is a bias, float64."""
@@ -127,47 +130,53 @@ class PatchesUse(MatrixUse):
 
     def gram(self) -> tuple[Tensor, int]:
         """The sum of x x^T over examples and positions, (F, F) float64, and their number."""
-        kernel, stride, padded = self.module.kernel_size, self.module.stride, self._padded()
-        reach = [rate * (size - 1) for rate, size in zip(self.module.dilation, kernel, strict=True)]
-        places = [(side - far - 1) // step + 1 for side, far, step in zip(padded.shape[2:], reach, stride, strict=True)]
-        num_columns = padded.shape[1] * kernel[0] * kernel[1]
-        size = max(1, _PATCHES // (num_columns * places[0] * places[1]))
+        padded = self._padded()
+        num_columns, num_positions = self._patches(padded[:1]).shape[1:]
         total: Tensor | None = None
-        for some in padded.split(size):
+        for some in padded.split(max(1, _PATCHES // (num_columns * num_positions))):
             # Channels first, then where in the patch, then examples and positions: one copy, of long runs.
-            block = some.transpose(0, 1).contiguous()
-            of_channel, of_example, of_row, of_column = block.stride()
-            rates, steps = self.module.dilation, (of_row, of_column)
-            patches = block.as_strided(
-                (block.shape[0], *kernel, block.shape[1], *places),
-                (
-                    of_channel,
-                    *(rate * one for rate, one in zip(rates, steps, strict=True)),
-                    of_example,
-                    *(step * one for step, one in zip(stride, steps, strict=True)),
-                ),
-            ).reshape(num_columns, -1)
+            patches = self._windows(some.transpose(0, 1).contiguous()).movedim(1, 3).reshape(num_columns, -1)
             part = self._with_ones(_gram(patches), patches.sum(dim=1), patches.shape[1])
             total = part if total is None else total.add_(part)
         assert total is not None
-        return total, len(self.inputs) * places[0] * places[1]
+        return total, len(padded) * num_positions
+
+    def _unbiased(self) -> Tensor:
+        """The patches, (n, D, T)."""
+        return self._patches(self._padded())
 
     def rotated(self, basis: Tensor) -> Tensor:
-        """V^T x of each position, (n, F, T), for V (F, F): a convolution with the columns of V."""
+        """V^T (x, 1) of each position, (n, F, T), for V (F, F): a convolution with the columns of V."""
         module = self.module
         weight = basis[: len(basis) - self.has_bias].T.reshape(len(basis), -1, *module.kernel_size)
         bias = basis[-1] if self.has_bias else None
         turned = torch.nn.functional.conv2d(self._padded(), weight, bias, module.stride, 0, module.dilation)
         return turned.flatten(2)
 
-    def _unbiased(self) -> Tensor:
-        """The patches, (n, D, T)."""
-        module = self.module
-        return torch.nn.functional.unfold(self._padded(), module.kernel_size, module.dilation, 0, module.stride)
-
     def outputs(self, gradient: Tensor) -> Tensor:
         """The gradient by the output as (n, K, T)."""
         return gradient.flatten(2)
+
+    def _patches(self, padded: Tensor) -> Tensor:
+        """(n, D, T) of padded inputs (n, channels, height, width)."""
+        return self._windows(padded).flatten(1, 3).flatten(2)
+
+    def _windows(self, images: Tensor) -> Tensor:
+        """A view (a, b, kernel, kernel, height, width) of images (a, b, height, width): what the kernel sees at each place."""
+        module, (height, width) = self.module, images.stride()[2:]
+        sizes, strides = list(images.shape[:2]), list(images.stride()[:2])
+        reach = [rate * (size - 1) + 1 for rate, size in zip(module.dilation, module.kernel_size, strict=True)]
+        places = [
+            (side - far) // step + 1 for side, far, step in zip(images.shape[2:], reach, module.stride, strict=True)
+        ]
+        sizes += [*module.kernel_size, *places]
+        strides += [
+            module.dilation[0] * height,
+            module.dilation[1] * width,
+            module.stride[0] * height,
+            module.stride[1] * width,
+        ]
+        return images.as_strided(sizes, strides, images.storage_offset())
 
     def _padded(self) -> Tensor:
         mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode

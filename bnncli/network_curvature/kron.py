@@ -178,7 +178,8 @@ class _Sums:
                         self.diagonal[places[name]] += slopes.square().sum(dim=0, dtype=torch.float64)
 
 
-def columns_for(target: NetworkTarget, *, seed: int) -> Columns:
-    """All columns of the Hessian's root where these are few, else random ones."""
+def columns_for(target: NetworkTarget, *, seed: int, most_drawn: int | None = None) -> Columns:
+    """All columns of the Hessian's root where these are few, else random ones, no more than `most_drawn`."""
     layout = target.layout
-    return Columns(layout.likelihood, num_drawn=num_drawn(layout.num_outputs), seed=seed)
+    drawn = num_drawn(layout.num_outputs)
+    return Columns(layout.likelihood, num_drawn=min(drawn, most_drawn or drawn), seed=seed)

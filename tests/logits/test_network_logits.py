@@ -100,13 +100,13 @@ def test_moments_are_those_of_finite_differences(structure: str, module: str, mo
 @pytest.mark.parametrize(
     ("pattern", "prior"), [("*.weight", Prior(0.7)), ("*.bias+1", Prior(0.7)), ("all", Prior(0.7, 0.1))]
 )
-@pytest.mark.parametrize("structure", ["diag", "kron", "block"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block"])
 def test_so_are_those_of_some_parameters_and_under_two_precisions(structure: str, pattern: str, prior: Prior) -> None:
     check(make_gaussian(structure, "conv", pattern, prior))
 
 
 def test_single_precision_is_near() -> None:
-    for structure in ("diag", "kron", "block"):
+    for structure in ("diag", "kron", "ekfac", "block"):
         gaussian = make_gaussian(structure, "conv")
         single = gaussian.logit_moments(inputs().float())[1]
         assert single.dtype == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.curvature import ggn
 from bnncli.curvature.kron import Kron as HeadKron
+from bnncli.likelihoods import Likelihood
+from bnncli.likelihoods.categorical import Categorical
+from bnncli.likelihoods.multilabel import Multilabel
+from bnncli.network_curvature import _columns
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._uses import tried
 from bnncli.targets.last_layer import LastLayerTarget
@@ -24,7 +29,7 @@ from bnncli.theta.modules import module_places
 from bnncli.theta.prior import Prior
 
 K = 3
-LAYERED = ("block", "kron")
+LAYERED = ("block", "ekfac", "kron")
 every_layered = pytest.mark.parametrize("structure", LAYERED)
 
 
@@ -267,3 +272,79 @@ def test_whitening_pulling_back_and_storage_belong_to_the_root(structure: str, p
     single = sigma.to(dtype=torch.float32)
     assert single.unwhiten(z).dtype == torch.float32
     torch.testing.assert_close(single.unwhiten(z).double(), sigma.unwhiten(z), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_ekfac_is_the_blocks_diagonal_in_the_factors_eigenbasis(name: str) -> None:
+    target = make_target(name)
+    parts = hessian_of(target, "ekfac")
+    full = hessian_of(target, "full")["hessian.full"]
+    for matrix in matrices_in(target):
+        values, outputs, features = (
+            parts[f"hessian.ekfac.{matrix.name}.{key}"] for key in ("values", "outputs", "features")
+        )
+        own = in_matrix_order(matrix)
+        basis = torch.kron(outputs, features)
+        expected = (basis.T @ full[own[:, None], own] @ basis).diagonal()
+        torch.testing.assert_close(values.flatten(), expected)
+    kron = hessian_of(target, "kron")
+    if "hessian.kron.rest" in kron:
+        torch.testing.assert_close(parts["hessian.ekfac.rest"], kron["hessian.kron.rest"])
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_ekfac_is_nearer_to_the_blocks_than_kron(name: str) -> None:
+    target = make_target(name)
+    block = dense(target, hessian_of(target, "block"), "block")
+    kron, ekfac = (dense(target, hessian_of(target, structure), structure) for structure in ("kron", "ekfac"))
+    assert (ekfac - block).norm() < (kron - block).norm()
+
+
+def in_matrix_order(matrix: Matrix) -> Tensor:
+    """Where the entries of (K, F) lie in theta, row by row."""
+    places = [torch.arange(part.place.start, part.place.stop).view(matrix.num_outputs, -1) for part in matrix.parts]
+    return torch.cat(places, dim=1).flatten()
+
+
+def test_random_columns_are_unbiased_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("conv")
+    exact = dense(target, hessian_of(target, "kron"), "kron")
+    monkeypatch.setattr(_columns, "MOST_EXACT", 0)
+    first, again = hessian_of(target, "ekfac"), hessian_of(target, "ekfac")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    monkeypatch.setattr(_columns, "NUM_SIGNS", 60)
+    drawn = dense(target, hessian_of(target, "kron"), "kron")
+    assert 1e-4 < float((drawn - exact).norm() / exact.norm()) < 0.1  # 60 signs of 12 examples
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(4), Multilabel(4)], ids=lambda one: type(one).__name__)
+def test_outer_products_of_random_columns_average_to_the_hessian(likelihood: Likelihood) -> None:
+    logits = torch.tensor([3.0, 0.0, -1.0, 0.5], dtype=torch.float64).repeat(20_000, 1)
+    drawn = list(_columns.Columns(likelihood, num_drawn=2, seed=0).of(logits))
+    (every, found) = (
+        sum(column.T @ column for column, _ in columns) / len(logits)
+        for columns in (list(_columns.Columns(likelihood, num_drawn=0, seed=0).of(logits)), drawn)
+    )
+    assert [is_last for _, is_last in drawn] == [False, True]
+    # A product of two entries has a standard deviation of at most its bound, a quarter times a few.
+    torch.testing.assert_close(found, every, rtol=0, atol=5 * 0.5 / (2 * len(logits)) ** 0.5)
+
+
+def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("conv")
+    whole = {structure: hessian_of(target, structure) for structure in LAYERED}
+    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 12_000})
+    monkeypatch.setattr("bnncli.network_curvature._matrices._PATCHES", 100)
+    assert target.rows_at_once(1, torch.float64) < 6
+    for structure, parts in whole.items():
+        again = hessian_of(target, structure)
+        torch.testing.assert_close(dense(target, again, structure), dense(target, parts, structure))
+
+
+@every_layered
+def test_twice_the_data_or_the_scale_is_twice_the_hessian(structure: str) -> None:
+    plain = make_target("sequence")
+    twice = replace(plain, inputs=plain.inputs.repeat(2, 1, 1), labels=plain.labels.repeat(2))
+    once = dense(plain, hessian_of(plain, structure), structure)
+    for target in (twice, replace(plain, likelihood_scale=2.0)):
+        torch.testing.assert_close(dense(target, hessian_of(target, structure), structure), 2 * once)

@@ -1,0 +1,13 @@
+"""The covariance by the eigenbasis of the Kronecker factors, with a diagonal that was fitted there; see `network_curvature.ekfac`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from bnncli.covariances._layers import EigenLayers
+
+
+class Ekfac(EigenLayers):
+    """A layer each; parameters that are no matrix have a diagonal."""
+
+    structure: ClassVar[str] = "ekfac"

@@ -1,0 +1,14 @@
+"""Logits under a diagonal in the eigenbasis of Kronecker factors: of a network, as under the factors themselves."""
+
+from __future__ import annotations
+
+from bnncli.covariances import Covariance
+from bnncli.logits import LogitCovariance
+from bnncli.logits._pulled import pulled
+from bnncli.logits.kron import of_network as of_network
+from bnncli.theta.head import HeadLayout
+
+
+def of_head(covariance: Covariance, layout: HeadLayout) -> LogitCovariance:
+    """Pulled back through the features."""
+    return pulled(covariance, layout.jacobian)

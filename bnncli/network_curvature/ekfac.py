@@ -1,0 +1,95 @@
+"""The diagonal of the Gauss-Newton matrix in the eigenbasis of its Kronecker factors, a layer each.
+
+With U and V the eigenvectors of a layer's factors, the curvature along u_i kron v_j is sum_n (u_i^T G_n v_j)^2, G_n an example's
+gradient by each column of the Hessian's root: the best diagonal in that basis (George et al. 2018, arXiv:1806.03884),
+where the factors' own eigenvalues take inputs and gradients for independent, and positions too. Random columns are others than
+those that the basis is made of. Parameters that are no matrix have the diagonal that they have beside the factors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from bnncli.lazy import torch
+from bnncli.network_curvature._uses import forward, gradients
+from bnncli.network_curvature.kron import Basis, Kron, LayerFactors, columns_for, in_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.network_curvature._matrices import MatrixUse
+    from bnncli.targets.network import NetworkTarget
+    from bnncli.theta.module import ModuleLayout
+
+_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of an example's sums, or inputs at all positions, at once
+
+
+class Ekfac:
+    """`hessian.ekfac.<weight>.values` (K, F), `.outputs` (K, K), `.features` (F, F), and `hessian.ekfac.rest`."""
+
+    order: ClassVar[int] = 30
+    about: ClassVar[str] = "Kronecker factors with a diagonal fitted in their eigenbasis"
+    is_exact: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
+        """The eigenvectors of each layer's factors, the curvature along them, and the diagonal of the rest."""
+        factors = LayerFactors.of(target, theta)
+        bases = factors.bases()
+        return in_parts("ekfac", factors, bases, _values(target, theta, factors, bases))
+
+    @staticmethod
+    def num_elements(layout: ModuleLayout) -> int:
+        """As of the factors."""
+        return Kron.num_elements(layout)
+
+
+def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: dict[str, Basis]) -> dict[str, Tensor]:
+    """The curvature (K, F) along each pair of eigenvectors, by the weight's name, float64."""
+    theta = theta.to(target.device, target.dtype)
+    turned = {name: (basis.outputs.to(theta), basis.features.to(theta)) for name, basis in bases.items()}
+    totals = {name: torch.zeros_like(basis.values) for name, basis in bases.items()}
+    columns = columns_for(target, seed=1, most_drawn=1)
+    for rows in target.row_blocks(1, theta.dtype) if totals else ():
+        inputs = target.inputs[rows].to(target.device)
+        logits, noted = forward(target.layout, theta, inputs, factors.matrices)
+        back = [gradients(logits, noted, column, is_last=is_last) for column, is_last in columns.of(logits)]
+        for name, basis in turned.items():
+            totals[name] += _squares([of_column[name] for of_column in back], *basis)
+    return {name: total * target.likelihood_scale for name, total in totals.items()}
+
+
+def _squares(back: list[list[tuple[MatrixUse, Tensor]]], outputs: Tensor, features: Tensor) -> Tensor:
+    """The sum over examples and columns of (U^T G V)^2, (K, F) float64, G summed over uses and positions.
+
+    Args:
+        back: of each column, the uses of one weight with the gradients by their outputs.
+        outputs, features: U (K, K) and V (F, F).
+    """
+    uses, num_outputs = [use for use, _ in back[0]], len(outputs)
+    slopes = [[use.outputs(gradient) for use, gradient in of_column] for of_column in back]
+    num_positions = slopes[0][0].shape[2]
+    # V is multiplied where it is less work: with each G, or with the inputs at each position.
+    turns_sums = len(back) * num_outputs < num_positions
+    total = torch.zeros(num_outputs, len(features), dtype=torch.float64, device=outputs.device)
+    size = max(1, _ELEMENTS.get(outputs.device.type, 2**20) // (len(features) * max(num_positions, num_outputs)))
+    for start in range(0, uses[0].num_examples, size):
+        some = slice(start, start + size)
+        columns = [] if turns_sums else [use.of(some).rotated(features) for use in uses]
+        for of_column in slopes:
+            turned = [outputs.T @ slope[some] for slope in of_column]
+            if turns_sums:
+                sums = sum_of([use.of(some).sums(slope) for use, slope in zip(uses, turned, strict=True)]) @ features
+            elif len(turned) == num_positions == 1:
+                total += (turned[0][:, :, 0].square().T @ columns[0][:, :, 0].square()).double()
+                continue
+            else:
+                sums = sum_of([slope @ column.mT for slope, column in zip(turned, columns, strict=True)])
+            total += sums.square_().sum(dim=0).double()
+    return total
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    """Their sum: of a weight that is used once, itself."""
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(dim=0)
