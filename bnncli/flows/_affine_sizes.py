@@ -8,8 +8,11 @@ from bnncli.theta.layout import MatrixLayout
 
 def num_elements(layout: MatrixLayout, scale: str) -> int:
     """Numbers in one layer, of the default rank where there is one."""
-    columns, outputs, size = layout.num_features + layout.has_bias, layout.num_outputs, layout.num_params
+    size = layout.num_params
+    if scale == "diag":
+        return 2 * size
     if scale == "low-rank":
         rank = min(RANK.default, size)
         return 2 * size + rank * size + rank**2
+    columns, outputs = layout.num_features + layout.has_bias, layout.num_outputs
     return 2 * size + columns**2 * (outputs if scale == "block" else 1) + outputs**2

@@ -21,9 +21,9 @@ from bnncli.theta.layout import MatrixLayout
 
 SETTINGS = {
     "scale": Setting(
-        "Linear part; by default {default}, or low-rank where kron does not fit in memory",
+        "Linear part; by default {default}, or low-rank where kron does not fit in memory; diag for other layers than the last, which have no one matrix",
         default="kron",
-        choices=("kron", "block", "low-rank"),
+        choices=("kron", "block", "low-rank", "diag"),
         is_closed=True,
         place=30,
     ),
@@ -37,6 +37,8 @@ class Affine(nn.Module):
     kron: M z = vec(B Z A^T), Z (K, F) the weight with the bias as its last column, A (F, F) and B (K, K) lower
     triangular with ones on their diagonals. block: the same with an A of its own for each output.
 
+    diag: M = I.
+
     low-rank: M = I + Q (C - I) Q^T, Q (P, R) orthonormal, C (R, R) lower triangular with a positive diagonal. M M^T is
     then I + Q (C C^T - I) Q^T, any positive definite matrix that differs from I by rank R: variances shrink as well as
     grow and correlations have either sign, which a plain I + U U^T cannot do, and F is invertible for all parameters.
@@ -47,7 +49,7 @@ class Affine(nn.Module):
     Args:
         layout: how the matrix lies in theta.
         generator: of the first directions Q.
-        scale: kron, block or low-rank.
+        scale: kron, block, low-rank or diag.
         rank: R, for low-rank; 16 by default.
 
     Raises:
@@ -79,7 +81,7 @@ class Affine(nn.Module):
         if self.rank is not None:
             self.basis = reflection_vectors(layout.num_params, self.rank, generator)
             self.core = zeros(self.rank, self.rank, generator=generator)
-        else:
+        elif scale != "diag":
             num_columns = layout.num_features + layout.has_bias
             blocks = (layout.num_outputs,) if scale == "block" else ()
             self.feature_factor = zeros(*blocks, num_columns, num_columns, generator=generator)
@@ -87,7 +89,9 @@ class Affine(nn.Module):
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The image of z (S, P) and log|det J|, the same number for all, (S,)."""
-        if self.scale == "low-rank":
+        if self.scale == "diag":
+            moved = z
+        elif self.scale == "low-rank":
             basis = orthonormal_columns(self.basis)
             moved = z + (z @ basis) @ (_lower_less_identity(self.core).T @ basis.T)
         else:
@@ -100,6 +104,8 @@ class Affine(nn.Module):
         """z (S, P) with F(z) = y: triangular solves, with R right-hand sides' worth of work for low-rank."""
         moved = (y - self.shift) * (-self.log_scale).exp()
         solve = torch.linalg.solve_triangular
+        if self.scale == "diag":
+            return moved
         if self.scale == "low-rank":
             basis = orthonormal_columns(self.basis)
             inside = moved @ basis
@@ -111,7 +117,9 @@ class Affine(nn.Module):
     def push_score(self, score: Tensor) -> Tensor:
         """J^{-T} score, (S, P): the gradient of a log density at F(z) from that at z."""
         solve = torch.linalg.solve_triangular
-        if self.scale == "low-rank":
+        if self.scale == "diag":
+            moved = score
+        elif self.scale == "low-rank":
             basis = orthonormal_columns(self.basis)
             inside = score @ basis
             moved = score + (solve(_lower(self.core).T, inside.T, upper=True).T - inside) @ basis.T
@@ -124,7 +132,7 @@ class Affine(nn.Module):
         return moved * (-self.log_scale).exp()
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """`shift`, `log_scale` (P,); `feature_factor` (F, F) or (K, F, F), `output_factor` (K, K), or `basis` (P, R), `core` (R, R)."""
+        """`shift`, `log_scale` (P,); `feature_factor` (F, F) or (K, F, F), `output_factor` (K, K), or `basis` (P, R), `core` (R, R); for diag none but the first two."""
         return tensors_of(self)
 
     @classmethod
@@ -132,6 +140,8 @@ class Affine(nn.Module):
         """The inverse of to_tensors."""
         if "core" in tensors:
             layer = cls(layout, torch.Generator(), scale="low-rank", rank=tensors["core"].shape[0])
+        elif "feature_factor" not in tensors:
+            layer = cls(layout, torch.Generator(), scale="diag")
         else:
             scale = "block" if tensors["feature_factor"].ndim == 3 else "kron"
             layer = cls(layout, torch.Generator(), scale=scale)

@@ -38,6 +38,8 @@ def torch_affine(layer: Any) -> Any:
         core = layer.core.tril(-1) / len(layer.core) ** 0.5 + layer.core.diagonal().exp().diag()
         rest = torch.eye(5, dtype=torch.float64) - frame @ frame.T
         linear = rest + frame @ core @ frame.T
+    elif layer.scale == "diag":
+        linear = torch.eye(5, dtype=torch.float64)
     else:  # HeadLayout(1, 4): vec(B Z A^T) of one row with its bias last
         linear = unit_lower(layer.feature_factor.view(5, 5))  # of its one output
     dense = layer.log_scale.exp().diag() @ linear

@@ -24,6 +24,7 @@ EXAMPLES: list[tuple[str, dict[str, Any]]] = [
     ("affine", {"scale": "kron"}),
     ("affine", {"scale": "block"}),
     ("affine", {"scale": "low-rank"}),
+    ("affine", {"scale": "diag"}),
     ("householder", {}),
     ("iaf", {"hidden": 7}),
     ("planar", {}),
