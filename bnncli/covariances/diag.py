@@ -54,6 +54,12 @@ class Diag:
         """log|det L|."""
         return float(0.5 * self.variances.double().log().sum())
 
+    def widest(self, count: int) -> Tensor:
+        """The coordinates of the largest variances as directions (P, K), one-hot; of equal ones the first."""
+        places = self.variances.sort(descending=True, stable=True).indices[:count]
+        basis = torch.zeros(self.num_params, count, dtype=torch.float64, device=places.device)
+        return basis.scatter_(0, places.unsqueeze(0), 1.0)
+
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.diag`, (P,) float64."""
         return {"cov.diag": self.variances.double().cpu().contiguous()}

@@ -42,6 +42,9 @@ PUBLISHED = Recipe(length=5, epochs=20, batch_size=128, num_draws=1, learning_ra
 # Fewer and better steps: on two cores they cost what the published ones do.
 ALL_DATA = Recipe(length=4, epochs=600, batch_size=2**16, num_draws=8, learning_rate=0.01)
 
+# Of a whole network, where a step on all data costs as much as an epoch of minibatches.
+MINIBATCHES = Recipe(length=1, epochs=20, batch_size=256, num_draws=1, learning_rate=0.01)
+
 
 class FlowLayer(Protocol):
     """What every layer offers; each is also an nn.Module, built as kind(layout, generator, **settings).
@@ -156,9 +159,16 @@ def push(layers: Sequence[FlowLayer], z: Tensor) -> tuple[Tensor, Tensor]:
     return z, total
 
 
-def choose_recipe(kind: str, **choices: Any) -> Recipe:
-    """How layers of this kind are trained; a choice of None is left to the kind. Raises UsageError for no such kind."""
+def choose_recipe(kind: str, *, is_of_network: bool = False, **choices: Any) -> Recipe:
+    """How layers of this kind are trained; a choice of None is left to the kind. Raises UsageError for no such kind.
+
+    Args:
+        is_of_network: whether a draw of theta costs a pass through a whole network for each example of a step: those that
+            take all data for a step in the last layer take minibatches then.
+    """
     own: Recipe = class_attribute("flows", kind, "recipe")
+    if is_of_network and own.batch_size > MINIBATCHES.batch_size:
+        own = MINIBATCHES
     return own._replace(**{name: value for name, value in choices.items() if value is not None})
 
 

@@ -60,7 +60,7 @@ class FlowLearner:
         most = _MAX_FULL_CHUNK if self.batch_size is None else num_batches(self)
         self.steps_at_once = steps_at_once(step_bytes, target.device, most=most)
         # A graph needs its data where they are: those that travel block by block cannot be captured.
-        self.is_capturable = self.batch_size is not None or target.is_resident
+        self.is_capturable = target.is_capturable and (self.batch_size is not None or target.is_resident)
         self._order = torch.empty(0, dtype=torch.int64)
 
     @property

@@ -11,9 +11,9 @@ from typing import Any
 
 from bnncli import registry
 from bnncli.lazy import torch
-from bnncli.machine.memory import budget, require
+from bnncli.machine.memory import CPU_ACTIVATION_BYTES, budget, require
 from bnncli.posteriors import draws_at_once
-from bnncli.theta.layout import MatrixLayout
+from bnncli.theta.layout import ClassifierLayout, MatrixLayout
 from bnncli.theta.network import NetworkLayout
 
 MAX_FULL_PRECONDITIONER = 2048  # parameters; up to here a full Hessian costs less than the iterations it saves
@@ -31,6 +31,7 @@ _BYTES_A_LAYER_NUMBER = (
     40  # of refine's layers: in two precisions, gradient, Adam's two, products, states to resume from
 )
 _BYTES_A_TRAINING_DRAW = 100  # of each parameter: what a step through the layers keeps for its gradient
+_BYTES_A_DIRECTION = 80  # of each parameter: three blocks of float64, their factors and images
 _BATCH_VECTORS = 4  # of a minibatch's logits under every draw
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
 _SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
@@ -65,7 +66,7 @@ def refinement_bytes(
     return 20 * matrices + max(training, _BYTES_A_DRAW * num_draws * (whole or layout).num_params)
 
 
-def training_bytes(layout: MatrixLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
+def training_bytes(layout: ClassifierLayout, *, num_layer_params: int, num_draws: int, batch_size: int = 0) -> int:
     """Bytes that the training of a flow takes.
 
     Args:
@@ -76,6 +77,11 @@ def training_bytes(layout: MatrixLayout, *, num_layer_params: int, num_draws: in
     batch = layout.num_features + _BATCH_VECTORS * num_draws * layout.num_outputs
     draws = _BYTES_A_TRAINING_DRAW * num_draws * layout.num_params
     return _BYTES_A_LAYER_NUMBER * num_layer_params + draws + 4 * batch_size * batch
+
+
+def subspace_bytes(num_params: int, num_directions: int) -> int:
+    """Bytes that directions of whitened coordinates take: found, by three times as many; then in two precisions."""
+    return _BYTES_A_DIRECTION * num_params * num_directions
 
 
 def latent_bytes(layout: NetworkLayout, *, num_repeats: int, batch_size: int, num_flow_params: int = 0) -> int:
@@ -159,6 +165,27 @@ def require_refinement(
     hint = f"refine a base made by fit-laplace \0structure\0 {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
+
+
+def network_refinement_bytes(
+    layout: ClassifierLayout, *, num_examples: int, base_bytes: int, num_draws: int, training: int
+) -> int:
+    """Bytes that a stored Gaussian over a network's parameters takes to refine: inputs, the base, the training or draws to judge it.
+
+    Args:
+        base_bytes: of its file, float64: as read, with what is derived from it, and in a second precision.
+        training: training_bytes of the flow.
+    """
+    inputs = 4 * num_examples * layout.num_features
+    drawn = _BYTES_A_DRAW * min(num_draws, draws_at_once(layout.num_params)) * layout.num_params
+    return 2 * inputs + 5 * base_bytes // 2 + CPU_ACTIVATION_BYTES + max(training, drawn)
+
+
+def require_network_refinement(layout: ClassifierLayout, device: torch.device | str, **sizes: int) -> None:
+    """Pass when such a flow has room; sizes as for network_refinement_bytes. Raises DeviceError otherwise."""
+    needed = network_refinement_bytes(layout, **sizes)
+    hint = "use fewer \0elbo_draws\0, a shorter \0length\0 or a smaller \0subspace\0"
+    require(needed, device, what=f"refining a Gaussian of {layout}", hint=hint)
 
 
 def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bnncli.covariances._subspace import Subspace
 from bnncli.flows import FlowLayer, push
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.own_gradient import ValueWithGradient
@@ -29,19 +30,22 @@ class Objective:
         mean: (P,), the base's, in the steps' precision.
         base: on the target's device, its covariance in the steps' precision.
         space: whitened, theta = mean + L F(z), or weight, theta = F(mean + L z).
+        subspace: of whitened coordinates, where the layers act there alone.
     """
 
     target: Target
     mean: Tensor
     base: Gaussian
     space: str
+    subspace: Subspace | None = None
 
     @classmethod
-    def of(cls, target: Target, base: Gaussian, space: str) -> Objective:
+    def of(cls, target: Target, base: Gaussian, space: str, subspace: Subspace | None = None) -> Objective:
         """The objective in the target's precision and on its device."""
         covariance = base.covariance.to(device=target.device, dtype=target.dtype)
         single = Gaussian(base.mean.to(target.device), covariance, base.layout, base.prior)
-        return cls(target, single.mean.to(target.dtype), single, space)
+        inside = None if subspace is None else subspace.to(device=target.device, dtype=target.dtype)
+        return cls(target, single.mean.to(target.dtype), single, space, inside)
 
     def estimate(self, layers: Sequence[FlowLayer], noise: Tensor, *examples: Tensor) -> Tensor:
         """Each draw's estimate, (S,), nats.
@@ -52,15 +56,17 @@ class Objective:
             examples: the target's `examples` of a minibatch; all data when not given.
         """
         whitened = self.space == "whitened"
-        x = noise if whitened else self.mean + self.base.covariance.unwhiten(noise)
+        first = noise if whitened else self.mean + self.base.covariance.unwhiten(noise)
+        first = first if self.subspace is None else self.subspace.reduce(first)
         has_score = whitened and all(hasattr(layer, "push_score") for layer in layers)
-        score = -noise if has_score else None
-        x, total = push(layers, x)
+        score = -first if has_score else None
+        x, total = push(layers, first)
         if score is not None:
             with torch.no_grad():
                 for layer in layers:
                     score = layer.push_score(score)  # type: ignore[attr-defined]
-        theta = self.mean + self.base.covariance.unwhiten(x) if whitened else x
+        image = x if self.subspace is None else noise + self.subspace.lift(x - first)
+        theta = self.mean + self.base.covariance.unwhiten(image) if whitened else image
 
         joint = self.target.minibatch(*examples) if examples else self.target
         log_joint = ValueWithGradient.apply(theta, joint.log_joint_and_grad).to(noise.dtype)

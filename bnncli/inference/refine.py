@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bnncli.covariances._subspace import Subspace
 from bnncli.flows import build_layers, choose_recipe, choose_space
 from bnncli.inference.flow_learner import FlowLearner, StepSizes
 from bnncli.inference.objective import Objective
@@ -64,6 +65,7 @@ def fit_flow(
     patience: int = 0,
     space: str = "auto",
     settings: Mapping[str, Any] | None = None,
+    subspace: Subspace | None = None,
     state: State | None = None,
     save: Save | None = None,
     progress: Progress = SILENT,
@@ -86,6 +88,7 @@ def fit_flow(
         space: where the layers act: whitened, theta = m + L F(z), or weight, theta = F(m + L z), as published; auto is
             the kind's own choice.
         settings: of the layers: rank, hidden, scale; those left out or None are the kind's own.
+        subspace: of whitened coordinates, where the layers are to act there alone.
         state, save: to resume, as in bnncli.training.loop.train.
         progress: advanced once a step.
 
@@ -103,11 +106,12 @@ def fit_flow(
         num_draws=num_draws,
     )
     space = choose_space(flow, space)
-    layers = build_layers(flow, target.layout, generator, length=choice.length, **(settings or {}))
+    layout = target.layout if subspace is None else subspace.layout
+    layers = build_layers(flow, layout, generator, length=choice.length, **(settings or {}))
     layers = tuple(layer.to(device=target.device, dtype=target.dtype) for layer in layers)
     sizes = StepSizes(choice.batch_size, choice.num_draws, choice.learning_rate)
     learner = FlowLearner(
-        Objective.of(target, base, space), layers, sizes, generator=on_device(generator, target.device)
+        Objective.of(target, base, space, subspace), layers, sizes, generator=on_device(generator, target.device)
     )
     course = Course(choice.epochs, num_batches(learner), patience=patience, round_steps=MIN_ROUND_STEPS)
     num_multiplications = min(sizes.batch_size, target.num_examples) * target.layout.num_params * sizes.num_draws
@@ -115,7 +119,9 @@ def fit_flow(
         train(learner, course, what="refine", state=state, save=save, progress=progress)
     layers = tuple(layer.to(dtype=torch.float64).requires_grad_(False) for layer in layers)
     return RefineFit(
-        Flow(base.to(target.device), layers, flow, space),
+        Flow(
+            base.to(target.device), layers, flow, space, None if subspace is None else subspace.to(device=target.device)
+        ),
         torch.tensor(learner.elbo, dtype=torch.float64) + base.entropy,
         time.perf_counter() - started,
         course.is_early,

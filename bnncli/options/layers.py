@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, option
@@ -21,8 +21,13 @@ def trust_code_option() -> Any:
 
 @dataclass(frozen=True)
 class LayersOptions(Checked):
-    """Of the commands that make posteriors."""
+    """Of the commands that make posteriors.
 
+    Attributes:
+        may_follow_base: whether a base says the layers where they are left out, so that \0trust_code\0 may stand alone.
+    """
+
+    may_follow_base: ClassVar[bool] = False
     layers: str = option(
         LAST,
         "Parameters that the posterior is over: last, the last linear layer; all; or patterns of parameter names with + "
@@ -37,6 +42,11 @@ class LayersOptions(Checked):
         super().__post_init__()
         if not self.layers or any(not part for part in self.layers.split("+")):
             raise UsageError(f"\0layers\0: expected last, all or patterns with + between them, got {self.layers!r}")
+        if not self.may_follow_base:
+            self.check_trust()
+
+    def check_trust(self) -> None:
+        """Pass where trust is needed, or not given. Raises UsageError otherwise."""
         if self.trust_code and self.is_last_layer:
             raise UsageError("\0trust_code\0 is for \0layers\0 all or a pattern: the last layer needs no code")
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from bnncli.options.declaration import Checked, collected, option
+from bnncli.options.declaration import collected, option
+from bnncli.options.layers import LayersOptions
 from bnncli.options.parts import Setting
 
 # Of several flows.
 RANK = Setting("Rank of the flow's update; {default} by default", int, 16, minimum=1, at_most="num_params", place=10)
 HIDDEN = Setting("Hidden units of the flow's network; {default} by default", int, 64, minimum=1, place=20)
 
+BASE = "laplace"  # the default base of the last layer, and what that of other layers begins with
+
 
 @dataclass(frozen=True)
-class RefineOptions(Checked):
+class RefineOptions(LayersOptions):
     """Options of refine, `settings` being those that flows declare."""
 
+    may_follow_base: ClassVar[bool] = True
     base: str = option(
-        "laplace",
-        "Gaussian to refine: an artifact's name or file, or `prior` (the prior itself).",
+        BASE,
+        "Gaussian to refine: an artifact's name or file, or `prior` (the prior itself). By default that of \0layers\0 (all: laplace-all); "
+        "it is over the same layers, and says them where \0layers\0 is left out.",
         metavar="NAME|FILE|prior",
         numeric=False,
     )
@@ -56,6 +61,13 @@ class RefineOptions(Checked):
         "Where the flow acts: coordinates whitened by the base, or weight space; auto is the flow's own choice.",
         choices=("auto", "whitened", "weight"),
     )
+    subspace: int | None = option(
+        None,
+        "Let the flow act in this many directions alone, those in which the base has the largest variance; in all others the base stays "
+        "as it is. By default it acts in all.",
+        minimum=1,
+        numeric=False,  # recorded where it is given
+    )
     settings: dict[str, Any] = collected("flows", recorded=("rank", "hidden", "scale"))
     num_draws: int | None = option(
         None, "Draws from the flow a step; the flow's own choice by default (affine: 8, radial: 1).", minimum=1
@@ -77,3 +89,13 @@ class RefineOptions(Checked):
         minimum=0,
         numeric=False,
     )
+
+    @property
+    def default_base(self) -> str:
+        """The name of the base that fit-laplace makes of these layers."""
+        return f"{BASE}{self.layers_suffix}"
+
+    def params(self) -> dict[str, Any]:
+        """The options that change numbers."""
+        inside = {} if self.subspace is None else {"subspace": self.subspace}
+        return {**super().params(), **self.layers_params, **inside}

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.covariances._row_space import rows_of
+from bnncli.covariances._subspace import Subspace
 from bnncli.flows import SPACES, FlowLayer, settings_of
 from bnncli.posteriors import sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.module import ModuleNetwork
 from bnncli.theta.prior import Prior
@@ -33,6 +35,8 @@ class Flow:
             in `layer_layout`, and leave the rest as it is: its posterior is the prior.
         kind: the layers' name in the registry.
         space: whitened, theta = m + L F(z), or weight, theta = F(m + L z), z standard normal.
+        subspace: of whitened coordinates (of those in the row space, where the base has one): the layers act on the coordinates
+            along it, the rest stays the base's, which is independent of them.
     """
 
     type: ClassVar[str] = "flow"
@@ -40,10 +44,16 @@ class Flow:
     layers: tuple[FlowLayer, ...]
     kind: str
     space: str = "whitened"
+    subspace: Subspace | None = None
 
     def __post_init__(self) -> None:
         if self.space not in SPACES:
             raise ValueError(f"space: expected one of {', '.join(SPACES)}; got {self.space!r}")
+        if self.subspace is not None:
+            if self.space != "whitened":
+                raise ValueError("a subspace is one of whitened coordinates")
+            size = self._row_layout.num_params
+            check_shapes(basis=(self.subspace.basis, f"{size} K"))
 
     @property
     def layout(self) -> ParamLayout:
@@ -53,6 +63,11 @@ class Flow:
     @property
     def layer_layout(self) -> ParamLayout:
         """How the theta lies that the layers act on."""
+        return self._row_layout if self.subspace is None else self.subspace.layout
+
+    @property
+    def _row_layout(self) -> ParamLayout:
+        """How theta lies in the row space, or all of it where there is none."""
         within = rows_of(self.base.covariance)
         return self.layout if within is None else within.rows.reduced
 
@@ -96,16 +111,20 @@ class Flow:
         layers = tuple(
             kind.from_tensors(layer.to_tensors(), self.layer_layout).to(device=device) for layer in self.layers
         )
-        return replace(self, base=self.base.to(device), layers=layers)
+        subspace = None if self.subspace is None else self.subspace.to(device=device)
+        return replace(self, base=self.base.to(device), layers=layers, subspace=subspace)
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The base's tensors and `flow.<i>.<parameter>`; kind, length, space and settings as JSON."""
+        """The base's tensors, `flow.<i>.<parameter>` and `subspace.basis`; kind, length, space, settings and subspace as JSON."""
         tensors, meta = self.base.to_tensors()
         for name in [name for name in tensors if name.startswith("prior.")]:
             tensors[f"base.{name}"] = tensors.pop(name)  # the target's may be another
         for i, layer in enumerate(self.layers):
             tensors |= {f"flow.{i}.{name}": value for name, value in layer.to_tensors().items()}
         flow_meta = {"type": self.type, "flow": self.kind, "length": len(self.layers), "space": self.space}
+        if self.subspace is not None:
+            tensors["subspace.basis"] = self.subspace.basis.double().cpu().contiguous()
+            flow_meta["subspace"] = self.subspace.basis.shape[1]
         settings = settings_of(self.layers[0]) if self.layers else {}
         return tensors, {**meta, **flow_meta, "settings": settings}
 
@@ -116,7 +135,8 @@ class Flow:
         others = {name: part for name, part in tensors.items() if not name.startswith("prior.")}
         prior = Prior.found_in(tensors, prefix="base.")
         base = Gaussian.from_tensors({**others, **(prior.to_tensors() if prior else {})}, meta)
-        bare = cls(base, (), meta["flow"], meta["space"])
+        subspace = Subspace(tensors["subspace.basis"]) if "subspace.basis" in tensors else None
+        bare = cls(base, (), meta["flow"], meta["space"], subspace)
         layers = []
         for i in range(meta["length"]):
             prefix = f"flow.{i}."
@@ -146,10 +166,17 @@ class Flow:
     def _act(self, x: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
         """x (S, P) with what the layers act on sent through a map."""
         within = rows_of(self.base.covariance)
-        if within is None:
+        rows = None if within is None else within.rows
+        spaces = [space for space in (rows, self.subspace) if space is not None]
+        if not spaces:
             return through(x)
-        reduced = within.rows.reduce(x)
-        return x + within.rows.lift(through(reduced) - reduced)
+        inside = x
+        for space in spaces:
+            inside = space.reduce(inside)
+        change = through(inside) - inside
+        for space in reversed(spaces):
+            change = space.lift(change)
+        return x + change
 
 
 def is_idle(flow: Flow, noise: Tensor, threshold: float = 0.05) -> bool:

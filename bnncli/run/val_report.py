@@ -33,6 +33,7 @@ _WORDS = {
     "probit": "probit",
     "base": "the base that it refines",
 }
+_MADE_BY = {"base": "laplace"}  # other posteriors that are not called as the method that made them
 
 
 def has_labeled_val(run: Run) -> bool:
@@ -81,9 +82,8 @@ def measure_on_val(
         if other != name and supports(other, posterior):
             references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
     for key, other_posterior in (others or {}).items():
-        probs, facts[key] = _predicted(
-            run, other_posterior, val, default_integrator_of(key, is_last_layer=val.is_last_layer)
-        )
+        own = default_integrator_of(_MADE_BY.get(key, key), is_last_layer=val.is_last_layer)
+        probs, facts[key] = _predicted(run, other_posterior, val, own)
         references[key] = score(key, probs, labels)
     if supports("plug-in", posterior):
         centre = Point(posterior.center, posterior.layout)

@@ -55,6 +55,7 @@ class LastLayerTarget:
     prior: Prior
     likelihood_scale: float = 1.0
     is_concave: ClassVar[bool] = True
+    is_capturable: ClassVar[bool] = True
     rough_structure: ClassVar[str] = "kron"
 
     def __post_init__(self) -> None:

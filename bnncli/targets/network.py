@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
-from bnncli.machine.memory import budget
+from bnncli.machine.memory import CPU_ACTIVATION_BYTES, budget
 from bnncli.shapes import check_shapes
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.own_gradient import ValueWithGradient
@@ -27,7 +28,7 @@ from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
-_MOST_BYTES = {"cpu": 2**28}  # of activations at once: on a CPU more than its caches gains nothing
+_MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
 _SHARE = 4  # on a GPU, one part in so many of what is free when a target is first asked
 _FEWEST = 64  # examples at once, before draws are taken one after the other
 _COPIES = 3  # of an example's activations at the peak of a backward pass, measured (tests/targets/test_network.py)
@@ -53,6 +54,7 @@ class NetworkTarget:
     likelihood_scale: float = 1.0
     choice: CurvatureChoice = USUAL
     is_concave: ClassVar[bool] = False
+    is_capturable: ClassVar[bool] = False
     rough_structure: ClassVar[str] = "diag"
 
     def __post_init__(self) -> None:
@@ -197,8 +199,13 @@ class NetworkTarget:
 
     def _pairs_at_once(self, dtype: torch.dtype) -> int:
         """Pairs of a draw and an example whose activations have room at once."""
-        most = _MOST_BYTES.get(self.device.type) or budget(self.device) // _SHARE
+        most = _MOST_BYTES.get(self.device.type) or self._share
         return most // (_COPIES * self.layout.widest * dtype.itemsize)
+
+    @cached_property
+    def _share(self) -> int:
+        """Bytes of the device for activations; asked once for all that is made of this target."""
+        return budget(self.device) // _SHARE
 
     def row_blocks(self, num_draws: int, dtype: torch.dtype) -> Iterator[slice]:
         """Examples, as many at once as rows_at_once says."""
@@ -207,6 +214,7 @@ class NetworkTarget:
             yield slice(start, min(start + size, self.num_examples))
 
     def _changed(self, **values: object) -> NetworkTarget:
+        _ = self._share
         other = copy.copy(self)  # without checking labels again, which would wait for the device
         for name, value in values.items():
             object.__setattr__(other, name, value)

@@ -49,6 +49,10 @@ class Target(LogJoint, Protocol):
     def is_resident(self) -> bool:
         """Whether all that a gradient reads is on the device, where a step can be captured as a graph."""
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a step on what is on the device may be captured as a graph at all: not where code of others runs in it."""
+
     def log_joint(self, theta: Tensor) -> Tensor:
         """Log likelihood plus log prior, (S,), nats, for theta (S, P); autograd may pass through it."""
 

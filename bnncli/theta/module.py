@@ -173,7 +173,7 @@ class ModuleLayout:
         """Each parameter (..., *shape) by its name, views of theta (..., P)."""
         flat = theta.split([math.prod(part.shape) for part in self.parts], dim=-1)
         lead = theta.shape[:-1]
-        return {part.name: one.reshape(*lead, *part.shape) for part, one in zip(self.parts, flat, strict=True)}
+        return {part.name: one.reshape((*lead, *part.shape)) for part, one in zip(self.parts, flat, strict=True)}
 
     def join(self, params: Mapping[str, Tensor]) -> Tensor:
         """theta (..., P) of parameters (..., *shape) by their names: the inverse of split."""

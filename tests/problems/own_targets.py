@@ -44,6 +44,7 @@ class Banana:
     device = torch.device("cpu")
     dtype = torch.float64
     is_resident = True
+    is_capturable = True
     is_concave = False
     rough_structure = "diag"
 
@@ -178,6 +179,7 @@ class TanhTarget:
     device = torch.device("cpu")
     dtype = torch.float64
     is_resident = True
+    is_capturable = True
     is_concave = False
     rough_structure = "diag"
 

@@ -8,13 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import DataError, UsageError
-from bnncli.flows import choose_recipe, choose_space, resolved_settings
-from bnncli.flows._affine_sizes import num_elements
-from bnncli.inference import memory
-from bnncli.machine.memory import budget, bytes_text
+from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.options import InputOptions, NameOptions, RefineOptions
 from bnncli.options.command import COMPUTE, Command
+from bnncli.options.refine import BASE
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split, posterior_prior, posterior_source
 from bnncli.run.produce import Request
@@ -22,12 +19,14 @@ from bnncli.run.produce_posterior import Fitted, Report, posterior_request, prod
 from bnncli.run.row_space import span_of
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val, warn_if_worse, worse_than
+from bnncli.stages.refine.plan import Sizes, require_room, resolve
 from bnncli.stages.refine.report import summary
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
-from bnncli.theta.layout import MatrixLayout
+from bnncli.theta.module import LAST
 from bnncli.theta.prior import Prior
+from bnncli.theta.recorded import recorded_layout
 
 COMMAND = Command(
     "Refine a Gaussian posterior with a normalizing flow.",
@@ -48,17 +47,20 @@ def run(run: Run, options: RefineOptions) -> Result:
     train = load_split(run, "train").check_labeled()
     val = labeled_val(run)
     sources = [train.source, *([val.source] if val is not None else [])]
-    base_path, span, structure = None, None, ""
+    base_path, header, span = None, None, None
     if options.base != "prior":
-        base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
+        base_path = _base_path(run, options)
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
-        structure, span = str(header.meta.get("structure")), span_of(header.meta)
+        options = _with_layers_of(options, header)
+        span = span_of(header.meta)
         sources.append(source)
-    layout, num_examples = span or train.layout, len(train.content.features)
+    options.check_trust()
     if base_path is not None:
         run.require_device()
-    options = _resolve(_choose_scale(run, options, layout, num_examples=num_examples), layout)
+    layout = train.layout if options.is_last_layer else recorded_layout((header or _laplace(run, options)).meta)
+    sizes = Sizes.of(span or layout, options.subspace, len(train.content.features))
+    options = resolve(run, options, sizes)
     prior = _prior(run, options, base_path, sources)
     params = {**options.params(), "base": base_path.stem if base_path else "prior", "seed": run.compute.seed}
 
@@ -66,26 +68,20 @@ def run(run: Run, options: RefineOptions) -> Result:
     def num_layer_params() -> int:
         from bnncli.stages.refine import work
 
-        return work.num_layer_params(options, layout)
+        return work.num_layer_params(options, sizes.acted)
 
     def require() -> None:
-        if base_path is not None:
-            memory.require_refinement(
-                structure,
-                layout,
-                run.device_name,
-                num_draws=options.elbo_draws,
-                training=_training_bytes(options, layout, num_layer_params(), num_examples),
-                whole=train.layout if span else None,
-            )
+        if header is not None:
+            whole = train.layout if span else None
+            require_room(run, options, sizes, header, num_layer_params=num_layer_params(), whole=whole)
 
     def estimated_bytes() -> int:
-        num_stored = train.layout.num_params * 4 + num_layer_params()
+        num_stored = layout.num_params * (4 + (options.subspace or 0)) + num_layer_params()
         return (base_path.stat().st_size if base_path else 0) + 8 * num_stored
 
     request = posterior_request(
         run,
-        "refine",
+        f"refine{options.layers_suffix}",
         params=params,
         algo_rev=_revisions.of_refine(options.flow, options.settings.get("scale")),
         sources=sources,
@@ -97,52 +93,41 @@ def run(run: Run, options: RefineOptions) -> Result:
     def fit() -> Fitted:
         from bnncli.stages.refine import work
 
-        base = work.base_of(run, train, base_path, prior)
-        return work.fit(run, options, (train, val), base, prior=prior, request=request)
+        with work.seen(run, options, train, val) as splits:
+            base = work.base_of(run, splits[0], base_path, prior)
+            return work.fit(run, options, splits, base, prior=prior, request=request)
 
     return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
 
 
-def _choose_scale(run: Run, options: RefineOptions, layout: MatrixLayout, *, num_examples: int) -> RefineOptions:
-    """The options with the linear part of an affine flow that fits in memory, where none was asked for."""
-    if options.flow != "affine" or {"scale", "rank"} & options.settings.keys():
-        return options
-    length = choose_recipe("affine", length=options.length).length
-    needed = {
-        scale: _training_bytes(options, layout, length * num_elements(layout, scale), num_examples)
-        for scale in ("kron", "low-rank")
-    }
-    there = budget(run.device_name)
-    if needed["kron"] <= there or needed["low-rank"] >= needed["kron"]:
-        return options
-    run.console.warn(
-        f"--scale low-rank: --scale kron, the default, needs about {bytes_text(needed['kron'])} of memory; "
-        f"{bytes_text(there)} can be used on {run.device_name}"
-    )
-    return replace(options, settings={**options.settings, "scale": "low-rank"})
+def _base_path(run: Run, options: RefineOptions) -> Path:
+    """The file of the base that was named, or of the default one of the layers."""
+    if options.is_last_layer or options.base != BASE:
+        return run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
+    return _laplace(run, options).path
 
 
-def _training_bytes(options: RefineOptions, layout: MatrixLayout, num_layer_params: int, num_examples: int) -> int:
-    """Bytes that the training takes with these options."""
-    recipe = choose_recipe(options.flow, batch_size=options.batch_size, num_draws=options.num_draws)
-    batch_size = recipe.batch_size if recipe.batch_size < num_examples else 0
-    sizes = {"num_layer_params": num_layer_params, "num_draws": recipe.num_draws, "batch_size": batch_size}
-    return memory.training_bytes(layout, **sizes)
+def _laplace(run: Run, options: RefineOptions) -> Header:
+    """Of the Gaussian that fit-laplace makes of these layers. Raises MissingInput without one."""
+    path = run.folder.posterior(options.default_base)
+    if not path.is_file():
+        maker = run.suggest("fit-laplace", layers=options.layers, trust_code=options.trust_code)
+        raise MissingInput(
+            f"--layers {options.layers}: no posterior {path.stem!r} for {run.checkpoint_path} (looked for {path})",
+            hint=maker,
+            path=path,
+        )
+    return read_header(path)
 
 
-def _resolve(options: RefineOptions, layout: MatrixLayout) -> RefineOptions:
-    """The options with the flow's own choices in place of those that were left open."""
-    settings = resolved_settings(options.flow, layout, **options.settings)
-    own = choose_recipe(
-        options.flow,
-        length=options.length,
-        epochs=options.epochs,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        num_draws=options.num_draws,
-    )
-    space = choose_space(options.flow, options.space)
-    return replace(options, space=space, **own._asdict(), settings={**options.settings, **settings})
+def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
+    """The options with the layers that the base is over. Raises UsageError where others were asked for."""
+    layers = str(header.meta.get("layers", LAST))
+    if not options.is_last_layer and layers != options.layers:
+        raise UsageError(
+            f"--layers {options.layers}: the base {header.path} is over --layers {layers}; leave --layers out to refine it as it is"
+        )
+    return replace(options, layers=layers)
 
 
 def _prior(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
@@ -151,7 +136,7 @@ def _prior(run: Run, options: RefineOptions, base_path: Path | None, sources: li
         return Prior(options.prior_precision)
     path = base_path
     if path is None:
-        path = run.folder.posterior("laplace")
+        path = run.folder.posterior(options.default_base)
         if not path.is_file():
             raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
         sources.append(posterior_source(run, path, "prior_precision")[1])

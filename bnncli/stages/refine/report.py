@@ -9,6 +9,7 @@ from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
 from bnncli.run.val_report import val_line
 
 FAR_LOG_WEIGHT_SD = 5.0
+NEARLY_ALL = 0.95  # of the prior's variance: what is left where the data say next to nothing
 
 
 def summary(metrics: dict[str, Any]) -> list[str]:
@@ -20,6 +21,8 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     ]
     if metrics["ended_early"]:
         lines.append(f"ended after {metrics['epochs_run']} of {metrics['epochs']} epochs: the ELBO stands still")
+    if "subspace" in metrics:
+        lines += _subspace(metrics["subspace"])
     if metrics.get("val") is not None:
         lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     spread = metrics["log_weight_sd_before"]
@@ -41,6 +44,17 @@ def summary(metrics: dict[str, Any]) -> list[str]:
             f"refinement made no difference that matters, though the base is not the target (its log importance "
             f"weights have standard deviation {spread:.2f}): {_advice(metrics)}"
         )
+    return lines
+
+
+def _subspace(inside: dict[str, Any]) -> list[str]:
+    """In how many directions the flow acts, and what the data say of them."""
+    least, most = inside["share_of_prior"]
+    lines = [
+        f"the flow acts in {inside['dimensions']} directions, in which the base has {100 * least:.3g} % to {100 * most:.3g} % of the prior's variance"
+    ]
+    if least > NEARLY_ALL:
+        lines.append("the data say next to nothing of them: a larger --subspace has some of which they say more")
     return lines
 
 
@@ -66,8 +80,13 @@ def _undecided(metrics: dict[str, Any]) -> str:
 
 def _advice(metrics: dict[str, Any]) -> str:
     """What most likely comes closer, from what each flow reached on diagonal bases and on weak priors."""
+    if "subspace" in metrics:
+        return "try a larger --subspace, or none"
     if metrics["flow"] != "affine":
         return "try --flow affine, or hmc"
+    if "over_layers" in metrics:
+        wider = "--scale low-rank" if metrics["settings"]["scale"] == "diag" else "a larger --rank"
+        return f"try {wider}, a base of another structure, or hmc"
     if metrics["settings"]["scale"] != "block":
         return "try --scale block, a longer --length, or hmc"
     return "try more --epochs, or hmc"

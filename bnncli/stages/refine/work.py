@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,32 +12,44 @@ from typing import Any
 import torch
 
 from bnncli.covariances._row_space import rows_of
+from bnncli.covariances._subspace import Subspace
 from bnncli.covariances.diag import Diag
 from bnncli.errors import DataError, NumericError
 from bnncli.flows import build_layers, settings_of
 from bnncli.inference.elbo import measure_gain
 from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.options import RefineOptions
-from bnncli.posteriors.flow import Flow, is_idle
+from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.run.inputs import Split, open_posterior
+from bnncli.run.network_splits import NetworkReader
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
-from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.target import Target
-from bnncli.theta.layout import MatrixLayout
+from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
 
 IDLE_DRAWS = 64
 
 
-def num_layer_params(options: RefineOptions, layout: MatrixLayout) -> int:
+def num_layer_params(options: RefineOptions, layout: ParamLayout) -> int:
     """Numbers in all layers, as the fit will build them."""
     layer = build_layers(options.flow, layout, torch.Generator(), length=1, **options.settings)[0]
     return (options.length or 0) * sum(part.numel() for part in layer.parameters())
+
+
+@contextmanager
+def seen(run: Run, options: RefineOptions, train: Split, val: Split | None) -> Iterator[tuple[Split, Split | None]]:
+    """Both splits as the posterior sees them: their features, or the inputs of the network, which is at hand inside the block."""
+    if options.is_last_layer:
+        yield train, val
+        return
+    reader = NetworkReader.of(run, options)
+    with reader.recorded.visible():
+        yield reader.split(train, options.layers), None if val is None else reader.split(val, options.layers)
 
 
 def base_of(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gaussian:
@@ -51,6 +65,7 @@ def base_of(run: Run, train: Split, base_path: Path | None, prior: Prior) -> Gau
             code="wrong_layout",
             path=base_path,
         )
+    base = replace(base, layout=train.layout)  # bound to the network, where there is one
     return _within_rows(run, base, train, prior=prior, path=base_path).to(run.device)
 
 
@@ -99,6 +114,7 @@ def fit(
             patience=options.patience,
             space=options.space,
             settings=options.settings,
+            subspace=_subspace(run, options, base),
             generator=run.stream("refine/train"),
             state=resumable.restore(),
             save=resumable.save,
@@ -115,6 +131,7 @@ def fit(
     tensors["history.elbo"] = found.history.double().cpu()
     meta |= {
         "method": "refine",
+        **options.layers_params,
         **prior.to_meta(),
         "param_layout": train.layout.to_json(),
         "maps": found.posterior.layers[0].maps,
@@ -122,7 +139,16 @@ def fit(
     return Fitted(tensors, meta, metrics, train, publishing=resumable.publishing)
 
 
-def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> RefineFit:
+def _subspace(run: Run, options: RefineOptions, base: Gaussian) -> Subspace | None:
+    """The directions that the flow is to act in; None for all. In the row space, where the base was fitted there."""
+    if options.subspace is None:
+        return None
+    within = rows_of(base.covariance)
+    covariance = base.covariance if within is None else within.inner
+    return Subspace.widest(covariance, options.subspace, run.stream("refine/subspace"))
+
+
+def _fit_flow(target: Any, base: Gaussian, **choices: Any) -> RefineFit:
     """The flow on the base; where that was fitted in the row space the layers are trained and act there."""
     within = rows_of(base.covariance)
     if within is None:
@@ -130,8 +156,7 @@ def _fit_flow(target: LastLayerTarget, base: Gaussian, **choices: Any) -> Refine
     rows = within.rows
     inner = Gaussian(rows.reduce(base.mean), within.inner, rows.reduced, base.prior)
     fit = fit_flow(rows.target(target), inner, **choices)
-    flow = fit.posterior
-    return replace(fit, posterior=Flow(base, flow.layers, flow.kind, flow.space))
+    return replace(fit, posterior=replace(fit.posterior, base=base))
 
 
 def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, target: Target) -> dict[str, Any]:
@@ -155,6 +180,10 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
     for name, estimate in estimates.items():
         metrics[f"elbo_{name}"] = {"value": estimate.value, "standard_error": estimate.standard_error}
         metrics[f"log_weight_sd_{name}"] = estimate.log_weight_sd
+    if fit.posterior.subspace is not None:
+        metrics["subspace"] = _subspace_metrics(base, fit.posterior.subspace)
+    if not options.is_last_layer:
+        metrics["over_layers"] = options.layers
     return metrics | {
         "elbo_gain": {"value": found.value, "standard_error": found.standard_error},
         "elbo_draws": len(before.log_weights),
@@ -172,3 +201,15 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
         "val_excess": None,
         "recommended_integrator": None,
     }
+
+
+def _subspace_metrics(base: Gaussian, subspace: Subspace) -> dict[str, Any]:
+    """How many directions there are, and the base's variance along each as a part of its prior's, from the least to the most."""
+    within = rows_of(base.covariance)
+    covariance, layout = (base.covariance, base.layout) if within is None else (within.inner, within.rows.reduced)
+    moved = covariance.unwhiten(subspace.basis.T)
+    variances = moved.square().sum(dim=1)
+    precisions = base.require_prior().diagonal(layout, device=moved.device)
+    of_prior = (moved.square() / precisions).sum(dim=1) / variances
+    shares = (variances / of_prior).tolist()
+    return {"dimensions": len(shares), "share_of_prior": [min(shares), max(shares)]}

@@ -1,0 +1,109 @@
+"""refine over other layers than the last, and in few directions, from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kills import kill_midway
+from problems.command_line import Cli
+
+from bnncli.storage.artifacts import read_header
+
+NETWORK = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+"""
+QUICK = ("--epochs", "4", "--batch-size", "16", "--elbo-draws", "8")
+TRUST = ("--trust-code",)
+
+
+@pytest.fixture
+def run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose Gaussian over all layers is there, of a network by the user's own code; the test works beside it."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK)
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(80, 1, 2, 2)).astype(np.float32)
+    for name, rows in {"train": slice(0, 40), "val": slice(40, 60), "test": slice(60, 80)}.items():
+        np.savez(f"{name}.npz", x=inputs[rows], y=(inputs[rows, 0, 0, 0] > 0).astype(np.int64))
+    space: dict[str, object] = {}
+    exec(NETWORK, space)
+    torch.manual_seed(0)
+    torch.save(space["make"]().state_dict(), "ckpt.pt")  # type: ignore[operator]
+    splits = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
+    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *splits).code == 0
+    fit = cli("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--structure", "full", "--layers", "all", *TRUST)
+    assert fit.code == 0
+    return tmp_path / "ckpt.pt"
+
+
+def test_all_layers_are_refined_predicted_with_and_up_to_date(cli: Cli, run: Path) -> None:
+    done = cli("refine", "ckpt.pt", "--layers", "all", *QUICK, *TRUST, "--json")
+    assert done.code == 0, done.stderr
+    metrics = done.json["metrics"]
+    assert (metrics["over_layers"], metrics["settings"]["scale"]) == ("all", "diag")
+    assert set(metrics["val"]) == {"network", "temperature", "base", "refine"}
+    assert metrics["elbo_gain"]["value"] > 0
+    meta = read_header(Path("ckpt.pt.bnn/posteriors/refine-all.safetensors")).meta
+    assert [part["name"] for part in meta["param_layout"]] == ["1.weight", "1.bias", "3.weight", "3.bias"]
+    again = cli("refine", "ckpt.pt", "--base", "laplace-all", *QUICK)  # which says the layers, and runs no code
+    assert "up to date" in again.stderr
+    assert cli("predict", "ckpt.pt", "--posterior", "refine-all", "--split", "test", *TRUST).code == 0
+    assert Path("ckpt.pt.bnn/predictions/refine-all.mc/test.h5").is_file()
+
+
+def test_few_directions_are_recorded_and_reported(cli: Cli, run: Path) -> None:
+    words = ("--layers", "all", "--subspace", "5", *QUICK)
+    done = cli("refine", "ckpt.pt", *words, *TRUST, "--json")
+    assert done.code == 0, done.stderr
+    assert (done.json["metrics"]["subspace"]["dimensions"], done.json["metrics"]["settings"]["scale"]) == (5, "kron")
+    least, most = done.json["metrics"]["subspace"]["share_of_prior"]
+    assert 0 < least <= most <= 1 + 1e-6
+    header = read_header(Path("ckpt.pt.bnn/posteriors/refine-all.safetensors"))
+    assert (header.meta["subspace"], header.provenance["params"]["subspace"]) == (5, 5)
+    again = cli("refine", "ckpt.pt", *words)
+    assert "up to date" in again.stderr
+    assert "the flow acts in 5 directions" in again.stderr
+    predicted = cli("predict", "ckpt.pt", "--posterior", "refine-all", "--split", "test", *TRUST)
+    assert predicted.code == 0, predicted.stderr
+
+
+@pytest.mark.long
+def test_a_killed_refine_of_a_network_resumes_to_the_same_bits(cli: Cli, run: Path) -> None:
+    plan = ("--layers", "all", "--flow", "radial", "--epochs", "60", "--batch-size", "16", "--patience", "0")
+    plan = (*plan, "--elbo-draws", "8", *TRUST)
+    kill_midway(run, "cut", "refine", *plan)
+    again = cli("refine", "ckpt.pt", *plan, "--name", "cut", "--resume", "--json")
+    whole = cli("refine", "ckpt.pt", *plan, "--name", "whole", "--json")
+    assert "resuming" in again.stderr
+    assert again.json["outputs"][0]["content_digest"] == whole.json["outputs"][0]["content_digest"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--layers", "3"), 66, "--layers 3: no posterior 'laplace-3' for ckpt.pt"),
+        (("--layers", "3", "--base", "laplace-all"), 2, "--layers 3: the base"),
+        (("--layers", "all", "--scale", "kron", *TRUST), 2, "--scale kron is of one matrix of weights"),
+        (("--layers", "all", "--subspace", "24", *TRUST), 2, "--subspace: expected 1 to 23, the number of parameters"),
+        (("--layers", "all", "--subspace", "2", "--space", "weight"), 2, "--subspace is one of the coordinates that"),
+        (("--base", "map", *TRUST), 65, "expected a gaussian posterior"),
+        (("--base", "prior", *TRUST), 2, "--trust-code is for --layers all or a pattern"),
+        (("--layers", "all"), 77, "add --trust-code"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(cli: Cli, run: Path, words: tuple[str, ...], code: int, message: str) -> None:
+    refused = cli("refine", "ckpt.pt", *words, *QUICK)
+    assert (refused.code, message in refused.stderr) == (code, True), refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_prior_is_refined_over_the_layers_of_its_laplace(cli: Cli, run: Path) -> None:
+    done = cli("refine", "ckpt.pt", "--layers", "all", "--base", "prior", "--flow", "radial", *QUICK, *TRUST, "--json")
+    assert done.code == 0, done.stderr
+    assert "base" not in done.json["metrics"]["val"]
