@@ -311,5 +311,5 @@ def slices(total: int, size: int) -> Iterator[slice]:
 
 
 def check_features(layout: ClassifierLayout, features: Tensor) -> None:
-    """Pass when features are (N, D) with the head's D. Raises ValueError otherwise."""
-    check_shapes(features=(features, f"N {layout.num_features}"))
+    """Pass when features are (N, D) with the layout's D, or any where it takes texts. Raises ValueError otherwise."""
+    check_shapes(features=(features, "N D" if layout.takes_any_length else f"N {layout.num_features}"))

@@ -6,7 +6,7 @@ examples must be those that extract-features stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,19 @@ import numpy as np
 import torch
 
 from bnncli import data
-from bnncli.errors import DataError, Untrusted
+from bnncli.errors import DataError, MissingInput, Untrusted
 from bnncli.extraction.form import LINKS
 from bnncli.extraction.head import Head, chosen_output, logits_of
-from bnncli.machine.memory import require
+from bnncli.models._hf_attention import with_plain_attention
 from bnncli.options.layers import LayersOptions
 from bnncli.run.inputs import PREDICTION_BYTES, Split, load_split
+from bnncli.run.network_checks import (
+    AUTOCAST_TOLERANCE,
+    TOLERANCE,
+    check_derivatives,
+    check_logits,
+)
+from bnncli.run.network_inputs import has_tokens, near, read_inputs
 from bnncli.run.recorded_network import RecordedNetwork, network_header, open_recorded
 from bnncli.run.session import Run
 from bnncli.storage.features import CHECK_ROWS
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from bnncli.posteriors.point import Point
 
 _CODE = "py"  # the kind of data that is read by the user's code
-_TOLERANCE = 1e-3  # of logits, in units of 1 + the largest: what other block sizes and releases of torch change
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class NetworkSplit(Split):
     """A split whose features are the network's inputs.
 
     Attributes:
-        inputs: (N, D), each example flat: float32, or the packed arguments of texts, int64; on the CPU, or the device where they fit.
+        inputs: (N, D) float32, each example flat, as read_inputs gives them; on the CPU, or the device where they fit.
         network_layout: of the chosen parameters, bound to the network.
     """
 
@@ -68,7 +74,8 @@ class NetworkSplit(Split):
 
     def check_fits(self, layout: Any) -> None:
         """Pass when a posterior with this layout is one for the split's inputs and classes. Raises DataError otherwise."""
-        if layout.num_features != self.layout.num_features or layout.num_classes != len(self.content.classes):
+        fits = layout.takes_any_length or layout.num_features == self.layout.num_features
+        if not fits or layout.num_classes != len(self.content.classes):
             raise DataError(
                 f"the posterior is for inputs of {layout.num_features} numbers and {layout.num_classes} classes, split "
                 f"{self.content.name!r} has {self.layout.num_features} and {len(self.content.classes)}",
@@ -117,10 +124,13 @@ class NetworkReader:
 
     Attributes:
         trusts_code: whether code that the records name may run.
+        opener: gives the network, where somebody else has opened it.
     """
 
     run: Run
     trusts_code: bool
+    opener: Callable[[], RecordedNetwork] | None = None
+    _opened: dict[bool, tuple[ModuleNetwork, Head]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, run: Run, options: LayersOptions) -> NetworkReader:
@@ -130,6 +140,8 @@ class NetworkReader:
     @cached_property
     def recorded(self) -> RecordedNetwork:
         """The network. Raises Untrusted where it is code that nobody trusts, DataError where it has changed."""
+        if self.opener is not None:
+            return self.opener()
         header = network_header(self.run)
         spec = header.provenance.get("params", {}).get("model")
         try:
@@ -139,18 +151,24 @@ class NetworkReader:
             raise Untrusted(error.message, hint=hint) from None
 
     def network(self, example: data.InputSplit) -> tuple[ModuleNetwork, Head]:
-        """The network as a function of inputs and parameters, and its head."""
-        recorded = self.recorded
-        head = recorded.network.head(example)
-        recorded.check_head(head)
-        if head is None:
-            raise DataError(
-                "the run's inputs are its features: there is no network but the last layer", code="no_network"
-            )
-        module = recorded.network.module.eval().requires_grad_(False)
-        first = next(example.take(np.arange(1)).batches(1)).inputs
-        names = tuple(first) if isinstance(first, dict) else ()
-        return ModuleNetwork(module, _Logits(head), names), head
+        """The network as a function of inputs and parameters, and its head; made once.
+
+        Raises:
+            DataError: there is none but the last layer.
+        """
+        if False not in self._opened:
+            recorded = self.recorded
+            head = recorded.network.head(example)
+            recorded.check_head(head)
+            if head is None:
+                raise DataError(
+                    "the run's inputs are its features: there is no network but the last layer", code="no_network"
+                )
+            module = with_plain_attention(recorded.network.module.eval().requires_grad_(False))
+            first = next(example.take(np.arange(1)).batches(1)).inputs
+            names = tuple(first) if isinstance(first, dict) else ()
+            self._opened[False] = ModuleNetwork(module, _Logits(head), names, has_tokens(first)), head
+        return self._opened[False]
 
     @cached_property
     def module_network(self) -> ModuleNetwork:
@@ -164,13 +182,15 @@ class NetworkReader:
         """A split with its inputs read, and the layout of the parameters that a pattern names.
 
         Raises:
-            DataError: the data have moved or changed, or the network gives other logits than it gave extract-features.
+            MissingInput: the data are not where they were.
+            DataError: the data have changed, or the network gives other logits than it gave extract-features, or cannot be
+                differentiated.
         """
         header = split.content.header
         assert header is not None
         example = self.input_split(split, header)
         network, head = self.network(example)
-        inputs = self.inputs(example)
+        inputs = near(read_inputs(example, network.module, progress=self.run.console), self.run.device)
         layout = ModuleLayout.of(
             network,
             pattern,
@@ -181,11 +201,21 @@ class NetworkReader:
         found = NetworkSplit(
             split.content, split.source, split.checkpoint, split.classes_source, inputs.flatten(1), layout
         )  # fmt: skip
-        _check_logits(found, self.run.device)
+        check_derivatives(layout, found.inputs[:2])
+        if split.content.check_logits is not None:
+            tolerance = TOLERANCE if self.recorded.network.autocast is None else AUTOCAST_TOLERANCE
+            stored = split.content.check_logits[:CHECK_ROWS]
+            check_logits(layout, found.inputs, stored, name=split.content.name, tolerance=tolerance)
         return found
 
     def input_split(self, split: Split, header: Header) -> data.InputSplit:
-        """The rows of the data that the split's features are of, opened as its record says."""
+        """The rows of the data that the split's features are of, opened as its record says.
+
+        Raises:
+            Untrusted: they are read by code.
+            MissingInput: they are not where they were.
+            DataError: they have changed.
+        """
         spec = str(header.provenance.get("source", ""))
         kind, _, place = spec.partition(":")
         if kind == _CODE and not self.trusts_code:
@@ -193,39 +223,26 @@ class NetworkReader:
                 f"the inputs of split {split.content.name!r} are read by {spec!r}, which is code",
                 hint="if it is yours, or you have read it, add \0trust_code\0",
             )
-        opened = data.load_split(
-            spec, name=split.content.name, preprocess=self.recorded.preprocess, takes_any_labels=True
-        )
+        again = self.run.remake(header, force=True) or "extract-features with \0force\0"
+        try:
+            opened = data.load_split(
+                spec, name=split.content.name, preprocess=self.recorded.preprocess, takes_any_labels=True
+            )
+        except MissingInput as error:
+            message = f"{error.message}, of which the features of split {split.content.name!r} were made"
+            hint = (
+                f"work in the folder where they were made, or make them again of the data where they are now: {again}"
+            )
+            raise MissingInput(message, hint=hint, path=error.path) from None
         rows = np.asarray(split.content.sample_id)
         if len(rows) and int(rows.max()) >= len(opened.dataset):
             raise DataError(f"{spec} has fewer examples than when the features were made", code="stale_input")
         chosen = replace(opened, rows=rows, is_labeled=False)
         recorded = header.meta.get("order_digest")
         if recorded is not None and chosen.order_digest != recorded:
-            raise DataError(
-                f"{place} is not as it was when {header.path} was made from it",
-                code="stale_input",
-                hint="extract the features again",
-                path=header.path,
-            )
+            message = f"{place} is not as it was when {header.path} was made from it"
+            raise DataError(message, code="stale_input", hint=again, path=header.path)
         return chosen
-
-    def inputs(self, split: data.InputSplit) -> Tensor:
-        """All inputs (N, ...), preprocessed, on the CPU; token ids as packed arguments (N, A, longest).
-
-        Raises:
-            DeviceError: they do not fit in memory. DataError: arguments that cannot be packed.
-        """
-        parts: list[Tensor] = []
-        for batch in split.batches(512):
-            part = _packed(batch.inputs)
-            if not parts:
-                require(part[0].nbytes * len(split), "cpu", what=f"the inputs of {split.name}", hint="take fewer rows")
-            parts.append(part)
-        longest = max(part.shape[-1] for part in parts)
-        if any(part.shape[-1] != longest for part in parts):
-            parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
-        return torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -242,37 +259,3 @@ class _Logits:
             output = chosen_output(returned, form.output) if form.output else logits_of(returned)
             output = LINKS[form.link].scale(output)
         return output.reshape(len(output), -1)
-
-
-def _packed(inputs: data.Inputs) -> Tensor:
-    if not isinstance(inputs, dict):
-        return inputs
-    shapes = {tuple(part.shape) for part in inputs.values()}
-    if len(shapes) > 1 or any(part.is_floating_point() for part in inputs.values()):
-        raise DataError(
-            "\0layers\0: the network takes several inputs of different shapes, or of real numbers, which is for the last layer alone",
-            code="unsupported_inputs",
-        )
-    return torch.stack([part.long() for part in inputs.values()], dim=1)
-
-
-def _check_logits(split: NetworkSplit, device: torch.device) -> None:
-    """Pass when the network gives the logits that it gave extract-features. Raises DataError otherwise."""
-    stored = split.content.check_logits
-    if stored is None:
-        return
-    rows = min(len(stored), CHECK_ROWS)
-    theta = split.layout.trained().to(device, torch.float32).unsqueeze(0)
-    with torch.no_grad():
-        found = split.layout.logits(split.inputs[:rows].to(device), theta)[0].cpu().double().numpy()
-    expected = np.asarray(stored[:rows], dtype=np.float64)
-    if split.layout.likelihood.is_shift_invariant:  # a log-softmax has lost it
-        found, expected = (one - one.mean(axis=1, keepdims=True) for one in (found, expected))
-    error = float(np.abs(found - expected).max())
-    if not error <= _TOLERANCE * (1 + float(np.abs(expected).max())):
-        raise DataError(
-            f"the network gives other logits for split {split.content.name!r} than when its features were made: "
-            f"they differ by {error:.3g}",
-            code="stale_input",
-            hint="extract the features again, with \0force\0",
-        )

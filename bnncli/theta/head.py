@@ -133,6 +133,11 @@ class HeadLayout:
 
         return at
 
+    @property
+    def takes_any_length(self) -> bool:
+        """False."""
+        return False
+
     def can_replace(self, head: HeadLayout) -> bool:
         """Whether a theta of this layout can stand where a network has such a head: only one of the same."""
         return self == head

@@ -91,6 +91,10 @@ class ClassifierLayout(ParamLayout, Protocol):
         """K."""
 
     @property
+    def takes_any_length(self) -> bool:
+        """Whether an input may have more or fewer numbers than D."""
+
+    @property
     def likelihood_name(self) -> str | None:
         """The name of their likelihood, None where their number says it."""
 

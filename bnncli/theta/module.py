@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -35,22 +36,30 @@ class ModuleNetwork:
         module: in evaluation mode, on the device; never changed.
         logits_of: the logits (n, K) in what the module returns.
         names: of the arguments that packed inputs (n, arguments, ...) are; empty for inputs that are one tensor.
+        takes_tokens: whether inputs are whole numbers, such as token ids; they are given as real ones, exact below 2^24.
+            Packed ones (n, arguments, length) may have any length.
     """
 
     module: nn.Module
     logits_of: Callable[[Any], Tensor] = lambda returned: returned
     names: tuple[str, ...] = ()
+    takes_tokens: bool = False
     _states: dict[Any, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def __call__(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         """Logits (n, K) of inputs (n, ...) under these parameters, in their precision; autograd and vmap pass through."""
         dtype = next(iter(params.values())).dtype
         state = {**self._state(dtype), **params}
-        if self.names:
-            named = dict(zip(self.names, inputs.unbind(1), strict=True))
-            return self.logits_of(torch.func.functional_call(self.module, state, (), named))
-        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-        return self.logits_of(torch.func.functional_call(self.module, state, (inputs,)))
+        inputs = inputs.long() if self.takes_tokens else inputs.to(dtype)
+        named = dict(zip(self.names, inputs.unbind(1), strict=True)) if self.names else {}
+        with _plain_attention():
+            return self.logits_of(torch.func.functional_call(self.module, state, () if named else (inputs,), named))
+
+    def shaped(self, features: Tensor, input_shape: Sequence[int]) -> Tensor:
+        """Inputs (N, D), flat, or (N, ...), in the shape that the network takes; packed token ids may be of any length."""
+        return features.reshape(
+            len(features), *((len(self.names), -1) if self.names and self.takes_tokens else input_shape)
+        )
 
     def _state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All parameters and buffers, those that are real numbers in this precision; made once for each."""
@@ -126,6 +135,11 @@ class ModuleLayout:
         return math.prod(self.input_shape)
 
     @property
+    def takes_any_length(self) -> bool:
+        """Whether an input may have more or fewer numbers: texts."""
+        return self.network is not None and self.network.takes_tokens and bool(self.network.names)
+
+    @property
     def likelihood(self) -> Likelihood:
         """What the K logits say of a label."""
         return likelihood_of(self.num_outputs, self.likelihood_name)
@@ -190,7 +204,7 @@ class ModuleLayout:
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
         """Logits (S, N, K) of inputs (N, D), flat, or (N, ...), under theta (S, P)."""
         network = self._bound
-        features = features.reshape(len(features), *self.input_shape)
+        features = network.shaped(features, self.input_shape)
         if len(theta) == 1:
             return network(features, self.split(theta[0])).unsqueeze(0)
         one = torch.func.vmap(lambda draw: network(features, self.split(draw)))
@@ -203,7 +217,7 @@ class ModuleLayout:
             parts: by these alone, one behind the other; None for all.
         """
         network, every = self._bound, self.split(theta)
-        features = features.reshape(len(features), *self.input_shape)
+        features = network.shaped(features, self.input_shape)
         parts = self.parts if parts is None else parts
         chosen = {part.name: every.pop(part.name) for part in parts}
 
@@ -233,6 +247,21 @@ class ModuleLayout:
         if self.network is None:
             raise ValueError("the layout is not bound to a network")
         return self.network
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention as plain products inside: its fused kernels have neither forward derivatives nor a rule for vmap."""
+    from torch.nn import attention
+
+    backends = torch.backends.mha
+    was_enabled = backends.get_fastpath_enabled()
+    backends.set_fastpath_enabled(False)
+    try:
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            yield
+    finally:
+        backends.set_fastpath_enabled(was_enabled)
 
 
 def bound(layout: Any, network: ModuleNetwork) -> Any:
@@ -282,8 +311,7 @@ def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
 
 def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) -> int:
     device = network.device
-    dtype = torch.int64 if network.names else torch.float32
-    inputs = torch.zeros(count, *input_shape, dtype=dtype, device=device)
+    inputs = torch.zeros(count, *input_shape, device=device)
     kept: dict[tuple[int, int], int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -189,6 +189,11 @@ class NetworkLayout:
 
         return at
 
+    @property
+    def takes_any_length(self) -> bool:
+        """False."""
+        return False
+
     def can_replace(self, head: HeadLayout) -> bool:
         """Whether a theta of this layout can stand where a network has such a head: it brings its own layers."""
         return True

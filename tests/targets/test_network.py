@@ -173,13 +173,15 @@ def test_packed_inputs_are_arguments_by_name() -> None:
             return {"logits": self.out((self.embed(ids) * weights).sum(1))}
 
     module = Text().eval()
-    network = ModuleNetwork(module, lambda returned: returned["logits"], ("ids", "mask"))
+    network = ModuleNetwork(module, lambda returned: returned["logits"], ("ids", "mask"), takes_tokens=True)
     inputs = torch.randint(0, 2, (6, 2, 3), generator=seeded(0))
     layout = ModuleLayout.of(network, num_outputs=K, input_shape=(2, 3))
     theta = layout.trained().float()
     expected = module(ids=inputs[:, 0], mask=inputs[:, 1])["logits"]
     torch.testing.assert_close(layout.logits(inputs, theta[None])[0], expected)
-    torch.testing.assert_close(layout.logits(inputs, torch.stack([theta, theta]))[1], expected)
+    flat = inputs.flatten(1).float()  # as splits have them
+    torch.testing.assert_close(layout.logits(flat, torch.stack([theta, theta]))[1], expected)
+    assert layout.takes_any_length
 
 
 def test_activations_are_measured_per_example() -> None:

@@ -1,0 +1,82 @@
+"""Whether a network, as a function of its parameters, is the one that a run's features were made by, and can be differentiated."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bnncli.errors import BnnError, DataError
+from bnncli.theta.module import ModuleLayout
+
+_AT_ONCE = 32  # examples whose logits are compared in one pass
+TOLERANCE = 1e-3  # of logits, in units of 1 + the largest: what other block sizes and releases of torch change
+AUTOCAST_TOLERANCE = 0.1  # where features were made in lower precision; here the network computes in float32
+
+
+def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name: str, tolerance: float) -> None:
+    """Pass when the network gives the logits that it gave extract-features.
+
+    Args:
+        layout: bound to the network.
+        inputs: (N, D), of the split called `name`.
+        stored: (n, K), the logits of its first examples.
+        tolerance: of logits, in units of 1 + the largest.
+
+    Raises:
+        DataError: it gives others.
+    """
+    device = layout.trained().device
+    theta = layout.trained().float().unsqueeze(0)
+    with torch.no_grad():
+        blocks = inputs[: len(stored)].split(_AT_ONCE)
+        found = [layout.logits(block.to(device), theta)[0].cpu().double() for block in blocks]
+    ours, theirs = torch.cat(found).numpy(), np.asarray(stored, dtype=np.float64)
+    if layout.likelihood.is_shift_invariant:  # a log-softmax has lost it
+        ours, theirs = (one - one.mean(axis=1, keepdims=True) for one in (ours, theirs))
+    error = float(np.abs(ours - theirs).max())
+    if not error <= tolerance * (1 + float(np.abs(theirs).max())):
+        raise DataError(
+            f"the network gives other logits for split {name!r} than when its features were made: they differ by {error:.3g}",
+            code="stale_input",
+            hint="extract the features again, with \0force\0",
+        )
+
+
+def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
+    """Pass when the logits of a few inputs (n, D) depend on theta, and torch.func gives their derivatives both ways, in float64.
+
+    Raises:
+        DataError: they do not, or something in the network has no derivative or no rule for vmap.
+    """
+    theta = layout.trained()
+    inputs = inputs.to(theta.device)
+
+    def of_all(one: Tensor) -> Tensor:
+        return layout.logits(inputs, one.unsqueeze(0))[0]
+
+    def pushed(example: Tensor) -> Tensor:
+        def of_one(draw: Tensor) -> Tensor:
+            return layout.logits(example.unsqueeze(0), draw.unsqueeze(0))[0]
+
+        found: Tensor = torch.func.jvp(of_one, (theta,), (torch.ones_like(theta),))[1]
+        return found
+
+    try:
+        with torch.no_grad():
+            both = layout.logits(inputs, torch.stack([theta, theta + 1]))
+        outputs, pull = torch.func.vjp(of_all, theta)[:2]
+        pull(torch.ones_like(outputs))
+        torch.func.vmap(pushed)(inputs)
+    except (BnnError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the network is others' code: whatever it raises, it cannot be differentiated
+        why = " ".join(str(error).split())[:160]
+        raise _refused(f"it cannot be differentiated by torch.func ({type(error).__name__}: {why})") from error
+    if torch.equal(both[0], both[1]):
+        raise _refused("its logits do not depend on them")
+
+
+def _refused(why: str) -> DataError:
+    return DataError(f"\0layers\0: no posterior over these parameters of the network: {why}", code="not_differentiable")

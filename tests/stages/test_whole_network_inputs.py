@@ -1,0 +1,138 @@
+"""Inputs of posteriors over other layers: texts, images, several outputs, lower precision; what cannot be read or differentiated."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from problems.command_line import Cli
+
+from bnncli.storage.predictions import read_predictions
+
+FIT = ("--layers", "all", "--trust-code", "--structure", "diag", "--prior-precision", "3")
+NETWORKS = """
+import torch
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+    def forward(self, x):
+        return self.end(self.body(x))
+    def end(self, hidden):
+        return self.head(hidden.tanh())
+
+class Several(Plain):
+    def end(self, hidden):
+        return {"other": self.other(hidden), "main": self.head(hidden.tanh())}
+
+class Probabilities(Plain):
+    def end(self, hidden):
+        return self.head(hidden.tanh()).softmax(-1)
+
+class Attention(Plain):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(5, 1, 4, batch_first=True), 1, enable_nested_tensor=False)
+    def end(self, hidden):
+        return self.head(self.encoder(hidden.unsqueeze(1))[:, 0])
+
+class Branching(Plain):
+    def end(self, hidden):
+        return self.head(hidden if hidden.abs().max().item() > 1 else hidden.tanh())
+
+class Frozen(Plain):
+    def __init__(self):
+        super().__init__()
+        self.hidden = [nn.Linear(5, 5)]
+    def end(self, hidden):
+        return self.head(torch.from_numpy(hidden.detach().numpy()))
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks and data in the folder that the test works in."""
+    monkeypatch.chdir(tmp_path)
+    Path("nets.py").write_text(NETWORKS)
+    inputs = np.random.default_rng(0).normal(size=(30, 6)).astype(np.float32)
+    np.savez("data.npz", x=inputs, y=np.arange(30) % 3)
+
+
+def extract(cli: Cli, name: str, *words: str) -> None:
+    space: dict[str, object] = {}
+    exec(NETWORKS, space)
+    torch.manual_seed(0)
+    torch.save(space[name]().state_dict(), "ckpt.pt")  # type: ignore[operator]
+    data = ("--data", "train=npz:data.npz", "--hold-out", "test=train:10")
+    done = cli("extract-features", "ckpt.pt", "--model", f"nets.py:{name}", *data, *words)
+    assert done.code == 0, done.stderr
+
+
+def probabilities(cli: Cli, run: str, posterior: str) -> np.ndarray:
+    words = ("--posterior", posterior, "--integrator", "plug-in", "--split", "test", "--trust-code")
+    done = cli("predict", run, *words)
+    assert done.code == 0, done.stderr
+    return read_predictions(Path(f"{run}.bnn/predictions/{posterior}.plug-in/test.h5")).probs
+
+
+@pytest.mark.parametrize("name", ["Several", "Probabilities", "Attention"])
+def test_the_centre_predicts_as_the_network_does(cli: Cli, made: None, name: str) -> None:
+    extract(cli, name, *(["--output", "main"] if name == "Several" else []))
+    done = cli("fit-laplace", "ckpt.pt", *FIT)
+    assert done.code == 0, done.stderr
+    np.testing.assert_allclose(
+        probabilities(cli, "ckpt.pt", "laplace-all"), probabilities(cli, "ckpt.pt", "map"), atol=2e-6
+    )
+
+
+def test_features_of_lower_precision_are_of_the_same_network(cli: Cli, made: None) -> None:
+    extract(cli, "Plain", "--autocast", "bf16")
+    assert cli("fit-laplace", "ckpt.pt", *FIT).code == 0
+
+
+@pytest.mark.parametrize(("name", "why"), [("Branching", "differentiated"), ("Frozen", "differentiated")])
+def test_networks_without_derivatives_are_refused_in_a_line(cli: Cli, made: None, name: str, why: str) -> None:
+    extract(cli, name)
+    refused = cli("fit-laplace", "ckpt.pt", *FIT)
+    assert (refused.code, why in refused.stderr, len(refused.stderr.splitlines())) == (65, True, 1), refused.stderr
+
+
+def test_parameters_that_the_logits_do_not_see_are_refused(cli: Cli, made: None) -> None:
+    extract(cli, "Plain")
+    refused = cli("fit-laplace", "ckpt.pt", "--layers", "other", *FIT[2:])
+    assert (refused.code, "its logits do not depend on them" in refused.stderr) == (65, True)
+
+
+def test_data_that_are_gone_are_told_with_the_command_that_names_them_again(cli: Cli, made: None) -> None:
+    extract(cli, "Plain")
+    Path("data.npz").rename("moved.npz")
+    refused = cli("fit-laplace", "ckpt.pt", *FIT)
+    assert refused.code == 66
+    assert "no file 'data.npz', of which the features of split 'train' were made" in refused.stderr
+    assert "bnncli extract-features ckpt.pt --model nets.py:Plain --data train=npz:data.npz" in refused.stderr
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_texts_of_any_length_are_read_as_extract_features_read_them(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    pytest.importorskip("transformers")
+    text_folder = importlib.import_module("problems.hf_folders").text_folder
+    monkeypatch.chdir(tmp_path)
+    text_folder(Path(kind), kind)
+    rng = np.random.default_rng(0)
+    for split, most in (("train", 4), ("test", 9)):  # the longest of test are longer than those of train
+        rows = [(" ".join(rng.choice(["good", "bad", "film"], size=1 + row % most)), "worse") for row in range(18)]
+        with open(f"{split}.csv", "w", newline="") as stream:
+            csv.writer(stream).writerows([("text", "label"), *rows])
+    data = [word for split in ("train", "test") for word in ("--data", f"{split}=csv:{split}.csv")]
+    assert cli("extract-features", kind, "--model", f"hf:{kind}", *data, "--batch-size", "5").code == 0
+    done = cli("fit-laplace", kind, *FIT)
+    assert done.code == 0, done.stderr
+    np.testing.assert_allclose(probabilities(cli, kind, "laplace-all"), probabilities(cli, kind, "map"), atol=2e-6)
