@@ -39,10 +39,11 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
     size = max(1, _ELEMENTS.get(target.device.type, 2**24) // some.num_params)
     size = min(size, target.rows_at_once(1, theta.dtype))
     for start in range(0, target.num_examples, size):
-        inputs = target.inputs[start : start + size].to(target.device).reshape(-1, *layout.input_shape)
+        rows = slice(start, start + size)
+        inputs = target.inputs[rows].to(target.device).reshape(-1, *layout.input_shape)
         with torch.no_grad():
             outputs = layout.logits(inputs, theta.unsqueeze(0))[0]
-        for column, _ in columns.of(outputs):
+        for column, _ in columns.of(outputs, rows):
             gradients = torch.func.vmap(gradient)(inputs, column)
             total += gradients.square().sum(dim=0, dtype=torch.float64)
     return [total[part.place] for part in some.parts]

@@ -20,6 +20,7 @@ class Block:
 
     order: ClassVar[int] = 20
     about: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
 

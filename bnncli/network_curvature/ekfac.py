@@ -8,11 +8,11 @@ those that the basis is made of. Parameters that are no matrix have the diagonal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.network_curvature._uses import forward, gradients
-from bnncli.network_curvature.kron import Basis, Kron, LayerFactors, columns_for, in_parts
+from bnncli.network_curvature.kron import Basis, Kron, LayerFactors, columns_for, in_parts, told_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,7 @@ class Ekfac:
 
     order: ClassVar[int] = 30
     about: ClassVar[str] = "Kronecker factors with a diagonal fitted in their eigenbasis"
+    kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
 
@@ -38,6 +39,11 @@ class Ekfac:
         factors = LayerFactors.of(target, theta)
         bases = factors.bases()
         return in_parts("ekfac", factors, bases, _values(target, theta, factors, bases))
+
+    @staticmethod
+    def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
+        """How the basis was made, as of the factors."""
+        return told_of("ekfac", hessian)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
@@ -54,7 +60,7 @@ def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: 
     for rows in target.row_blocks(1, theta.dtype) if totals else ():
         inputs = target.inputs[rows].to(target.device)
         logits, noted = forward(target.layout, theta, inputs, factors.matrices)
-        back = [gradients(logits, noted, column, is_last=is_last) for column, is_last in columns.of(logits)]
+        back = [gradients(logits, noted, column, is_last=is_last) for column, is_last in columns.of(logits, rows)]
         for name, basis in turned.items():
             totals[name] += _squares([of_column[name] for of_column in back], *basis)
     return {name: total * target.likelihood_scale for name, total in totals.items()}

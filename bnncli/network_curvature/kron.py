@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.machine.interruptible import eigenvectors
@@ -33,6 +33,7 @@ class Kron:
 
     order: ClassVar[int] = 40
     about: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
 
@@ -42,6 +43,11 @@ class Kron:
         found = LayerFactors.of(target, theta)
         bases = found.bases()
         return in_parts("kron", found, bases, {name: basis.values for name, basis in bases.items()})
+
+    @staticmethod
+    def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
+        """How the factors were made."""
+        return told_of("kron", hessian)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
@@ -73,12 +79,14 @@ class LayerFactors:
         features: by the weight's name, the mean of x x^T, (F, F).
         outputs: the sum of g g^T, (K, K).
         rest: the diagonal of all other parameters.
+        num_drawn: random columns an example that they were made by; 0 for all columns.
     """
 
     matrices: list[Matrix]
     features: dict[str, Tensor]
     outputs: dict[str, Tensor]
     rest: Tensor
+    num_drawn: int
 
     @classmethod
     def of(cls, target: NetworkTarget, theta: Tensor) -> LayerFactors:
@@ -101,6 +109,7 @@ class LayerFactors:
             {name: total / sums.positions[name] for name, total in sums.features.items()},
             {name: total * scale for name, total in sums.outputs.items()},
             torch.cat(rest) * scale if rest else sums.diagonal[:0],
+            num_drawn(target),
         )
 
     def bases(self) -> dict[str, Basis]:
@@ -123,7 +132,16 @@ def in_parts(
     for name, basis in bases.items():
         own = {"values": values[name], "outputs": basis.outputs, "features": basis.features}
         parts |= {f"hessian.{structure}.{name}.{key}": tensor for key, tensor in own.items()}
-    return {**parts, f"hessian.{structure}.rest": factors.rest} if len(factors.rest) else parts
+    if len(factors.rest):
+        parts[f"hessian.{structure}.rest"] = factors.rest
+    return parts | {f"hessian.{structure}.drawn": torch.tensor([factors.num_drawn], dtype=torch.float64)}
+
+
+def told_of(structure: str, hessian: dict[str, Tensor]) -> dict[str, Any]:
+    """Random columns of the likelihood's Hessian root an example, 0 for all of it; and how many parameters have a diagonal."""
+    rest = hessian.get(f"hessian.{structure}.rest")
+    drawn = int(hessian[f"hessian.{structure}.drawn"])
+    return {"columns_drawn": drawn, "num_diagonal_params": 0 if rest is None else len(rest)}
 
 
 @dataclass(frozen=True)
@@ -167,7 +185,7 @@ class _Sums:
                     gram, count = use.gram()
                     self.features[name] += gram
                     self.positions[name] += count
-            for column, is_last in columns.of(logits):
+            for column, is_last in columns.of(logits, rows):
                 for name, pairs in gradients(logits, noted, column, is_last=is_last).items():
                     if name in self.outputs:
                         for use, gradient in pairs:
@@ -180,6 +198,5 @@ class _Sums:
 
 def columns_for(target: NetworkTarget, *, seed: int, most_drawn: int | None = None) -> Columns:
     """All columns of the Hessian's root where these are few, else random ones, no more than `most_drawn`."""
-    layout = target.layout
-    drawn = num_drawn(layout.num_outputs)
-    return Columns(layout.likelihood, num_drawn=min(drawn, most_drawn or drawn), seed=seed)
+    drawn = num_drawn(target)
+    return Columns(target, num_drawn=min(drawn, most_drawn or drawn), seed=seed)

@@ -15,12 +15,10 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.curvature import ggn
 from bnncli.curvature.kron import Kron as HeadKron
-from bnncli.likelihoods import Likelihood
-from bnncli.likelihoods.categorical import Categorical
-from bnncli.likelihoods.multilabel import Multilabel
 from bnncli.network_curvature import _columns
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._uses import tried
+from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.head import HeadLayout
@@ -317,17 +315,41 @@ def test_random_columns_are_unbiased_and_the_same_again(monkeypatch: pytest.Monk
     assert 1e-4 < float((drawn - exact).norm() / exact.norm()) < 0.1  # 60 signs of 12 examples
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(4), Multilabel(4)], ids=lambda one: type(one).__name__)
-def test_outer_products_of_random_columns_average_to_the_hessian(likelihood: Likelihood) -> None:
+@pytest.mark.parametrize("name", [None, "multilabel"])
+def test_outer_products_of_random_columns_average_to_the_hessian(name: str | None) -> None:
+    layout = ModuleLayout.of(ModuleNetwork(nn.Linear(1, 4)), num_outputs=4, input_shape=(1,), likelihood_name=name)
     logits = torch.tensor([3.0, 0.0, -1.0, 0.5], dtype=torch.float64).repeat(20_000, 1)
-    drawn = list(_columns.Columns(likelihood, num_drawn=2, seed=0).of(logits))
-    (every, found) = (
-        sum(column.T @ column for column, _ in columns) / len(logits)
-        for columns in (list(_columns.Columns(likelihood, num_drawn=0, seed=0).of(logits)), drawn)
-    )
+    labels = torch.zeros((len(logits), 4) if name else len(logits), dtype=torch.long)
+    target = NetworkTarget(logits[:, :1], labels, layout, Prior(1.0))
+    every, drawn = (list(_columns.Columns(target, num_drawn=s, seed=0).of(logits, slice(None))) for s in (0, 2))
     assert [is_last for _, is_last in drawn] == [False, True]
-    # A product of two entries has a standard deviation of at most its bound, a quarter times a few.
-    torch.testing.assert_close(found, every, rtol=0, atol=5 * 0.5 / (2 * len(logits)) ** 0.5)
+    expected, found = (sum(one.T @ one for one, _ in columns) / len(logits) for columns in (every, drawn))
+    # A product of two entries has a standard deviation below a half; there are two an example.
+    torch.testing.assert_close(found, expected, rtol=0, atol=5 * 0.5 / (2 * len(logits)) ** 0.5)
+
+
+@pytest.mark.parametrize("name", ["conv", "twice"])
+def test_fisher_matrices_are_of_the_gradients_at_the_labels(name: str) -> None:
+    target = make_target(name).with_choice(CurvatureChoice("fisher"))
+    full = hessian_of(target, "full")["hessian.full"]
+    ekfac = hessian_of(target, "ekfac")
+    for module, place in module_places(target.layout).items():
+        torch.testing.assert_close(hessian_of(target, "block")[f"hessian.block.{module}"], full[place, place])
+    for matrix in matrices_in(target):
+        own = in_matrix_order(matrix)
+        basis = torch.kron(*(ekfac[f"hessian.ekfac.{matrix.name}.{key}"] for key in ("outputs", "features")))
+        expected = (basis.T @ full[own[:, None], own] @ basis).diagonal()
+        torch.testing.assert_close(ekfac[f"hessian.ekfac.{matrix.name}.values"].flatten(), expected)
+    rest = dense(target, ekfac, "ekfac").diagonal()
+    others = [part for part in target.layout.parts if not any(part in one.parts for one in matrices_in(target))]
+    for part in others:
+        torch.testing.assert_close(rest[part.place], full.diagonal()[part.place])
+
+
+def test_what_was_drawn_and_what_has_a_diagonal_is_told() -> None:
+    target = make_target("conv")
+    told = target.curvature("kron").metrics(hessian_of(target, "kron"))  # type: ignore[attr-defined]
+    assert told == {"columns_drawn": 0, "num_diagonal_params": 4 + 4 + 8 + 4}  # a norm, a grouped convolution
 
 
 def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli import registry
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.options import FitLaplaceOptions
@@ -52,6 +53,8 @@ def fit(
         warn_of_jitter(run, fit.gaussian)
         metrics = fit_metrics(run, fit, found, criterion, whole, held)
     metrics |= {"center": options.own_center, "structure_nll": None, "layers": options.layers}
+    if registry.has_attribute("network_curvature", structure, "metrics"):
+        metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
     tensors, meta = fit.gaussian.to_tensors()
     meta |= {
         "method": "laplace",
