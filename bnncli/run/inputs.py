@@ -29,6 +29,7 @@ from bnncli.storage.provenance import Source
 from bnncli.storage.samples import SampleFile, read_samples
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import ClassifierLayout
+from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def open_samples(path: Path) -> tuple[Samples, SampleFile]:
     content = read_samples(path)
     try:
         return samples_of(content), content
-    except (ValueError, RuntimeError) as error:
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise _damaged(path, error) from None
 
 
@@ -258,7 +259,11 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def samples_of(content: SampleFile) -> Samples:
-    """The draws (C, T, P) of a sample file as a posterior."""
+    """The draws (C, T, P) of a sample file as a posterior. Raises ValueError where it does not say of what they are."""
+    if content.theta is not None:
+        layout_of_network = ModuleLayout.from_meta({} if content.header is None else content.header.meta)
+        return Samples(torch.from_numpy(content.theta), layout_of_network)
+    assert content.head_weight is not None
     weight = torch.from_numpy(content.head_weight)
     num_outputs, num_features = content.head_weight.shape[2:]
     name = None if content.header is None else recorded_name(content.header.meta)

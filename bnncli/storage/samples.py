@@ -25,19 +25,27 @@ BOOLEAN_STATS = ("diverging",)
 
 @dataclass(frozen=True)
 class SampleFile:
-    """Draws of a sampler.
+    """Draws of a sampler: of a last layer, or of other parameters of a network, whose layout the header has.
 
     Attributes:
         head_weight: (C, T, K, D) float32; head_bias: (C, T, K) float32 or None.
         stats: name to (C, T): lp, energy, acceptance_rate, diverging, step_size, n_steps.
         constants: name to array, such as prior_precision.
+        theta: (C, T, P) float32, in the place of a head's weight and bias.
     """
 
-    head_weight: Array
+    head_weight: Array | None
     head_bias: Array | None
     stats: dict[str, Array]
     constants: dict[str, Array]
     header: Header | None = None
+    theta: Array | None = None
+
+    @property
+    def draws(self) -> dict[str, Array]:
+        """The variables that were drawn, each (C, T, ...), by their names in the file."""
+        named = {"head_weight": self.head_weight, "head_bias": self.head_bias, "theta": self.theta}
+        return {name: values for name, values in named.items() if values is not None}
 
 
 def write_samples(
@@ -58,13 +66,12 @@ def write_samples(
         outputs: names of the K outputs, the coordinate `class`.
         sampler_library: name and version of what drew.
     """
-    chains, draws, _, features = samples.head_weight.shape
-    arrays: dict[str, Array] = {"posterior/head_weight": samples.head_weight}
-    if samples.head_bias is not None:
-        arrays["posterior/head_bias"] = samples.head_bias
-    for group, axes in (("posterior", ("chain", "draw", "feature")), ("sample_stats", ("chain", "draw"))):
-        sizes = {"chain": chains, "draw": draws, "feature": features}
-        arrays |= {f"{group}/{axis}": np.arange(sizes[axis], dtype=np.int64) for axis in axes}
+    arrays: dict[str, Array] = {f"posterior/{name}": values for name, values in samples.draws.items()}
+    sizes: dict[str, int] = {}
+    for variable, values in samples.draws.items():
+        sizes |= zip(_AXES[variable], values.shape, strict=True)
+    for group, axes in (("posterior", sizes.keys() - {"class"}), ("sample_stats", {"chain", "draw"})):
+        arrays |= {f"{group}/{axis}": np.arange(sizes[axis], dtype=np.int64) for axis in sorted(axes)}
     for key, values in samples.stats.items():
         arrays[f"sample_stats/{key}"] = values.astype(np.int8) if key in BOOLEAN_STATS else values
     for key, values in samples.constants.items():
@@ -95,7 +102,7 @@ def write_samples(
             if key in file["sample_stats"]:
                 file["sample_stats"][key].attrs["dtype"] = "bool"
 
-    texts: dict[str, str | list[str]] = {"posterior/class": outputs}
+    texts: dict[str, str | list[str]] = {"posterior/class": outputs} if "class" in sizes else {}
     return write_hdf5(
         target,
         arrays,
@@ -108,12 +115,17 @@ def write_samples(
     )
 
 
-_AXES = {"head_weight": ("chain", "draw", "class", "feature"), "head_bias": ("chain", "draw", "class")}
+_AXES = {
+    "head_weight": ("chain", "draw", "class", "feature"),
+    "head_bias": ("chain", "draw", "class"),
+    "theta": ("chain", "draw", "param"),
+}
+_COORDINATES = {axis for axes in _AXES.values() for axis in axes}
 
 
 def _attach_scales(group: h5py.Group) -> None:
     """Name every axis of every variable of a group."""
-    coordinates = {"chain", "draw", "class", "feature"} & set(group)
+    coordinates = _COORDINATES & set(group)
     for axis in sorted(coordinates):
         group[axis].make_scale(axis)
     for name in sorted(set(group) - coordinates):
@@ -133,27 +145,24 @@ def read_samples(path: Path) -> SampleFile:
         header = header_of(path, file)
         if header.kind != "samples":
             raise DataError(f"{path}: expected samples, got {header.kind}", code="wrong_kind", path=path)
-        arrays, texts = read_contents(path, file, mapped=("posterior/head_weight",))
+        arrays, texts = read_contents(path, file, mapped=("posterior/head_weight", "posterior/theta"))
     check_digest(path, header, arrays, texts)
-    if "posterior/head_weight" not in arrays or arrays["posterior/head_weight"].ndim != 4:
-        raise DataError(
-            f"{path}: has no draws posterior/head_weight (chain, draw, class, feature)",
-            code="damaged",
-            path=path,
-        )
-    weight, bias = arrays["posterior/head_weight"], arrays.get("posterior/head_bias")
-    for values in (weight, bias):
+    weight, bias, theta = (arrays.get(f"posterior/{name}") for name in _AXES)
+    main = "head_weight" if theta is None else "theta"
+    if arrays.get(f"posterior/{main}", np.empty(0)).ndim != len(_AXES[main]):
+        axes = ", ".join(_AXES[main])
+        raise DataError(f"{path}: has no draws posterior/{main} ({axes})", code="damaged", path=path)
+    for values in (weight, bias, theta):
         if values is not None and not np.isfinite(values).all():
             raise DataError(f"{path}: some draws are not finite", code="not_finite", path=path)
-    coordinates = {"chain", "draw", "feature"}
     stats = {
         name.removeprefix("sample_stats/"): values
         for name, values in arrays.items()
-        if name.startswith("sample_stats/") and name.removeprefix("sample_stats/") not in coordinates
+        if name.startswith("sample_stats/") and name.removeprefix("sample_stats/") not in _COORDINATES
     }
     constants = {
         name.removeprefix("constant_data/"): values
         for name, values in arrays.items()
         if name.startswith("constant_data/") and not re.search(r"_dim_\d+$", name)
     }
-    return SampleFile(weight, bias, stats, constants, header)
+    return SampleFile(weight, bias, stats, constants, header, theta)

@@ -17,11 +17,13 @@ from bnncli.storage.samples import SampleFile, read_samples, write_samples
 C, T, K, D = 3, 30, 3, 3  # equal sizes: only the dimension scales tell which axis is which
 
 
-def make(path: Path, *, has_bias: bool = True, name: str = "net") -> SampleFile:
+def make(path: Path, *, has_bias: bool = True, name: str = "net", is_of_network: bool = False) -> SampleFile:
     generator = np.random.default_rng(0)
+    weight, bias, theta = (generator.normal(size=(C, T, *shape)).astype(np.float32) for shape in ((K, D), (K,), (K,)))
     content = SampleFile(
-        head_weight=generator.normal(size=(C, T, K, D)).astype(np.float32),
-        head_bias=generator.normal(size=(C, T, K)).astype(np.float32) if has_bias else None,
+        head_weight=None if is_of_network else weight,
+        head_bias=bias if has_bias and not is_of_network else None,
+        theta=theta if is_of_network else None,
         stats={"lp": generator.normal(size=(C, T)), "diverging": generator.random((C, T)) < 0.2},
         constants={"prior_precision": np.array([5.0])},
     )
@@ -56,6 +58,18 @@ def test_arviz_finds_names_dimensions_and_coordinates(tmp_path: Path) -> None:
     assert set(data.posterior.data_vars) == {"head_weight", "head_bias"}
     assert list(data.posterior.attrs["sample_dims"]) == ["chain", "draw"]
     assert data.constant_data["prior_precision"].dims == ("prior_precision_dim_0",)
+
+
+def test_arviz_finds_the_draws_of_a_network(tmp_path: Path) -> None:
+    content = make(tmp_path / "hmc.nc", is_of_network=True)
+    again = read_samples(tmp_path / "hmc.nc")
+    posterior = open_with_arviz(tmp_path / "hmc.nc").posterior
+    assert posterior["theta"].dims == ("chain", "draw", "param")
+    assert set(posterior.data_vars) == {"theta"}
+    assert posterior["param"].values.tolist() == list(range(K))
+    assert again.head_weight is None
+    for values in (posterior["theta"].values, again.theta):
+        assert np.array_equal(values, content.theta)
 
 
 def test_every_axis_carries_its_dimension_scale(tmp_path: Path) -> None:
