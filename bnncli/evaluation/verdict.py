@@ -16,6 +16,7 @@ from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
+from bnncli.theta.module import ALL
 from bnncli.theta.prior import Prior
 
 CLOSE_LOG_WEIGHT_SD = 2.0  # nats; the KL divergence of log-normal weights is half its square
@@ -34,6 +35,7 @@ class Judged:
         name: of the artifact.
         type: point, gaussian, flow, samples, latent-binary or sparse.
         target: its prior, which defines the log posterior it was fitted to.
+        layers: the parameters that it is over, as they were named; None for the last layer.
         elbo, elbo_error: nats.
         log_weight_sd, pareto_k, k_threshold: of its importance weights.
         r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
@@ -48,6 +50,7 @@ class Judged:
     name: str
     type: str
     target: Prior | None = None
+    layers: str | None = None
     elbo: float | None = None
     elbo_error: float | None = None
     log_weight_sd: float | None = None
@@ -69,13 +72,18 @@ class Judged:
     is_tuned: bool = False
     has_seen_val: bool = False
 
+    @property
+    def aim(self) -> tuple[str | None, Prior | None]:
+        """What it was fitted to: the log posterior of these parameters under this prior."""
+        return self.layers, self.target
+
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands to be pasted: predict with a posterior, sample a target, fit a Gaussian, tune the prior on val."""
+    """Commands to be pasted: predict with a posterior, sample the target of one, fit a Gaussian, tune the prior on val."""
 
     predict: Callable[[str], str]
-    sample: Callable[[Prior | None], str]
+    sample: Callable[[Judged], str]
     fit: str
     tune: str
 
@@ -127,12 +135,14 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
     """The verdict on posteriors, in the order in which equals are preferred."""
     distributions = [judged for judged in posteriors if judged.type in DENSITIES or judged.type == "samples"]
     best = min((j for j in posteriors if j.nll is not None), key=lambda j: j.nll or 0.0, default=None)
-    targets = list(dict.fromkeys(judged.target for judged in distributions))
-    choices = {target: _choose([j for j in distributions if j.target == target]) for target in targets}
-    target = next((t for t in targets if choices[t] is not None), targets[0] if targets else None)
-    use = choices.get(target)
-    where = f"at prior precision {target}, " if len(targets) > 1 and target is not None else ""
-    fit, command = _fit_clause([j for j in distributions if j.target == target], use, commands)
+    aims = list(dict.fromkeys(judged.aim for judged in distributions))
+    choices = {aim: _choose([j for j in distributions if j.aim == aim]) for aim in aims}
+    aim = next((one for one in aims if choices[one] is not None), aims[0] if aims else (None, None))
+    use = choices.get(aim)
+    layers, target = aim
+    over = "" if layers is None else f"over {layers} layers " if layers == ALL else f"over {layers} "
+    where = f"{over}at prior precision {target}, " if len(aims) > 1 and target is not None else ""
+    fit, command = _fit_clause([j for j in distributions if j.aim == aim], use, commands)
     prediction, is_worse = _prediction_clause(posteriors, use, best, commands)
     return Verdict(
         sentence=f"{where}{fit}; {prediction}",
@@ -216,7 +226,7 @@ def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -
         return f"no Gaussian, flow or draws to judge: run {commands.fit}", commands.fit
     chains = [judged for judged in same_target if judged.type == "samples"]
     bad = [f"{judged.name} has not converged ({', '.join(doubts(judged))})" for judged in chains]
-    command = commands.sample(same_target[0].target)
+    command = commands.sample(same_target[0])
     return f"{' and '.join([far] * bool(far) + bad)}: run {command}", command
 
 
@@ -230,10 +240,15 @@ def _prediction_clause(
     if best.has_seen_val:
         clause += " (tuned on val itself: an optimistic number)"
     # Two good fits to one target differ in their predictions by the noise of their draws, whatever the prior.
-    are_same = use is not None and best.target == use.target and not doubts(best)
+    are_same = use is not None and best.aim == use.aim and not doubts(best)
     if use is None or use is best or are_same or not _is_worse(use, best):
         return clause, False
     by = f"{use.nll_excess:.4f}" + (f" +- {use.nll_excess_error:.4f}" if use.nll_excess_error else "")
+    if best.layers != use.layers:
+        return (
+            f"{clause}; warning: {use.name} fits better but predicts worse (by {by} nats) than {best.name}, of other layers",
+            True,
+        )
     remedy = (
         f"and its prior is the best on val already: predict with {best.name}"
         if use.is_tuned

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.options.declaration import Checked, option
+from bnncli.options.layers import trust_code_option
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,4 @@ class DiagnoseOptions(Checked):
         minimum=2,
     )
     strict: bool = option(False, "Exit 3 unless a posterior is good for its target.")
+    trust_code: bool = trust_code_option()

@@ -11,7 +11,7 @@ from bnncli.theta.prior import Prior
 
 COMMANDS = Commands(
     predict=lambda name: f"<predict {name}>",
-    sample=lambda target: f"<sample {target}>",
+    sample=lambda judged: f"<sample {judged.target}>",
     fit="<fit>",
     tune="<tune>",
 )

@@ -95,3 +95,29 @@ def test_wrong_layers_are_told(cli: Cli, checkpoint: Path, words: tuple[str, ...
     refused = cli(*FIT, *words, "--trust-code")
     assert refused.code in (2, code)
     assert message in refused.stderr
+
+
+def test_diagnose_judges_other_layers_beside_the_last(cli: Cli, checkpoint: Path) -> None:
+    words = ("--model", "net.py:make", "--data", "val=npz:test.npz")
+    assert cli("extract-features", "ckpt.pt", *words).code == 0
+    named = ("--layers", "3", "--trust-code", "--name", "named", "--center", "mode")
+    for more in ((), ("--layers", "all", "--trust-code"), named):
+        assert cli(*FIT, *more).code == 0
+    skipped = cli("diagnose", "ckpt.pt", "--draws", 64, "--json")
+    assert (skipped.code, list(skipped.json["posteriors"])) == (0, ["map", "laplace"])
+    assert skipped.stderr.count("skipping laplace-all") == 1
+    assert cli("diagnose", "ckpt.pt", "--posterior", "laplace-all").code == 77
+    found = cli("diagnose", "ckpt.pt", "--draws", 64, "--trust-code", "--json")
+    assert found.code == 0, found.stderr
+    assert [pair["posteriors"] for pair in found.json["pairs"]] == [["map", "laplace"]]  # never of other parameters
+    gains = {one["posterior"]: one for one in found.json["layers"]}
+    assert set(gains) == {"laplace-all", "named"}
+    entries = found.json["posteriors"]
+    difference = entries["laplace-all"]["val_nll"]["value"] - entries["laplace"]["val_nll"]["value"]
+    assert gains["laplace-all"]["value"] == pytest.approx(difference, abs=1e-9)
+    elbos = [entries[name]["elbo"] for name in ("laplace", "named")]  # of one target, by draws of their own
+    assert elbos[0]["value"] == pytest.approx(
+        elbos[1]["value"], abs=4 * sum(one["standard_error"] for one in elbos) + 1
+    )
+    said = cli("diagnose", "ckpt.pt", "--draws", 64, "--trust-code").stdout
+    assert all(one["sentence"] in said.replace("\n", " ") for one in gains.values()), said

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnncli.errors import CheckFailed, DataError, MissingInput
+from bnncli.errors import CheckFailed, DataError, MissingInput, Untrusted
 from bnncli.evaluation.draw_blocks import compare_draws
 from bnncli.evaluation.mmd import median_bandwidth, mmd2_of, squared_distances
 from bnncli.evaluation.verdict import POINTS, Commands, Judged, Verdict, doubts, give_verdict
@@ -19,6 +19,7 @@ from bnncli.options import ComputeOptions, DiagnoseOptions, InputOptions
 from bnncli.options.command import READ, Command
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
 from bnncli.run.session import Result, Run, source_json
+from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 from bnncli.stages.diagnose.tables import diagnosis_tables
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -44,36 +45,43 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     """Judge and print; nothing is written."""
     train = load_split(run, "train").check_labeled()
     val = load_split(run, "val") if run.folder.features("val").is_file() else None
-    found = _open(run, options, train.layout)
+    seen = SeenSplits(run, options, train, val)
+    found = _open(run, options, train.layout, seen)
     from bnncli.stages.diagnose.diagnosis import diagnose  # the work: slow to import
 
-    target = train.target(Prior(1.0), run.device)  # the features travel to a GPU once
     diagnoses = []
-    for name, (path, _, _) in found.items():
+    for name, (path, header, _) in found.items():
         run.console.poll(f"diagnose {name}")
-        diagnoses.append(diagnose(run, options, path, name=name, train=target, val=val))
+        diagnoses.append(diagnose(run, options, path, name=name, **seen.by(header)))
     pairs = _pairs(run, diagnoses)
     headers = {name: header for name, (_, header, _) in found.items()}
     diagnoses = _with_comparisons(diagnoses, pairs, headers)
     verdict = give_verdict([one.judged for one in diagnoses], _commands(run, options, diagnoses, headers))
     entries = {one.judged.name: one.entry for one in diagnoses}
+    gains = gains_of_layers(diagnoses)
     used = [part.source for part in (train, val) if part is not None] + [source for _, _, source in found.values()]
     return Result(
         extra={
             "posteriors": entries,
             "pairs": pairs,
+            **({"layers": [gain.to_json() for gain in gains]} if gains else {}),
             "verdict": _verdict_json(verdict),
             "inputs": [source_json(source) for source in used],
             "environment": run.environment(),
         },
         tables=diagnosis_tables(entries, pairs),
-        lines=[verdict.sentence],
+        lines=[verdict.sentence, *(gain.sentence for gain in gains)],
         failure=None if verdict.is_good or not options.strict else _failure(verdict),
     )
 
 
-def _open(run: Run, options: DiagnoseOptions, layout: ClassifierLayout) -> dict[str, tuple[Path, Header, Source]]:
-    """The posteriors to judge, by name, or by path when they lie elsewhere; stale ones are skipped with a warning unless they were named."""
+def _open(
+    run: Run, options: DiagnoseOptions, layout: ClassifierLayout, seen: SeenSplits
+) -> dict[str, tuple[Path, Header, Source]]:
+    """The posteriors to judge, by name, or by path when they lie elsewhere.
+
+    Stale ones are skipped with a warning unless they were named, and so are those whose network or inputs cannot be opened.
+    """
     if options.posterior:
         maker = run.suggest("status")
         named = dict.fromkeys(options.posterior)
@@ -92,8 +100,9 @@ def _open(run: Run, options: DiagnoseOptions, layout: ClassifierLayout) -> dict[
         try:
             header, source = posterior_source(run, path, "posterior")
             _check_is_of_head(path, header, layout)
+            _ = seen.by(header)
             found[path.stem if is_own else str(path)] = (path, header, source)
-        except DataError as error:
+        except (DataError, MissingInput, Untrusted) as error:
             if options.posterior:
                 raise
             run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
@@ -116,11 +125,17 @@ def _check_is_of_head(path: Path, header: Header, layout: ClassifierLayout) -> N
 
 
 def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
-    """MMD^2 between all pairs of posteriors, with one bandwidth for all, its standard error and p-value."""
-    chosen = _bandwidth(run, diagnoses)
-    task = run.console.task("mmd", len(diagnoses) * (len(diagnoses) - 1) // 2)
+    """MMD^2 between all pairs of posteriors over the same parameters, with one bandwidth for all of those, its standard error and p-value."""
+    groups = {
+        layers: [one for one in diagnoses if one.judged.layers == layers]
+        for layers in {d.judged.layers: None for d in diagnoses}
+    }
+    bandwidths = {layers: _bandwidth(run, group) for layers, group in groups.items()}
+    both = [pair for group in groups.values() for pair in combinations(group, 2)]
+    task = run.console.task("mmd", len(both))
     pairs = []
-    for one, other in combinations(diagnoses, 2):
+    for one, other in both:
+        chosen = bandwidths[one.judged.layers]
         pair: dict[str, Any] = {
             "posteriors": [one.judged.name, other.judged.name],
             "is_same_target": one.judged.target is not None and one.judged.target == other.judged.target,
@@ -184,10 +199,10 @@ def _with_comparisons(
     lowest = min(scored, key=lambda losses: float(losses.mean()), default=None)
     # Few or stuck draws cannot show a difference: that they show none says nothing.
     chains = [one.judged.name for one in diagnoses if one.judged.type == "samples" and not doubts(one.judged)]
-    tuned = {recorded_prior(header) for header in headers.values() if header.meta.get("criterion") == "val"}
+    tuned = {_aim(header) for header in headers.values() if header.meta.get("criterion") == "val"}
     compared = []
     for one in diagnoses:
-        is_tuned = one.judged.target in tuned
+        is_tuned = one.judged.aim in tuned
         has_seen_val = is_tuned or _was_tuned_on_val(headers[one.judged.name])
         judged = replace(one.judged, is_tuned=is_tuned, has_seen_val=has_seen_val)
         for pair in pairs:
@@ -212,6 +227,11 @@ def _with_comparisons(
     return compared
 
 
+def _aim(header: Header) -> tuple[str | None, Prior | None]:
+    """What a posterior was fitted to, as Judged.aim has it."""
+    return header.meta.get("layers"), recorded_prior(header)
+
+
 def _was_tuned_on_val(header: Header) -> bool:
     """Whether something of a posterior other than its prior precision was chosen by the NLL of the val split."""
     searched = header.meta.get("metrics", {}).get("slab_sd_search")
@@ -221,10 +241,12 @@ def _was_tuned_on_val(header: Header) -> bool:
 def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], headers: dict[str, Header]) -> Commands:
     """The commands that a verdict may suggest, to be pasted."""
 
-    def sample(target: Prior | None) -> str:
-        return _sampling_command(
-            run, options, [one.judged for one in diagnoses if one.judged.target == target], headers
-        )
+    def sample(judged: Judged) -> str:
+        same = [one.judged for one in diagnoses if one.judged.aim == judged.aim]
+        if judged.layers is not None:
+            base = next((one.name for one in same if one.type != "samples"), None)
+            return run.suggest("hmc", layers=judged.layers, base=base, trust_code=True, force=base is None)
+        return _sampling_command(run, options, same, headers)
 
     return Commands(
         predict=lambda name: run.suggest("predict", posterior=name, integrator="mc"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from bnncli.inference.importance import diagnose_importance
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
+from bnncli.run.integrator_choice import default_integrator
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile
 from bnncli.targets.target import CurvedTarget
+from bnncli.theta.module import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 VAL_DRAWS = 200
@@ -49,12 +51,21 @@ class Diagnosis:
 
 
 def diagnose(
-    run: Run, options: DiagnoseOptions, path: Path, *, name: str, train: CurvedTarget, val: Split | None
+    run: Run,
+    options: DiagnoseOptions,
+    path: Path,
+    *,
+    name: str,
+    train: CurvedTarget,
+    val: Split | None,
+    network: ModuleNetwork | None = None,
 ) -> Diagnosis:
     """The diagnosis of the posterior in a file, called `name` in all that is said of it.
 
     Args:
         train: the log posterior of the run's training split; its own prior is ignored.
+        val: as the posterior sees it, like train.
+        network: of a posterior over other layers than the last.
 
     Raises:
         DataError: it is damaged, or is for another head than the features'.
@@ -67,6 +78,8 @@ def diagnose(
         header: Header = content.header
     else:
         posterior, header = open_posterior(path)
+    if network is not None:
+        posterior = posterior.bound_to(network)
     if posterior.layout != train.layout:
         raise DataError(
             f"{path} is for {posterior.layout}, the features have {train.layout}", code="wrong_layout", path=path
@@ -76,10 +89,10 @@ def diagnose(
         entry |= _chains(run, posterior.draws, content)
     elif posterior.type in DENSITIES:
         entry |= _importance(run, options, name, posterior, header, train)
-    losses = _losses(run, posterior, val)
+    losses = _losses(run, posterior, header, val)
     entry["val_nll"] = _mean(losses)
     draws = _draws(run, name, posterior, entry)
-    judged = _judged(name, entry, recorded_prior(header))
+    judged = replace(_judged(name, entry, recorded_prior(header)), layers=header.meta.get("layers"))
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]
@@ -167,11 +180,15 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     return {"draws": draws.shape[0] * draws.shape[1], **found}
 
 
-def _losses(run: Run, posterior: Any, val: Split | None) -> NDArray[np.float64] | None:
-    """Negative log probability of each val label: 200 draws, but all of samples, and plug-in for a point."""
+def _losses(run: Run, posterior: Any, header: Header, val: Split | None) -> NDArray[np.float64] | None:
+    """Negative log probability of each val label: 200 draws, but all of samples, and plug-in for a point.
+
+    A posterior over other layers predicts by its default: a Gaussian is that of the linearised network.
+    """
     if val is None or val.content.labels is None:
         return None
-    prediction = load_integrator("plug-in" if posterior.type in POINTS else "mc").predict(
+    name = "plug-in" if posterior.type in POINTS else "mc" if val.is_last_layer else default_integrator(header)
+    prediction = load_integrator(name).predict(
         posterior.to(run.device),
         val.features(run.device),
         num_samples=None if posterior.type in (*POINTS, "samples") else VAL_DRAWS,

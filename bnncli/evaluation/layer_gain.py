@@ -1,0 +1,121 @@
+"""What a posterior over other layers gains over one of the last layer alone, on the same labelled examples.
+
+Paired by example: p-value and interval are of the mean difference of their losses by Hall's t, corrected for the differences'
+own skewness (Hall 1992, JRSS B 54, eq. 2.6; see excess.py), and hold for these two predictives as they are, draws and all.
+Many posteriors: Holm. That no difference is shown does not make the last layer as good: it is where the interval leaves no
+room for a gain above a hundredth of its NLL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.evaluation.excess import WORSE_SHARE, p_value
+from bnncli.evaluation.paired import holm
+from bnncli.lazy import special
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class LayerGain:
+    """A posterior over other layers against one over the last.
+
+    Args:
+        posterior, last_layer: their names.
+        value: NLL of the first less that of the second, nats an example: below 0 other layers predict better.
+        low, high: central 95 % interval of it; None for one example, or differences that do not vary.
+        p_adjusted: two-sided, of no difference, by Holm over all posteriors over other layers; None where untold.
+        margin: a hundredth of the second's NLL.
+    """
+
+    posterior: str
+    last_layer: str
+    value: float
+    low: float | None
+    high: float | None
+    p_adjusted: float | None
+    margin: float
+
+    @property
+    def finding(self) -> str:
+        """better or worse (than the last layer), as good, or untold."""
+        if self.p_adjusted is not None and self.p_adjusted <= 1 - LEVEL:
+            return "better" if self.value < 0 else "worse"
+        is_same = self.low is None and self.p_adjusted == 1  # every loss
+        return "as good" if is_same or (self.low is not None and self.low >= -self.margin) else "untold"
+
+    @property
+    def sentence(self) -> str:
+        """The finding with its numbers, for people."""
+        says = {
+            "better": f"{self.posterior} predicts better than {self.last_layer}, of the last layer alone",
+            "worse": f"the last layer alone ({self.last_layer}) predicts better than {self.posterior}",
+            "as good": f"the last layer alone ({self.last_layer}) is as good as {self.posterior}",
+            "untold": f"val is too small to tell {self.posterior} from {self.last_layer}, of the last layer alone",
+        }[self.finding]
+        interval = "no interval" if self.low is None else f"95 % interval {self.low:+.4f} to {self.high:+.4f}"
+        shown = "p unknown" if self.p_adjusted is None else f"p {self.p_adjusted:.2g}"
+        return f"{says}: val NLL {self.value:+.4f} ({interval}, {shown}, paired)"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON takes it."""
+        names = {"posterior": self.posterior, "last_layer": self.last_layer}
+        numbers = {"value": self.value, "low": self.low, "high": self.high, "p_adjusted": self.p_adjusted}
+        return {**names, **numbers, "margin": self.margin, "finding": self.finding, "sentence": self.sentence}
+
+
+def layer_gains(
+    losses: Mapping[str, NDArray[np.float64]], counterparts: Mapping[str, tuple[str, NDArray[np.float64]]]
+) -> list[LayerGain]:
+    """The gains of posteriors over other layers.
+
+    Args:
+        losses: by the posterior's name, (N,) nats of the same examples each.
+        counterparts: of each, name and losses of the posterior over the last layer that it is compared with, chosen without
+            looking at its losses.
+    """
+    gaps = {name: own - counterparts[name][1] for name, own in losses.items()}
+    found = []
+    for (name, gap), p in zip(gaps.items(), holm([_two_sided(gap) for gap in gaps.values()]), strict=True):
+        other, theirs = counterparts[name]
+        low, high = mean_interval(gap) or (None, None)
+        found.append(LayerGain(name, other, float(gap.mean()), low, high, p, WORSE_SHARE * float(theirs.mean())))
+    return found
+
+
+def _two_sided(differences: NDArray) -> float | None:
+    sides = [p_value(differences), p_value(-np.asarray(differences))]
+    known = [side for side in sides if side is not None]
+    return min(1.0, 2 * min(known)) if known else None
+
+
+def mean_interval(differences: NDArray, level: float = LEVEL) -> tuple[float, float] | None:
+    """The central interval of the mean of differences (N,): all values that `excess.p_value` does not reject to either side.
+
+    With S = (mean - m) / sd, Hall's T is ((1 + g S / 3)^3 - 1) / g + g / (6 N), times sqrt(N), which is solved for m; g, the
+    skewness, is taken for 0 where it is so small that the cube says nothing. None where they tell no variance.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    size = len(values)
+    if size < 2 or np.ptp(values) == 0:
+        return None
+    scale = np.abs(values).max()
+    scaled = values / scale
+    mean, spread = scaled.mean(), scaled.std(ddof=1)
+    centred = scaled - mean
+    skewness = float((centred**3).mean() / (centred**2).mean() ** 1.5)
+    reach = float(special.stdtrit(size - 1, (1 + level) / 2)) / math.sqrt(size)
+
+    def solved(ratio: float) -> float:
+        shifted = ratio - skewness / (6 * size)
+        s = shifted if abs(skewness) < 1e-6 else 3 / skewness * (np.cbrt(1 + skewness * shifted) - 1)
+        return float(scale * (mean - s * spread))
+
+    return solved(reach), solved(-reach)

@@ -1,0 +1,69 @@
+"""Posteriors over other layers than the last in diagnose: the splits as they see them, and what they gain over the last layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from bnncli.evaluation.layer_gain import LayerGain, layer_gains
+from bnncli.evaluation.verdict import POINTS
+from bnncli.options import DiagnoseOptions
+from bnncli.run.inputs import Split
+from bnncli.run.predictor import TrainData
+from bnncli.run.session import Run
+from bnncli.storage.headers import Header
+from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from bnncli.stages.diagnose.diagnosis import Diagnosis
+
+
+@dataclass
+class SeenSplits:
+    """The run's train and val as its posteriors see them: features, which travel to a GPU once, or the network's inputs."""
+
+    run: Run
+    options: DiagnoseOptions
+    train: Split
+    val: Split | None
+    _known: dict[str | None, dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def _data(self) -> TrainData:
+        return TrainData(self.run, self.options.trust_code)
+
+    def by(self, header: Header) -> dict[str, Any]:
+        """`train` (a target), `val` (a split) and `network` as the posterior with this header sees them; read once.
+
+        Raises:
+            Untrusted, MissingInput, DataError: its network or its inputs cannot be opened.
+        """
+        layers = header.meta.get("layers")
+        if layers not in self._known:
+            network = None if layers is None else self._data.reader.module_network
+            train, val = (None if one is None else self._data.seen_by(header, one) for one in (self.train, self.val))
+            assert train is not None
+            target = train.target(Prior(1.0), self.run.device)
+            self._known[layers] = {"train": target, "val": val, "network": network}
+        return self._known[layers]
+
+
+def gains_of_layers(diagnoses: list[Diagnosis]) -> list[LayerGain]:
+    """Each posterior over other layers against the last layer's of its own method, else the first that is a distribution.
+
+    Which one is chosen does not depend on how well it predicts.
+    """
+    scored = [one for one in diagnoses if one.losses is not None and one.judged.type not in POINTS]
+    last = [one for one in scored if one.judged.layers is None]
+    losses, counterparts = {}, {}
+    for one in scored:
+        if one.judged.layers is None or not last:
+            continue
+        same = [other for other in last if other.entry["method"] == one.entry["method"]]
+        chosen = (same or last)[0]
+        assert one.losses is not None
+        assert chosen.losses is not None
+        losses[one.judged.name] = one.losses
+        counterparts[one.judged.name] = chosen.judged.name, chosen.losses
+    return layer_gains(losses, counterparts)
