@@ -7,9 +7,9 @@ the ones that do not mix, so the worst is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,16 @@ class Convergence:
     ess_bulk: float | None
     ess_tail: float | None
     undefined: str | None = None
+
+
+def deciding(metrics: Mapping[str, Any]) -> Convergence:
+    """The numbers of recorded draws that their verdict goes by: of the parameters, unless `judged_by` names predictions.
+
+    Of other layers than the last it does: `heldout`, or `train` where there are no other labels.
+    """
+    prefix = f"{metrics['judged_by']}_" if "judged_by" in metrics else ""
+    r_hat, ess_bulk, ess_tail = (metrics.get(prefix + name) for name in ("max_rhat", "min_ess_bulk", "min_ess_tail"))
+    return Convergence(r_hat, None, ess_bulk, ess_tail, metrics.get(f"{prefix}undefined"))
 
 
 def convergence(draws: NDArray, *, device: torch.device | None = None, progress: Progress = SILENT) -> Convergence:

@@ -30,7 +30,7 @@ SETTLING_SHARE = 0.4
 SETTLING_STEPS = 16
 # All of theta (C, P), for draws (C, P') of a part of it, and the log density of what is added, (C,); the generator draws that.
 Completion = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
-_OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
+OVERDISPERSION = 2.0  # standard deviation of the starts, in posterior standard deviations
 _STATISTICS = ("log_joint", "energy", "acceptance_rate", "diverging")
 
 
@@ -112,6 +112,7 @@ def sample_hmc(
     num_warmup: int = 60,
     num_draws: int = 160,
     target_accept: float = 0.8,
+    dispersion: float = OVERDISPERSION,
     dynamics: str = "split",
     coarse: Callable[[Tensor], Tensor] | None = None,
     is_enough: Callable[[Tensor], bool] | None = None,
@@ -128,10 +129,11 @@ def sample_hmc(
         mode: (P,), the mode or a point near it.
         covariance: of a Gaussian there; any gives the right distribution, a good one gives it soon.
         generator: of starts, momenta, trajectory lengths and acceptances; on the CPU, and its state is stored.
-        num_chains: all in one matrix product, started from N(mode, 2^2 Sigma).
+        num_chains: all in one matrix product.
         num_warmup: transitions a chain makes first, in which the step size is found.
         num_draws: transitions kept, a chain.
         target_accept: acceptance rate that the step size aims for.
+        dispersion: chains start from N(mode, dispersion^2 Sigma).
         dynamics: split or leapfrog.
         coarse: the gradient (C, P) at mode + displacement (C, P) that kicks, while energies stay the target's; its own by default.
         is_enough: judges the draws (C, T, P) after num_draws, and again after every num_draws / 2 more, until it
@@ -155,7 +157,8 @@ def sample_hmc(
     kept = KeptDraws(store)
     stored = resume.restore()
     if stored is None:
-        walk = Walk.start(potential, settings, num_chains=num_chains, generator=generator)
+        z = dispersion * standard_normal(num_chains, mode.shape[0], generator, target.device)
+        walk = Walk.start(potential, settings, z)
     else:
         walk = Walk.from_tensors(stored, target.device)
         kept.restore(stored, target.device)
@@ -234,13 +237,9 @@ class Walk(NamedTuple):
     num_done: int
 
     @classmethod
-    def start(
-        cls, potential: WhitenedPotential, settings: SamplerSettings, *, num_chains: int, generator: torch.Generator
-    ) -> Walk:
-        """Chains at over-dispersed starts."""
-        device = potential.target.device
-        z = _OVERDISPERSION * standard_normal(num_chains, potential.mode.shape[0], generator, device)
-        smoothed = torch.full((num_chains,), settings.target_accept, dtype=torch.float64, device=device)
+    def start(cls, potential: WhitenedPotential, settings: SamplerSettings, z: Tensor) -> Walk:
+        """Chains at z (C, P), before the first transition."""
+        smoothed = torch.full(z.shape[:1], settings.target_accept, dtype=torch.float64, device=z.device)
         return cls(potential.state(z), settings.new_adaptation(), smoothed, 0)
 
     def to_tensors(self) -> dict[str, Tensor]:

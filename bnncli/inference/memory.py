@@ -34,6 +34,7 @@ _BYTES_A_TRAINING_DRAW = 100  # of each parameter: what a step through the layer
 _BYTES_A_DIRECTION = 80  # of each parameter: three blocks of float64, their factors and images
 _BATCH_VECTORS = 4  # of a minibatch's logits under every draw
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
+_NETWORK_CHAIN_VECTORS = 20  # the same where the target is a network's: its weights and their gradients besides
 _SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
 _COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
 
@@ -149,6 +150,14 @@ def require_sampling(
     require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
 
 
+def require_chains(num_params: int, device: torch.device | str, *, num_chains: int) -> None:
+    """Pass when chains over a network's parameters have room, whatever whitens them. Raises DeviceError otherwise."""
+    one = 8 * _NETWORK_CHAIN_VECTORS * num_params
+    most = budget(device) // one
+    hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: choose fewer \0layers\0"
+    require(num_chains * one, device, what=f"hmc with {num_chains} chains of {num_params} parameters", hint=hint)
+
+
 def require_refinement(
     structure: str, layout: MatrixLayout, device: torch.device | str, *, training: int = 0, **sizes: Any
 ) -> None:
@@ -201,6 +210,11 @@ def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:
     copies = 1 if num_used == num_stored else 2
     made = 0 if num_stored else _BYTES_A_DRAW * min(num_used, draws_at_once(num_params))
     return num_params * (4 * (num_stored + copies * num_used) + made)
+
+
+def sampled_bytes(num_params: int, num_draws: int) -> int:
+    """Bytes on disk of a sampler's draws: once as they come, once as the artifact."""
+    return 2 * num_draws * (4 * num_params + 64)
 
 
 def require_draws(

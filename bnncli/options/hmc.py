@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import option
+from bnncli.options.layers import LayersOptions
 from bnncli.options.until import Condition, parse_until
 
 
 @dataclass(frozen=True)
-class HmcOptions(Checked):
+class HmcOptions(LayersOptions):
     """Options of hmc."""
 
-    base: str = option("laplace", "Artifact whose prior defines the target.", metavar="NAME|FILE", numeric=False)
+    base: str | None = option(
+        None,
+        "Artifact whose prior defines the target: laplace by default, or for \0layers\0 all or a pattern the one that fit-laplace makes of these layers (laplace-all), whose Gaussian also whitens.",
+        metavar="NAME|FILE",
+        numeric=False,
+    )
     prior_precision: float | None = option(
         None, "Prior precision of the target, biases included, instead of the base's prior.", minimum=1e-30
     )
@@ -22,7 +29,7 @@ class HmcOptions(Checked):
     draws: int = option(260, "Draws kept of each chain.", minimum=4)
     until: str | None = option(
         None,
-        "After \0draws\0 keep drawing, \0draws\0 / 2 at a time, until these hold for every parameter, as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when \0max_draws\0 come first. The numbers that chose the stop flatter the run, and it says so.",
+        "After \0draws\0 keep drawing, \0draws\0 / 2 at a time, until these hold for every parameter (of other layers than the last: for every prediction that is judged), as rhat<=1.01,ess>=400 (also ess-tail>=NUMBER). Exit 3 when \0max_draws\0 come first. The numbers that chose the stop flatter the run, and it says so.",
         metavar="CONDITIONS",
     )
     max_draws: int | None = option(
@@ -40,7 +47,12 @@ class HmcOptions(Checked):
         choices=("float32", "tf32", "bfloat16"),
     )
     sampler: str = option("hmc", "hmc, or Pyro's nuts as the independent (slow) reference.", choices=("hmc", "nuts"))
-    max_rhat: float | None = option(None, "Exit 3 when the largest R-hat is above this.", minimum=1.0, numeric=False)
+    max_rhat: float | None = option(
+        None,
+        "Exit 3 when the largest R-hat is above this: of parameters, of other layers than the last of predictions.",
+        minimum=1.0,
+        numeric=False,
+    )
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
     save_every: float = option(
         60.0,
@@ -55,12 +67,23 @@ class HmcOptions(Checked):
             raise UsageError("\0dynamics\0 is for \0sampler\0 hmc; nuts has its own")
         if self.sampler == "nuts" and self.gradients != "float32":
             raise UsageError("\0gradients\0 is for \0sampler\0 hmc; nuts takes exact ones")
+        if not self.is_last_layer and self.gradients != "float32":
+            raise UsageError("\0gradients\0 is for the last layer; with \0layers\0 all or a pattern it is float32")
         if self.sampler == "nuts" and (self.until is not None or self.resume):
             raise UsageError("\0until\0 and \0resume\0 are for \0sampler\0 hmc; nuts runs one chain after the other")
         if self.max_draws is not None and self.max_draws < self.draws:
             raise UsageError(f"\0max_draws\0: expected at least \0draws\0 ({self.draws}); got {self.max_draws}")
         if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:
             raise UsageError("\0until\0: rhat needs at least two \0chains\0")
+
+    @property
+    def default_base(self) -> str:
+        """The base where none was named."""
+        return f"laplace{self.layers_suffix}"
+
+    def params(self) -> dict[str, Any]:
+        """The options that change numbers."""
+        return {**super().params(), **self.layers_params}
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

@@ -15,6 +15,7 @@ from bnncli.storage.headers import Header, interpreting
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
+HMC_OF_LAYERS = 1  # other than the last
 PRUNE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
 EVALUATE = 2
@@ -81,6 +82,8 @@ def _laplace_today(header: Header) -> set[int]:
 
 
 def _hmc_today(header: Header) -> set[int]:
+    if header.meta.get("layers") is not None:
+        return {HMC_OF_LAYERS}
     num_params = sum(math.prod(part["shape"]) for part in header.meta["param_layout"])
     return {of_hmc(in_span=in_span, num_params=num_params) for in_span in _in_span_today(header, "whitening")}
 

@@ -274,6 +274,27 @@ class HeldOutInputs:
 
     target: NetworkTarget
 
+    @property
+    def num_examples(self) -> int:
+        """M."""
+        return self.target.num_examples
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done."""
+        return self.target.device
+
+    def log_probabilities(self, theta: Tensor) -> Tensor:
+        """log p of each label under each theta (S, P), (S, M) float64, all digits kept where it is near one."""
+        target = self.target
+        theta = theta.to(target.device, target.dtype)
+        found = torch.empty(len(theta), target.num_examples, dtype=torch.float64, device=target.device)
+        with torch.no_grad():
+            for draws, rows in target._blocks(theta):
+                logits = target.logits(theta[draws], rows).permute(2, 0, 1).contiguous().double()
+                found[draws, rows] = target.likelihood.sharp_log_likelihoods(logits, target.labels[rows])
+        return found
+
     def losses(self, theta: Tensor) -> Tensor:
         """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bnncli.errors import UsageError
@@ -10,12 +10,14 @@ from bnncli.inference import memory
 from bnncli.options import HmcOptions, InputOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
-from bnncli.run.inputs import load_split, posterior_prior, posterior_source
+from bnncli.run.inputs import Split, load_split
+from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_to_fit
 from bnncli.run.session import Result, Run
+from bnncli.stages.hmc.base import Base, find_base, prior_of, request_params, request_sources
 from bnncli.stages.hmc.report import summary, verdict
-from bnncli.theta.prior import Prior
+from bnncli.stages.hmc.whole import prepare_network
 
 COMMAND = Command(
     "Draw from the exact posterior by Hamiltonian Monte Carlo.",
@@ -27,6 +29,7 @@ COMMAND = Command(
         "bnncli hmc ckpt.pt",
         "bnncli hmc ckpt.pt --chains 32 --draws 100 --max-rhat 1.01",
         "bnncli hmc ckpt.pt --until 'rhat<=1.01,ess>=1000' --resume",
+        "bnncli hmc ckpt.pt --layers all --chains 4 --warmup 100",
     ),
     place=50,
 )
@@ -38,41 +41,41 @@ def run(run: Run, options: HmcOptions) -> Result:
         raise UsageError("--max-draws says where --until gives up: give that too")
     train = load_split(run, "train").check_labeled()
     held_out = load_split(run, "val") if "val" in run.folder.splits() else None
-    sources = [train.source] + ([held_out.source] if held_out else [])
-    base = None
-    if options.prior_precision is None:
-        path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
-        header, source = posterior_source(run, path, "base")
-        prior = posterior_prior(path, header)
-        sources.append(source)
-        base = path.stem
-    elif options.base != "laplace":
+    base = None if options.prior_precision is not None else find_base(run, options)
+    if base is None and options.base not in (None, options.default_base):
         raise UsageError("--prior-precision and --base exclude each other: both say what the prior precision is")
-    else:
-        prior = Prior(options.prior_precision)
-    params = {**options.params(), "base": base, "seed": run.compute.seed}
     run.require_device()
+    prepare = _last_layer if options.is_last_layer else prepare_network
+    request, fit = prepare(run, options, train, held_out, base)
+    return produce_posterior(run, request, fit, lambda meta: _report(meta, options))
+
+
+def _last_layer(
+    run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None
+) -> tuple[Request, Callable[[], Fitted]]:
+    """The request for draws of the last layer, and what makes them."""
     span = span_to_fit(run, train)
     sizes: dict[str, Any] = {"num_chains": options.chains, "whole": train.layout if span else None}
     request = posterior_request(
         run,
         "hmc",
         kind="samples",
-        params=params,
+        params=request_params(run, options, base),
         algo_rev=_revisions.of_hmc(in_span=span is not None, num_params=train.layout.num_params),
-        sources=sources,
+        sources=request_sources(train, held_out, base),
         checkpoint=train.checkpoint,
-        # Once as raw draws while the chains run, once as the artifact.
-        estimated_bytes=lambda: 2 * options.chains * options.draws * (train.layout.num_params * 4 + 64),
+        estimated_bytes=lambda: memory.sampled_bytes(train.layout.num_params, options.chains * options.draws),
         require=lambda: memory.require_sampling(span or train.layout, run.device_name, **sizes),
     )
 
     def fit() -> Fitted:
-        from bnncli.stages.hmc.work import Sampling
+        from bnncli.stages.hmc.work import Sampling, last_layer
 
-        return Sampling(run, options, request, train, held_out, prior, span).fit()
+        prior = prior_of(options, base)
+        space = last_layer(run, options, train, held_out, prior, span)
+        return Sampling(run, options, request, prior, space).fit()
 
-    return produce_posterior(run, request, fit, lambda meta: _report(meta, options))
+    return request, fit
 
 
 def _report(meta: Mapping[str, Any], options: HmcOptions) -> Report:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import CheckFailed
 from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
-from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.theta.prior import Prior
@@ -15,16 +16,33 @@ if TYPE_CHECKING:
     from bnncli.inference.hmc import HmcRun
 
 
+_JUDGED = {
+    "heldout": "log probabilities of held-out labels",
+    "train": "log probabilities of training labels (no labelled val split)",
+}
+
+
 def hmc_metrics(
-    drawn: HmcRun, judged: Convergence, *, held_out: Convergence | None, options: HmcOptions, prior: Prior
+    drawn: HmcRun,
+    judged: Convergence,
+    *,
+    predictions: Mapping[str, Convergence],
+    judged_by: str | None,
+    options: HmcOptions,
+    prior: Prior,
 ) -> dict[str, Any]:
-    """The numbers of a run, as its artifact and `--json` give them."""
+    """The numbers of a run, as its artifact and `--json` give them.
+
+    Args:
+        judged: of the parameters.
+        predictions: of log probabilities of labels: heldout, train.
+        judged_by: whose numbers decide, heldout or train; None for the parameters'.
+    """
     from bnncli.inference.hmc import goals
 
-    num_draws = drawn.draws.shape[1]
-    is_met = bool(options.conditions) and not unmet(
-        options.conditions, _values(judged.r_hat, judged.ess_bulk, judged.ess_tail)
-    )
+    num_draws, held_out = drawn.draws.shape[1], predictions.get("heldout")
+    decided = judged if judged_by is None else predictions[judged_by]
+    is_met = bool(options.conditions) and not unmet(options.conditions, condition_values(decided))
     return {
         "sampler": options.sampler,
         "dynamics": options.dynamics if options.sampler == "hmc" else None,
@@ -44,6 +62,7 @@ def hmc_metrics(
         "heldout_max_rhat": held_out.r_hat if held_out else None,
         "heldout_min_ess_bulk": held_out.ess_bulk if held_out else None,
         "heldout_min_ess_tail": held_out.ess_tail if held_out else None,
+        **({} if judged_by is None else _of_judged(judged_by, decided)),
         "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
         "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
         "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
@@ -53,25 +72,40 @@ def hmc_metrics(
     }
 
 
+def _of_judged(judged_by: str, decided: Convergence) -> dict[str, Any]:
+    """What the metrics have besides where predictions decide."""
+    return {
+        "judged_by": judged_by,
+        f"{judged_by}_max_rhat": decided.r_hat,
+        f"{judged_by}_min_ess_bulk": decided.ess_bulk,
+        f"{judged_by}_min_ess_tail": decided.ess_tail,
+        f"{judged_by}_undefined": decided.undefined,
+    }
+
+
 def summary(metrics: dict[str, Any]) -> list[str]:
     """The numbers as lines for people."""
     head = f"{metrics['chains']} chains of {metrics['draws']} draws"
-    if metrics["max_rhat"] is None:
-        lines = [f"{head}: R-hat undefined ({metrics['undefined']})"]
-    else:
-        lines = [
-            f"{head}: largest R-hat {metrics['max_rhat']:.3f}, smallest effective sample size {metrics['min_ess_bulk']:.0f} bulk, "
-            f"{metrics['min_ess_tail']:.0f} tail"
-        ]
+    judged_by = metrics.get("judged_by")
+    lines = [f"{head}: {'' if judged_by is None else f'{_JUDGED[judged_by]}: '}{_agreement(deciding(metrics))}"]
     if metrics.get("stopped_by") is not None:
         lines.append(
             f"these numbers chose when to stop (--until {metrics['stopped_by']}, look {metrics['until_looks']}), so they flatter: a "
             "run of this length that nothing stopped tends to a larger R-hat and fewer effective draws"
         )
-    if metrics["heldout_max_rhat"] is not None:
+    if judged_by is not None:
+        parameters = {name: value for name, value in metrics.items() if name != "judged_by"}
+        lines.append(
+            f"parameters: {_agreement(deciding(parameters))}; they do not decide, as they are not identified: units of a layer can "
+            "be exchanged, and chains that differ so predict the same"
+        )
+        lines.append(
+            "all chains started about one setting of the weights: R-hat does not tell of modes that none of them has reached"
+        )
+    elif metrics["heldout_max_rhat"] is not None:
         tail = metrics.get("heldout_min_ess_tail")
         lines.append(
-            f"log probabilities of held-out labels: largest R-hat {metrics['heldout_max_rhat']:.3f}, smallest effective "
+            f"{_JUDGED['heldout']}: largest R-hat {metrics['heldout_max_rhat']:.3f}, smallest effective "
             f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk" + ("" if tail is None else f", {tail:.0f} tail")
         )
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
@@ -83,13 +117,23 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _agreement(numbers: Convergence) -> str:
+    """How the chains agree."""
+    if numbers.r_hat is None:
+        return f"R-hat undefined ({numbers.undefined})"
+    return (
+        f"largest R-hat {numbers.r_hat:.3f}, smallest effective sample size {numbers.ess_bulk:.0f} bulk, "
+        f"{numbers.ess_tail:.0f} tail"
+    )
+
+
 def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
     """Why these draws may not be the posterior's; empty when nothing speaks against them."""
     found = []
-    if metrics["max_rhat"] is not None and metrics["max_rhat"] > GOOD_RHAT:
-        found.append(
-            f"the chains do not agree: largest R-hat {metrics['max_rhat']:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}"
-        )
+    r_hat = deciding(metrics).r_hat
+    if r_hat is not None and r_hat > GOOD_RHAT:
+        of = " of predictions" if "judged_by" in metrics else ""
+        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}")
     if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
         lowest = metrics["lowest_chain_acceptance"]
         found.append(f"a chain is stuck: it accepts {lowest:.1%} of its moves; {_remedy(metrics)}")
@@ -105,7 +149,8 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
 
 def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
     """The failure that --until or --max-rhat asks for; an undefined value passes neither."""
-    values = _values(metrics["max_rhat"], metrics["min_ess_bulk"], metrics["min_ess_tail"])
+    decided = deciding(metrics)
+    values = condition_values(decided)
     missed = unmet(options.conditions, values)
     if missed:
         got = ", ".join(f"{condition.name} is {_shown(values[condition.name])}" for condition in missed)
@@ -114,18 +159,19 @@ def verdict(metrics: dict[str, Any], options: HmcOptions) -> CheckFailed | None:
             hint="draw again with a larger --max-draws and --force (or another --name)",
             code="until",
         )
-    if options.max_rhat is None or (metrics["max_rhat"] is not None and metrics["max_rhat"] <= options.max_rhat):
+    if options.max_rhat is None or (decided.r_hat is not None and decided.r_hat <= options.max_rhat):
         return None
+    of = " of predictions" if "judged_by" in metrics else ""
     return CheckFailed(
-        f"--max-rhat {options.max_rhat}: the largest R-hat is {_shown(metrics['max_rhat'])}",
+        f"--max-rhat {options.max_rhat}: the largest R-hat{of} is {_shown(decided.r_hat)}",
         hint=_remedy(metrics),
         code="max_rhat",
     )
 
 
-def _values(r_hat: float | None, ess_bulk: float | None, ess_tail: float | None) -> dict[str, float | None]:
+def condition_values(numbers: Convergence) -> dict[str, float | None]:
     """What the conditions of --until are about, by the names they have there."""
-    return {"rhat": r_hat, "ess": ess_bulk, "ess-tail": ess_tail}
+    return {"rhat": numbers.r_hat, "ess": numbers.ess_bulk, "ess-tail": numbers.ess_tail}
 
 
 def _shown(value: float | None) -> str:

@@ -1,10 +1,10 @@
-"""The work of hmc: chains from the mode, how they agree, and the file of their draws."""
+"""The work of hmc: where chains move, how they agree, and the file of their draws; whole.py has that of other layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from bnncli import __version__
+from bnncli.covariances import Covariance
 from bnncli.evaluation.convergence import Convergence, convergence
 from bnncli.evaluation.predictive_convergence import MAX_ROWS, held_out_convergence
 from bnncli.inference import memory
-from bnncli.inference.hmc import Completion, HmcRun, sample_hmc
+from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.row_space_draws import complete
 from bnncli.likelihoods import name_to_record
@@ -29,94 +30,171 @@ from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import Resumable, ResumableDraws
 from bnncli.run.row_space import row_space
 from bnncli.run.session import Run
-from bnncli.stages.hmc.report import hmc_metrics, hmc_warnings
+from bnncli.stages.hmc.report import condition_values, hmc_metrics, hmc_warnings
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.coarse_gradient import choose_gradient
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.target import Target
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
 
 Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
+Judge = Callable[[torch.Tensor], Convergence]  # of draws (C, T, P)
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """One request for draws, and what it needs.
+class Space:
+    """Where chains move, and by what they are judged.
+
+    Args:
+        train: the training split, whose layout is of all of theta.
+        target: over what moves.
+        center: (P',), of the Gaussian that whitens.
+        covariance: its.
+        complete: makes all of theta of what moves; None where the chains move over all of it.
+        coarse: the gradient that kicks, as for sample_hmc.
+        dispersion: of the starts.
+        predictions: how chains agree on log probabilities of labels, by whose they are: heldout, train.
+        judged_by: whose numbers decide about the chains; None for the parameters'.
+        identity: of the whitening: what a state to resume from must have been made with.
+        meta: what the artifact records besides.
+    """
+
+    train: Split
+    target: Target
+    center: torch.Tensor
+    covariance: Covariance
+    identity: str
+    complete: Completion | None = None
+    coarse: Callable[[torch.Tensor], torch.Tensor] | None = None
+    dispersion: float = OVERDISPERSION
+    predictions: Mapping[str, Judge] = field(default_factory=dict)
+    judged_by: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+def last_layer(
+    run: Run, options: HmcOptions, train: Split, held_out: Split | None, prior: Prior, span: MatrixLayout | None
+) -> Space:
+    """About the exact mode of the last layer's target.
 
     Args:
         held_out: the val split, whose predictions are judged too; None without one.
         span: the layout inside the span of the features, where the chains move; None where they move over all of theta.
     """
+    target = train.target(prior, run.device)
+    whole = train.layout if span else None
+    structure = memory.automatic_structure(span or train.layout, budget(run.device), whole=whole)
+    start = train.start().to(run.device)
+    rows = row_space(target) if span else None
+    if rows is not None:
+        target, start = rows.target(target), rows.reduce(start)
+    gaussian = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console).gaussian
+    judges: dict[str, Judge] = {}
+    if held_out is not None and held_out.content.labels is not None:
+        judges["heldout"] = partial(_judge_held_out, run, train, held_out)
+    return Space(
+        train,
+        target,
+        gaussian.mean,
+        gaussian.covariance,
+        identity=gaussian.covariance.structure,
+        complete=None if rows is None else partial(complete, rows=rows, precision=prior.weight_precision),
+        coarse=choose_gradient(options.gradients, target, gaussian.mean),
+        predictions=judges,
+        meta={} if rows is None else {"row_space_rank": rows.rank},
+    )
+
+
+def _judge_held_out(run: Run, train: Split, held_out: Split, draws: torch.Tensor) -> Convergence:
+    """How the chains agree on a few hundred seeded examples of the val split."""
+    rows = judged_rows(run, held_out)
+    return held_out_convergence(
+        draws,
+        torch.from_numpy(held_out.content.features)[rows],
+        held_out.labels(torch.device("cpu"))[rows],
+        layout=train.layout,
+        device=run.device,
+        progress=run.console,
+    )
+
+
+def judged_rows(run: Run, split: Split) -> torch.Tensor:
+    """The seeded examples of a split, ascending, whose predictions are judged: MAX_ROWS of them, or all."""
+    order = torch.randperm(len(split.content.features), generator=run.stream("hmc/held-out"))
+    return order[:MAX_ROWS].sort().values
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One request for draws, and what it needs."""
 
     run: Run
     options: HmcOptions
     request: Request
-    train: Split
-    held_out: Split | None
     prior: Prior
-    span: MatrixLayout | None
+    space: Space
 
     def fit(self) -> Fitted:
         """Draw, judge, and say how to publish."""
-        run, options, train = self.run, self.options, self.train
-        target = train.target(self.prior, run.device)
-        whole = train.layout if self.span else None
-        structure = memory.automatic_structure(self.span or train.layout, budget(run.device), whole=whole)
-        start = train.start().to(run.device)
-        rows = row_space(target) if self.span else None
-        if rows is not None:
-            target, start = rows.target(target), rows.reduce(start)
-        fit = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console)
+        run, options, space, layout = self.run, self.options, self.space, self.space.train.layout
         sample = self._sample_nuts if options.sampler == "nuts" else self._sample_hmc
-        drawn, judged, publishing = sample(
-            target,
-            mode=fit.gaussian.mean,
-            covariance=fit.gaussian.covariance,
+        drawn, decided, publishing = sample(
+            mode=space.center,
+            covariance=space.covariance,
             num_chains=options.chains,
             num_warmup=options.warmup,
             num_draws=options.draws,
             target_accept=options.target_accept,
-            complete=None if rows is None else partial(complete, rows=rows, precision=self.prior.weight_precision),
             progress=run.console,
         )
-        predictions = self._judge_held_out(drawn)
-        metrics = hmc_metrics(drawn, judged, held_out=predictions, options=options, prior=self.prior)
+        judged = decided if space.judged_by is None else self._judge(drawn.draws)
+        known = {} if space.judged_by is None else {space.judged_by: decided}
+        others = {name: judge(drawn.draws) for name, judge in space.predictions.items() if name not in known}
+        metrics = hmc_metrics(
+            drawn,
+            judged,
+            predictions=known | others,
+            judged_by=space.judged_by,
+            options=options,
+            prior=self.prior,
+        )
         for text in hmc_warnings(metrics):
             run.console.warn(text)
         meta = {
             "method": "hmc",
             "type": "samples",
             **self.prior.to_meta(),
-            **name_to_record(train.layout.likelihood_name),
-            "param_layout": train.layout.to_json(),
-            "whitening": structure,
-            **({} if rows is None else {"row_space_rank": rows.rank}),
+            **name_to_record(layout.likelihood_name),
+            "param_layout": layout.to_json(),
+            "whitening": space.covariance.structure,
+            **space.meta,
         }
-        return Fitted({}, meta, metrics, train, write=partial(self._write, drawn), publishing=publishing)
+        return Fitted({}, meta, metrics, space.train, write=partial(self._write, drawn), publishing=publishing)
 
-    def _sample_hmc(self, target: LastLayerTarget, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
+    def _sample_hmc(self, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
         """Draws by our sampler, how they converged, and what removes the resume state once they are published."""
-        run, options, request = self.run, self.options, self.request
-        store = DrawFile(request.target, num_chains=options.chains, num_params=self.train.layout.num_params)
+        run, options, request, space = self.run, self.options, self.request, self.space
+        store = DrawFile(request.target, num_chains=options.chains, num_params=space.train.layout.num_params)
         # A state holds whitened coordinates: under another whitening they would be other theta.
-        also = {"whitening": common["covariance"].structure}
+        also = {"whitening": space.identity}
         resumable = Resumable(run, request, resume=options.resume, save_every=options.save_every, also=also)
         resume = ResumableDraws(resumable, store)
         judgements: dict[int, Convergence] = {}
 
         def is_enough(draws: torch.Tensor) -> bool:
-            judged = judgements[draws.shape[1]] = self._judge(draws)
+            judged = judgements[draws.shape[1]] = self._decide(draws)
             run.console.info(_round_line(draws.shape[1], judged))
-            values = {"rhat": judged.r_hat, "ess": judged.ess_bulk, "ess-tail": judged.ess_tail}
-            return not unmet(options.conditions, values)
+            return not unmet(options.conditions, condition_values(judged))
 
         try:
             with resumable.hint():
                 drawn = sample_hmc(
-                    target,
+                    space.target,
                     dynamics=options.dynamics,
-                    coarse=choose_gradient(options.gradients, target, common["mode"]),
+                    dispersion=space.dispersion,
+                    coarse=space.coarse,
+                    complete=space.complete,
                     generator=run.stream("hmc/chains"),
                     is_enough=is_enough if options.conditions else None,
                     max_draws=options.max_draws,
@@ -127,50 +205,36 @@ class Sampling:
         finally:
             resume.close()
         judged = judgements.get(drawn.draws.shape[1])
-        return drawn, judged or self._judge(drawn.draws), resume.publishing
+        return drawn, judged or self._decide(drawn.draws), resume.publishing
 
-    def _sample_nuts(
-        self, target: LastLayerTarget, complete: Completion | None, **common: Any
-    ) -> tuple[HmcRun, Convergence, Publishing]:
+    def _sample_nuts(self, **common: Any) -> tuple[HmcRun, Convergence, Publishing]:
         """The same by Pyro's NUTS, which cannot be continued."""
         from bnncli.inference.nuts import sample_nuts
 
-        drawn = sample_nuts(target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
-        if complete is not None:
+        drawn = sample_nuts(self.space.target, seed=self.run.stream("hmc/nuts").initial_seed() % 2**31, **common)
+        if self.space.complete is not None:
             inside = drawn.draws.flatten(0, 1).double()
-            theta, outside = complete(inside, self.run.stream("hmc/outside"))
+            theta, outside = self.space.complete(inside, self.run.stream("hmc/outside"))
             shape = drawn.draws.shape[:2]
             log_joint = drawn.log_joint + outside.to(drawn.log_joint.device).view(shape)
             drawn = replace(drawn, draws=theta.float().unflatten(0, shape), log_joint=log_joint)
-        return drawn, self._judge(drawn.draws.cpu()), nullcontext
+        return drawn, self._decide(drawn.draws), nullcontext
+
+    def _decide(self, draws: torch.Tensor) -> Convergence:
+        """How the chains agree on what decides."""
+        by = self.space.judged_by
+        return self._judge(draws) if by is None else self.space.predictions[by](draws)
 
     def _judge(self, draws: torch.Tensor) -> Convergence:
-        """How the chains agree on every parameter, for draws (C, T, P) on the CPU; judged on the device."""
-        return convergence(draws.numpy(), device=self.run.device, progress=self.run.console)
-
-    def _judge_held_out(self, drawn: HmcRun) -> Convergence | None:
-        """How the chains agree on a few hundred seeded examples of the val split; None without labels there."""
-        if self.held_out is None or self.held_out.content.labels is None:
-            return None
-        labels = self.held_out.labels(torch.device("cpu"))
-        order = torch.randperm(len(labels), generator=self.run.stream("hmc/held-out"))
-        rows = order[:MAX_ROWS].sort().values
-        features = torch.from_numpy(self.held_out.content.features)[rows]
-        return held_out_convergence(
-            drawn.draws,
-            features,
-            labels[rows],
-            layout=self.train.layout,
-            device=self.run.device,
-            progress=self.run.console,
-        )
+        """How the chains agree on every parameter, for draws (C, T, P); judged on the device."""
+        return convergence(draws.cpu().numpy(), device=self.run.device, progress=self.run.console)
 
     def _write(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
-        is_nuts = self.options.sampler == "nuts"
+        is_nuts, train = self.options.sampler == "nuts", self.space.train
         return write_samples(
             self.request.target,
-            _content(drawn, self.train, self.prior),
-            outputs=self.train.layout.likelihood.output_names(self.train.content.classes),
+            _content(drawn, train, self.prior),
+            outputs=train.layout.likelihood.output_names(train.content.classes),
             created_at=provenance["created_at"],
             name=self.run.checkpoint_path.stem,
             sampler_library=("pyro", version("pyro-ppl")) if is_nuts else ("bnncli", __version__),
@@ -190,7 +254,8 @@ def _round_line(num_draws: int, judged: Convergence) -> str:
 
 def _content(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
     """Draws and statistics under the names of the ArviZ schema."""
-    weight, bias = train.layout.split(drawn.draws.cpu())
+    draws = drawn.draws.cpu()
+    weight, bias = train.layout.split(draws) if train.is_last_layer else (None, None)
     stats = {
         "lp": drawn.log_joint,
         "energy": drawn.energy,
@@ -200,8 +265,9 @@ def _content(drawn: HmcRun, train: Split, prior: Prior) -> SampleFile:
         "n_steps": drawn.n_steps,
     }
     return SampleFile(
-        head_weight=weight.numpy(),
+        head_weight=None if weight is None else weight.numpy(),
         head_bias=None if bias is None else bias.numpy(),
         stats={name: values.cpu().numpy() for name, values in stats.items() if values is not None},
         constants={name: np.array([value]) for name, value in prior.to_meta().items()},
+        theta=None if train.is_last_layer else draws.numpy(),
     )

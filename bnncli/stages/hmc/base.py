@@ -1,0 +1,66 @@
+"""What says which target the chains are of: a posterior whose prior it has, or a prior precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import UsageError
+from bnncli.options import HmcOptions
+from bnncli.run.inputs import Split, posterior_prior, posterior_source
+from bnncli.run.session import Run
+from bnncli.storage.headers import Header
+from bnncli.storage.provenance import Source
+from bnncli.theta.prior import Prior
+
+
+@dataclass(frozen=True)
+class Base:
+    """A posterior whose prior is the target's."""
+
+    path: Path
+    header: Header
+    source: Source
+    prior: Prior
+
+
+def find_base(run: Run, options: HmcOptions) -> Base:
+    """The one that the options name, or the default.
+
+    Raises:
+        MissingInput: there is none.
+        DataError: it has no prior.
+        UsageError: it is over other layers.
+    """
+    asked = {} if options.is_last_layer else {"layers": options.layers, "trust_code": options.trust_code}
+    name = options.base or options.default_base
+    path = run.folder.find_posterior(name, flag="--base", maker=run.suggest("fit-laplace", **asked))
+    header, source = posterior_source(run, path, "base")
+    layers = str(header.meta.get("layers") or "last")
+    if layers != options.layers:
+        raise UsageError(
+            f"--base {path.stem} is over --layers {layers}, asked is --layers {options.layers}",
+            hint="name a base over these layers, or give --prior-precision NUMBER",
+        )
+    return Base(path, header, source, posterior_prior(path, header))
+
+
+def prior_of(options: HmcOptions, base: Base | None) -> Prior:
+    """The target's prior: the base's, or of the precision that was given."""
+    if base is not None:
+        return base.prior
+    assert options.prior_precision is not None
+    return Prior(options.prior_precision)
+
+
+def request_params(run: Run, options: HmcOptions, base: Base | None) -> dict[str, Any]:
+    """What the request records of the options."""
+    return {**options.params(), "base": None if base is None else base.path.stem, "seed": run.compute.seed}
+
+
+def request_sources(train: Split, held_out: Split | None, base: Base | None) -> Sequence[Source]:
+    """What the draws are made of."""
+    found = [train.source] + ([held_out.source] if held_out else [])
+    return found + ([base.source] if base else [])

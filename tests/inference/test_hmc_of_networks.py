@@ -1,0 +1,86 @@
+"""Chains over a network's weights: against quadrature of two weights, and judged by predictions where weights are not identified."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from problems.seeds import seeded
+from torch import Tensor, nn
+
+from bnncli.covariances.diag import Diag
+from bnncli.evaluation.convergence import convergence
+from bnncli.evaluation.predictive_convergence import held_out_convergence, label_convergence
+from bnncli.inference.hmc import sample_hmc
+from bnncli.inference.nuts import sample_nuts
+from bnncli.targets.network import HeldOutInputs, NetworkTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.prior import Prior
+
+POINTS = torch.tensor([[-1.5], [-0.4], [0.3], [2.0]], dtype=torch.float64)
+
+
+@cache
+def two_weights(num_examples: int) -> NetworkTarget:
+    """Of b tanh(a x): (a, b) and (-a, -b) are the same network."""
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)).eval()
+    inputs = torch.randn(num_examples, 1, generator=seeded(1), dtype=torch.float64)
+    noise = 0.5 * torch.randn(num_examples, 1, generator=seeded(2), dtype=torch.float64)
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=1, input_shape=(1,))
+    return NetworkTarget(inputs, (inputs + noise > 0)[:, 0].long(), layout, Prior(0.5))
+
+
+def quantities(theta: Tensor) -> Tensor:
+    """What neither sign nor scale of a unit hides, (..., 7): a^2, b^2, a b, and probabilities at a few inputs."""
+    a, b = theta.double().unbind(dim=-1)
+    logits = b.unsqueeze(-1) * torch.tanh(a.unsqueeze(-1) * POINTS[:, 0])
+    return torch.cat([torch.stack([a * a, b * b, a * b], dim=-1), logits.sigmoid()], dim=-1)
+
+
+@pytest.mark.parametrize("sampler", ["hmc", "nuts"])
+def test_two_weights_have_the_moments_of_quadrature(sampler: str) -> None:
+    target = two_weights(8)
+    line = torch.linspace(-9, 9, 301, dtype=torch.float64)
+    grid = torch.cartesian_prod(line, line)
+    expected = target.log_joint(grid).softmax(dim=0) @ quantities(grid)
+    common = {"mode": torch.ones(2, dtype=torch.float64), "covariance": Diag(torch.ones(2, dtype=torch.float64))}
+    if sampler == "hmc":
+        drawn = sample_hmc(target, **common, generator=seeded(3), num_chains=100, num_warmup=40, num_draws=40)
+        groups = drawn.draws
+    else:
+        drawn = sample_nuts(target, **common, seed=1, num_chains=2, num_warmup=20, num_draws=60)
+        groups = drawn.draws.reshape(2 * 6, 10, 2)
+    means = quantities(groups).mean(dim=1)
+    error = means.std(dim=0) / len(means) ** 0.5
+    assert ((means.mean(dim=0) - expected).abs() < 4 * error).all()
+    assert (error < 0.3 * expected.abs()).all()
+
+
+def test_predictions_agree_where_weights_of_two_modes_do_not() -> None:
+    target = two_weights(60)
+    drawn = sample_hmc(
+        target, mode=torch.zeros(2, dtype=torch.float64), covariance=Diag(torch.ones(2, dtype=torch.float64)),
+        generator=seeded(4), num_chains=8, num_warmup=20, num_draws=100,
+    )  # fmt: skip
+    held_out = target.held_out(POINTS, torch.tensor([0, 1, 1, 1]))
+    weights, predictions = convergence(drawn.draws.numpy()), label_convergence(drawn.draws, held_out)
+    assert weights.r_hat is not None
+    assert predictions.r_hat is not None
+    assert predictions.r_hat < 1.05 < 1.5 < weights.r_hat
+
+
+def test_a_linear_network_is_judged_as_the_last_layer_is() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(3, 2)).eval()
+    inputs, labels = torch.randn(30, 3, generator=seeded(1)), torch.arange(30) % 2
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=2, input_shape=(3,))
+    held_out = HeldOutInputs(NetworkTarget(inputs, labels, layout, Prior(1.0)))
+    draws = torch.randn(3, 40, 8, generator=seeded(2)).cumsum(dim=1)
+    one, other = (
+        label_convergence(draws, held_out),
+        held_out_convergence(draws, inputs, labels, layout=HeadLayout(2, 3)),
+    )
+    assert one.ess_bulk is not None
+    assert one.ess_bulk == pytest.approx(other.ess_bulk, rel=1e-4)
+    assert (one.r_hat, one.ess_tail) == pytest.approx((other.r_hat, other.ess_tail), rel=1e-4)

@@ -1,0 +1,162 @@
+"""hmc over other layers than the last, from the command line: its draws, its verdict, its file, its refusals."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems.command_line import Cli
+
+from bnncli.machine import signals
+from bnncli.run.inputs import open_samples
+from bnncli.run.resumable import ResumableDraws
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.predictions import read_predictions
+
+LINEAR = "nn.Linear(3, 2)"
+TANH = "nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)"
+CODE = "from torch import nn\n\ndef make():\n    return nn.Sequential({})\n"
+HMC = ("hmc", "ckpt.pt", "--layers", "all", "--trust-code", "--chains", 4, "--warmup", 20, "--draws", 40)
+Make = Callable[[str, int], None]
+
+
+@pytest.fixture
+def make_run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """make_run(layers, inputs): features of a network by the user's own code; the test works beside them."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(layers: str, size: int) -> None:
+        Path("net.py").write_text(CODE.format(layers))
+        rng = np.random.default_rng(0)
+        for name, count in (("train", 40), ("val", 20), ("test", 10)):
+            x = rng.normal(size=(count, size)).astype(np.float32)
+            y = (x[:, 0] + 0.7 * rng.normal(size=count) > 0).astype(np.int64)
+            np.savez(f"{name}.npz", x=x, y=y)
+        space: dict[str, Any] = {}
+        exec(CODE.format(layers), space)
+        torch.manual_seed(0)
+        network = space["make"]()
+        torch.save({name: 0.1 * value for name, value in network.state_dict().items()}, "ckpt.pt")
+        splits = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
+        assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *splits).code == 0
+
+    return make
+
+
+def draws_of(name: str) -> Any:
+    return open_samples(Path(f"ckpt.pt.bnn/posteriors/{name}.nc"))[0].draws.double()
+
+
+def test_a_network_of_one_layer_has_the_posterior_of_the_last_layer(cli: Cli, make_run: Make) -> None:
+    make_run(LINEAR, 3)
+    found = []
+    for words in ((), ("--layers", "all", "--trust-code")):
+        asked = ("--prior-precision", 1, "--chains", 16, "--warmup", 20, "--draws", 40, *words)
+        assert cli("hmc", "ckpt.pt", *asked).code == 0
+    for name in ("hmc", "hmc-all"):
+        values = torch.cat([draws_of(name), draws_of(name).square()], dim=2)
+        means = values.mean(dim=1)  # of each chain: they are independent
+        found.append((means.mean(dim=0), means.std(dim=0) / len(means) ** 0.5))
+    (one, error), (other, also) = found
+    assert ((one - other).abs() < 4 * (error**2 + also**2).sqrt()).all()
+    assert (error < 0.2).all()
+
+
+def test_chains_in_two_modes_of_the_same_network_agree_by_their_predictions(cli: Cli, make_run: Make) -> None:
+    make_run(TANH, 1)
+    # At weights near zero the Gaussian is the prior: chains start on both sides, and seldom change.
+    words = (
+        "hmc",
+        "ckpt.pt",
+        "--layers",
+        "all",
+        "--trust-code",
+        "--prior-precision",
+        0.5,
+        "--chains",
+        16,
+        "--warmup",
+        15,
+    )
+    done = cli(*words, "--draws", 90, "--max-rhat", 1.05, "--json")
+    assert done.code == 0, done.stderr
+    metrics = done.json["metrics"]
+    assert metrics["judged_by"] == "heldout"
+    assert metrics["heldout_max_rhat"] < 1.05 < 1.2 < metrics["max_rhat"]
+    assert "they do not decide" in done.stderr
+    assert "do not agree" not in done.stderr
+    few = cli(*words, "--draws", 4, "--max-rhat", 1.0001, "--name", "few")
+    assert (few.code, "--max-rhat 1.0001: the largest R-hat of predictions is" in few.stderr) == (3, True)
+
+
+def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_run: Make) -> None:
+    make_run(f"nn.Linear(2, 3), nn.ReLU(), {LINEAR}", 2)
+    assert cli("fit-laplace", "ckpt.pt", "--layers", "all", "--trust-code", "--prior-precision", 2).code == 0
+    done = cli(*HMC, "--json")
+    assert done.code == 0
+    path = Path("ckpt.pt.bnn/posteriors/hmc-all.nc")
+    header = read_header(path)
+    assert (header.meta["layers"], header.meta["prior_precision"], header.meta["whitening"]) == ("all", 2.0, "full")
+    assert [part["name"] for part in header.meta["param_layout"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert "up to date" in cli(*(word for word in HMC if word != "--trust-code")).stderr  # which runs no code
+    assert cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--split", "test", "--trust-code").code == 0
+    probs = read_predictions(Path("ckpt.pt.bnn/predictions/hmc-all.mc/test.h5")).probs
+    with np.load("test.npz") as arrays:
+        x = arrays["x"].astype(np.float64)
+    expected = np.zeros((10, 2))
+    for draw in draws_of("hmc-all").flatten(0, 1).numpy():
+        hidden = np.maximum(x @ draw[:6].reshape(3, 2).T + draw[6:9], 0)
+        odds = np.exp(hidden @ draw[9:15].reshape(2, 3).T + draw[15:])
+        expected += odds / odds.sum(axis=1, keepdims=True) / 160
+    np.testing.assert_allclose(probs, expected, atol=1e-5)
+
+
+def test_an_interrupted_run_over_a_network_continues_to_the_same_bits(
+    cli: Cli, make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(TANH, 1)
+    words = (*HMC, "--prior-precision", 1, "--until", "ess>=250", "--json")
+    whole = cli(*words, "--name", "whole")
+    assert whole.json["metrics"]["draws"] > 40
+    offer, left = ResumableDraws.offer, [70]
+
+    def stop(self: ResumableDraws, tensors: Any, *, is_last: bool = False) -> None:
+        offer(self, tensors, is_last=is_last)
+        left[0] -= not is_last
+        if left[0] == 0:
+            signals._received.append(signal.SIGTERM)
+
+    monkeypatch.setattr(ResumableDraws, "offer", stop)
+    assert cli(*words, "--name", "cut").code == 128 + signal.SIGTERM
+    signals.forget_received()
+    again = cli(*words, "--name", "cut", "--resume")
+    assert "resuming after 70 transitions" in again.stderr
+    digests = [done.json["outputs"][0]["content_digest"] for done in (whole, again)]
+    assert digests[0] == digests[1]
+
+
+def test_without_labels_to_judge_by_the_training_labels_do(cli: Cli, make_run: Make) -> None:
+    make_run(TANH, 1)
+    Path("ckpt.pt.bnn/features/val.h5").unlink()
+    done = cli(*HMC, "--prior-precision", 1, "--json")
+    assert done.json["metrics"]["judged_by"] == "train"
+    assert "log probabilities of training labels (no labelled val split)" in done.stderr
+    assert done.json["metrics"]["heldout_max_rhat"] is None
+
+
+def test_requests_over_networks_that_cannot_be_are_told(cli: Cli, make_run: Make) -> None:
+    make_run(TANH, 1)
+    missing = cli(*HMC)
+    assert (missing.code, "fit-laplace ckpt.pt --layers all --trust-code" in missing.stderr) == (66, True)
+    assert cli("fit-laplace", "ckpt.pt", "--prior-precision", 2).code == 0
+    other = cli(*HMC, "--base", "laplace")
+    assert (other.code, "--base laplace is over --layers last, asked is --layers all" in other.stderr) == (2, True)
+    coarse = cli(*HMC, "--prior-precision", 1, "--gradients", "tf32")
+    assert (coarse.code, "--gradients is for the last layer" in coarse.stderr) == (2, True)
+    both = cli(*HMC, "--prior-precision", 1, "--base", "laplace")
+    assert (both.code, "exclude each other" in both.stderr) == (2, True)
