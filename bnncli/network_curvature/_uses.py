@@ -1,7 +1,7 @@
 """What goes into a network's modules and what comes back to them, noted by hooks during one pass: gradients of each example.
 
 Which modules use their parameters as is thought here is tried: where the gradient of each of two examples, as autograd has it,
-is another one (a weight that another module reads too, a batch that does not come first), the module is left out.
+is another one (a weight that another module has or reads too, a batch that does not come first), the module is left out.
 """
 
 from __future__ import annotations
@@ -64,18 +64,10 @@ def with_bias(layout: ModuleLayout, index: int) -> tuple[ParamPart, ...]:
 
 
 def own_weights(layout: ModuleLayout) -> list[tuple[int, str, Any]]:
-    """Index, module's name and module of each part that is the weight of one module, under one name."""
-    module = network_of(layout).module
-    names: dict[int, int] = {}
-    for _, value in module.named_parameters(remove_duplicate=False):
-        names[id(value)] = names.get(id(value), 0) + 1
-    params, modules = dict(module.named_parameters()), dict(module.named_modules())
-    split = [(index, part.name, *part.name.rpartition(".")[::2]) for index, part in enumerate(layout.parts)]
-    return [
-        (index, owner, modules[owner])
-        for index, name, owner, last in split
-        if last == "weight" and owner in modules and names[id(params[name])] == 1
-    ]
+    """Index, module's name and module of each part that is the weight of one."""
+    modules = dict(network_of(layout).module.named_modules())
+    split = [(index, *part.name.rpartition(".")[::2]) for index, part in enumerate(layout.parts)]
+    return [(index, owner, modules[owner]) for index, owner, last in split if last == "weight" and owner in modules]
 
 
 def network_of(layout: ModuleLayout) -> ModuleNetwork:

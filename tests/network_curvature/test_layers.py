@@ -17,6 +17,7 @@ from bnncli.curvature import ggn
 from bnncli.curvature.kron import Kron as HeadKron
 from bnncli.network_curvature import _columns
 from bnncli.network_curvature._matrices import Matrix, matrices_of
+from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import tried
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
@@ -49,8 +50,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, K)), (5,)),
     "conv": (
         lambda: nn.Sequential(
-            nn.Conv2d(1, 2, 3, stride=2, padding=1, dilation=1), nn.ReLU(inplace=True),
-            nn.Conv2d(2, 4, (3, 1), padding="same", bias=False), nn.BatchNorm2d(4), nn.Tanh(),
+            nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(2, 4, (3, 1), padding="same", dilation=(2, 1), bias=False), nn.BatchNorm2d(4), nn.Tanh(),
             nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(36, K),
         ),
         (1, 5, 5),
@@ -197,12 +198,13 @@ def naive_factors(target: NetworkTarget, module_name: str) -> tuple[Tensor, Tens
 
 def patches(module: nn.Conv2d, image: Tensor) -> Tensor:
     """(T, D): what a convolution multiplies at each position, cut out one by one."""
-    height, width = module.kernel_size
-    sides = module._reversed_padding_repeated_twice
-    padded = torch.nn.functional.pad(image, sides)
-    steps = zip(padded.shape[1:], module.kernel_size, module.stride, strict=True)
-    tops, lefts = (range(0, size - kernel + 1, step) for size, kernel, step in steps)
-    return torch.stack([padded[:, y : y + height, x : x + width].flatten() for y in tops for x in lefts])
+    padded = torch.nn.functional.pad(image, module._reversed_padding_repeated_twice)
+    (tall, wide), (down, right) = module.kernel_size, module.dilation
+    reach = (down * (tall - 1) + 1, right * (wide - 1) + 1)
+    steps = zip(padded.shape[1:], reach, module.stride, strict=True)
+    tops, lefts = (range(0, size - far + 1, step) for size, far, step in steps)
+    cut = [padded[:, y : y + reach[0] : down, x : x + reach[1] : right] for y in tops for x in lefts]
+    return torch.stack([one.flatten() for one in cut])
 
 
 @pytest.mark.parametrize(
@@ -232,6 +234,21 @@ def test_grouped_convolutions_norms_and_bare_parameters_have_their_diagonal() ->
         rest = [full[part.place] for part in target.layout.parts if part not in matrices]
         assert rest
         torch.testing.assert_close(parts["hessian.kron.rest"], torch.cat(rest))
+
+
+def test_norms_are_found_and_their_gradients_are_theirs() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm((3, 2)), nn.LayerNorm(2, bias=False),
+        nn.Flatten(), nn.Linear(24, K), nn.BatchNorm1d(K), nn.LayerNorm(K),
+    )  # fmt: skip
+    layout = ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=K, input_shape=(1, 4, 3))
+    inputs = torch.randn(6, 1, 4, 3, generator=seeded(1), dtype=torch.float64)
+    target = NetworkTarget(inputs, torch.arange(6) % K, layout, Prior(1.0))
+    found = tried(layout, at(target), inputs, scales_of(layout))
+    assert [piece.module for piece in found] == ["1", "2", "3", "4", "7", "8"]
+    full = hessian_of(target, "full")["hessian.full"].diagonal()
+    rest = torch.cat([full[part.place] for piece in found for part in piece.parts])
+    torch.testing.assert_close(hessian_of(target, "kron")["hessian.kron.rest"], rest)
 
 
 def test_tied_weights_have_their_diagonal() -> None:

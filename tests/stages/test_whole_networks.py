@@ -121,3 +121,19 @@ def test_diagnose_judges_other_layers_beside_the_last(cli: Cli, checkpoint: Path
     )
     said = cli("diagnose", "ckpt.pt", "--draws", 64, "--trust-code").stdout
     assert all(one["sentence"] in said.replace("\n", " ") for one in gains.values()), said
+
+
+@pytest.mark.parametrize("structure", ["block", "ekfac", "kron"])
+def test_structures_of_layers_are_fitted_and_predicted_with(cli: Cli, checkpoint: Path, structure: str) -> None:
+    done = cli(*FIT, "--layers", "all", "--structure", structure, "--trust-code", "--json")
+    assert done.code == 0, done.stderr
+    metrics = done.json["metrics"]
+    assert metrics["structure"] == structure
+    assert metrics.get("columns_drawn") == (None if structure == "block" else 0)  # two outputs: all columns
+    assert metrics.get("num_diagonal_params") == (None if structure == "block" else 0)
+    asked = ("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test", "--trust-code")
+    assert cli(*asked, "--integrator", "probit", "--integrator", "mc").code == 0
+    found = [
+        read_predictions(Path(f"ckpt.pt.bnn/predictions/laplace-all.{name}/test.h5")).probs for name in ("probit", "mc")
+    ]
+    assert 0 < float(np.abs(found[0] - found[1]).max()) < 0.2
