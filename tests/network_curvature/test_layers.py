@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import pretend_cuda
 import pytest
 import torch
 from problems.seeds import seeded
@@ -76,7 +77,7 @@ def make_target(
 
 def at(target: NetworkTarget) -> Tensor:
     center = target.layout.trained()
-    return center + 0.3 * torch.randn(len(center), generator=seeded(3), dtype=torch.float64)
+    return center + 0.3 * torch.randn(len(center), generator=seeded(3), dtype=torch.float64).to(center.device)
 
 
 def matrices_in(target: NetworkTarget) -> list[Matrix]:
@@ -378,6 +379,25 @@ def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for structure, parts in whole.items():
         again = hessian_of(target, structure)
         torch.testing.assert_close(dense(target, again, structure), dense(target, parts, structure))
+
+
+@every_layered
+def test_on_a_gpu_it_is_made_and_kept_there(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_columns, "MOST_EXACT", 0)
+    chosen = (
+        ("sequence", "all") if structure == "block" else ("conv", "0+2+3+7")
+    )  # vmap's own batch norm is not seen there
+    target = make_target(*chosen)
+    expected = covariance_of(target, structure).unwhiten(torch.ones(1, target.layout.num_params))
+    with pretend_cuda.pretend() as gpu:
+        there = make_target(*chosen)
+        assert there.layout.network is not None
+        there.layout.network.module.to(gpu.device)
+        there = replace(there, labels=there.labels.to(gpu.device))
+        found = covariance_of(there, structure).unwhiten(torch.ones(1, target.layout.num_params, device=gpu.device))
+        assert found.device == gpu.device
+        torch.testing.assert_close(found.cpu(), expected)
+    assert not gpu.problems(), "\n".join(gpu.problems())
 
 
 @every_layered
