@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
 from bnncli.targets.curvature_choice import FISHER
+from bnncli.targets.network import pairs_at_once
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.targets.network import NetworkTarget
+    from bnncli.theta.module import ModuleLayout
 
 _ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of rows at once
 
@@ -26,8 +28,7 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
     theta = theta.to(target.device, target.dtype)
     is_fisher = target.choice.kind == FISHER
     num_rows = 1 if is_fisher else layout.num_outputs
-    size = max(1, _ELEMENTS.get(target.device.type, 2**24) // (num_rows * layout.num_params))
-    size = min(size, target.rows_at_once(num_rows, theta.dtype))
+    size = examples_at_once(layout, target.device, num_rows=num_rows, dtype=theta.dtype)
     for start in range(0, target.num_examples, size):
         some = slice(start, start + size)
         inputs = target.inputs[some].to(target.device)
@@ -36,6 +37,12 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
                 yield _gradients(target, theta, inputs, target.labels[some])
             else:
                 yield _roots(target, theta, inputs)
+
+
+def examples_at_once(layout: ModuleLayout, device: torch.device, *, num_rows: int, dtype: torch.dtype) -> int:
+    """Examples whose rows, so many each, and whose activations have room at once."""
+    size = _ELEMENTS.get(device.type, 2**24) // (num_rows * layout.num_params)
+    return max(1, min(size, pairs_at_once(layout, device, dtype) // num_rows))
 
 
 def _roots(target: NetworkTarget, theta: Tensor, inputs: Tensor) -> Tensor:

@@ -178,6 +178,23 @@ class NetworkReader:
         assert split.content.header is not None
         return self.network(self.input_split(split, split.content.header))[0]
 
+    def layout(self, split: Split, pattern: str) -> ModuleLayout:
+        """The layout of the parameters that a pattern names, of the split's first example: no other inputs are read.
+
+        Raises:
+            DataError: as `split`.
+        """
+        assert split.content.header is not None
+        example = self.input_split(split, split.content.header)
+        network, head = self.network(example)
+        return ModuleLayout.of(
+            network,
+            pattern,
+            num_outputs=head.layout.num_outputs,
+            input_shape=tuple(self.inputs(example.take(np.arange(1))).shape[1:]),
+            likelihood_name=split.content.likelihood,
+        )
+
     def split(self, split: Split, pattern: str) -> NetworkSplit:
         """A split with its inputs read, and the layout of the parameters that a pattern names.
 

@@ -199,13 +199,12 @@ class NetworkTarget:
 
     def _pairs_at_once(self, dtype: torch.dtype) -> int:
         """Pairs of a draw and an example whose activations have room at once."""
-        most = _MOST_BYTES.get(self.device.type) or self._share
-        return most // (_COPIES * self.layout.widest * dtype.itemsize)
+        return pairs_at_once(self.layout, self.device, dtype, share=self._share)
 
     @cached_property
     def _share(self) -> int:
         """Bytes of the device for activations; asked once for all that is made of this target."""
-        return budget(self.device) // _SHARE
+        return share_of(self.device)
 
     def row_blocks(self, num_draws: int, dtype: torch.dtype) -> Iterator[slice]:
         """Examples, as many at once as rows_at_once says."""
@@ -262,6 +261,23 @@ class NetworkTarget:
             weighted = self.likelihood.hessian_product_(probs, pushed.T.unsqueeze(1).clone())
             found.append(pull(weighted[:, 0].T)[0])
         return torch.stack(found)
+
+
+def share_of(device: torch.device) -> int:
+    """Bytes of a device for activations."""
+    return _MOST_BYTES.get(device.type) or budget(device) // _SHARE
+
+
+def pairs_at_once(
+    layout: ModuleLayout, device: torch.device, dtype: torch.dtype = torch.float32, *, share: int | None = None
+) -> int:
+    """Pairs of a draw and an example whose activations have room at once, in a share of the device, by default share_of it."""
+    return max(1, (share or share_of(device)) // activation_bytes_of(layout, dtype))
+
+
+def activation_bytes_of(layout: ModuleLayout, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes that a pair takes at the peak of a backward pass."""
+    return _COPIES * layout.widest * dtype.itemsize
 
 
 @dataclass(frozen=True)

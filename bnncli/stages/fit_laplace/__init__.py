@@ -172,14 +172,21 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
+    if "captured_trace" in metrics:
+        lines.append(
+            f"the {metrics['rank']} largest eigenvalues have {metrics['captured_trace']:.1%} of the trace of the curvature "
+            f"(+- {metrics['captured_trace_standard_error']:.1%}); other directions keep the prior's variance"
+        )
     if metrics["mode_distance"] is not None:
         lines.append(
             f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's head, "
             f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
         )
     if metrics["log_marginal_likelihood"] is not None:
-        is_exact = metrics["structure"] in declaring("curvature", "is_exact")
-        of = "" if is_exact else f", of the {metrics['structure']} approximation of the Hessian"
+        kind = metrics.get("curvature", "hessian")  # of a last layer the two are the same
+        is_exact = kind == "hessian" and metrics["structure"] in declaring("curvature", "is_exact")
+        named = metrics["structure"] if kind == "hessian" else f"{metrics['structure']} {kind}"
+        of = "" if is_exact else f", of the {named} approximation of the Hessian"
         lines.append(f"log marginal likelihood {metrics['log_marginal_likelihood']:.2f} nats{of}")
     elif metrics.get("log_marginal_likelihood_undefined"):
         lines.append(

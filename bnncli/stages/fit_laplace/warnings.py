@@ -15,6 +15,7 @@ from bnncli.run.val_report import warn_if_worse
 from bnncli.storage.features import label_counts
 
 if TYPE_CHECKING:
+    from bnncli.inference.prior_precision import PriorSearch
     from bnncli.posteriors.gaussian import Gaussian
 
 JITTER_SHARE = 1e-3  # of the prior precision; what was added to the diagonal changes nothing below it
@@ -41,6 +42,14 @@ def warn_of_missing_classes(run: Run, splits: Sequence[Split]) -> None:
                 f"{name} ({len(split.content.labels)} examples) has none of {len(missing)} of the {len(classes)} classes "
                 f"({shown}): {_MEANINGS[name]}"
             )
+
+
+def warn_of_edge(run: Run, found: PriorSearch) -> None:
+    """Say so where a wider search for the prior precision might find a better one."""
+    if found.at_edge:
+        run.console.warn(
+            f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
+        )
 
 
 def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:

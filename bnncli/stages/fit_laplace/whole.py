@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
 from bnncli.options import FitLaplaceOptions
-from bnncli.options.fit_laplace import structures_of
+from bnncli.options.fit_laplace import kinds_of, structures_of
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, posterior_request
 from bnncli.run.session import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_missing_classes
+
+if TYPE_CHECKING:
+    from bnncli.stages.fit_laplace.whole_work import Prepared
 
 
 def prepare_network(
@@ -29,6 +33,19 @@ def prepare_network(
     if options.own_bias_precision is not None:
         params["bias_precision"] = options.own_bias_precision
     warn_of_missing_classes(run, [split for split in (train, val) if split is not None])
+
+    @cache
+    def prepared() -> Prepared:
+        from bnncli.stages.fit_laplace import whole_work
+
+        structures = [name for name in structures_of(is_last_layer=False) if options.curvature in kinds_of(name)]
+        return whole_work.prepare(run, options, criterion, train, val, structures=structures)
+
+    def estimated_bytes() -> int:
+        if request.target.is_file() and not run.write.force:
+            return request.target.stat().st_size  # up to date: no code runs for that
+        return prepared().plan.stored_bytes(prepared().structure)
+
     request = posterior_request(
         run,
         f"laplace{options.layers_suffix}",
@@ -36,13 +53,14 @@ def prepare_network(
         algo_rev=_revisions.of_laplace(in_span=False),
         sources=sources,
         checkpoint=train.checkpoint,
-        estimated_bytes=lambda: 0,
+        estimated_bytes=estimated_bytes,
+        require=prepared,
     )
 
     @cache
     def fit() -> Fitted:
         from bnncli.stages.fit_laplace import whole_work
 
-        return whole_work.fit(run, options, criterion, train, val, structures=structures_of(is_last_layer=False))
+        return whole_work.fit(run, options, criterion, train, val, prepared=prepared())
 
     return request, fit

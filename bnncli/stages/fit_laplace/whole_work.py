@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from bnncli import registry
+from bnncli.errors import NumericError
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.network_memory import NetworkPlan
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.options import FitLaplaceOptions
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
-from bnncli.stages.fit_laplace.warnings import warn_of_jitter
+from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
 from bnncli.stages.fit_laplace.work import fit_metrics
+from bnncli.targets.curvature_choice import HESSIAN
 from bnncli.theta.prior import Prior
 
-MOST_FULL = 2000  # parameters that full is taken for unasked
+
+@dataclass(frozen=True)
+class Prepared:
+    """A fit, before its data are read.
+
+    Attributes:
+        reader: of the network and the inputs.
+        plan: of the memory.
+        structure: that is fitted.
+    """
+
+    reader: NetworkReader
+    plan: NetworkPlan
+    structure: str
+
+
+def prepare(
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, structures: list[str]
+) -> Prepared:
+    """What will be fitted, of the network and the first example. Raises DeviceError where it does not fit in memory."""
+    reader = NetworkReader.of(run, options)
+    with reader.recorded.visible():
+        layout = reader.layout(train, options.layers)
+        held = 0 if val is None else len(val.content.features)
+        plan = NetworkPlan(
+            layout,
+            len(train.content.features),
+            held,
+            options.curvature_choice,
+            tuple(structures),
+            is_search=criterion == "val",
+        )
+        structure = options.structure
+        if structure == "auto":
+            structure = plan.automatic_structure(run.device)
+        plan.require_fit(structure, run.device)
+    return Prepared(reader, plan, structure)
 
 
 def fit(
-    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, structures: list[str]
+    run: Run, options: FitLaplaceOptions, criterion: str, train: Split, val: Split | None, *, prepared: Prepared
 ) -> Fitted:
     """The Gaussian with what is told of it."""
-    reader = NetworkReader.of(run, options)
+    reader, structure = prepared.reader, prepared.structure
     with reader.recorded.visible():
         whole = reader.split(train, options.layers)
         held = None if val is None else reader.split(val, options.layers)
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
         target = whole.target(Prior(weight_precision, options.own_bias_precision), run.device)
         target = target.with_choice(options.curvature_choice)
-        structure = options.structure
-        if structure == "auto":
-            structure = "full" if whole.layout.num_params <= MOST_FULL else structures[-1]
         found: PriorSearch | None = None
         start = whole.start().to(run.device)
         common: dict[str, Any] = {
@@ -41,18 +78,30 @@ def fit(
             "start": start,
             "progress": run.console,
         }
-        if criterion == "number":
-            fit = fit_gaussian(target, **common)
-        else:
-            held_out = None
-            if criterion == "val" and held is not None:
-                held_out = target.held_out(held.inputs, held.labels(run.device))
-            stream = run.stream("fit-laplace/val")
-            found = search(target, criterion=criterion, held_out=held_out, generator=stream, **common)
-            fit = found.fit
+        try:
+            if criterion == "number":
+                fit = fit_gaussian(target, **common)
+            else:
+                held_out = None
+                if criterion == "val" and held is not None:
+                    held_out = target.held_out(held.inputs, held.labels(run.device))
+                stream = run.stream("fit-laplace/val")
+                found = search(target, criterion=criterion, held_out=held_out, generator=stream, **common)
+                fit = found.fit
+                warn_of_edge(run, found)
+        except NumericError as error:
+            if options.curvature != HESSIAN:
+                raise
+            hint = "beside a mode the Hessian may be indefinite: use --curvature ggn, or a larger --prior-precision"
+            raise NumericError(error.message, hint=hint) from None
         warn_of_jitter(run, fit.gaussian)
         metrics = fit_metrics(run, fit, found, criterion, whole, held)
-    metrics |= {"center": options.own_center, "structure_nll": None, "layers": options.layers}
+    metrics |= {
+        "center": options.own_center,
+        "structure_nll": None,
+        "layers": options.layers,
+        "curvature": options.curvature,
+    }
     if registry.has_attribute("network_curvature", structure, "metrics"):
         metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
     tensors, meta = fit.gaussian.to_tensors()
@@ -60,6 +109,7 @@ def fit(
         "method": "laplace",
         "center": options.own_center,
         "layers": options.layers,
+        "curvature": options.curvature,
         **fit.gaussian.require_prior().to_meta(),
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),

@@ -16,7 +16,7 @@ from bnncli.run.row_space import row_space, span_metrics
 from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.fit_laplace.structure import structure_by_val
-from bnncli.stages.fit_laplace.warnings import warn_of_jitter
+from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
 from bnncli.theta.prior import Prior
 
 
@@ -66,10 +66,7 @@ def fit(
             whole = None if rows is None else rows.layout
             found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
         fit = found.fit
-        if found.at_edge:
-            run.console.warn(
-                f"the best prior precision found, {found.best:.4g}, lies at the edge of the range searched; set it with --prior-precision"
-            )
+        warn_of_edge(run, found)
     if rows is not None:
         fit = lift_fit(fit, rows)
     warn_of_jitter(run, fit.gaussian)

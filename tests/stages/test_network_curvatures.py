@@ -1,0 +1,123 @@
+"""fit-laplace over whole networks: kinds of curvature, ranks, memory, and searches for the prior, from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems.command_line import Cli
+
+from bnncli.storage.artifacts import read_header
+
+NETWORK = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+"""
+FIT = ("fit-laplace", "ckpt.pt", "--layers", "all")
+GIVEN = ("--prior-precision", "3")
+
+
+@pytest.fixture
+def checkpoint(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose features are there, with a val split; the test works beside it."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NETWORK)
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(80, 1, 2, 2)).astype(np.float32)
+    labels = (inputs[:, 0, 0, 0] + 0.5 * rng.normal(size=80) > 0).astype(np.int64)
+    for name, rows in (("train", slice(0, 50)), ("val", slice(50, 80))):
+        np.savez(f"{name}.npz", x=inputs[rows], y=labels[rows])
+    space: dict[str, Any] = {}
+    exec(NETWORK, space)
+    torch.manual_seed(0)
+    torch.save(space["make"]().state_dict(), "ckpt.pt")
+    splits = [word for name in ("train", "val") for word in ("--data", f"{name}=npz:{name}.npz")]
+    assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *splits).code == 0
+    return tmp_path / "ckpt.pt"
+
+
+def meta_of(name: str) -> dict[str, Any]:
+    return dict(read_header(Path(f"ckpt.pt.bnn/posteriors/{name}.safetensors")).meta)
+
+
+def test_kinds_and_ranks_are_fitted_and_recorded(cli: Cli, checkpoint: Path) -> None:
+    for name, words in (
+        ("ggn", ()),
+        ("diag-fisher", ("--curvature", "fisher", "--structure", "diag")),
+        ("low-rank", ("--structure", "low-rank", "--rank", "4")),
+    ):
+        done = cli(*FIT, *GIVEN, *words, "--trust-code", "--name", name)
+        assert done.code == 0, done.stderr
+        assert ("4 largest eigenvalues" in done.stderr) == (name == "low-rank")
+    metas = {name: meta_of(name) for name in ("ggn", "diag-fisher", "low-rank")}
+    assert [meta["curvature"] for meta in metas.values()] == ["ggn", "fisher", "ggn"]
+    assert [meta["structure"] for meta in metas.values()] == ["full", "diag", "low-rank"]
+    assert metas["low-rank"]["metrics"]["rank"] == 4
+    assert 0 < metas["low-rank"]["metrics"]["captured_trace"] <= 1
+    nll = {name: meta["metrics"]["val_nll_laplace"] for name, meta in metas.items()}
+    assert len(set(nll.values())) == 3
+
+
+def test_searches_by_val_and_by_the_marginal_likelihood_choose_a_prior(cli: Cli, checkpoint: Path) -> None:
+    chosen = {}
+    for criterion in ("val", "marglik"):
+        assert cli(*FIT, "--prior-precision", criterion, "--trust-code", "--name", criterion).code == 0
+        meta = meta_of(criterion)
+        values = dict(meta["curve"])
+        assert min(values, key=lambda key: values[key]) == meta["prior_precision"]
+        chosen[criterion] = meta["prior_precision"]
+    assert len(set(chosen.values())) == 2
+
+
+def test_an_indefinite_hessian_names_the_ggn(cli: Cli, checkpoint: Path) -> None:
+    refused = cli(*FIT, "--curvature", "hessian", "--prior-precision", "1e-6", "--trust-code")
+    assert (refused.code, "use --curvature ggn" in refused.stderr) == (70, True)
+    done = cli(*FIT, "--curvature", "hessian", "--prior-precision", "30", "--trust-code")
+    assert (done.code, meta_of("laplace-all")["curvature"]) == (0, "hessian")
+
+
+def test_a_dry_run_plans_without_reading_all_data(cli: Cli, checkpoint: Path) -> None:
+    planned = cli(*FIT, *GIVEN, "--trust-code", "--dry-run", "--json")
+    assert planned.code == 0
+    assert planned.json["outputs"][0]["estimated_bytes"] == 8 * 23**2 + 16 * 23
+    assert "--trust-code" in cli(*FIT, *GIVEN, "--dry-run").stderr
+    assert cli(*FIT, *GIVEN, "--trust-code").code == 0
+    again = cli(*FIT, *GIVEN, "--dry-run", "--json")  # up to date: no code runs
+    assert (
+        again.json["outputs"][0]["estimated_bytes"]
+        == Path("ckpt.pt.bnn/posteriors/laplace-all.safetensors").stat().st_size
+    )
+
+
+def test_what_does_not_fit_is_refused_with_what_does(
+    cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("bnncli.inference.network_memory", "bnncli.machine.memory"):
+        monkeypatch.setattr(f"{module}.budget", lambda device: 45_000)
+    refused = cli(*FIT, *GIVEN, "--structure", "full", "--trust-code")
+    assert (refused.code, "which fits" in refused.stderr) == (69, True), refused.stderr
+    assert cli(*FIT, *GIVEN, "--trust-code").code == 0
+    assert meta_of("laplace-all")["structure"] != "full"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--curvature", "hessian", "--structure", "diag"), "expected full, got 'diag'"),
+        (("--curvature", "fisher", "--center", "mode"), "is for --center checkpoint"),
+        (("--rank", "3"), "is for --structure low-rank"),
+    ],
+)
+def test_what_does_not_belong_together_is_told(cli: Cli, words: tuple[str, ...], message: str) -> None:
+    refused = cli(*FIT, *words, "--trust-code")
+    assert (refused.code, message in refused.stderr) == (2, True), refused.stderr
+
+
+def test_the_last_layer_has_one_curvature(cli: Cli) -> None:
+    refused = cli("fit-laplace", "ckpt.pt", "--curvature", "fisher")
+    assert (refused.code, "of the last layer ggn is the Hessian" in refused.stderr) == (2, True)
