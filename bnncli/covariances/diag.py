@@ -60,6 +60,10 @@ class Diag:
         basis = torch.zeros(self.num_params, count, dtype=torch.float64, device=places.device)
         return basis.scatter_(0, places.unsqueeze(0), 1.0)
 
+    def marginal_variances(self) -> Tensor:
+        """The variances, (P,)."""
+        return self.variances
+
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.diag`, (P,) float64."""
         return {"cov.diag": self.variances.double().cpu().contiguous()}

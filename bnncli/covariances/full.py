@@ -59,6 +59,10 @@ class Full:
         """log|det L|."""
         return float(self.scale_tril.diagonal().double().log().sum())
 
+    def marginal_variances(self) -> Tensor:
+        """The diagonal of Sigma, (P,)."""
+        return self.scale_tril.square().sum(dim=1)
+
     def to_tensors(self) -> dict[str, Tensor]:
         """`cov.scale_tril` (P, P) and `cov.jitter` (1,), float64."""
         jitter = torch.tensor([self.jitter], dtype=torch.float64)

@@ -73,7 +73,7 @@ class LowRank:
         """log|det L|."""
         return float(-0.5 * (self.curvature.double().log1p().sum() + self.precisions.double().log().sum()))
 
-    def variances(self) -> Tensor:
+    def marginal_variances(self) -> Tensor:
         """The diagonal of Sigma, (P,)."""
         lessened = self.curvature / (1 + self.curvature)
         return (1 - self.basis.square() @ lessened) / self.precisions

@@ -78,6 +78,12 @@ class FitLaplaceOptions(LayersOptions):
         minimum=1,
         numeric=False,
     )
+    precision_per: str = option(
+        "network",
+        "One prior precision for the whole network, or one for each layer (a module's own parameters), chosen together by the marginal likelihood at \0center\0 checkpoint.",
+        choices=("network", "layer"),
+        numeric=False,
+    )
     plot: str | None = option(
         None,
         "Draw the search for the prior precision, criterion against precision, as .png, .svg or .pdf.",
@@ -115,6 +121,14 @@ class FitLaplaceOptions(LayersOptions):
                 raise UsageError(
                     f"\0structure\0: with \0curvature\0 {self.curvature} expected {' or '.join(fitting)}, got {self.structure!r}"
                 )
+        if self.precision_per == "layer":
+            if self.is_last_layer or self.own_center != "checkpoint":
+                raise UsageError("\0precision_per\0 layer is for \0layers\0 all or a pattern, at \0center\0 checkpoint")
+            if self.prior_precision not in ("auto", "marglik") or self.bias_precision != "same":
+                raise UsageError(
+                    "\0precision_per\0 layer chooses all precisions by the marginal likelihood: leave out \0bias_precision\0, and give "
+                    "\0prior_precision\0 marglik or nothing"
+                )
         if self.rank is not None and self.structure != "low-rank":
             raise UsageError("\0rank\0 is for \0structure\0 low-rank")
 
@@ -133,6 +147,8 @@ class FitLaplaceOptions(LayersOptions):
         found = {**super().params(), "center": self.own_center, **self.layers_params}
         if not self.is_last_layer:
             found["curvature"] = self.curvature
+        if self.precision_per == "layer":
+            found["precision_per"] = self.precision_per
         if self.structure == "low-rank":
             found["rank"] = self.curvature_choice.rank
         return found

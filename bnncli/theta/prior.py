@@ -1,4 +1,4 @@
-"""The prior over theta: independent zero-mean Gaussians with one precision for the weights, one for the biases.
+"""The prior over theta: independent zero-mean Gaussians with one precision for the weights, one for the biases, or one a part.
 
 Biases shift the logits by themselves, weights by as much as the features are large: a precision that suits one need not
 suit the other, and weight decay often leaves biases out (Bishop 2006, Pattern Recognition and Machine Learning, 5.5.1).
@@ -7,7 +7,7 @@ suit the other, and weight decay often leaves biases out (Bishop 2006, Pattern R
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,28 +25,46 @@ class Prior:
     Args:
         weight_precision: one over the variance of each weight.
         bias_precision: of each bias; None follows the weights'.
+        part_precisions: of each part of theta's layout, in its order, in the place of both; then weight_precision is their
+            middle, the geometric mean over parameters.
     """
 
     weight_precision: float
     bias_precision: float | None = None
+    part_precisions: tuple[float, ...] | None = None
+
+    @classmethod
+    def of_parts(cls, precisions: Sequence[float], layout: ParamLayout) -> Prior:
+        """One precision for each part of a layout."""
+        sizes = [part.place.stop - part.place.start for part in layout.parts]
+        logs = sum(size * math.log(one) for size, one in zip(sizes, precisions, strict=True))
+        return cls(math.exp(logs / sum(sizes)), None, tuple(precisions))
 
     def __post_init__(self) -> None:
+        for value in self.part_precisions or ():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"part_precisions must be positive and finite, got {value}")
         for name in ("weight_precision", "bias_precision"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
 
     def __str__(self) -> str:
-        bias = "" if self.is_isotropic else f" (bias {self.bias_precision:.4g})"
-        return f"{self.weight_precision:.4g}{bias}"
+        own = "" if self.bias_precision in (None, self.weight_precision) else f" (bias {self.bias_precision:.4g})"
+        if self.part_precisions is not None:
+            own = f" (each of {len(self.part_precisions)} parts its own)"
+        return f"{self.weight_precision:.4g}{own}"
 
     @property
     def is_isotropic(self) -> bool:
         """Whether all of theta has one precision."""
-        return self.bias_precision is None or self.bias_precision == self.weight_precision
+        return self.part_precisions is None and self.bias_precision in (None, self.weight_precision)
 
     def with_weight_precision(self, value: float) -> Prior:
-        """Another precision of the weights; the biases' stays, unless it follows."""
+        """Another precision of the weights; the biases' stays, unless it follows, and those of parts keep their quotients."""
+        if self.part_precisions is not None:
+            factor = value / self.weight_precision
+            return Prior(value, None, tuple(one * factor for one in self.part_precisions))
         return replace(self, weight_precision=value)
 
     def diagonal(
@@ -75,11 +93,17 @@ class Prior:
 
     def is_close(self, other: Prior) -> bool:
         """Whether the two are the same but for rounding."""
-        return all(math.isclose(one, two, rel_tol=1e-9) for one, two in zip(self._pair(), other._pair(), strict=True))
+        ours, theirs = (prior._pair() + (prior.part_precisions or ()) for prior in (self, other))
+        are_pairs = zip(ours, theirs, strict=False)
+        return len(ours) == len(theirs) and all(math.isclose(one, two, rel_tol=1e-9) for one, two in are_pairs)
 
-    def to_meta(self) -> dict[str, float]:
-        """As headers and metrics have it: prior_precision, the weights', and bias_precision where that differs."""
-        return {"prior_precision": self.weight_precision, **self._own_bias("bias_precision")}
+    def to_meta(self) -> dict[str, Any]:
+        """As headers and metrics have it: prior_precision, the weights', and bias_precision where that differs.
+
+        With precisions of parts prior_precision is their middle, and part_precisions are they.
+        """
+        parts = {} if self.part_precisions is None else {"part_precisions": list(self.part_precisions)}
+        return {"prior_precision": self.weight_precision, **self._own_bias("bias_precision"), **parts}
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Prior | None:
@@ -90,18 +114,28 @@ class Prior:
         for name, value in (("prior_precision", weight), ("bias_precision", bias)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ValueError(f"{name} must be a number, got {value!r}")
-        return cls(float(weight), None if bias is None or bias == weight else float(bias))
+        parts = meta.get("part_precisions")
+        if parts is not None and not all(isinstance(one, int | float) and not isinstance(one, bool) for one in parts):
+            raise ValueError(f"part_precisions must be numbers, got {parts!r}")
+        own = None if parts is None else tuple(map(float, parts))
+        return cls(float(weight), None if bias is None or bias == weight else float(bias), own)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """As posterior files have it: `prior.precision` (1,), and `prior.bias_precision` (1,) where that differs."""
+        """As posterior files have it: `prior.precision` (1,), and where they are there `prior.bias_precision` (1,) and
+        `prior.part_precisions`, one a part."""
         values = {"prior.precision": self.weight_precision, **self._own_bias("prior.bias_precision")}
-        return {name: torch.tensor([value], dtype=torch.float64) for name, value in values.items()}
+        found = {name: torch.tensor([value], dtype=torch.float64) for name, value in values.items()}
+        if self.part_precisions is not None:
+            found["prior.part_precisions"] = torch.tensor(self.part_precisions, dtype=torch.float64)
+        return found
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], *, prefix: str = "") -> Prior:
         """The inverse of to_tensors, of names that begin with prefix."""
         bias = tensors.get(f"{prefix}prior.bias_precision")
-        return cls(float(tensors[f"{prefix}prior.precision"]), None if bias is None else float(bias))
+        parts = tensors.get(f"{prefix}prior.part_precisions")
+        own = None if parts is None else tuple(parts.tolist())
+        return cls(float(tensors[f"{prefix}prior.precision"]), None if bias is None else float(bias), own)
 
     @classmethod
     def found_in(cls, tensors: Mapping[str, Tensor], *, prefix: str = "") -> Prior | None:
@@ -119,5 +153,7 @@ class Prior:
         """Slices of theta with their precision: all of it, or each part by itself."""
         if self.is_isotropic:
             return [(slice(None), self.weight_precision)]
+        if self.part_precisions is not None:
+            return [(part.place, one) for part, one in zip(layout.parts, self.part_precisions, strict=True)]
         weight, bias = self._pair()
         return [(part.place, bias if part.is_bias else weight) for part in layout.parts]

@@ -83,7 +83,9 @@ def test_the_covariance_is_the_dense_inverse(prior: Prior) -> None:
     torch.testing.assert_close(covariance.whiten(root.T), units, rtol=0, atol=1e-8)
     torch.testing.assert_close(covariance.pull_back(units), root)
     assert covariance.log_det_scale() == pytest.approx(-0.5 * float(torch.logdet(precision)))
-    torch.testing.assert_close(covariance.variances(), torch.linalg.inv(precision).diagonal(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        covariance.marginal_variances(), torch.linalg.inv(precision).diagonal(), rtol=1e-6, atol=1e-9
+    )
     again = LowRank.from_tensors(covariance.to_tensors(), layout)
     torch.testing.assert_close(again.unwhiten(units), covariance.unwhiten(units))
     single = covariance.to(dtype=torch.float32).unwhiten(units)

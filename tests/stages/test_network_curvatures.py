@@ -74,6 +74,18 @@ def test_searches_by_val_and_by_the_marginal_likelihood_choose_a_prior(cli: Cli,
     assert len(set(chosen.values())) == 2
 
 
+def test_layers_have_precisions_of_their_own(cli: Cli, checkpoint: Path) -> None:
+    done = cli(*FIT, "--precision-per", "layer", "--trust-code")
+    assert (done.code, "one precision a layer: 1 " in done.stderr) == (0, True), done.stderr
+    meta = meta_of("laplace-all")
+    own = meta["metrics"]["layer_precisions"]
+    assert meta["part_precisions"] == pytest.approx([own["1"], own["1"], own["3"], own["3"]])
+    assert meta["metrics"]["layer_precisions_gain"] > 0
+    assert "up to date" in cli(*FIT, "--precision-per", "layer").stderr
+    predicted = cli("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "val", "--trust-code")
+    assert predicted.code == 0, predicted.stderr
+
+
 def test_an_indefinite_hessian_names_the_ggn(cli: Cli, checkpoint: Path) -> None:
     refused = cli(*FIT, "--curvature", "hessian", "--prior-precision", "1e-6", "--trust-code")
     assert (refused.code, "use --curvature ggn" in refused.stderr) == (70, True)
@@ -110,6 +122,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
     [
         (("--curvature", "hessian", "--structure", "diag"), "expected full, got 'diag'"),
         (("--curvature", "fisher", "--center", "mode"), "is for --center checkpoint"),
+        (("--precision-per", "layer", "--prior-precision", "val"), "by the marginal likelihood"),
         (("--rank", "3"), "is for --structure low-rank"),
     ],
 )

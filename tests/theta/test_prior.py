@@ -277,3 +277,21 @@ def test_priors_are_close_when_both_precisions_are() -> None:
     assert Prior(2.0).is_close(Prior(2.0, 2.0))
     assert not PRIOR.is_close(Prior(2.0))
     assert not PRIOR.is_close(Prior(2.0, 0.0501))
+
+
+def test_a_prior_of_parts_is_its_diagonal_everywhere_and_is_read_as_it_was_written() -> None:
+    layout = LAYOUTS[0]
+    prior = Prior.of_parts([2.0, 0.05], layout)
+    diagonal = prior.diagonal(layout)
+    assert diagonal.tolist() == [2.0] * 12 + [0.05] * 3
+    assert prior.weight_precision == pytest.approx(float(diagonal.log().mean().exp()))
+    theta = draw_theta(layout).unsqueeze(0)
+    expected = torch.distributions.Normal(0, diagonal.rsqrt()).log_prob(theta).sum(dim=1)
+    torch.testing.assert_close(prior.log_density(theta, layout), expected)
+    torch.testing.assert_close(prior.gradient(theta, layout), -diagonal * theta)
+    assert not prior.is_isotropic
+    assert Prior.from_meta(prior.to_meta()) == Prior.from_tensors(prior.to_tensors()) == prior
+    assert prior.is_close(prior)
+    assert not prior.is_close(Prior(prior.weight_precision))
+    scaled = prior.with_weight_precision(3 * prior.weight_precision)
+    torch.testing.assert_close(scaled.diagonal(layout), 3 * diagonal)

@@ -146,6 +146,8 @@ def _plot(run: Run, path: Path, artifact: Path) -> Result:
 def _criterion(run: Run, options: FitLaplaceOptions) -> str:
     """number, val or marglik: how the prior precision is chosen."""
     wanted = options.prior_precision
+    if options.precision_per == "layer":
+        return "marglik"
     if wanted == "auto":
         wanted = "val" if has_labeled_val(run) else "marglik"
         if wanted == "marglik":
@@ -172,6 +174,11 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
+    if "layer_precisions" in metrics:
+        each = ", ".join(f"{name} {value:.4g}" for name, value in metrics["layer_precisions"].items())
+        lines.append(
+            f"one precision a layer: {each}; log marginal likelihood {metrics['layer_precisions_gain']:.2f} nats above that of one for all"
+        )
     if "captured_trace" in metrics:
         lines.append(
             f"the {metrics['rank']} largest eigenvalues have {metrics['captured_trace']:.1%} of the trace of the curvature "

@@ -8,6 +8,7 @@ from typing import Any
 from bnncli import registry
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.layer_precisions import choose_layer_precisions
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.options import FitLaplaceOptions
@@ -78,6 +79,7 @@ def fit(
             "start": start,
             "progress": run.console,
         }
+        told: dict[str, Any] = {}
         try:
             if criterion == "number":
                 fit = fit_gaussian(target, **common)
@@ -88,7 +90,12 @@ def fit(
                 stream = run.stream("fit-laplace/val")
                 found = search(target, criterion=criterion, held_out=held_out, generator=stream, **common)
                 fit = found.fit
-                warn_of_edge(run, found)
+                if options.precision_per == "layer":
+                    chosen = choose_layer_precisions(target, fit, common["structure"])
+                    fit = chosen.fit
+                    told = {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain}
+                else:
+                    warn_of_edge(run, found)
         except NumericError as error:
             if options.curvature != HESSIAN:
                 raise
@@ -101,6 +108,7 @@ def fit(
         "structure_nll": None,
         "layers": options.layers,
         "curvature": options.curvature,
+        **told,
     }
     if registry.has_attribute("network_curvature", structure, "metrics"):
         metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
