@@ -22,6 +22,7 @@ MOST_FULL = 2000  # parameters that full is taken for unasked: its factors take 
 AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is quick and fits
 _COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance: as of a last layer's
 _ROW_COPIES = 4  # of a block of rows of H: Jacobians by parameter, as one, their product with the root, its squares
+_PRODUCT_COPIES = 10  # of a block's activations, with their derivatives along a direction, and what convolutions unfold
 _VECTORS = 10  # of P numbers, float64
 _BYTES_A_DRAW = 32  # of each parameter: noise, its product with the root, theta in two precisions
 
@@ -98,8 +99,10 @@ class NetworkPlan:
         if structure in ("full", "diag"):
             width = layout.num_outputs * layout.num_params
             size = examples_at_once(layout, device, num_rows=layout.num_outputs, dtype=torch.float32)
-            return 4 * _ROW_COPIES * min(size, self.num_examples) * width
+            count = min(size, self.num_examples)
+            return 4 * count * (_ROW_COPIES * width + layout.num_outputs * layout.widest)
         if structure == "low-rank":  # Lanczos' basis
             steps = min(layout.num_params, 3 * self.choice.rank + 20)
-            return 8 * steps * layout.num_params + self._activation_bytes(self.num_examples, device)
+            count = min(self.num_examples, pairs_at_once(layout, device))
+            return 8 * steps * layout.num_params + 4 * _PRODUCT_COPIES * count * layout.widest
         return self._activation_bytes(self.num_examples, device)
