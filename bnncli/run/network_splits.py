@@ -191,7 +191,7 @@ class NetworkReader:
             network,
             pattern,
             num_outputs=head.layout.num_outputs,
-            input_shape=tuple(self.inputs(example.take(np.arange(1))).shape[1:]),
+            input_shape=tuple(read_inputs(example.take(np.arange(1)), network.module).shape[1:]),
             likelihood_name=split.content.likelihood,
         )
 
