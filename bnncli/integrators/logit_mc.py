@@ -7,10 +7,15 @@ draws of theta, so an example's probability is an unbiased estimate, its error i
 statement about several examples at once can be made from the draws. The K dimensions make scrambled Sobol points worth
 their while. A draw costs an example K D numbers with theta, K^2 here (K where the logits are independent): with far more
 classes than features, draws of theta are cheaper.
+
+A whole network is linearised at the mean m of theta. Its logits' covariance J Sigma J^T takes K products with J^T an example; with
+more classes than draws, draws theta_s and their products J (theta_s - m), in forward mode, are cheaper, and the logits
+f + J (theta_s - m) have the same distribution at each example, and across examples that of the linearised network.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -27,9 +32,10 @@ from bnncli.integrators import (
 from bnncli.integrators._averages import BlockDraws, average
 from bnncli.integrators._groups import DrawPartition, group_ends, scramble_ends
 from bnncli.integrators._intervals import interval_level
-from bnncli.integrators.mc import check_num_samples
+from bnncli.integrators.mc import check_num_samples, quasi_sample
 from bnncli.lazy import torch
-from bnncli.logits import LogitRoot
+from bnncli.logits import LogitGaussian, LogitRoot
+from bnncli.machine.memory import require
 from bnncli.numerics.sobol import balance_warning, quasi_normal
 from bnncli.options.parts import Draws
 from bnncli.options.predict import QMC
@@ -46,6 +52,13 @@ class HasLogitRoot(HasLayout, Protocol):
 
     def logit_root(self, features: Tensor) -> tuple[Tensor, LogitRoot]:
         """Mean (n, K) of the logits of features (n, D), and roots of their covariances."""
+
+    @property
+    def logits(self) -> LogitGaussian:
+        """The same as functions of inputs."""
+
+    def pushes(self, num_draws: int) -> bool:
+        """Whether so many draws of the logits are better made of draws of theta, by `logits.push`."""
 
 
 SETTINGS = {"qmc": QMC}
@@ -75,7 +88,7 @@ class LogitMc(SamplingIntegrator):
         target: Any = None,
         progress: Progress = SILENT,
     ) -> DrawnLogitMc:
-        """The normals, for any number of blocks of features.
+        """The normals, or draws of theta, for any number of blocks of features.
 
         Args:
             posterior: one whose logits are normal (gaussian, point).
@@ -90,13 +103,24 @@ class LogitMc(SamplingIntegrator):
         require_support("logit-mc", posterior)
         check_num_samples(num_samples)
         size, num_outputs = num_samples or self.default_samples, posterior.layout.num_outputs
+        ends = scramble_ends(size) if self.qmc else group_ends(size)
+        if posterior.pushes(size):
+            return self._of_theta(posterior, ends, generator)
         if self.qmc:
-            ends = scramble_ends(size)
             sizes = [end - begin for begin, end in pairwise((0, *ends))]
             noise = torch.cat([quasi_normal(part, num_outputs, generator) for part in sizes])
             return DrawnLogitMc(noise, DrawPartition.of(ends), warning=balance_warning(size, len(ends)))
         noise = standard_normal(size, num_outputs, generator, torch.device("cpu"))
-        return DrawnLogitMc(noise, DrawPartition.of(group_ends(size)))
+        return DrawnLogitMc(noise, DrawPartition.of(ends))
+
+    def _of_theta(self, posterior: Any, ends: Sequence[int], generator: torch.Generator) -> DrawnLogitMc:
+        """By draws of theta, as many as the last of the ends of their groups."""
+        size = ends[-1]
+        require(4 * size * posterior.layout.num_params, "cpu", what=f"{size} draws", hint="lower \0samples\0")
+        theta = quasi_sample(posterior, size, generator) if self.qmc else posterior.sample(size, generator)
+        deviations = (theta - posterior.center).float()
+        warning = balance_warning(size, len(ends)) if self.qmc else None
+        return DrawnLogitMc(deviations, DrawPartition.of(ends), warning, is_of_theta=True)
 
 
 @dataclass(frozen=True)
@@ -104,14 +128,16 @@ class DrawnLogitMc(Ready):
     """Standard normals, ready to predict any features.
 
     Args:
-        noise: (S, K), float64.
+        noise: (S, K), float64; or deviations of theta from its mean, (S, P) float32.
         groups: of the draws.
         warning: what the user should know of the draws.
+        is_of_theta: whether they are such.
     """
 
     noise: Tensor
     groups: DrawPartition = field()  # has no default, although the protocol has
     warning: str | None = None
+    is_of_theta: bool = False
 
     @property
     def num_draws(self) -> int:
@@ -150,7 +176,8 @@ class DrawnLogitMc(Ready):
 
     def _draws(self, posterior: HasLogitRoot, features: Tensor) -> _NormalLogits:
         check_features(posterior.layout, features)
-        return _NormalLogits(posterior, self.noise.to(features))
+        kind = _PushedLogits if self.is_of_theta else _NormalLogits
+        return kind(posterior, self.noise.to(features))
 
 
 @dataclass(frozen=True)
@@ -175,3 +202,18 @@ class _NormalLogits:
         mean, root = self.posterior.logit_root(features)
         center = mean.T.contiguous()
         return BlockDraws(center, lambda some: root.apply(self.noise[some]).add_(center))
+
+
+class _PushedLogits(_NormalLogits):
+    """Draws of the logits by deviations of theta (S, P), of a linearised network."""
+
+    def at(self, features: Tensor) -> BlockDraws:
+        """The draws at features (n, D)."""
+        gaussian = self.posterior.logits
+        center = gaussian.mean(features).T.contiguous()
+
+        def logits(some: slice) -> Tensor:
+            assert gaussian.push is not None
+            return gaussian.push(features, self.noise[some]).transpose(1, 2) + center
+
+        return BlockDraws(center, logits)

@@ -90,10 +90,13 @@ class LogitGaussian:
     Args:
         mean: of inputs (n, ...), the logits (n, K) at the mean of theta.
         spread: their covariance.
+        push: of inputs (n, ...) and deviations of theta (S, P), those of the logits, (S, n, K); None where the covariance is always
+            the shorter way to draws.
     """
 
     mean: Callable[[Tensor], Tensor]
     spread: LogitCovariance
+    push: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def marginals(self, inputs: Tensor, *, is_projected: bool = False) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and variance (n, K) of each logit; minus the logits' mean if projected."""

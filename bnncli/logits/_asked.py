@@ -24,7 +24,11 @@ def logit_gaussian(theta: Tensor, layout: LogitLayout, covariance: Covariance | 
     def mean(inputs: Tensor) -> Tensor:
         return layout.logits(inputs, theta.to(inputs.dtype).unsqueeze(0))[0]
 
-    return LogitGaussian(mean, _spread(theta, layout, covariance))
+    def push(inputs: Tensor, deviations: Tensor) -> Tensor:
+        return cast(ModuleLayout, layout).push(inputs, theta.to(inputs.dtype), deviations.to(inputs.dtype))
+
+    is_linearised = covariance is not None and layout.head is None
+    return LogitGaussian(mean, _spread(theta, layout, covariance), push if is_linearised else None)
 
 
 def _spread(theta: Tensor, layout: LogitLayout, covariance: Covariance | None) -> LogitCovariance:

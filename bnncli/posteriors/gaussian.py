@@ -107,6 +107,13 @@ class Gaussian(Generic[Layout]):
         """Mean (n, K) of the logits at features (n, D), and roots of their covariances, to draw logits with."""
         return self.logits.root(features)
 
+    def pushes(self: Gaussian[LogitLayout], num_draws: int) -> bool:
+        """Whether so many draws of logits are made of as many of theta, by a product with the logits' Jacobian each.
+
+        Their covariance takes K products with its transpose, which on ResNet-20 take no less each.
+        """
+        return self.logits.push is not None and num_draws < self.layout.num_outputs
+
     def bound_to(self, network: ModuleNetwork) -> Gaussian:
         """The same of a network's parameters, with that network to make logits by."""
         return replace(self, layout=bound(self.layout, network))

@@ -54,6 +54,10 @@ class Point:
         """Logits (n, K) at features (n, D), and their standard deviations, zero."""
         return self.logits.root(features)
 
+    def pushes(self, num_draws: int) -> bool:
+        """False: nothing is to be drawn."""
+        return False
+
     def bound_to(self, network: ModuleNetwork) -> Point:
         """The same of a network's parameters, with that network to make logits by."""
         return replace(self, layout=bound(self.layout, network))

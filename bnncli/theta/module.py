@@ -227,6 +227,18 @@ class ModuleLayout:
         rows = torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(chosen, features)
         return torch.cat([rows[part.name].flatten(2) for part in parts], dim=2)
 
+    def push(self, features: Tensor, theta: Tensor, directions: Tensor) -> Tensor:
+        """J v, (S, N, K), of directions v (S, P) at one theta (P,), in forward mode: without J."""
+
+        def logits(draw: Tensor) -> Tensor:
+            return self.logits(features, draw.unsqueeze(0))[0]
+
+        def along(direction: Tensor) -> Tensor:
+            pushed: Tensor = torch.func.jvp(logits, (theta,), (direction,))[1]
+            return pushed
+
+        return torch.func.vmap(along)(directions)
+
     def logit_draws(self, theta: Tensor, weights: Tensor | None = None) -> LogitMaker:
         """The logits under each of theta (S, P); the center is the first draw's, whatever the weights."""
 

@@ -52,6 +52,9 @@ class ByDifferences:
         mean, covariance = self.logit_moments(features)
         return mean, LogitRoot(torch.linalg.cholesky(covariance))
 
+    def pushes(self, num_draws: int) -> bool:
+        return False
+
 
 def make_target(case: str) -> NetworkTarget:
     outputs, likelihood = CASES[case]
@@ -132,3 +135,29 @@ def test_scores_of_the_logits_are_those_of_the_network_at_the_mean(case: str) ->
         expected = -logits.logsumexp(1)
     torch.testing.assert_close(energy.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(largest.double(), logits.amax(1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_quasi", [False, True])
+def test_fewer_draws_than_classes_are_of_theta(is_quasi: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gaussian = make_gaussian("classes")
+    integrator = load_integrator("logit-mc", qmc=is_quasi)
+    assert not integrator.prepare(gaussian, num_samples=3, generator=seeded()).is_of_theta  # type: ignore[attr-defined]
+    assert integrator.prepare(gaussian, num_samples=2, generator=seeded()).is_of_theta  # type: ignore[attr-defined]
+    monkeypatch.setattr(Gaussian, "pushes", lambda self, num_draws: True)
+    ready = integrator.prepare(gaussian, num_samples=4096, generator=seeded(6))
+    mean, covariance = ByDifferences(gaussian).logit_moments(inputs())
+    logits = ready._draws(gaussian, inputs()).at(inputs()).logits(slice(0, 4096))  # type: ignore[attr-defined]
+    sd = covariance.diagonal(dim1=1, dim2=2).sqrt()
+    assert ((logits.mean(0).T - mean) / sd).abs().max() < 4.5 / 64
+    for n, expected in enumerate(covariance):
+        assert ((torch.cov(logits[:, :, n].T) - expected) / sd[n].outer(sd[n])).abs().max() < 4.5 * (2 / 4096) ** 0.5
+    probs = ready.predict(gaussian, inputs(), num_samples=None, generator=seeded()).probs
+    torch.testing.assert_close(probs.double(), logits.softmax(1).mean(0).T, rtol=0, atol=1e-6)
+
+
+def test_a_product_with_the_jacobian_is_that_of_differences() -> None:
+    gaussian = make_gaussian("classes")
+    directions = torch.randn(4, len(gaussian.mean), generator=seeded(7), dtype=torch.float64)
+    sides = [gaussian.layout.logits(inputs(), gaussian.mean + sign * STEP * directions) for sign in (1, -1)]
+    found = gaussian.layout.push(inputs(), gaussian.mean, directions)
+    torch.testing.assert_close(found, (sides[0] - sides[1]) / (2 * STEP), rtol=1e-6, atol=1e-8)

@@ -60,6 +60,9 @@ class Full:
         mean, covariance = self.logit_moments(features)
         return mean, root_of_covariances(covariance)
 
+    def pushes(self, num_draws: int) -> bool:
+        return False
+
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         return torch.randn(num_samples, len(self.center), generator=generator, dtype=torch.float64)
 
