@@ -7,7 +7,8 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.logits import LogitCovariance
-from bnncli.logits._pulled import pulled
+from bnncli.logits._by_layer import by_layer
+from bnncli.logits.block import PulledBlock
 from bnncli.theta.module import ModuleLayout
 
 
@@ -18,4 +19,4 @@ def network_spread(covariance: Covariance, layout: ModuleLayout, theta: Tensor) 
         if hasattr(module, "of_network"):
             spread: LogitCovariance = module.of_network(covariance, layout, theta)
             return spread
-    return pulled(covariance, lambda inputs: layout.jacobian(inputs, theta.to(inputs.dtype)))
+    return by_layer(layout, theta, lambda places: [(slice(0, layout.num_params), PulledBlock(covariance))])
