@@ -17,7 +17,8 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.numerics.seeds import source_of
 from bnncli.shapes import check_shapes
-from bnncli.theta.head import HeadLayout, vector_layout
+from bnncli.theta.layout import MatrixLayout
+from bnncli.theta.vector import vector_layout
 
 _MOST_DENSE = 2048  # parameters up to which L^T L is made and decomposed as a whole
 _MORE = 8  # directions that are sought beside those that are wanted: the last of them come slowest
@@ -56,7 +57,7 @@ class Subspace:
         return cls((basis * peaks.sign()).contiguous())
 
     @property
-    def layout(self) -> HeadLayout:
+    def layout(self) -> MatrixLayout:
         """Of the K coordinates."""
         return vector_layout(self.basis.shape[1])
 

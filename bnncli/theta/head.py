@@ -167,8 +167,3 @@ class HeadLayout:
 def reduced_layout(layout: HeadLayout, rank: int) -> HeadLayout:
     """The layout of theta inside a span of so many dimensions of the features."""
     return replace(layout, num_features=rank)
-
-
-def vector_layout(size: int) -> HeadLayout:
-    """The layout of so many numbers that are no matrix: one row, so that what couples the features of an output couples all of them."""
-    return HeadLayout(1, size, has_bias=False)

@@ -13,8 +13,10 @@ from bnncli.machine.memory import budget, bytes_text
 from bnncli.options import RefineOptions
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
-from bnncli.theta.head import HeadLayout, vector_layout
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.module import ModuleLayout
+from bnncli.theta.vector import vector_layout
 
 _OF_A_MATRIX = ("kron", "block")  # linear parts of affine flows, which a network's parameters together have not
 
@@ -30,7 +32,7 @@ class Sizes:
     """
 
     layout: HeadLayout | ModuleLayout
-    acted: HeadLayout | ModuleLayout
+    acted: MatrixLayout | ModuleLayout
     num_examples: int
 
     @classmethod
@@ -79,7 +81,7 @@ def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions
         return options
     length = choose_recipe("affine", length=options.length).length
     needed = {
-        scale: training_bytes(options, sizes, length * num_elements(cast(HeadLayout, sizes.acted), scale))
+        scale: training_bytes(options, sizes, length * num_elements(cast(MatrixLayout, sizes.acted), scale))
         for scale in ("kron", "low-rank")
     }
     there = budget(run.device_name)
