@@ -26,13 +26,7 @@ class InputNetwork(RecordedNetwork):
         Raises:
             DataError, UsageError: the network cannot take them, or they are not finite.
         """
-        if isinstance(inputs, Items):
-            dataset: ArrayDataset | Items = inputs
-            self._check_takes(inputs)
-        else:
-            check_finite(inputs)
-            dataset = ArrayDataset(inputs, None)
-        split = data.InputSplit("x", dataset, np.arange(len(inputs)), self.preprocess, is_labeled=False)
+        split = self.split_of(inputs)
         try:
             with random_numbers_kept(), exits_refused(), self.visible():
                 head = self.network.head(split)
@@ -44,6 +38,16 @@ class InputNetwork(RecordedNetwork):
             expected = f"features, or inputs of the network {self.network.spec!r}"
             message = f"x: expected {expected}; got {described(inputs)}: {error.message}"
             raise DataError(message, code="wrong_inputs") from error
+
+    def split_of(self, inputs: Tensor | Items) -> data.InputSplit:
+        """Inputs (N, ...), or N texts or images, as a split. Raises DataError where the network cannot take them."""
+        if isinstance(inputs, Items):
+            dataset: ArrayDataset | Items = inputs
+            self._check_takes(inputs)
+        else:
+            check_finite(inputs)
+            dataset = ArrayDataset(inputs, None)
+        return data.InputSplit("x", dataset, np.arange(len(inputs)), self.preprocess, is_labeled=False)
 
     def _check_takes(self, inputs: Items) -> None:
         """Pass when the model makes its own inputs of such items. Raises DataError otherwise."""

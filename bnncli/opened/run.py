@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import BnnError, DataError
+from bnncli.machine.devices import random_numbers_kept
 from bnncli.models import is_kind
 from bnncli.opened.arrays import Items, as_items, as_tensor, checked_features, described, is_features
-from bnncli.opened.messages import errors_in_python
+from bnncli.opened.messages import errors_in_python, exits_refused
 from bnncli.opened.metrics import metrics_of
 from bnncli.opened.posterior import OpenedPosterior
 from bnncli.opened.predictions import ClassProbabilities, check_request, choose, predict
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.opened.network import InputNetwork
+    from bnncli.run.recorded_network import RecordedNetwork
     from bnncli.run.session import Run
+    from bnncli.storage.headers import Header
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +106,8 @@ class OpenedRun:
             predictor = self._predictor(run, name)
             if predictor.header.kind == "samples":
                 predictor.require_memory(0, option=None)
-            _ = predictor.posterior  # read now: the file may be another one later
+            with network_running(predictor):
+                _ = predictor.posterior  # read now: the file may be another one later
             return OpenedPosterior(self._session, predictor)
 
     def metrics(
@@ -145,7 +150,7 @@ class OpenedRun:
 
     def predict(
         self,
-        x: ArrayLike | Tensor | Sequence[Image],
+        x: str | ArrayLike | Tensor | Sequence[Image],
         *,
         posterior: str = "laplace",
         integrator: str | None = None,
@@ -156,10 +161,11 @@ class OpenedRun:
         """Class probabilities of N examples; for the features of a split those that `bnncli predict` stores.
 
         Args:
-            x: features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
+            x: the name of a split of the run; or features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
                 (N, ...), such as images, which the run's network turns into features; so is a list of texts, or of PIL
                 images, or of clips as {"array": (T,), "sampling_rate": Hz}, where the model brings its own preprocessing. Where inputs are rows of D real numbers
-                themselves, `features` says what is meant: run.predict(run.features(x)).
+                themselves, `features` says what is meant: run.predict(run.features(x)). A posterior over other layers than
+                the last takes inputs alone.
             posterior: name or file.
             integrator: by default plug-in for the network, mc for all others.
             samples: draws of a sampling integrator; its own default where it is None.
@@ -174,16 +180,23 @@ class OpenedRun:
         with self._session.computing(allow_stale=allow_stale) as run:
             options = check_request(integrator, samples, settings)
             predictor = self._predictor(run, posterior)
-            header, layout = predictor.header, predictor.posterior.layout
-            choice = choose(options, header, layout.num_classes)
-            features = self._features(run, x, layout.num_features)
-            warn_of_few_draws(run, predictor.path, header, samples)
-            if integrator is None:
-                warn_of_default(run, predictor.path, header)
-            return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
+            header = predictor.header
+            with network_running(predictor):
+                layout = predictor.posterior.layout
+                choice = choose(options, header, layout.num_classes)
+                of_network = is_of_network(header)
+                features = (
+                    self._inputs(run, x, predictor) if of_network else self._features(run, x, layout.num_features)
+                )
+                warn_of_few_draws(run, predictor.path, header, samples)
+                if integrator is None:
+                    warn_of_default(run, predictor.path, header)
+                return predict(predictor, choice, features, tuple(posterior_classes(run.folder, header)))
 
     def _features(self, run: Run, x: Any, num_features: int) -> Tensor:
         """What a posterior takes, (N, D), of features or inputs."""
+        if isinstance(x, str) and x in self.splits:
+            return load_split(run, x).stored
         given = as_items(x)
         tensor = as_tensor(x) if given is None else given
         if not isinstance(tensor, Items) and is_features(tensor, num_features):
@@ -201,6 +214,31 @@ class OpenedRun:
             raise DataError(message, code="wrong_layout")
         return features
 
+    def _inputs(self, run: Run, x: Any, predictor: Predictor) -> Tensor:
+        """What a posterior over other layers takes, (N, D), of inputs, or of a split by its name."""
+        reader, layout = predictor.train.reader, predictor.posterior.layout
+        if isinstance(x, str) and x in self.splits:
+            return predictor.train.seen_by(predictor.header, load_split(run, x)).stored
+        network = self._input_network(run)
+        given = as_items(x)
+        tensor = as_tensor(x) if given is None else given
+        try:
+            return reader.given_inputs(network.split_of(tensor), layout)
+        except DataError as error:
+            if error.code != "wrong_inputs":
+                raise
+            expected = (
+                f"inputs of the network {network.network.spec!r}: the posterior is over other layers than the last"
+            )
+            message = f"x: expected {expected}; got {described(tensor)}: {error.message}"
+            raise DataError(message, code="wrong_inputs") from error
+
+    def _layers_network(self, run: Run) -> RecordedNetwork:
+        """The run's network a second time: posteriors over other layers may change how it computes attention."""
+        from bnncli.run.recorded_network import RecordedNetwork, network_header, open_recorded
+
+        return open_recorded(RecordedNetwork, run, network_header(run), self._named_model())
+
     def _predictor(self, run: Run, name: str) -> Predictor:
         """What predicts with a posterior, opened once as long as its file and that of train are the same."""
         self._forget_other_weights()
@@ -211,7 +249,8 @@ class OpenedRun:
         train = _train_digest(run)
         known, known_train = self._predictors.get(path, (None, None))
         if known is None or (known.header.content_digest, known_train) != (header.content_digest, train):
-            known = Predictor(run, path, header, TrainData(run))
+            data = TrainData(run, trusts_code=self._model is not None, opener=lambda: self._layers_network(run))
+            known = Predictor(run, path, header, data)
             self._predictors[path] = known, train
         return known
 
@@ -221,6 +260,11 @@ class OpenedRun:
         from bnncli.run.recorded_network import network_header, open_recorded
 
         self._forget_other_weights()
+        self._network = open_recorded(InputNetwork, run, network_header(run), self._named_model(), self._network)
+        return self._network
+
+    def _named_model(self) -> str | None:
+        """The network as the caller named it, at its place from where the process is now."""
         model = self._model
         if model is not None and ".py:" in model:
             model = self._session.placed(model)
@@ -228,8 +272,7 @@ class OpenedRun:
             kind, _, place = model.partition(":")
             elsewhere = self._session.placed(place)
             model = f"{kind}:{elsewhere}" if os.path.exists(elsewhere) else model  # a place may be a name
-        self._network = open_recorded(InputNetwork, run, network_header(run), model, self._network)
-        return self._network
+        return model
 
     def _forget_other_weights(self) -> None:
         """What was made of a checkpoint that has changed since, or was named otherwise, is made anew."""
@@ -237,6 +280,22 @@ class OpenedRun:
         if now != (self._folder, self._checkpoint_state):
             (self._folder, self._checkpoint_state), self._network = now, None
             self._predictors.clear()
+
+
+def is_of_network(header: Header) -> bool:
+    """Whether the posterior with this header is over other layers than the last."""
+    return header.meta.get("layers") is not None
+
+
+def network_running(predictor: Predictor) -> AbstractContextManager[object]:
+    """While a posterior over other layers is opened or predicts: its network may be the user's code. For others, nothing."""
+    if not is_of_network(predictor.header):
+        return nullcontext()
+    found = ExitStack()
+    found.enter_context(random_numbers_kept())
+    found.enter_context(exits_refused())
+    found.enter_context(predictor.train.reader.recorded.visible())
+    return found
 
 
 def _train_digest(run: Run) -> str | None:

@@ -225,6 +225,21 @@ class NetworkReader:
             check_logits(layout, found.inputs, stored, name=split.content.name, tolerance=tolerance)
         return found
 
+    def given_inputs(self, split: data.InputSplit, layout: ModuleLayout) -> Tensor:
+        """Inputs (N, D), flat, of examples that are no split of the run, as a posterior with this layout takes them.
+
+        Raises:
+            DataError: the network takes others.
+        """
+        inputs = read_inputs(split, self.recorded.network.module, progress=self.run.console)
+        if not layout.takes_any_length and tuple(inputs.shape[1:]) != layout.input_shape:
+            raise DataError(
+                f"inputs of shape (N, {', '.join(map(str, inputs.shape[1:]))}), the posterior takes "
+                f"(N, {', '.join(map(str, layout.input_shape))})",
+                code="wrong_inputs",
+            )
+        return inputs.flatten(1)
+
     def input_split(self, split: Split, header: Header) -> data.InputSplit:
         """The rows of the data that the split's features are of, opened as its record says.
 

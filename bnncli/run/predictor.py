@@ -5,6 +5,7 @@ The command predict stores what comes of it, and whoever asks from Python gets i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.run.network_splits import NetworkReader
+    from bnncli.run.recorded_network import RecordedNetwork
     from bnncli.targets.target import CurvedTarget
 
 _OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
@@ -37,10 +39,12 @@ class TrainData:
 
     Attributes:
         trusts_code: whether code that the run's features were made by may run again, for posteriors over other layers.
+        opener: gives the network that they were made by, where somebody else opens it.
     """
 
     run: Run
     trusts_code: bool = False
+    opener: Callable[[], RecordedNetwork] | None = None
     _targets: dict[str, CurvedTarget] = field(default_factory=dict)
 
     @cached_property
@@ -53,7 +57,7 @@ class TrainData:
         """The network and the inputs, for posteriors over other layers than the last."""
         from bnncli.run.network_splits import NetworkReader
 
-        return NetworkReader(self.run, self.trusts_code)
+        return NetworkReader(self.run, self.trusts_code, self.opener)
 
     def seen_by(self, header: Header, split: Split) -> Split:
         """A split as the posterior with this header sees it: its features, or the network's inputs."""
