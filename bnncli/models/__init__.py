@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from bnncli.data import Transform
 
-__all__ = ["Asked", "Published", "SavedModel", "is_kind", "open_model"]
+__all__ = ["Asked", "Composed", "Published", "SavedModel", "is_kind", "open_model"]
 
 _FAMILY = "models"
 
@@ -83,6 +83,14 @@ class Published(Protocol):
 
         The checkpoint may be of other weights: names that the data have go before these. The library is imported.
         """
+
+
+@runtime_checkable
+class Composed(Protocol):
+    """A saved model of a base and an adapter, whose parameters `build` merges into those of the base."""
+
+    def build_apart(self) -> nn.Module:
+        """The same network with the adapter's parameters beside those of the base."""
 
 
 def is_kind(spec: str) -> bool:

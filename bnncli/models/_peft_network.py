@@ -20,8 +20,8 @@ _PREFIX = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
 
 
-def adapted(folder: Path, base: Path, kind: str, architecture: str | None) -> nn.Module:
-    """The classifier of a base folder with an adapter merged into it, in evaluation mode, float32, on the CPU.
+def adapted(folder: Path, base: Path, kind: str, architecture: str | None, *, is_merged: bool = True) -> nn.Module:
+    """The classifier of a base folder with an adapter merged into it, or beside it, in evaluation mode, float32, on the CPU.
 
     What the adapter has whole (modules_to_save, such as the classifier) may be missing from the base; and where the base is
     no classifier, its own head is left out.
@@ -52,7 +52,7 @@ def adapted(folder: Path, base: Path, kind: str, architecture: str | None) -> nn
         may_miss=lambda name: name in saved,
         may_have=lambda name: classified_by(architecture) is None,
     )
-    return settled(_merged(network, folder))
+    return settled(_with_adapter(network, folder, is_merged=is_merged))
 
 
 def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -66,8 +66,8 @@ def _num_labels(empty: nn.Module, config: Any, saved: Mapping[str, tuple[int, ..
     return found.pop() if len(found) == 1 else None
 
 
-def _merged(network: nn.Module, folder: Path) -> nn.Module:
-    """The network with the adapter's changes in its own weights.
+def _with_adapter(network: nn.Module, folder: Path, *, is_merged: bool) -> nn.Module:
+    """The network with the adapter's changes in its own weights, or in layers around its own.
 
     Raises:
         DataError: names of the adapter's file are missing or unknown, or its kind cannot be merged.
@@ -94,6 +94,9 @@ def _merged(network: nn.Module, folder: Path) -> nn.Module:
             f"{quoted(folder, limit=300)}: an adapter of kind {config.peft_type} cannot be merged into the weights"
         )
         raise DataError(message, code="not_supported", path=folder)
+    if not is_merged:
+        apart: nn.Module = model.base_model.model
+        return apart
     with told(folder):
         merged: nn.Module = model.merge_and_unload(safe_merge=True)
     return merged

@@ -70,6 +70,12 @@ class Adapted:
             )
         return adapted(self.folder, self.base, self.kind, architecture_of(self.config))
 
+    def build_apart(self) -> nn.Module:
+        """The same network with the adapter's parameters beside those that they change."""
+        from bnncli.models._peft_network import adapted  # here, for torch
+
+        return adapted(self.folder, self.base, self.kind, architecture_of(self.config), is_merged=False)
+
 
 def open_model(place: str, asked: Asked) -> Adapted:
     """The classifier that an adapter's folder and its base folder make.

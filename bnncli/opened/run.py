@@ -161,11 +161,11 @@ class OpenedRun:
         """Class probabilities of N examples; for the features of a split those that `bnncli predict` stores.
 
         Args:
-            x: the name of a split of the run; or features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
+            x: features (N, D), real numbers in rows of the posterior's D; an array of any other shape or type is inputs
                 (N, ...), such as images, which the run's network turns into features; so is a list of texts, or of PIL
                 images, or of clips as {"array": (T,), "sampling_rate": Hz}, where the model brings its own preprocessing. Where inputs are rows of D real numbers
                 themselves, `features` says what is meant: run.predict(run.features(x)). A posterior over other layers than
-                the last takes inputs alone.
+                the last takes inputs, never features, or the name of a split of the run.
             posterior: name or file.
             integrator: by default plug-in for the network, mc for all others.
             samples: draws of a sampling integrator; its own default where it is None.
@@ -195,8 +195,6 @@ class OpenedRun:
 
     def _features(self, run: Run, x: Any, num_features: int) -> Tensor:
         """What a posterior takes, (N, D), of features or inputs."""
-        if isinstance(x, str) and x in self.splits:
-            return load_split(run, x).stored
         given = as_items(x)
         tensor = as_tensor(x) if given is None else given
         if not isinstance(tensor, Items) and is_features(tensor, num_features):

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from bnncli import data
-from bnncli.errors import DataError, MissingInput, Untrusted
+from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
 from bnncli.extraction.form import LINKS
 from bnncli.extraction.head import Head, chosen_output, logits_of
+from bnncli.models import Composed
 from bnncli.models._hf_attention import with_plain_attention
 from bnncli.options.layers import LayersOptions
 from bnncli.run.inputs import PREDICTION_BYTES, Split, load_split
@@ -33,7 +34,7 @@ from bnncli.run.session import Run
 from bnncli.storage.features import CHECK_ROWS
 from bnncli.storage.headers import Header
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ALL, ModuleLayout, ModuleNetwork, chosen_parameters
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
@@ -170,13 +171,36 @@ class NetworkReader:
             self._opened[False] = ModuleNetwork(module, _Logits(head), names, has_tokens(first)), head
         return self._opened[False]
 
-    @cached_property
-    def module_network(self) -> ModuleNetwork:
-        """The network as a function of inputs and parameters."""
+    def chosen(self, example: data.InputSplit, pattern: str) -> tuple[ModuleNetwork, Head]:
+        """The same for the parameters that a pattern names: with an adapter beside its base where the merged network has them not.
+
+        Raises:
+            UsageError: the pattern names none.
+        """
+        network, head = self.network(example)
+        try:
+            chosen_parameters(network.module, pattern)
+        except UsageError:
+            saved = self.recorded.network.saved
+            if not isinstance(saved, Composed):
+                raise
+            if True not in self._opened:
+                module = with_plain_attention(saved.build_apart().to(self.run.device))
+                self._opened[True] = replace(network, module=module, _states={}), head
+            return self._opened[True]
+        return network, head
+
+    def network_of(self, pattern: str) -> ModuleNetwork:
+        """The network that has the parameters that a pattern names."""
         name = next(iter(self.run.folder.splits()))
         split = load_split(self.run, name)
         assert split.content.header is not None
-        return self.network(self.input_split(split, split.content.header))[0]
+        return self.chosen(self.input_split(split, split.content.header), pattern)[0]
+
+    @cached_property
+    def module_network(self) -> ModuleNetwork:
+        """The network as a function of inputs and parameters."""
+        return self.network_of(ALL)
 
     def layout(self, split: Split, pattern: str) -> ModuleLayout:
         """The layout of the parameters that a pattern names, of the split's first example: no other inputs are read.
@@ -206,7 +230,7 @@ class NetworkReader:
         header = split.content.header
         assert header is not None
         example = self.input_split(split, header)
-        network, head = self.network(example)
+        network, head = self.chosen(example, pattern)
         inputs = near(read_inputs(example, network.module, progress=self.run.console), self.run.device)
         layout = ModuleLayout.of(
             network,

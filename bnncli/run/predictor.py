@@ -110,7 +110,7 @@ class Predictor:
             message = f"{self.path} was replaced while it was read"
             raise DataError(message, code="stale_input", hint="do it again", path=self.path)
         if header.meta.get("layers") is not None:
-            posterior = posterior.bound_to(self.train.reader.module_network)
+            posterior = posterior.bound_to(self.train.reader.network_of(str(header.meta["layers"])))
         return posterior.to(self.run.device)
 
     @cached_property

@@ -52,12 +52,6 @@ def test_inputs_and_split_names_predict_what_predict_stores(images: np.ndarray, 
     assert run.posterior("laplace-all").layout.num_params == 23
 
 
-def test_a_split_name_predicts_with_the_last_layer_too(cli: Cli, images: np.ndarray) -> None:
-    assert cli("predict", "ckpt.pt", "--posterior", "map", "--split", "test").code == 0
-    stored = read_predictions(Path("ckpt.pt.bnn/predictions/map.plug-in/test.h5"))
-    np.testing.assert_array_equal(bnncli.open("ckpt.pt").predict("test", posterior="map").probs, stored.probs)
-
-
 def test_features_in_the_place_of_inputs_are_one_clear_error(images: np.ndarray) -> None:
     run = bnncli.open("ckpt.pt", model="net.py:make")
     with pytest.raises(DataError, match=r"x: expected inputs of the network .* over other layers .* got \(40, 3\) of"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from problems.command_line import Cli
 
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 
 FIT = ("--layers", "all", "--trust-code", "--structure", "diag", "--prior-precision", "3")
@@ -136,3 +137,35 @@ def test_texts_of_any_length_are_read_as_extract_features_read_them(
     done = cli("fit-laplace", kind, *FIT)
     assert done.code == 0, done.stderr
     np.testing.assert_allclose(probabilities(cli, kind, "laplace-all"), probabilities(cli, kind, "map"), atol=2e-6)
+
+
+def test_a_posterior_over_a_lora_adapter_alone(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    folders = importlib.import_module("problems.hf_folders")
+    monkeypatch.chdir(tmp_path)
+    base = folders.text_folder(Path("base"))
+    config = peft.LoraConfig(r=2, lora_alpha=3, task_type="SEQ_CLS", target_modules=["query", "value"])
+    auto = importlib.import_module("transformers").AutoModelForSequenceClassification
+    model = peft.get_peft_model(auto.from_pretrained(base), config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained("adapter")
+    folders.tokenizer("Bert", model_max_length=12).save_pretrained("adapter")
+    with open("train.csv", "w", newline="") as stream:
+        rows = [(text, ["worse", "same", "better"][row % 3]) for row, text in enumerate(folders.TEXTS * 4)]
+        csv.writer(stream).writerows([("text", "label"), *rows])
+    data = ("--data", "train=csv:train.csv", "--data", "test=csv:train.csv@8")
+    done = cli("extract-features", "run", "--model", "peft:adapter", "--base-model", "base", *data)
+    assert done.code == 0, done.stderr
+    fit = ("--layers", "*lora_*", *FIT[2:], "--name", "laplace-all")
+    done = cli("fit-laplace", "run", *fit)
+    assert done.code == 0, done.stderr
+    parts = read_header(Path("run.bnn/posteriors/laplace-all.safetensors")).meta["param_layout"]
+    assert [part["name"].split(".")[-4:-1] for part in parts] == [
+        [layer, ab, "default"] for layer in ("query", "value") for ab in ("lora_A", "lora_B")
+    ]
+    np.testing.assert_allclose(probabilities(cli, "run", "laplace-all"), probabilities(cli, "run", "map"), atol=2e-6)
+    assert cli("predict", "run", "--posterior", "laplace-all", "--split", "test", "--trust-code").code == 0

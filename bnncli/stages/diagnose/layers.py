@@ -41,7 +41,7 @@ class SeenSplits:
         """
         layers = header.meta.get("layers")
         if layers not in self._known:
-            network = None if layers is None else self._data.reader.module_network
+            network = None if layers is None else self._data.reader.network_of(str(layers))
             train, val = (None if one is None else self._data.seen_by(header, one) for one in (self.train, self.val))
             assert train is not None
             target = train.target(Prior(1.0), self.run.device)
