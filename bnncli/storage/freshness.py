@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, OutputExists, UsageError
+from bnncli.numerics.digests import file_sha256
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.feature_set import of_another_recipe, replaced_in_part
 from bnncli.storage.headers import Header
@@ -193,6 +194,8 @@ def staleness(
     for entry in header.inputs:
         path = header.input_path(entry)
         if not entry.get("is_artifact", True):
+            if _is_edited_network(header, entry["role"], path, entry["content_digest"]):
+                return Stale(f"model ({path.name}) has changed")
             continue
         if not path.is_file():
             return Stale(f"{entry['role']} ({path.name}) is missing")
@@ -212,6 +215,15 @@ def staleness(
         if deeper is not None:
             return Stale(f"{entry['role']} ({path.name}) is stale: {deeper.why}", deeper.maker)
     return Stale(_ANOTHER_REVISION) if is_another(header) else None
+
+
+def _is_edited_network(header: Header, role: str, path: Path, digest: str) -> bool:
+    """Whether an input of a posterior over other layers is the file of its network, and that is another one now.
+
+    One that is gone is told where it is needed. Features, and what is made of them alone, stay what they are.
+    """
+    is_its_network = role == "model" and header.meta.get("layers") is not None
+    return is_its_network and path.is_file() and f"sha256:{file_sha256(path)}" != digest
 
 
 def _staleness_of_features(header: Header) -> Stale | None:

@@ -39,6 +39,7 @@ MADE = (
     "extract-features ready --from-npz features.npz --ood far --hold-out some=test:9",
     "fit-laplace small --prior-precision 10",
     "fit-laplace net.pt --structure diag --prior-precision 10",
+    "fit-laplace net.pt --layers all --structure diag --prior-precision 10 --trust-code",
     "fit-temperature small",
     "refine small --epochs 1 --length 2",
     "refine small --flow planar --epochs 1 --elbo-draws 64 --name planar",
@@ -46,7 +47,7 @@ MADE = (
     "fit-lbbnn small --epochs 1 --slab-sd 1",
     "prune small",
     "predict small --samples 20 --split test --posterior temperature --posterior lbbnn",
-    "predict net.pt --samples 20 --split test",
+    "predict net.pt --samples 20 --split test --trust-code",
     "evaluate small --bootstrap 20 --posterior lbbnn",
 )
 NOTHING_TO_DO = (

@@ -137,3 +137,19 @@ def test_structures_of_layers_are_fitted_and_predicted_with(cli: Cli, checkpoint
         read_predictions(Path(f"ckpt.pt.bnn/predictions/laplace-all.{name}/test.h5")).probs for name in ("probit", "mc")
     ]
     assert 0 < float(np.abs(found[0] - found[1]).max()) < 0.2
+
+
+def test_a_network_that_was_edited_makes_its_posteriors_stale(cli: Cli, checkpoint: Path) -> None:
+    fit = (*FIT, "--layers", "all", "--trust-code")
+    assert cli(*fit).code == 0
+    header = read_header(Path("ckpt.pt.bnn/posteriors/laplace-all.safetensors"))
+    roles = {entry["role"]: entry.get("is_artifact", True) for entry in header.inputs}
+    assert roles == {"features.train": True, "data.train": False, "model": False}
+    assert cli("status", "ckpt.pt", "--check").code == 0
+    Path("net.py").write_text(NETWORK + "\n")
+    stale = cli("predict", "ckpt.pt", "--posterior", "laplace-all", "--trust-code")
+    assert (stale.code, "laplace-all.safetensors is stale: model (net.py) has changed" in stale.stderr) == (65, True)
+    assert "model (net.py) has changed" in cli("status", "ckpt.pt").stdout.replace("\n", " ")
+    again = cli(*fit)
+    assert (again.code, "net.py is not as it was" in again.stderr) == (65, True)
+    assert cli("predict", "ckpt.pt", "--posterior", "map", "--split", "test").code == 0  # of features alone

@@ -11,6 +11,7 @@ from bnncli.options import FitLaplaceOptions
 from bnncli.options.fit_laplace import kinds_of, structures_of
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split
+from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, posterior_request
 from bnncli.run.session import Run
@@ -26,13 +27,14 @@ def prepare_network(
     """The request for a posterior over the network's chosen parameters, and what fits it."""
     if train.content.head_weight is None:
         raise UsageError(f"--layers {options.layers}: this run has no network, only features")
-    sources = [train.source] + ([val.source] if val is not None else [])
+    used = [split for split in (train, val) if split is not None]
+    sources = [*(split.source for split in used), *network_sources(used)]
     params = {**options.params(), "seed": run.compute.seed}
     if criterion == "number":
         params["prior_precision"] = float(options.prior_precision)
     if options.own_bias_precision is not None:
         params["bias_precision"] = options.own_bias_precision
-    warn_of_missing_classes(run, [split for split in (train, val) if split is not None])
+    warn_of_missing_classes(run, used)
 
     @cache
     def prepared() -> Prepared:
