@@ -96,6 +96,8 @@ def _of_samples(reference: Path, made: Path) -> Iterator[Difference]:
 
 def _draws(file: SampleFile) -> np.ndarray:
     """(C T, P) float64."""
+    if file.theta is not None:
+        return np.asarray(file.theta, np.float64).reshape(-1, file.theta.shape[2])
     weight = np.asarray(file.head_weight, np.float64)
     parts = [weight.reshape(*weight.shape[:2], -1)]
     if file.head_bias is not None:

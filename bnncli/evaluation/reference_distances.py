@@ -175,6 +175,13 @@ def reference_rows(
     ]
 
 
+def undefined_rows(distances: Mapping[str, Distance], *, reference: str, reason: str) -> list[Row]:
+    """The rows of every distance, undefined for this reason."""
+    return [
+        row for name, distance in distances.items() for row in _distance_rows(name, distance, None, reference, reason)
+    ]
+
+
 def _distance_rows(
     name: str, distance: Distance, pair: DrawPair | None, reference: str, reason: str | None
 ) -> list[Row]:

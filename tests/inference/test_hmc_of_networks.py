@@ -10,7 +10,6 @@ from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli.covariances.diag import Diag
-from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.predictive_convergence import held_out_convergence, label_convergence
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.nuts import sample_nuts
@@ -39,7 +38,7 @@ def quantities(theta: Tensor) -> Tensor:
     return torch.cat([torch.stack([a * a, b * b, a * b], dim=-1), logits.sigmoid()], dim=-1)
 
 
-@pytest.mark.parametrize("sampler", ["hmc", "nuts"])
+@pytest.mark.parametrize("sampler", ["hmc", pytest.param("nuts", marks=pytest.mark.long)])
 def test_two_weights_have_the_moments_of_quadrature(sampler: str) -> None:
     target = two_weights(8)
     line = torch.linspace(-9, 9, 301, dtype=torch.float64)
@@ -47,28 +46,15 @@ def test_two_weights_have_the_moments_of_quadrature(sampler: str) -> None:
     expected = target.log_joint(grid).softmax(dim=0) @ quantities(grid)
     common = {"mode": torch.ones(2, dtype=torch.float64), "covariance": Diag(torch.ones(2, dtype=torch.float64))}
     if sampler == "hmc":
-        drawn = sample_hmc(target, **common, generator=seeded(3), num_chains=100, num_warmup=40, num_draws=40)
+        drawn = sample_hmc(target, **common, generator=seeded(3), num_chains=200, num_warmup=20, num_draws=20)
         groups = drawn.draws
     else:
-        drawn = sample_nuts(target, **common, seed=1, num_chains=2, num_warmup=20, num_draws=60)
-        groups = drawn.draws.reshape(2 * 6, 10, 2)
+        drawn = sample_nuts(target, **common, seed=1, num_chains=2, num_warmup=30, num_draws=120)
+        groups = drawn.draws.reshape(2 * 6, 20, 2)
     means = quantities(groups).mean(dim=1)
     error = means.std(dim=0) / len(means) ** 0.5
     assert ((means.mean(dim=0) - expected).abs() < 4 * error).all()
     assert (error < 0.3 * expected.abs()).all()
-
-
-def test_predictions_agree_where_weights_of_two_modes_do_not() -> None:
-    target = two_weights(60)
-    drawn = sample_hmc(
-        target, mode=torch.zeros(2, dtype=torch.float64), covariance=Diag(torch.ones(2, dtype=torch.float64)),
-        generator=seeded(4), num_chains=8, num_warmup=20, num_draws=100,
-    )  # fmt: skip
-    held_out = target.held_out(POINTS, torch.tensor([0, 1, 1, 1]))
-    weights, predictions = convergence(drawn.draws.numpy()), label_convergence(drawn.draws, held_out)
-    assert weights.r_hat is not None
-    assert predictions.r_hat is not None
-    assert predictions.r_hat < 1.05 < 1.5 < weights.r_hat
 
 
 def test_a_linear_network_is_judged_as_the_last_layer_is() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation.bfmi import lowest_bfmi
-from bnncli.evaluation.convergence import convergence
+from bnncli.evaluation.convergence import convergence, deciding
 from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
 from bnncli.evaluation.mmd import NUM_DRAWS
 from bnncli.evaluation.verdict import DENSITIES, POINTS, Judged, doubts
@@ -91,7 +91,7 @@ def diagnose(
         entry |= _importance(run, options, name, posterior, header, train)
     losses = _losses(run, posterior, header, val)
     entry["val_nll"] = _mean(losses)
-    draws = _draws(run, name, posterior, entry)
+    draws = _draws(run, name, posterior, {**entry, **_independent(header)})
     judged = replace(_judged(name, entry, recorded_prior(header)), layers=header.meta.get("layers"))
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
@@ -159,13 +159,12 @@ def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
     """Convergence as hmc has recorded it, else computed; energies, divergences and acceptance from the statistics."""
     assert content.header is not None
     metrics = content.header.meta.get("metrics", {})
-    names = {"r_hat": "max_rhat", "ess_bulk": "min_ess_bulk", "ess_tail": "min_ess_tail"}
-    if all(name in metrics for name in names.values()):
-        found = {key: _value(metrics[name], metrics.get("undefined")) for key, name in names.items()}
+    if all(name in metrics for name in ("max_rhat", "min_ess_bulk", "min_ess_tail")):
+        worst = deciding(metrics)
     else:
         worst = convergence(draws.numpy(), device=run.device, progress=run.console)
-        values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
-        found = {key: _value(value, worst.undefined) for key, value in values.items()}
+    values = {"r_hat": worst.r_hat, "ess_bulk": worst.ess_bulk, "ess_tail": worst.ess_tail}
+    found: dict[str, Any] = {key: _value(value, worst.undefined) for key, value in values.items()}
     stats = content.stats
     not_told = undefined("the sampler does not tell")
     energy, diverging, acceptance = (stats.get(name) for name in ("energy", "diverging", "acceptance_rate"))
@@ -196,6 +195,13 @@ def _losses(run: Run, posterior: Any, header: Header, val: Split | None) -> NDAr
         progress=run.console,
     )
     return nll_per_example(prediction.probs.cpu().numpy(), val.content.labels)
+
+
+def _independent(header: Header) -> dict[str, Any]:
+    """Effective numbers of draws of the parameters, which distances between them go by, where they are recorded."""
+    names = {"ess_bulk": "min_ess_bulk", "ess_tail": "min_ess_tail"}
+    metrics = header.meta.get("metrics", {})
+    return {key: {"value": metrics[name]} for key, name in names.items() if name in metrics}
 
 
 def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> ThinnedDraws:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows
+from bnncli.evaluation.reference_distances import Row, WeightDraws, num_draws_for, reference_rows, undefined_rows
 from bnncli.lazy import torch
 from bnncli.run.inputs import open_posterior, recorded_prior
 from bnncli.run.session import Run
@@ -31,6 +31,9 @@ def distance_rows(run: Run, reference: Reference, posterior: Path | None) -> lis
 def _measure(run: Run, reference: Reference, posterior: Path) -> list[Row]:
     """The rows of one posterior, all of them at once."""
     own, header = open_posterior(posterior)
+    if header.meta.get("layers") != reference.header.meta.get("layers"):
+        why = f"the draws of {reference.name} are of other layers"
+        return undefined_rows(distances(), reference=reference.name, reason=why)
     theirs, ours = recorded_prior(reference.header), recorded_prior(header)
     if ours is not None and theirs is not None and not ours.is_close(theirs):
         run.console.warn(

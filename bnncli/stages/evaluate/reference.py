@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bnncli.errors import DataError, DeviceError, MissingInput
-from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
+from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding
 from bnncli.run.inputs import open_posterior, require_draws
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
@@ -52,7 +52,7 @@ class Reference:
         if self.path is None:
             return []
         metrics = self.header.meta.get("metrics", {})
-        r_hat, lowest = metrics.get("max_rhat"), metrics.get("lowest_chain_acceptance")
+        r_hat, lowest = deciding(metrics).r_hat, metrics.get("lowest_chain_acceptance")
         if (r_hat is None or r_hat <= GOOD_RHAT) and (lowest is None or lowest >= STUCK_ACCEPTANCE):
             return []
         shown = "undefined" if r_hat is None else f"{r_hat:.3f}"
