@@ -13,6 +13,7 @@ from bnncli.covariances.diag import Diag
 from bnncli.evaluation.predictive_convergence import held_out_convergence, label_convergence
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.nuts import sample_nuts
+from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import ModuleLayout, ModuleNetwork
@@ -55,6 +56,27 @@ def test_two_weights_have_the_moments_of_quadrature(sampler: str) -> None:
     error = means.std(dim=0) / len(means) ** 0.5
     assert ((means.mean(dim=0) - expected).abs() < 4 * error).all()
     assert (error < 0.3 * expected.abs()).all()
+
+
+def test_a_network_of_one_layer_has_the_posterior_of_the_last_layer() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(3, 2)).eval()
+    inputs, labels = torch.randn(40, 3, generator=seeded(1), dtype=torch.float64), torch.arange(40) % 2
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=2, input_shape=(3,))
+    targets = (
+        NetworkTarget(inputs, labels, layout, Prior(1.0)),
+        LastLayerTarget(inputs, labels, HeadLayout(2, 3), Prior(1.0)),
+    )
+    found = []
+    for seed, target in enumerate(targets):
+        drawn = sample_hmc(
+            target, mode=torch.zeros(8, dtype=torch.float64), covariance=Diag(torch.full((8,), 0.2, dtype=torch.float64)),
+            generator=seeded(seed), num_chains=60, num_warmup=15, num_draws=15,
+        )  # fmt: skip
+        means = torch.cat([drawn.draws, drawn.draws.square()], dim=2).double().mean(dim=1)
+        found.append((means.mean(dim=0), means.std(dim=0) / len(means) ** 0.5))
+    (one, error), (other, also) = found
+    assert ((one - other).abs() < 4 * (error**2 + also**2).sqrt()).all()
+    assert (error < 0.1).all()
 
 
 def test_a_linear_network_is_judged_as_the_last_layer_is() -> None:
