@@ -18,7 +18,9 @@ def network_sources(splits: Iterable[Split]) -> list[Source]:
     found: dict[str, Source] = {}
     for split in splits:
         header = split.content.header
-        for entry in () if header is None else header.inputs:
+        if header is None:
+            continue
+        for entry in header.inputs:
             if entry.get("is_artifact", True):
                 continue
             path, digest = header.input_path(entry), str(entry["content_digest"])

@@ -375,6 +375,7 @@ def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     whole = {structure: hessian_of(target, structure) for structure in LAYERED}
     monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 12_000})
     monkeypatch.setattr("bnncli.network_curvature._matrices._PATCHES", 100)
+    target = make_target("conv")
     assert target.rows_at_once(1, torch.float64) < 6
     for structure, parts in whole.items():
         again = hessian_of(target, structure)
