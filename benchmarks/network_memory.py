@@ -21,7 +21,8 @@ CASES = {
     "conv diag": ("conv", 1000, 200, "diag", True),
     "conv low-rank": ("conv", 300, 100, "low-rank", False),
     "wide low-rank": ([784, 200, 200, 10], 500, 200, "low-rank", False),
-    "wide diag": ([784, 200, 200, 10], 1000, 100, "diag", True),
+    "conv kron": ("conv", 2000, 200, "kron", False),
+    "mlp kron": ([784, 50, 10], 4000, 500, "kron", True),
 }
 
 

@@ -23,8 +23,11 @@ AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is
 _COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance: as of a last layer's
 _ROW_COPIES = 4  # of a block of rows of H: Jacobians by parameter, as one, their product with the root, its squares
 _PRODUCT_COPIES = 10  # of a block's activations, with their derivatives along a direction, and what convolutions unfold
+_GRAPH_COPIES = (
+    5  # of a block's activations where layers' factors are made: as they are kept, unfolded, and their gradients
+)
 _VECTORS = 10  # of P numbers, float64
-_BYTES_A_DRAW = 32  # of each parameter: noise, its product with the root, theta in two precisions
+_BYTES_A_DRAW = 40  # of each parameter: noise, its product with the root and what that takes, theta in two precisions
 
 
 @dataclass(frozen=True)
@@ -105,4 +108,4 @@ class NetworkPlan:
             steps = min(layout.num_params, 3 * self.choice.rank + 20)
             count = min(self.num_examples, pairs_at_once(layout, device))
             return 8 * steps * layout.num_params + 4 * _PRODUCT_COPIES * count * layout.widest
-        return self._activation_bytes(self.num_examples, device)
+        return 4 * _GRAPH_COPIES * min(self.num_examples, pairs_at_once(layout, device)) * layout.widest
