@@ -10,6 +10,7 @@ from bnncli.inference import memory
 from bnncli.options import HmcOptions
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split
+from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, posterior_request
 from bnncli.run.session import Run
@@ -24,13 +25,14 @@ def prepare_network(
         raise UsageError(f"--layers {options.layers}: this run has no network, only features")
     # Without a base only the network, which is opened for work alone, tells how many parameters there are.
     num_params = 0 if base is None else sum(math.prod(part["shape"]) for part in base.header.meta["param_layout"])
+    used = [split for split in (train, held_out) if split is not None]
     request = posterior_request(
         run,
         f"hmc{options.layers_suffix}",
         kind="samples",
         params=request_params(run, options, base),
         algo_rev=_revisions.HMC_OF_LAYERS,
-        sources=request_sources(train, held_out, base),
+        sources=[*request_sources(train, held_out, base), *network_sources(used)],
         checkpoint=train.checkpoint,
         estimated_bytes=lambda: memory.sampled_bytes(num_params, options.chains * options.draws),
     )
