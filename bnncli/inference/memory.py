@@ -34,7 +34,7 @@ _BYTES_A_TRAINING_DRAW = 100  # of each parameter: what a step through the layer
 _BYTES_A_DIRECTION = 80  # of each parameter: three blocks of float64, their factors and images
 _BATCH_VECTORS = 4  # of a minibatch's logits under every draw
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
-_NETWORK_CHAIN_VECTORS = 20  # the same where the target is a network's: its weights and their gradients besides
+_NETWORK_CHAIN_VECTORS = 24  # the same of a network: its weights and their gradients besides
 _SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
 _COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
 
