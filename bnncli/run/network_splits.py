@@ -210,7 +210,7 @@ class NetworkReader:
         """
         assert split.content.header is not None
         example = self.input_split(split, split.content.header)
-        network, head = self.network(example)
+        network, head = self.chosen(example, pattern)
         return ModuleLayout.of(
             network,
             pattern,
