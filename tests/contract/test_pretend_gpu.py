@@ -49,12 +49,21 @@ LINES = (
     "extract-features m.pt --model mlp --model-arg inputs=4 --model-arg hidden=3 --model-arg classes=3 "
     "--data train=npz:raw.npz --hold-out val=train:9 --task multiclass",
     *(f"fit-laplace s --structure {name} --name {name} --prior-precision 5" for name in registry.names("curvature")),
+    *(
+        f"fit-laplace m.pt --layers all --structure {name} --name n-{name} --prior-precision 5"
+        for name in registry.names("network_curvature")
+    ),
+    "fit-laplace m.pt --layers all --structure full --curvature hessian --prior-precision 500 --name exact",
+    "fit-laplace m.pt --layers all --structure diag --center mode --prior-precision 5 --name moded",
+    "fit-laplace m.pt --layers all --structure diag --curvature fisher --prior-precision 5 --name fisher",
+    "hmc m.pt --layers all --base n-full --chains 2 --warmup 6 --draws 8",
     "fit-laplace s --structure kron --bias-precision 2",
     "fit-laplace b --center checkpoint --prior-precision marglik",
     "fit-temperature s",
     *(f"refine s --flow {name} --name r-{name} --batch-size 8 {SMALL}" for name in registry.names("flows")),
     f"refine s {SMALL}",
     f"refine s --scale block --name block-flow {SMALL}",
+    f"refine s --scale diag --name diag-flow {SMALL}",
     f"refine s --scale low-rank --base kron --name low-rank-flow {SMALL}",
     f"refine s --flow radial --space whitened --base diag --name whitened-flow {SMALL}",
     f"refine b --flow radial --space weight {SMALL}",
@@ -77,6 +86,8 @@ LINES = (
     "predict s --integrator bridge --top-k neighbor --posterior kron --split test",
     "predict s --integrator bridge --top-k best --posterior full --split test",
     "predict b --integrator all --samples 6 --posterior laplace --split test",
+    "predict m.pt --samples 6 --posterior n-diag --posterior n-full --integrator logit-mc --integrator mc --split val",
+    "diagnose m.pt --draws 16 --posterior n-diag",
     "evaluate s --bootstrap 5 --score all --integrator mc",
     "diagnose s --draws 16 --posterior laplace --posterior refine",
     "extract-features v --from-npz labels.npz --ood far --task multilabel",

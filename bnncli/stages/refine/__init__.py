@@ -14,6 +14,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.options.refine import BASE
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split, posterior_prior, posterior_source
+from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_of
@@ -56,6 +57,8 @@ def run(run: Run, options: RefineOptions) -> Result:
         span = span_of(header.meta)
         sources.append(source)
     options.check_trust()
+    if not options.is_last_layer:
+        sources += network_sources([split for split in (train, val) if split is not None])
     if base_path is not None:
         run.require_device()
     layout = train.layout if options.is_last_layer else recorded_layout((header or _laplace(run, options)).meta)
