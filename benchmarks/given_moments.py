@@ -44,6 +44,10 @@ class GivenMoments:
         """K outputs, one "feature"."""
         return HeadLayout(self.mean.shape[1], 1, has_bias=False)
 
+    def pushes(self, num_draws: int) -> bool:
+        """No: there is no theta to draw."""
+        return False
+
     @property
     def examples(self) -> Tensor:
         """The features of all examples, (N, 1)."""

@@ -71,8 +71,19 @@ def make_inputs() -> None:
             np.savez(f"{split}.npz", x=arrays["x"][:count], y=arrays["y"][:count])
             np.savez(f"coarse-{split}.npz", x=arrays["x"][:count, ::5, ::5], y=arrays["y"][:count])
     Path("net.pt").write_bytes((FIXTURES / "lenet5-fmnist.pt").read_bytes())
+    _save_tiny_network()
     Path("bad.toml").write_text("[refine]\nepoks = 3\n")
     Path("good.toml").write_text('[common]\nquiet = true\n[refine]\nflow = "radial"\nlength = 3\n')
+
+
+def _save_tiny_network() -> None:
+    """A built-in mlp of few parameters, with weights that are no more random than these numbers."""
+    import torch
+
+    generator = np.random.default_rng(4)
+    shapes = {"features.0.weight": (3, 36), "features.0.bias": (3,), "ll.weight": (10, 3), "ll.bias": (10,)}
+    arrays = {name: generator.normal(scale=0.3, size=shape).astype(np.float32) for name, shape in shapes.items()}
+    torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, "tiny.pt")
 
 
 def _classes(seed: int, counts: tuple[int, int, int], num_classes: int, num_features: int) -> dict[str, np.ndarray]:
@@ -137,6 +148,23 @@ LINES = (
     Line("fit-laplace wide --structure full --prior-precision 5", SOLVED),
     Line("fit-laplace pair --prior-precision 1", SOLVED),
     Line("fit-laplace net.pt --structure kron --prior-precision 50", SOLVED),
+    # Posteriors over other layers than the last.
+    Line(
+        "extract-features tiny.pt --model mlp --model-arg inputs=36 --model-arg hidden=3 --data train=npz:coarse-train.npz --data test=npz:coarse-test.npz@60 --hold-out val=test:30",
+        SOLVED,
+    ),
+    Line("fit-laplace tiny.pt --layers all --structure diag --prior-precision 20 --json", SOLVED),
+    Line("fit-laplace tiny.pt --layers features --structure full --prior-precision 20 --name first", SOLVED),
+    Line("fit-laplace tiny.pt --layers all --structure ekfac --prior-precision 20 --name ekfac", SOLVED),
+    Line(
+        "fit-laplace tiny.pt --layers features --structure low-rank --rank 5 --prior-precision 20 --name low-rank",
+        SOLVED,
+    ),
+    Line(
+        "predict tiny.pt --posterior laplace-all --posterior first --samples 20 --split test --integrator logit-mc --integrator mc",
+        SOLVED,
+    ),
+    Line("diagnose tiny.pt --posterior laplace-all --posterior first --posterior map --draws 32", TRAINED),
     Line("fit-temperature small", SOLVED),
     Line("fit-temperature small --base laplace --name cooled --json", SOLVED),
     # Flows.

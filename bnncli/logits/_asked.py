@@ -36,7 +36,7 @@ def _spread(theta: Tensor, layout: LogitLayout, covariance: Covariance | None) -
         return NoSpread(layout.num_outputs)
     if layout.head is not None:
         return head_spread(covariance, layout.head)
-    return network_spread(covariance, cast(ModuleLayout, layout), theta)  # nothing else has no head
+    return network_spread(covariance, layout, theta)
 
 
 @dataclass(frozen=True)

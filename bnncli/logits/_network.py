@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import cast
+
 from torch import Tensor
 
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.logits import LogitCovariance
 from bnncli.logits._by_layer import by_layer
+from bnncli.logits._pulled import Pulled
 from bnncli.logits.block import PulledBlock
+from bnncli.targets.stream import BLOCK_ELEMENTS, slices
+from bnncli.theta.layout import LogitLayout
 from bnncli.theta.module import ModuleLayout
 
 
-def network_spread(covariance: Covariance, layout: ModuleLayout, theta: Tensor) -> LogitCovariance:
-    """J Sigma J^T at inputs (n, ...), J the logits' derivatives at theta (P,): the short way of the structure where it has one."""
+def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -> LogitCovariance:
+    """J Sigma J^T at inputs (n, ...), J the logits' derivatives at theta (P,): the short way of the structure where it has one.
+
+    Of logits that no module makes, layer by layer, J is what the layout says.
+    """
+    if layout.network is None:
+        return Pulled(partial(_whole_roots, covariance, layout, theta))
+    layout = cast(ModuleLayout, layout)  # nothing else has a module
     if covariance.structure in registry.names("logits"):
         module = registry.load_module("logits", covariance.structure)
         if hasattr(module, "of_network"):
             spread: LogitCovariance = module.of_network(covariance, layout, theta)
             return spread
     return by_layer(layout, theta, lambda places: [(slice(0, layout.num_params), PulledBlock(covariance))])
+
+
+def _whole_roots(
+    covariance: Covariance, layout: LogitLayout, theta: Tensor, inputs: Tensor
+) -> Iterator[Iterable[Tensor]]:
+    """J L, (b, K, P), of blocks of examples."""
+    theta = theta.to(inputs.dtype)
+    size = max(1, BLOCK_ELEMENTS.get(inputs.device.type, 2**19) // (layout.num_outputs * layout.num_params))
+    for some in slices(0, max(1, len(inputs)), size):
+        rows = layout.jacobian(inputs[some], theta)
+        yield [covariance.pull_back(rows.flatten(0, 1)).view(rows.shape)]

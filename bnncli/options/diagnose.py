@@ -23,4 +23,4 @@ class DiagnoseOptions(Checked):
         minimum=2,
     )
     strict: bool = option(False, "Exit 3 unless a posterior is good for its target.")
-    trust_code: bool = trust_code_option()
+    trust_code: bool = trust_code_option(is_recorded=False)

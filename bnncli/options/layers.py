@@ -10,13 +10,13 @@ from bnncli.options.declaration import Checked, option
 from bnncli.theta.module import LAST
 
 
-def trust_code_option() -> Any:
-    """The option --trust-code."""
+def trust_code_option(*, is_recorded: bool = True) -> Any:
+    """The option --trust-code, of a group that artifacts record or of another."""
     text = (
         "Run the code that the run's features were made by (a network of file.py:factory or package.module:factory, data of "
         "py:), where a posterior is over other layers than the last. Without it a run folder that somebody else made runs nothing."
     )
-    return option(False, text, numeric=False)
+    return option(False, text, numeric=not is_recorded)
 
 
 @dataclass(frozen=True)

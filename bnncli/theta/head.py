@@ -101,6 +101,11 @@ class HeadLayout:
         return out if bias is None else out + bias.unsqueeze(1)
 
     @property
+    def network(self) -> None:
+        """None: features times weights."""
+        return None
+
+    @property
     def head(self) -> HeadLayout:
         """Itself."""
         return self

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.theta.head import HeadLayout
+    from bnncli.theta.module import ModuleNetwork
 
 
 class ParamPart(NamedTuple):
@@ -130,6 +131,10 @@ class LogitLayout(ParamLayout, Protocol):
     @property
     def head(self) -> HeadLayout | None:
         """The same as a last layer, where it is one: its logits' Gaussian has short ways."""
+
+    @property
+    def network(self) -> ModuleNetwork | None:
+        """The module that makes the logits, whose layers can be looked at one by one; None where none does."""
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
         """Logits (S, N, K) of inputs (N, ...) under theta (S, P)."""

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.long  # in `.ci/run`
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Report = Callable[..., dict[str, Any]]
 

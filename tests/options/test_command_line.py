@@ -41,6 +41,7 @@ def recorded(*words: object) -> list[str] | None:
 COMPANIONS = {
     "fit-laplace": ({"layers": "all"}, {"layers": "all", "structure": "low-rank"}),
     "extract-features": ({"model": "lenet5", "data": "a=npz:x"}, {"from_npz": "x"}),
+    "hmc": ({"layers": "all"},),
     "prune": ({"rule": "density"},),
     "fit-lbbnn": ({"estimator": "mnf"}, {"estimator": "concrete"}),
 }

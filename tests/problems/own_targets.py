@@ -123,6 +123,8 @@ class TanhLayout:
 
     num_features, num_outputs, num_classes, widest = 2, 3, 3, 3
     head: None = None
+    network: None = None
+    takes_any_length = False
     likelihood: Likelihood = likelihood_of(3)
 
     parts = PARTS

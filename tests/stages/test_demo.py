@@ -16,6 +16,8 @@ from bnncli.stages import demo as demo_stage
 from bnncli.stages.demo.fixtures import fixture_path
 from bnncli.storage.artifacts import read_header
 
+pytestmark = pytest.mark.long  # in `.ci/run`
+
 NUM_TRAIN = 3000
 
 
