@@ -337,7 +337,7 @@ class _Dispatch:
         if name in _INDEXING and any(part is not None and part.dtype == torch.bool for part in args[1]):
             pretend_.sync(f"{name} by a mask")
         aliens = [tensor for tensor, is_held in zip(tensors, held, strict=True) if not is_held]
-        if not aliens:
+        if not aliens or torch.autograd.forward_ad._current_level >= 0:  # forward mode works on tensors of its own
             return
         if name == "copy_":
             is_upload, other = (True, args[1]) if pretend_.holds(args[0]) else (False, args[0])

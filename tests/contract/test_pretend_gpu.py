@@ -361,7 +361,7 @@ def test_every_choice_of_every_option_has_a_line() -> None:
 def test_every_line_runs_as_on_the_cpu_without_anything_a_gpu_refuses(both: Both) -> None:
     for one, plain in zip(both.done, both.plain, strict=True):
         assert one.code == plain.code == 0, (one, plain)
-    assert both.device.problems() == []
+    assert both.device.problems() == [], "\n".join(both.device.problems())
 
 
 def test_every_line_computes_on_the_device_and_steps_replay_graphs(both: Both) -> None:
