@@ -7,6 +7,7 @@ examples must be those that extract-features stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,8 @@ import torch
 
 from bnncli import data
 from bnncli.errors import DataError, MissingInput, Untrusted, UsageError
-from bnncli.extraction.form import LINKS
 from bnncli.extraction.head import Head, chosen_output, logits_of
+from bnncli.extraction.links import BeforeLinks, logits_before
 from bnncli.models import Composed
 from bnncli.models._hf_attention import with_plain_attention
 from bnncli.options.layers import LayersOptions
@@ -303,15 +304,18 @@ class NetworkReader:
 
 @dataclass(frozen=True)
 class _Logits:
-    """The logits in what a network returns: the output that its head gives, a softmax or sigmoid undone."""
+    """The logits in what a network returns: the output that its head gives, what goes into its softmax or sigmoid."""
 
     head: Head
 
-    def __call__(self, returned: Any) -> Tensor:
+    def __call__(self, run: Callable[[], Any]) -> Tensor:
         form = self.head.form
         if form is None:
-            output = logits_of(returned)
+            output = logits_of(run())
         else:
+            with nullcontext() if form.link == "none" else BeforeLinks():
+                returned = run()
             output = chosen_output(returned, form.output) if form.output else logits_of(returned)
-            output = LINKS[form.link].scale(output)
+            if form.link != "none":
+                output = logits_before(output, form.link)
         return output.reshape(len(output), -1)

@@ -34,14 +34,14 @@ class ModuleNetwork:
 
     Args:
         module: in evaluation mode, on the device; never changed.
-        logits_of: the logits (n, K) in what the module returns.
+        logits_of: the logits (n, K), given a call that runs the module and returns what it returns.
         names: of the arguments that packed inputs (n, arguments, ...) are; empty for inputs that are one tensor.
         takes_tokens: whether inputs are whole numbers, such as token ids; they are given as real ones, exact below 2^24.
             Packed ones (n, arguments, length) may have any length.
     """
 
     module: nn.Module
-    logits_of: Callable[[Any], Tensor] = lambda returned: returned
+    logits_of: Callable[[Callable[[], Any]], Tensor] = lambda run: run()
     names: tuple[str, ...] = ()
     takes_tokens: bool = False
     _states: dict[Any, dict[str, Tensor]] = field(default_factory=dict, repr=False)
@@ -52,8 +52,9 @@ class ModuleNetwork:
         state = {**self._state(dtype), **params}
         inputs = inputs.long() if self.takes_tokens else inputs.to(dtype)
         named = dict(zip(self.names, inputs.unbind(1), strict=True)) if self.names else {}
+        functional_call = torch.func.functional_call
         with _plain_attention():
-            return self.logits_of(torch.func.functional_call(self.module, state, () if named else (inputs,), named))
+            return self.logits_of(lambda: functional_call(self.module, state, () if named else (inputs,), named))
 
     def shaped(self, features: Tensor, input_shape: Sequence[int]) -> Tensor:
         """Inputs (N, D), flat, or (N, ...), in the shape that the network takes; packed token ids may be of any length."""

@@ -36,6 +36,18 @@ class Probabilities(Plain):
     def end(self, hidden):
         return self.head(hidden.tanh()).softmax(-1)
 
+class ConfidentProbabilities(Plain):
+    def end(self, hidden):
+        return nn.functional.softmax(40 * self.head(hidden.tanh()), -1)
+
+class Confident(Plain):
+    def end(self, hidden):
+        return 40 * self.head(hidden.tanh())
+
+class ConfidentLabels(Plain):
+    def end(self, hidden):
+        return torch.sigmoid(40 * self.head(hidden.tanh()))
+
 class Attention(Plain):
     def __init__(self):
         super().__init__()
@@ -90,6 +102,30 @@ def test_the_centre_predicts_as_the_network_does(cli: Cli, made: None, name: str
     np.testing.assert_allclose(
         probabilities(cli, "ckpt.pt", "laplace-all"), probabilities(cli, "ckpt.pt", "map"), atol=2e-6
     )
+
+
+def test_confident_probabilities_are_as_good_as_logits(cli: Cli, made: None) -> None:
+    found = []
+    for name in ("ConfidentProbabilities", "Confident"):
+        extract(cli, name, "--force")
+        done = cli("fit-laplace", "ckpt.pt", *FIT, "--force")
+        assert done.code == 0, done.stderr
+        assert probabilities(cli, "ckpt.pt", "map").max() > 1 - 1e-7
+        words = ("--posterior", "laplace-all", "--integrator", "probit", "--split", "test", "--trust-code", "--force")
+        assert cli("predict", "ckpt.pt", *words).code == 0
+        found.append(read_predictions(Path("ckpt.pt.bnn/predictions/laplace-all.probit/test.h5")).probs)
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+
+
+def test_confident_labels_of_a_sigmoid_keep_their_logits(cli: Cli, made: None) -> None:
+    with np.load("data.npz") as file:
+        np.savez("data.npz", x=file["x"], y=np.eye(3, dtype=np.uint8)[file["y"]])
+    extract(cli, "ConfidentLabels", "--task", "multilabel")
+    done = cli("fit-laplace", "ckpt.pt", *FIT)
+    assert done.code == 0, done.stderr
+    ours, theirs = (probabilities(cli, "ckpt.pt", name) for name in ("laplace-all", "map"))
+    assert theirs.max() > 1 - 1e-7
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
 def test_features_of_lower_precision_are_of_the_same_network(cli: Cli, made: None) -> None:

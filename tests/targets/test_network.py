@@ -171,7 +171,7 @@ def test_packed_inputs_are_arguments_by_name() -> None:
             return {"logits": self.out((self.embed(ids) * weights).sum(1))}
 
     module = Text().eval()
-    network = ModuleNetwork(module, lambda returned: returned["logits"], ("ids", "mask"), takes_tokens=True)
+    network = ModuleNetwork(module, lambda run: run()["logits"], ("ids", "mask"), takes_tokens=True)
     inputs = torch.randint(0, 2, (6, 2, 3), generator=seeded(0))
     layout = ModuleLayout.of(network, num_outputs=K, input_shape=(2, 3))
     theta = layout.trained().float()
