@@ -20,6 +20,7 @@ from torch import Tensor
 from bnncli.covariances import Covariance
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, laplace_evidence
+from bnncli.inference.linearised import linearised_losses
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import find_mode
 from bnncli.progress import Task
@@ -51,7 +52,8 @@ class Criterion:
     """What is minimised, in two parts: at the centre alone, and what the covariance adds to it.
 
     Args:
-        noise: (S, P), standard normal, common to all candidates: its noise cancels in comparisons.
+        noise: (S, P), standard normal, common to all candidates: its noise cancels in comparisons; (S, K) where logits are
+            drawn, see `inference.linearised`.
         held_out: the examples of the validation nll; None for minus the log marginal likelihood.
         lift: from the candidates' theta to all of it, where they lie in a part; noise and held_out are of all of theta.
     """
@@ -78,6 +80,8 @@ class Criterion:
         assert self.held_out is not None
         if self.lift is not None:
             covariance = self.lift.covariance(covariance, target.prior)
+        if self.held_out.is_linearised:
+            return linearised_losses(self.held_out, target, theta, covariance, noise=self.noise)
         return self.held_out.losses(self._whole(theta) + covariance.unwhiten(self.noise))
 
     def _whole(self, theta: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The prior precision that predicts best: one Laplace fit for each candidate, warm-started from its neighbours.
 
-Two criteria: the validation split's negative log likelihood under the Gaussian's Monte Carlo predictive, or Laplace's
-marginal likelihood. A grid of whole decades finds the valley, halved steps and a parabola in log precision its floor.
+Two criteria: the validation split's negative log likelihood under the Gaussian's Monte Carlo predictive, that of the linearised
+network where it is not linear in theta, or Laplace's marginal likelihood. A grid of whole decades finds the valley, halved steps and a parabola in log precision its floor.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from bnncli.errors import UsageError
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
+from bnncli.inference.linearised import noise_size
 from bnncli.inference.prior_candidates import Candidates, Criterion, Lift
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
@@ -93,7 +94,9 @@ def search(
         )
     grid = _grid(*bounds)
     layout = target.layout if lift is None else lift.layout
-    noise = standard_normal(NUM_DRAWS, layout.num_params, generator, target.device)
+    is_linearised = criterion == "val" and held_out is not None and held_out.is_linearised
+    size = noise_size(layout, structure, NUM_DRAWS) if is_linearised else layout.num_params
+    noise = standard_normal(NUM_DRAWS, size, generator, target.device)
     candidates = Candidates(
         target,
         structure,

@@ -27,12 +27,17 @@ def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -
     if layout.network is None:
         return Pulled(partial(_whole_roots, covariance, layout, theta))
     layout = cast(ModuleLayout, layout)  # nothing else has a module
-    if covariance.structure in registry.names("logits"):
-        module = registry.load_module("logits", covariance.structure)
-        if hasattr(module, "of_network"):
-            spread: LogitCovariance = module.of_network(covariance, layout, theta)
-            return spread
+    if is_by_layer(covariance.structure):
+        spread: LogitCovariance = registry.load_module("logits", covariance.structure).of_network(
+            covariance, layout, theta
+        )
+        return spread
     return by_layer(layout, theta, lambda places: [(slice(0, layout.num_params), PulledBlock(covariance))])
+
+
+def is_by_layer(structure: str) -> bool:
+    """Whether Sigma of this structure has blocks, so that nothing of K P numbers an example is made."""
+    return structure in registry.names("logits") and hasattr(registry.load_module("logits", structure), "of_network")
 
 
 def _whole_roots(

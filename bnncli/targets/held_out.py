@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class HeldOutFeatures:
     features: Tensor
     labels: Tensor
     layout: HeadLayout
+    is_linearised: ClassVar[bool] = False
 
     def losses(self, theta: Tensor) -> Tensor:
         """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each label's probability.

@@ -289,6 +289,7 @@ class HeldOutInputs:
     """
 
     target: NetworkTarget
+    is_linearised: ClassVar[bool] = True
 
     @property
     def num_examples(self) -> int:
@@ -329,4 +330,17 @@ class HeldOutInputs:
                 ]
                 logs = torch.cat(parts, dim=1).double().logsumexp(dim=1)
                 losses[rows] = math.log(len(theta)) - logs.mean(dim=0)
+        return losses
+
+    def losses_of(self, drawn: Callable[[Tensor], Tensor], *, num_draws: int, width: int) -> Tensor:
+        """The same of draws of the logits, (K, S, n) for inputs (n, ...); see LinearisedHeldOut."""
+        target = self.target
+        losses = torch.empty(target.num_examples, dtype=torch.float64, device=target.device)
+        size = max(1, target._share // (_COPIES * target.dtype.itemsize * num_draws * width))
+        with torch.no_grad():
+            for start in range(0, target.num_examples, size):
+                rows = slice(start, min(start + size, target.num_examples))
+                logits = drawn(target._inputs(rows).to(target.dtype)).contiguous()
+                logs = target.likelihood.decision_logs(logits, target.labels[rows]).double().logsumexp(dim=1)
+                losses[rows] = math.log(num_draws) - logs.mean(dim=0)
         return losses

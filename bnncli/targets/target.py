@@ -109,5 +109,20 @@ class CurvedTarget(Target, Protocol):
 class HeldOut(Protocol):
     """Examples that a target does not know, which posteriors over its theta are judged by."""
 
+    is_linearised: bool
+    """Whether a Gaussian predicts with the model linearised at its mean: its logits are drawn, see LinearisedHeldOut."""
+
     def losses(self, theta: Tensor) -> Tensor:
         """Negative log (M,), float64 nats, of the average over draws theta (S, P) of each example's probability."""
+
+
+class LinearisedHeldOut(HeldOut, Protocol):
+    """Examples of a model that is not linear in theta."""
+
+    def losses_of(self, drawn: Callable[[Tensor], Tensor], *, num_draws: int, width: int) -> Tensor:
+        """The same of draws of the logits, (K, S, n) for inputs (n, ...).
+
+        Args:
+            num_draws: S.
+            width: numbers that a draw of one example's logits holds while it is made.
+        """

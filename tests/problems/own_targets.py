@@ -46,6 +46,7 @@ class Banana:
     is_resident = True
     is_capturable = True
     is_concave = False
+    is_linearised = False
     rough_structure = "diag"
 
     @property
@@ -183,6 +184,7 @@ class TanhTarget:
     is_resident = True
     is_capturable = True
     is_concave = False
+    is_linearised = False
     rough_structure = "diag"
 
     @property
