@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
@@ -57,6 +57,10 @@ class ScaleUse:
     def num_examples(self) -> int:
         """n."""
         return len(self.normalized)
+
+    def of(self, some: slice) -> ScaleUse:
+        """The same of some of the examples."""
+        return replace(self, normalized=self.normalized[some])
 
     def per_example(self, gradient: Tensor) -> Tensor:
         """The gradients (n, P) of weight and bias, by that of the output."""

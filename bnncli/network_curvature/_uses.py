@@ -28,6 +28,9 @@ class Use(Protocol):
     def num_examples(self) -> int:
         """Of its inputs, as far as their first dimension says."""
 
+    def of(self, some: slice) -> Use:
+        """The same of some of the examples."""
+
     def per_example(self, gradient: Tensor) -> Tensor:
         """The gradients (n, P) of its parameters in a piece, by that of its output."""
 

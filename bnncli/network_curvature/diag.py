@@ -1,17 +1,28 @@
-"""The diagonal of H."""
+"""The diagonal of H: each example's gradient by each column of the Hessian's root is squared, a layer at a time.
+
+Of a linear layer that is used once an example it is the product of two sums, (sum_m g_m^2) x^2, which no gradient is made for;
+of other layers some examples' gradients are made at once, (n, P_l), never those by all outputs (Jacobians).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.network_curvature._rows import weighted_rows
+from bnncli.network_curvature._columns import Columns
+from bnncli.network_curvature._matrices import MatrixUse, PatchesUse, matrices_of
+from bnncli.network_curvature._rest import diagonal_of
+from bnncli.network_curvature._scales import scales_of
+from bnncli.network_curvature._uses import Piece, Use, forward, gradients, place_of, tried
+from bnncli.theta.layout import ParamPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.targets.network import NetworkTarget
     from bnncli.theta.module import ModuleLayout
+
+_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of examples' gradients by a layer at once
 
 
 class Diag:
@@ -26,12 +37,49 @@ class Diag:
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
         """`hessian.diag`, (P,) float64."""
-        total = torch.zeros(target.layout.num_params, dtype=torch.float64, device=target.device)
-        for rows in weighted_rows(target, theta):
-            total += rows.square().sum(dim=0, dtype=torch.float64)
-        return {"hessian.diag": total * target.likelihood_scale}
+        layout = target.layout
+        theta = theta.to(target.device, target.dtype)
+        total = torch.zeros(layout.num_params, dtype=torch.float64, device=target.device)
+        pieces = tried(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
+        known = {part.name for piece in pieces for part in piece.parts}
+        _add_pieces(total, target, theta, pieces)
+        others: list[ParamPart] = [part for part in layout.parts if part.name not in known]
+        columns = Columns(target, num_drawn=0, seed=0)
+        for part, values in zip(others, diagonal_of(target, theta, others, columns), strict=True):
+            total[part.place] = values
+        return {"hessian.diag": total.mul_(target.likelihood_scale)}
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """P."""
         return layout.num_params
+
+
+def _add_pieces(total: Tensor, target: NetworkTarget, theta: Tensor, pieces: list[Piece]) -> None:
+    """Adds the squares of all examples' gradients by the pieces' parameters to their places in total (P,)."""
+    columns = Columns(target, num_drawn=0, seed=0)
+    places = {piece.parts[0].name: place_of(piece) for piece in pieces}
+    for rows in target.row_blocks(1, theta.dtype) if pieces else ():
+        logits, noted = forward(target.layout, theta, target.inputs[rows].to(target.device), pieces)
+        for column, is_last in columns.of(logits, rows):
+            for name, pairs in gradients(logits, noted, column, is_last=is_last).items():
+                _add_squares(total[places[name]], pairs)
+
+
+def _add_squares(total: Tensor, pairs: list[tuple[Use, Tensor]]) -> None:
+    """The same of one column and one piece, whose place total (P_l,) is; the gradient is summed over its uses."""
+    use, gradient = pairs[0]
+    if len(pairs) == 1 and isinstance(use, MatrixUse) and not isinstance(use, PatchesUse):
+        slopes = use.outputs(gradient)
+        if slopes.shape[2] == 1:
+            squares, inputs = slopes[:, :, 0].square(), use.inputs.flatten(1)
+            size = squares.shape[1] * inputs.shape[1]
+            total[:size] += (squares.T @ inputs.square()).flatten()
+            total[size:] += squares.sum(dim=0)[: len(total) - size]
+            return
+    size = max(1, _ELEMENTS.get(total.device.type, 2**20) // len(total))
+    for start in range(0, use.num_examples, size):
+        some = slice(start, start + size)
+        parts = [one.of(some).per_example(slope[some]) for one, slope in pairs]
+        whole = parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
+        total += whole.square_().sum(dim=0, dtype=torch.float64)

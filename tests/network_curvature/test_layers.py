@@ -16,7 +16,7 @@ from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.curvature import ggn
 from bnncli.curvature.kron import Kron as HeadKron
-from bnncli.network_curvature import _columns
+from bnncli.network_curvature import _columns, diag
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import tried
@@ -250,6 +250,15 @@ def test_norms_are_found_and_their_gradients_are_theirs() -> None:
     full = hessian_of(target, "full")["hessian.full"].diagonal()
     rest = torch.cat([full[part.place] for piece in found for part in piece.parts])
     torch.testing.assert_close(hessian_of(target, "kron")["hessian.kron.rest"], rest)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_diagonal_is_the_full_matrixs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(name)
+    monkeypatch.setitem(diag._ELEMENTS, "cpu", 100)
+    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 12_000})
+    expected = hessian_of(target, "full")["hessian.full"].diagonal()
+    torch.testing.assert_close(hessian_of(make_target(name), "diag")["hessian.diag"], expected)
 
 
 def test_tied_weights_have_their_diagonal() -> None:
