@@ -8,6 +8,7 @@ from typing import Any
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Quantity, parse_score
 from bnncli.options.declaration import Checked, collected, option
+from bnncli.options.layers import chosen_layers_option
 from bnncli.options.of_scores import of_compared_scores
 from bnncli.scores import declared
 
@@ -36,6 +37,7 @@ class CompareOptions(Checked):
         metavar="SCORE",
     )
     posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME")
+    layers: str | None = chosen_layers_option(is_recorded=False)
     integrator: list[str] = option(
         [],
         "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.options.declaration import Checked, option
-from bnncli.options.layers import trust_code_option
+from bnncli.options.layers import chosen_layers_option, trust_code_option
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class DiagnoseOptions(Checked):
         "Posterior to judge, by name or file; all of the run by default. Repeatable.",
         metavar="NAME|FILE",
     )
+    layers: str | None = chosen_layers_option(is_recorded=False)
     draws: int | None = option(
         None,
         "Draws for ELBO and Pareto k; by default 512, doubled up to 8192 until the ELBO's standard error is at most 2 nats and 1 %.",

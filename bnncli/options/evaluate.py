@@ -9,6 +9,7 @@ from bnncli import detectors, registry
 from bnncli.errors import UsageError
 from bnncli.options.assertions import Assertion, Quantity, parse_assertion
 from bnncli.options.declaration import Checked, collected, option
+from bnncli.options.layers import chosen_layers_option
 from bnncli.options.of_scores import of_detectors, of_scores
 from bnncli.scores import declared
 
@@ -30,6 +31,7 @@ class EvaluateOptions(Checked):
     """Options of evaluate, `settings` being those that scores bring, `detector_settings` those that scores of examples do."""
 
     posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
+    layers: str | None = chosen_layers_option()
     integrator: list[str] = option(
         [],
         "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",

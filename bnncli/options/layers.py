@@ -19,6 +19,23 @@ def trust_code_option(*, is_recorded: bool = True) -> Any:
     return option(False, text, numeric=not is_recorded)
 
 
+def check_layers(layers: str | None, where: str = "\0layers\0") -> None:
+    """Raise UsageError unless it is last, all or patterns, or was not given."""
+    if layers is not None and not all(layers.split("+")):
+        raise UsageError(f"{where}: expected last, all or patterns with + between them, got {layers!r}")
+
+
+def chosen_layers_option(*, is_recorded: bool = True) -> Any:
+    """The option --layers of commands that read posteriors: which of them. Of a group that artifacts record or of another."""
+    return option(
+        None,
+        "Only posteriors over these parameters, in the words of the command that made them: last, all or a pattern.",
+        metavar="last|all|PATTERN",
+        check=check_layers,
+        numeric=not is_recorded,
+    )
+
+
 @dataclass(frozen=True)
 class LayersOptions(Checked):
     """Of the commands that make posteriors.
@@ -40,8 +57,7 @@ class LayersOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.layers or any(not part for part in self.layers.split("+")):
-            raise UsageError(f"\0layers\0: expected last, all or patterns with + between them, got {self.layers!r}")
+        check_layers(self.layers)
         if not self.may_follow_base:
             self.check_trust()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, check_suffix, collected, option
-from bnncli.options.layers import trust_code_option
+from bnncli.options.layers import chosen_layers_option, trust_code_option
 from bnncli.options.parts import Setting, declarations
 
 QMC = Setting("Draw by scrambled Sobol points instead of pseudo-random numbers", bool, False, place=10)
@@ -33,6 +33,7 @@ class PredictOptions(Checked):
         metavar="NAME|FILE",
         numeric=False,
     )
+    layers: str | None = chosen_layers_option()
     integrator: list[str] = option(
         [],
         "How the posterior becomes probabilities; plug-in for map, temperature and what prune writes, mc for all others by default; "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bnncli.errors import DataError, MissingInput
+from bnncli.run.layers_selection import layers_of, over_layers
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -65,13 +66,19 @@ class Skipped(NamedTuple):
 
 
 def open_groups(
-    run: Run, *, posteriors: Sequence[str] = (), integrators: Sequence[str] = (), skipped: list[Skipped] | None = None
+    run: Run,
+    *,
+    posteriors: Sequence[str] = (),
+    integrators: Sequence[str] = (),
+    layers: str | None = None,
+    skipped: list[Skipped] | None = None,
 ) -> list[PredictionGroup]:
     """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
 
     Args:
         posteriors: names of posteriors or of groups; all when empty.
         integrators: names of integrators, with or without their settings; all when empty.
+        layers: that posteriors are over, as the command that made them was given them; any where it is None.
         skipped: gains the posteriors of the run that are left out: their predictions are stale, or there are none.
 
     Raises:
@@ -105,6 +112,15 @@ def open_groups(
     if not wanted:
         what = f"no such predictions (there: {there})" if groups else "no predictions"
         raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
+    wanted = over_layers(
+        run,
+        layers,
+        wanted,
+        lambda group: group.posterior_path,
+        are_named=bool(posteriors),
+        what="predictions of a posterior",
+        maker=run.suggest("predict", layers=layers),
+    )
     reasons = {group.name: _why_unusable(run, group, is_named=bool(posteriors)) for group in wanted}
     kept = [group for group in wanted if reasons[group.name] is None]
     if not kept:
@@ -112,7 +128,8 @@ def open_groups(
     if skipped is not None:
         skipped += [Skipped(g.posterior, g.name, why) for g in wanted if (why := reasons[g.name]) is not None]
         predicted = {group.posterior for group in groups}
-        names = [path.stem for path in run.folder.posteriors() if not posteriors]
+        over = [path for path in run.folder.posteriors() if layers in (None, layers_of(path))]
+        names = [path.stem for path in over if not posteriors]
         skipped += [Skipped(name, name, "it has no predictions") for name in names if name not in predicted]
     order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
     return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))

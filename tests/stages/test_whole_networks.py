@@ -153,3 +153,42 @@ def test_a_network_that_was_edited_makes_its_posteriors_stale(cli: Cli, checkpoi
     again = cli(*fit)
     assert (again.code, "net.py is not as it was" in again.stderr) == (65, True)
     assert cli("predict", "ckpt.pt", "--posterior", "map", "--split", "test").code == 0  # of features alone
+
+
+def test_layers_select_posteriors_wherever_they_are_read(cli: Cli, checkpoint: Path) -> None:
+    words = ("--model", "net.py:make", "--data", "val=npz:test.npz")
+    assert cli("extract-features", "ckpt.pt", *words).code == 0
+    assert cli(*FIT).code == 0
+    assert cli(*FIT, "--layers", "3+1", "--trust-code").code == 0
+    asked = ("--layers", "3+1")
+    untrusted = [cli(name, "ckpt.pt", *asked) for name in ("predict", "diagnose")]
+    assert [(one.code, "add --trust-code" in one.stderr) for one in untrusted] == [(77, True)] * 2
+    assert cli("predict", "ckpt.pt", *asked, "--trust-code", "--split", "test").code == 0
+    assert [path.name for path in Path("ckpt.pt.bnn/predictions").iterdir()] == ["laplace-3-1.logit-mc"]
+    none = cli("compare", "ckpt.pt", "--layers", "last")  # of posteriors that are there
+    assert none.code == 66
+    assert "no predictions of a posterior over --layers last (there: over 3+1: laplace-3-1)" in none.stderr
+    assert "bnncli predict ckpt.pt --layers last" in none.stderr
+    assert cli("predict", "ckpt.pt", "--layers", "last", "--split", "test").code == 0
+    found = cli("diagnose", "ckpt.pt", *asked, "--draws", 64, "--trust-code", "--json")
+    assert (found.code, list(found.json["posteriors"])) == (0, ["laplace-3-1"])
+    for words in (("evaluate", "--bootstrap", "0"), ("compare", "--metric", "nll", "--bootstrap", "100")):
+        rows = cli(words[0], "ckpt.pt", *words[1:], "--layers", "last", "--json").json["rows"]
+        assert [row["posterior"] for row in rows] == ["map", "laplace"]
+    held = cli("evaluate", "ckpt.pt", *asked, "--bootstrap", "0", "--assert", "nll<=9")  # of these alone
+    assert held.code == 0, held.stderr
+
+
+@pytest.mark.parametrize("name", ["predict", "diagnose"])
+def test_layers_without_a_posterior_are_told(cli: Cli, checkpoint: Path, name: str) -> None:
+    assert cli(*FIT).code == 0
+    none = cli(name, "ckpt.pt", "--layers", "all")
+    assert none.stderr.splitlines() == [
+        "error: ckpt.pt has no posterior over --layers all (there: over last: map, laplace)",
+        "hint: bnncli fit-laplace ckpt.pt --layers all",
+    ]
+    other = cli(name, "ckpt.pt", "--layers", "all", "--posterior", "laplace")
+    assert (other.code, len(other.stderr.splitlines())) == (2, 1)
+    assert "--posterior laplace is over --layers last, asked is --layers all" in other.stderr
+    wrong = cli(name, "ckpt.pt", "--layers", "all+")
+    assert (wrong.code, "expected last, all or patterns" in wrong.stderr) == (2, True)

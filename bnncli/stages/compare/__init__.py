@@ -54,7 +54,8 @@ def run(run: Run, options: CompareOptions) -> Result:
     if run.console.options.json and options.format != "text":
         raise UsageError(f"--format {options.format} and --json exclude each other: give one")
     runs = _runs(run)
-    found = [open_groups(one, posteriors=options.posterior, integrators=options.integrator) for one in runs]
+    named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
+    found = [open_groups(one, **named, layers=options.layers) for one in runs]
     groups = _shared(runs, found, options.split)
     baseline = _baseline(runs[0], options, [own[0] for own in groups.values()])
     _check_same_examples(runs, options, groups)

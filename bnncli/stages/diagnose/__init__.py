@@ -17,7 +17,9 @@ from bnncli.lazy import torch
 from bnncli.likelihoods import likelihood_of
 from bnncli.options import ComputeOptions, DiagnoseOptions, InputOptions
 from bnncli.options.command import READ, Command
+from bnncli.options.layers import LayersOptions
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
+from bnncli.run.layers_selection import over_layers
 from bnncli.run.session import Result, Run, source_json
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 from bnncli.stages.diagnose.tables import diagnosis_tables
@@ -95,7 +97,7 @@ def _open(
             path=run.folder.root / "posteriors",
         )
     found = {}
-    for path in paths:
+    for path in over_layers(run, options.layers, paths, are_named=bool(options.posterior)):
         is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
         try:
             header, source = posterior_source(run, path, "posterior")
@@ -103,7 +105,7 @@ def _open(
             _ = seen.by(header)
             found[path.stem if is_own else str(path)] = (path, header, source)
         except (DataError, MissingInput, Untrusted) as error:
-            if options.posterior:
+            if options.posterior or (options.layers is not None and isinstance(error, Untrusted)):
                 raise
             run.console.warn(f"skipping {path.stem}: {error.message}{error.advice}")
     if not found:
@@ -244,8 +246,7 @@ def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], he
     def sample(judged: Judged) -> str:
         same = [one.judged for one in diagnoses if one.judged.aim == judged.aim]
         if judged.layers is not None:
-            base = next((one.name for one in same if one.type != "samples"), None)
-            return run.suggest("hmc", layers=judged.layers, base=base, trust_code=True, force=base is None)
+            return _layers_sampling_command(run, judged.layers, same, headers)
         return _sampling_command(run, options, same, headers)
 
     return Commands(
@@ -256,19 +257,39 @@ def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], he
     )
 
 
+def _layers_sampling_command(run: Run, layers: str, same_target: list[Judged], headers: dict[str, Header]) -> str:
+    """The same of draws of other layers than the last: about the base that was judged, for longer than those that lie there."""
+    base = next((judged.name for judged in same_target if judged.type != "samples"), None)
+    drawn = next((judged for judged in same_target if judged.type == "samples"), None)
+    usual = f"hmc{LayersOptions(layers).layers_suffix}"
+    given: dict[str, Any] = {"layers": layers, "base": base, "trust_code": True}
+    if drawn is None:
+        is_there = run.folder.posterior(usual, suffix=".nc").is_file()
+        return run.suggest("hmc", **given, name=f"hmc-{base}" if is_there else None)
+    if base is None and drawn.target is not None and drawn.target.is_isotropic:
+        given["prior_precision"] = drawn.target.weight_precision
+    name = None if drawn.name == usual else drawn.name
+    return run.suggest("hmc", **given, **_twice_as_long(headers[drawn.name]), name=name, force=True)
+
+
+def _twice_as_long(header: Header) -> dict[str, int]:
+    """Options of hmc for draws like these, twice as many."""
+    params = header.provenance.get("params", {})
+    return {key: 2 * int(params[key]) for key in ("warmup", "draws") if params.get(key)}
+
+
 def _sampling_command(run: Run, options: DiagnoseOptions, same_target: list[Judged], headers: dict[str, Header]) -> str:
     """The command that gives draws of a target: for longer than those judged; or to judge those that lie there."""
     bases = [judged.name for judged in same_target if judged.type != "samples"]
     given: dict[str, Any] = {"base": bases[0]} if bases and "laplace" not in bases else {}
     drawn = next((judged for judged in same_target if judged.type == "samples"), None)
     if drawn is not None:
-        params = headers[drawn.name].provenance.get("params", {})
         name, is_again = drawn.name, True
         if not bases and drawn.target is not None and drawn.target.is_isotropic:
             given = {"prior_precision": drawn.target.weight_precision}
         elif not bases:  # no option of hmc says two precisions, and no artifact is made from itself
             name, given, is_again = f"{drawn.name}-longer", {"base": drawn.name}, False
-        given |= {key: 2 * int(params[key]) for key in ("warmup", "draws") if params.get(key)}
+        given |= _twice_as_long(headers[drawn.name])
         return run.suggest("hmc", **given, name=name if name != "hmc" else None, force=is_again)
     path = run.folder.posterior("hmc", suffix=".nc")
     if not path.is_file():

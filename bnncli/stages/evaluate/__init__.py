@@ -50,7 +50,8 @@ COMMAND = Command(
 def run(run: Run, options: EvaluateOptions) -> Result:
     """Score every group of predictions and print one table."""
     skipped: list[Skipped] = []
-    groups = open_groups(run, posteriors=options.posterior, integrators=options.integrator, skipped=skipped)
+    named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
+    groups = open_groups(run, **named, layers=options.layers, skipped=skipped)
     absent = [Absent(*one) for one in skipped]
     check_true_inputs(groups, options.settings["true_inputs"])
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)

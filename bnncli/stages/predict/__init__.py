@@ -15,6 +15,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import ALL, AskedIntegrators, IntegratorChoice, num_stored
+from bnncli.run.layers_selection import over_layers
 from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
@@ -129,7 +130,7 @@ def _may_skip(options: PredictOptions, choice: IntegratorChoice, error: BnnError
     if error.code == "unsupported_integrator":
         return not options.posterior or (ALL in options.integrator and not is_named)
     if isinstance(error, Untrusted):
-        return not options.posterior
+        return not options.posterior and options.layers is None
     return isinstance(error, MissingInput) and not is_named
 
 
@@ -168,20 +169,18 @@ def _posteriors(run: Run, options: PredictOptions) -> list[PosteriorFile]:
 
 
 def _posterior_paths(run: Run, options: PredictOptions) -> list[Path]:
+    found = run.folder.posteriors()
     if options.posterior:
         maker = run.suggest("status")
-        return [
-            run.folder.find_posterior(name, flag="--posterior", maker=maker)
-            for name in dict.fromkeys(options.posterior)
-        ]
-    found = run.folder.posteriors()
+        named = dict.fromkeys(options.posterior)
+        found = [run.folder.find_posterior(name, flag="--posterior", maker=maker) for name in named]
     if not found:
         raise MissingInput(
             f"{run.checkpoint_path} has no posteriors",
             hint=run.suggest("fit-laplace"),
             path=run.folder.root / "posteriors",
         )
-    return found
+    return over_layers(run, options.layers, found, are_named=bool(options.posterior))
 
 
 def _predict(

@@ -1,0 +1,68 @@
+"""Which posteriors of a run are over the layers that were asked for, in the words of the commands that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.run.session import Run
+from bnncli.storage.artifacts import read_header
+from bnncli.theta.module import LAST
+
+Found = TypeVar("Found")
+_UNKNOWN = "unknown layers"
+
+
+def over_layers(
+    run: Run,
+    layers: str | None,
+    found: Sequence[Found],
+    file_of: Callable[[Found], Path | None] = lambda path: path,  # type: ignore[assignment,return-value]
+    *,
+    are_named: bool,
+    what: str = "posterior",
+    maker: str | None = None,
+) -> list[Found]:
+    """Those over these layers; all of them where none were asked for.
+
+    Args:
+        found: files of posteriors, or what has one by `file_of`.
+        are_named: whether they were asked for by their names.
+        what: they are, and `maker`, the command that makes one, for messages.
+
+    Raises:
+        UsageError: one that was named is over others.
+        MissingInput: none is over these; names those there are.
+    """
+    if layers is None:
+        return [*found]
+    names: dict[str, dict[str, None]] = {}  # of the posteriors, by what they are over
+    kept = []
+    for one in found:
+        path = file_of(one)
+        over = layers_of(path)
+        name = "?" if path is None else path.stem
+        names.setdefault(over, {})[name] = None
+        if over == layers:
+            kept.append(one)
+        elif are_named:
+            raise UsageError(
+                f"\0posterior\0 {name} is over \0layers\0 {over}, asked is \0layers\0 {layers}: give one of the two"
+            )
+    if not kept:
+        there = "; ".join(f"over {over}: {', '.join(own)}" for over, own in names.items())
+        raise MissingInput(
+            f"{run.checkpoint_path} has no {what} over \0layers\0 {layers} (there: {there or 'none'})",
+            hint=maker or run.suggest("fit-laplace", layers=None if layers == LAST else layers),
+        )
+    return kept
+
+
+def layers_of(path: Path | None) -> str:
+    """What the posterior in a file is over, as it was named; unknown layers where the file cannot be read."""
+    try:
+        return _UNKNOWN if path is None else str(read_header(path).meta.get("layers") or LAST)
+    except (DataError, MissingInput):
+        return _UNKNOWN
