@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import DataError
 from bnncli.integrators import Prediction, Ready, join
 from bnncli.integrators._groups import DrawPartition, kept_rows
-from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
+from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
 from bnncli.run.inputs import Split, feature_blocks, load_split, open_posterior, posterior_prior, require_draws
 from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, num_stored
@@ -78,7 +78,7 @@ class Predicted:
 
     Attributes:
         prediction: probabilities and what belongs to them, with group means at `group_rows` where the draws have groups.
-        energy: (N,) float32, -log sum exp of the logits at the posterior's mean. max_logit: (N,) float32, the largest of those.
+        energy: (N,) float32, -log sum exp of the mean logits. max_logit: (N,) float32, the largest of those.
         group_rows: (R,) int64 ascending; None without groups.
         probs_samples: (S, N, C) float16, of every draw, where they were to be kept.
         integrator: what predicted: its number of draws, the level of its intervals, what it says of itself.
@@ -115,8 +115,15 @@ class Predictor:
 
     @cached_property
     def mean_theta(self) -> Tensor:
-        """theta (P,) at which energy and the largest logit are taken."""
+        """theta (P,) that stands for the posterior."""
         return mean_theta(self.posterior, self.run.stream("predict/mean"))
+
+    @cached_property
+    def scored_theta(self) -> Tensor:
+        """theta (P,) at which energy and the largest logit are taken, or draws (S, P) that average the logits."""
+        if self.header.meta.get("layers") is None or self.posterior.type == "gaussian":
+            return self.mean_theta
+        return drawn_theta(self.posterior, self.run.stream("predict/mean"))
 
     def ready(self, choice: IntegratorChoice) -> Ready:
         """The integrator, with what is the same for all features done; warns once of what it has to say.
@@ -169,7 +176,7 @@ class Predictor:
                 draws["group_rows"] = _rows_within(group_rows, slice(start, start + len(block)))
             start += len(block)
             parts.append(integrator.predict(self.posterior, block, progress=self.run.console, **draws))
-            logit_scores.append(energy_and_max_logit(block, self.mean_theta, self.posterior.layout))
+            logit_scores.append(energy_and_max_logit(block, self.scored_theta, self.posterior.layout))
             if keep_samples:
                 kept.append(integrator.probs_of_draws(self.posterior, block))
         energy, max_logit = (torch.cat(scores).cpu() for scores in zip(*logit_scores, strict=True))

@@ -30,7 +30,7 @@ class PredictionFile:
             `interval_level` says (95 % where it does not); (N, C, 2), of every label's, where there are several.
         log_concentration: (N, C) float32, logarithms of a Dirichlet's parameters; (N, C, 2), of the Beta of each label's
             absence and presence, where there are several.
-        energy: (N,) float32, -log sum exp of the logits at the posterior's mean.
+        energy: (N,) float32, -log sum exp of the posterior's mean logits.
         max_logit: (N,) float32, the largest of those.
         top_k: (N,) int64, how many classes the uncertainty-aware ranking keeps.
         group_probs: (G, R, C) float32, mean probabilities of each of G disjoint groups of the draws, at R of the rows;

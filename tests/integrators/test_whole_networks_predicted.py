@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from bnncli.covariances.full import Full
 from bnncli.curvature import ggn
 from bnncli.integrators import load_integrator
-from bnncli.integrators._mean_logits import energy_and_max_logit, mean_theta
+from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.logits import LogitRoot
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.samples import Samples
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.module import ModuleLayout, ModuleNetwork
 from bnncli.theta.prior import Prior
@@ -135,6 +136,22 @@ def test_scores_of_the_logits_are_those_of_the_network_at_the_mean(case: str) ->
         expected = -logits.logsumexp(1)
     torch.testing.assert_close(energy.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(largest.double(), logits.amax(1), rtol=1e-5, atol=1e-6)
+
+
+def test_scores_of_draws_in_two_modes_are_of_the_mean_logits_not_of_a_network_between_them() -> None:
+    layout = make_gaussian("classes").layout
+    theta = layout.trained() + 1
+    flip = torch.ones_like(theta)  # of all that goes into and out of the hidden units: the same network
+    flip[: 4 * 3 + 3] = -1
+    flip[4 * 3 + 3 : -layout.num_outputs] = -1
+    draws = torch.stack([theta, theta * flip]).repeat(200, 1)
+    torch.testing.assert_close(*layout.logits(inputs(), draws[:2]))
+    samples = Samples(draws.float().unsqueeze(0), layout)
+    found = energy_and_max_logit(inputs(), drawn_theta(samples, seeded()), layout)
+    one = energy_and_max_logit(inputs(), theta, layout)
+    torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5)
+    between = energy_and_max_logit(inputs(), mean_theta(samples, seeded()), layout)
+    assert (between[0] - one[0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("is_quasi", [False, True])

@@ -96,15 +96,21 @@ def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_
     assert [part["name"] for part in header.meta["param_layout"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert "up to date" in cli(*(word for word in HMC if word != "--trust-code")).stderr  # which runs no code
     assert cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--split", "test", "--trust-code").code == 0
-    probs = read_predictions(Path("ckpt.pt.bnn/predictions/hmc-all.mc/test.h5")).probs
+    stored = read_predictions(Path("ckpt.pt.bnn/predictions/hmc-all.mc/test.h5"))
     with np.load("test.npz") as arrays:
         x = arrays["x"].astype(np.float64)
-    expected = np.zeros((10, 2))
+    expected, mean_logits = np.zeros((10, 2)), np.zeros((10, 2))
     for draw in draws_of("hmc-all").flatten(0, 1).numpy():
         hidden = np.maximum(x @ draw[:6].reshape(3, 2).T + draw[6:9], 0)
-        odds = np.exp(hidden @ draw[9:15].reshape(2, 3).T + draw[15:])
-        expected += odds / odds.sum(axis=1, keepdims=True) / 64
-    np.testing.assert_allclose(probs, expected, atol=1e-5)
+        logits = hidden @ draw[9:15].reshape(2, 3).T + draw[15:]
+        expected += np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True) / 64
+        mean_logits += logits / 64
+    np.testing.assert_allclose(stored.probs, expected, atol=1e-5)
+    np.testing.assert_allclose(stored.max_logit, mean_logits.max(axis=1), atol=1e-5)  # not those of a mean network
+    np.testing.assert_allclose(stored.energy, -np.log(np.exp(mean_logits).sum(axis=1)), atol=1e-5)
+    judged = cli("diagnose", "ckpt.pt", "--layers", "all", "--draws", 16, "--trust-code", "--json").json["verdict"]
+    longer = "bnncli hmc ckpt.pt --layers all --base laplace-all --trust-code --warmup 12 --draws 32 --force"
+    assert judged["run"] == longer  # not the draws that are there
 
 
 @pytest.mark.long
