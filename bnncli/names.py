@@ -44,6 +44,11 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
+def with_article(word: str) -> str:
+    """`a` or `an`, as the first letter has it, and the word."""
+    return f"{'an' if word[:1].lower() in tuple('aeiou') else 'a'} {word}"
+
+
 def is_split(name: str) -> bool:
     """Whether files and folders of this name are, in published data sets, one split of several."""
     return name in ("train", "test", "validation", "valid", "val", "dev")

@@ -16,6 +16,7 @@ from bnncli.covariances import Covariance
 from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import Mode, find_mode
+from bnncli.names import with_article
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import CurvedTarget
@@ -99,7 +100,8 @@ def _evidence_beside_the_mode(
     value, gradient = target.log_joint_and_grad(theta.unsqueeze(0), dtype=torch.float64)
     log_joint = float(value)
     if not target.curvature(covariance.structure).is_exact:
-        return log_joint, None, f"beside the mode it needs the exact Hessian, and a {covariance.structure} one is not"
+        one = with_article(covariance.structure)
+        return log_joint, None, f"beside the mode it needs the exact Hessian, and {one} one is not"
     white = covariance.pull_back(gradient)
     rise = 0.5 * float(white.square().sum())
     maximum = theta + covariance.unwhiten(white)[0]

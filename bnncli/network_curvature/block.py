@@ -19,7 +19,7 @@ class Block:
     """`hessian.block.<module>`, (F, F) each, of the F parameters that a module has itself."""
 
     order: ClassVar[int] = 20
-    about: ClassVar[str] = ""
+    about: ClassVar[str] = "all pairs of one module's parameters"
     kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()

@@ -32,7 +32,7 @@ class Kron:
     """`hessian.kron.<weight>.values` (K, F), `.outputs` (K, K), `.features` (F, F), and `hessian.kron.rest`."""
 
     order: ClassVar[int] = 40
-    about: ClassVar[str] = ""
+    about: ClassVar[str] = "Kronecker factors of each layer"
     kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()

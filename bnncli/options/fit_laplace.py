@@ -14,14 +14,16 @@ from bnncli.targets.curvature_choice import DEFAULT_RANK, GGN, KINDS, CurvatureC
 _FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
 
-def _named(structure: str) -> str:
-    """A structure, with a few words where it has some."""
-    about = registry.declared("curvature", structure, "about")
-    return f"{structure} ({about})" if about else structure
+def _named(family: str) -> str:
+    """The structures of a family, each with a few words where it has some."""
+    about = {name: registry.declared(family, name, "about") for name in registry.in_order(family)}
+    return "; ".join(f"{name} ({text})" if text else name for name, text in about.items())
 
 
 def _structures() -> tuple[str, ...]:
-    every = (name for family in _FAMILIES for name in registry.in_order(family))
+    every = (
+        name for family in reversed(_FAMILIES) for name in registry.in_order(family)
+    )  # all that the last layer has too
     return "auto", *dict.fromkeys(every)
 
 
@@ -39,7 +41,7 @@ def kinds_of(structure: str) -> tuple[str, ...]:
 
 
 def _structure_help() -> str:
-    return f"Structure of the covariance: {'; '.join(map(_named, registry.in_order('curvature')))}. auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron; where val chooses the prior precision, the first of these and the rougher ones whose val NLL is within a standard error, or a hundredth, of the lowest. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller."
+    return f"Structure of the covariance. Of the last layer: {_named('curvature')}. Of other layers (\0layers\0): {_named('network_curvature')}; auto there is full up to 2,000 parameters, else kron, as far as they fit. Of the last layer auto is full where it fits in memory and has at most 6,000 parameters, else block where it is no slower than that, else kron; where val chooses the prior precision, the first of these and the rougher ones whose val NLL is within a standard error, or a hundredth, of the lowest. Of fewer examples than features full and block are fitted in the space that these span, exactly: that is much smaller."
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class FitLaplaceOptions(LayersOptions):
         fitting = structures_of(is_last_layer=self.is_last_layer)
         if self.structure != "auto" and self.structure not in fitting:
             raise UsageError(
-                f"\0structure\0: with \0layers\0 {self.layers} expected auto or one of {', '.join(fitting)}; got {self.structure!r}"
+                f"\0structure\0: with \0layers\0 {self.layers} expected auto or one of {', '.join(fitting)}; got {self.structure!r}",
+                hint="add \0layers\0 all or a pattern" if self.is_last_layer else None,
             )
         self._check_curvature()
         if self.bias_precision != "same":

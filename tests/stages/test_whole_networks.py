@@ -129,6 +129,7 @@ def test_structures_of_layers_are_fitted_and_predicted_with(cli: Cli, checkpoint
     assert done.code == 0, done.stderr
     metrics = done.json["metrics"]
     assert metrics["structure"] == structure
+    assert f"{'an' if structure == 'ekfac' else 'a'} {structure} one is not" in done.stderr
     assert metrics.get("columns_drawn") == (None if structure == "block" else 0)  # two outputs: all columns
     assert metrics.get("num_diagonal_params") == (None if structure == "block" else 0)
     asked = ("predict", "ckpt.pt", "--posterior", "laplace-all", "--split", "test", "--trust-code")

@@ -38,7 +38,11 @@ COMMAND = Command(
     "threshold; draws are good with R-hat at most 1.05, 400 effective draws and no divergence. Fit to the target and "
     "prediction (NLL on the val split) are told apart. Nothing is written.",
     (DiagnoseOptions, InputOptions, ComputeOptions, *READ),
-    ("bnncli diagnose ckpt.pt", "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict"),
+    (
+        "bnncli diagnose ckpt.pt",
+        "bnncli diagnose ckpt.pt --posterior laplace --strict --json | jq .verdict",
+        "bnncli diagnose ckpt.pt --layers all",
+    ),
     place=110,
 )
 

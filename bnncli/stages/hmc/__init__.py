@@ -23,7 +23,8 @@ COMMAND = Command(
     "Draw from the exact posterior by Hamiltonian Monte Carlo.",
     "All chains run as one batch, in coordinates whitened by the Gaussian at the mode. Reports the largest "
     "rank-normalised split R-hat and the smallest effective sample size, of parameters and of predictions on the val "
-    "split. An interrupted run is continued with --resume. Writes posteriors/hmc.nc, which ArviZ opens.",
+    "split; over other layers than the last (--layers) predictions decide, as weights are not identified. An interrupted "
+    "run is continued with --resume. Writes posteriors/hmc.nc, or hmc-all.nc of all layers, which ArviZ opens.",
     (HmcOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli hmc ckpt.pt",

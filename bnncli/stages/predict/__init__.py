@@ -27,7 +27,7 @@ from bnncli.storage.provenance import Source
 
 COMMAND = Command(
     "Turn posteriors into class probabilities.",
-    "Predicts every split but train with every posterior of the run, or those named. Several integrators may be asked "
+    "Predicts every split but train with every posterior of the run, or those named, or over these layers. Several integrators may be asked "
     "for; each setting goes to those that have it and, where it is not the default, into the name: mc with --qmc is "
     "mc-qmc. Writes predictions/<posterior>.<integrator>/<split>.h5.",
     (PredictOptions, NameOptions, InputOptions, *COMPUTE),
@@ -35,6 +35,7 @@ COMMAND = Command(
         "bnncli predict ckpt.pt",
         "bnncli predict ckpt.pt --posterior refine --integrator mc --samples 100 --split test",
         "bnncli predict ckpt.pt --posterior laplace --integrator all --split test",
+        "bnncli predict ckpt.pt --layers all --integrator logit-mc",
     ),
     place=80,
 )

@@ -32,12 +32,14 @@ from bnncli.theta.recorded import recorded_layout
 COMMAND = Command(
     "Refine a Gaussian posterior with a normalizing flow.",
     "Maximises the ELBO of a flow pushed from the base Gaussian and says, with standard errors, whether it helped. "
-    "Writes posteriors/refine.safetensors.",
+    "The flow is over the layers of its base, the last one by default. Writes posteriors/refine.safetensors, or refine-all "
+    "of all layers.",
     (RefineOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli refine ckpt.pt",
         "bnncli refine ckpt.pt --flow radial --length 5 --epochs 20",
         "bnncli refine ckpt.pt --base prior --name naive",
+        "bnncli refine ckpt.pt --layers all --subspace 20",
     ),
     place=40,
 )
