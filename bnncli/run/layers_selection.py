@@ -45,7 +45,7 @@ def over_layers(
         over = layers_of(path)
         name = "?" if path is None else path.stem
         names.setdefault(over, {})[name] = None
-        if over == layers:
+        if over == layers or (are_named and over == _UNKNOWN):  # what cannot be read is told where it is opened
             kept.append(one)
         elif are_named:
             raise UsageError(

@@ -62,6 +62,9 @@ _HMC = ("--chains", "8", "--warmup", "8", "--save-every", "0")
 _TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "val", "test"))
 _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
+_ALL = ("whole.pt", "--layers", "all", "--trust-code")  # of a network by code, whose inputs are read again
+_WHOLE = ("whole.pt", "net.py", "train.npz", "whole.pt.bnn/features/train.h5")
+_LAPLACE_ALL = "whole.pt.bnn/posteriors/laplace-all.safetensors"
 
 LINES = {
     line.command: line
@@ -86,6 +89,34 @@ LINES = {
             ("small.bnn/posteriors/new.safetensors", "prior.png"),
             ("small", "--name", "new", "--prior-precision", "3"),
             (_TRAIN, _VAL),
+        ),
+        Line(
+            "fit-laplace/layers",
+            (*_ALL, "--name", "new", "--structure", "diag", "--prior-precision", "2"),
+            ("whole.pt.bnn/posteriors/new.safetensors",),
+            (*_ALL, "--name", "new", "--structure", "diag", "--prior-precision", "3"),
+            _WHOLE,
+        ),
+        Line(
+            "refine/layers",
+            (*_ALL, "--name", "new", "--flow", "planar", "--length", "2", "--elbo-draws", "16", *_FIT),
+            ("whole.pt.bnn/posteriors/new.safetensors",),
+            (*_ALL, "--name", "new", "--flow", "planar", "--length", "1", "--elbo-draws", "16", *_FIT),
+            (*_WHOLE, _LAPLACE_ALL),
+        ),
+        Line(
+            "hmc/layers",
+            (*_ALL, "--name", "new", "--draws", "6", "--chains", "2", "--warmup", "4", "--save-every", "0"),
+            ("whole.pt.bnn/posteriors/new.nc",),
+            (*_ALL, "--name", "new", "--draws", "4", "--chains", "2", "--warmup", "4", "--save-every", "0"),
+            (*_WHOLE, _LAPLACE_ALL),
+        ),
+        Line(
+            "predict/layers",
+            (*_ALL, "--name", "new", "--posterior", "laplace-all"),
+            ("whole.pt.bnn/predictions/new/*.h5",),
+            (*_ALL, "--name", "new", "--posterior", "laplace-all", "--seed", "1"),
+            ("whole.pt", "net.py", "test.npz", "whole.pt.bnn/features/test.h5", _LAPLACE_ALL),
         ),
         Line(
             "fit-temperature",
@@ -178,7 +209,13 @@ def prepare(folder: Path) -> None:
     np.savez(folder / "other.npz", **{**arrays, "features_test": -arrays["features_test"]})
     for split in ("train", "test"):
         np.savez(folder / f"{split}.npz", x=arrays[f"features_{split}"], y=arrays[f"labels_{split}"])
-    assert run_command_line(["fit-lbbnn", "small", "--epochs", "1", "-q"], io.StringIO()) == 0
+    shutil.copy(folder / "net.pt", folder / "whole.pt")
+    for line in (
+        ["fit-lbbnn", "small", "--epochs", "1"],
+        ["extract-features", "whole.pt", *_TWO],
+        ["fit-laplace", *_ALL, "--structure", "diag", "--prior-precision", "3"],
+    ):
+        assert run_command_line([*line, "-q"], io.StringIO()) == 0
 
 
 def leave_leftovers(folder: Path) -> list[Path]:
