@@ -161,6 +161,10 @@ LINES = (
         SOLVED,
     ),
     Line(
+        "fit-laplace tiny.pt --layers all --structure subnetwork --size 5 --prior-precision 20 --name some",
+        SOLVED,
+    ),
+    Line(
         "predict tiny.pt --posterior laplace-all --posterior first --samples 20 --split test --integrator logit-mc --integrator mc",
         SOLVED,
     ),

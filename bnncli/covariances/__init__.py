@@ -45,6 +45,17 @@ class Covariance(Protocol):
         """A copy elsewhere or in another precision."""
 
 
+def varying_places(covariance: Covariance) -> Tensor | None:
+    """Places in theta (N,) of the parameters that vary, where a structure fixes all others at the mean: its L is (P, N). None for all."""
+    return getattr(covariance, "varying", None)
+
+
+def num_varying(covariance: Covariance) -> int:
+    """N, the numbers z that a draw is made of: P where all parameters vary."""
+    places = varying_places(covariance)
+    return covariance.num_params if places is None else len(places)
+
+
 class StructuredCovariance(Covariance, Protocol):
     """What a file of this folder has besides: how its covariance is made of a Hessian, and read from a file."""
 

@@ -40,6 +40,11 @@ class Full:
         """
         precision = hessian["hessian.full"].double().clone()
         precision.diagonal().add_(prior.diagonal(layout, device=precision.device))
+        return cls.from_precision(precision)
+
+    @classmethod
+    def from_precision(cls, precision: Tensor) -> Full:
+        """Its inverse, of a precision (P, P) that may be changed. Raises as from_hessian does."""
         scale, jitter = inverse_root(precision)
         return cls(scale, jitter=jitter)
 

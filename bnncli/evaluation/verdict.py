@@ -43,6 +43,7 @@ class Judged:
         nll, nll_error: on val, nats an example.
         nll_excess, nll_excess_error: over the lowest of the run, paired by example.
         is_tuned: its prior precision was chosen by val NLL.
+        num_varying: parameters that vary, where it fixes all others; None where it fixes none.
         has_seen_val: that, or something else of it was (a temperature, the slab of a latent network): its own val NLL is
             lower than that of new examples by the optimism of the choice.
     """
@@ -71,6 +72,7 @@ class Judged:
     nll_excess_error: float | None = None
     is_tuned: bool = False
     has_seen_val: bool = False
+    num_varying: int | None = None
 
     @property
     def aim(self) -> tuple[str | None, Prior | None]:
@@ -119,6 +121,8 @@ def doubts(judged: Judged) -> list[str]:
         return [f"a {judged.type} is no distribution"]
     if judged.type not in DENSITIES:
         return [f"a {judged.type} posterior has a prior of its own, and so another target"]
+    if judged.num_varying is not None:
+        return [f"it fixes all but {judged.num_varying:,} parameters"]
     if judged.log_weight_sd is None:
         return ["its importance weights are undefined"]
     found = []
@@ -265,6 +269,8 @@ def _is_worse(judged: Judged, best: Judged) -> bool:
 
 
 def _weights(judged: Judged) -> str:
+    if judged.num_varying is not None:
+        return doubts(judged)[0]
     if judged.log_weight_sd is None:
         return "importance weights undefined"
     shown = "" if judged.pareto_k is None else f", Pareto k {judged.pareto_k:.2f}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance
+from bnncli.covariances import Covariance, num_varying, varying_places
 from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import Mode, find_mode
@@ -83,7 +83,8 @@ def fit_gaussian(
     covariance, hessian, _ = covariance_at(target, theta, structure, hessian=hessian, before=before)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     if mode is not None:
-        return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(mode.log_joint, covariance), hessian)
+        log_varying = mode.log_joint - fixed_log_prior(target, theta, covariance)
+        return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(log_varying, covariance), hessian)
     log_joint, evidence, reason = _evidence_beside_the_mode(target, theta, covariance)
     return LaplaceFit(gaussian, None, log_joint, evidence, hessian, reason)
 
@@ -117,9 +118,24 @@ def _evidence_beside_the_mode(
     if not wrong <= MOST_MODEL_ERROR:
         reason = f"the quadratic model about the checkpoint's weights is wrong by {wrong:.3g} nats at its own maximum"
         return log_joint, None, reason
-    return log_joint, laplace_evidence(log_joint + rise, covariance), None
+    log_varying = log_joint - fixed_log_prior(target, theta, covariance)
+    return log_joint, laplace_evidence(log_varying + rise, covariance), None
 
 
 def laplace_evidence(log_joint: float, covariance: Covariance) -> float:
-    """Laplace's estimate of the log marginal likelihood: log p(D, m) + P / 2 log(2 pi) + log|det L|, nats."""
-    return log_joint + 0.5 * covariance.num_params * math.log(2 * math.pi) + covariance.log_det_scale()
+    """Laplace's estimate of the log marginal likelihood: log p(D, m) + N / 2 log(2 pi) + log|det L|, nats.
+
+    Args:
+        log_joint: of the N parameters that vary, all of them but for a subnetwork: less `fixed_log_prior`.
+    """
+    return log_joint + 0.5 * num_varying(covariance) * math.log(2 * math.pi) + covariance.log_det_scale()
+
+
+def fixed_log_prior(target: CurvedTarget, theta: Tensor, covariance: Covariance) -> float:
+    """The prior's log density of those of theta (P,) that a covariance fixes, nats: no part of the others' model. 0 where all vary."""
+    places = varying_places(covariance)
+    if places is None:
+        return 0.0
+    precisions = target.prior.diagonal(target.layout, device=theta.device)
+    terms = 0.5 * ((precisions / (2 * math.pi)).log() - precisions * theta.double().square())
+    return float(terms.sum() - terms[places].sum())

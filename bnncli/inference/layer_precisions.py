@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bnncli.covariances import varying_places
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.local_covariance import covariance_at
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from bnncli.covariances import Covariance
     from bnncli.targets.target import CurvedTarget
+    from bnncli.theta.layout import ParamLayout
 
 BOUNDS = (1e-4, 1e7)  # of a precision: a layer of zeros would have any, however large
 _MOST_UPDATES = 200
@@ -39,7 +41,7 @@ class LayerPrecisions:
 
     Args:
         fit: the Gaussian under it.
-        precisions: by module.
+        precisions: by module, of those that vary.
         gain: in log marginal likelihood over the fit that it started from, nats.
     """
 
@@ -55,15 +57,19 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
         NumericError: H plus the prior's precisions is not positive definite.
     """
     theta, layout = start.gaussian.mean, target.layout
-    places = module_places(layout)
-    squares = torch.tensor([float(theta[place].square().sum()) for place in places.values()], dtype=torch.float64)
-    sizes = torch.tensor([float(place.stop - place.start) for place in places.values()], dtype=torch.float64)
+    varies = _varies(start.gaussian.covariance, theta)
+    places = {name: place for name, place in module_places(layout).items() if bool(varies[place].any())}
+    moving = varies * theta.square()
+    squares = torch.tensor([float(moving[place].sum()) for place in places.values()], dtype=torch.float64)
+    sizes = torch.tensor([float(varies[place].sum()) for place in places.values()], dtype=torch.float64)
     first = start.gaussian.require_prior().weight_precision
     logs = torch.full_like(sizes, math.log(first))
 
+    def under(logs: Tensor) -> CurvedTarget:
+        return target.with_prior(_prior(dict(zip(places, logs.exp().tolist(), strict=True)), first, layout))
+
     def covariance_under(logs: Tensor) -> Covariance:
-        under = target.with_prior(_prior(logs, places, target))
-        return covariance_at(under, theta, structure, hessian=start.hessian).covariance
+        return covariance_at(under(logs), theta, structure, hessian=start.hessian).covariance
 
     def value(logs: Tensor, covariance: Covariance) -> float:
         return covariance.log_det_scale() + 0.5 * float((sizes * logs - logs.exp() * squares).sum())
@@ -102,16 +108,20 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
         raise NumericError(
             "the marginal likelihood of the layers' precisions is not finite", hint="give \0prior_precision\0"
         )
-    best = target.with_prior(_prior(logs, places, target))
-    fit = fit_gaussian(best, start=theta, structure=structure, center="checkpoint", hessian=start.hessian)
+    fit = fit_gaussian(under(logs), start=theta, structure=structure, center="checkpoint", hessian=start.hessian)
     precisions = {name: float(one) for name, one in zip(places, logs.exp(), strict=True)}
     return LayerPrecisions(fit, precisions, reached - begun)
 
 
-def _prior(logs: Tensor, places: dict[str, slice], target: CurvedTarget) -> Prior:
-    """The prior of the layers' log precisions (L,), a number for each part of theta."""
-    found = []
-    for part in target.layout.parts:
-        module = next(index for index, place in enumerate(places.values()) if part.offset < place.stop)
-        found.append(math.exp(float(logs[module])))
-    return Prior.of_parts(found, target.layout)
+def _varies(covariance: Covariance, theta: Tensor) -> Tensor:
+    """One for each parameter that varies, zero for one that a covariance fixes at theta (P,)."""
+    places = varying_places(covariance)
+    if places is None:
+        return torch.ones_like(theta)
+    return torch.zeros_like(theta).index_fill(0, places, 1.0)
+
+
+def _prior(precisions: dict[str, float], otherwise: float, layout: ParamLayout) -> Prior:
+    """The prior of modules' precisions by name, a number for each part of theta; another one of modules that do not vary."""
+    found = {module: precisions.get(module, otherwise) for module in module_places(layout)}
+    return Prior.of_parts([found[part.name.rpartition(".")[0]] for part in layout.parts], layout)

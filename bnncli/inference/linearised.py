@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from bnncli.covariances import num_varying
 from bnncli.logits._network import is_by_layer
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.theta.layout import ClassifierLayout, LogitLayout
@@ -38,7 +39,7 @@ def linearised_losses(
     gaussian = Gaussian(theta, covariance, cast(LogitLayout, target.layout), target.prior).logits
     examples = cast("LinearisedHeldOut", held_out)
     if _draws_theta(target.layout, covariance.structure, num_draws):
-        deviations = covariance.unwhiten(noise).to(target.dtype)
+        deviations = covariance.unwhiten(noise[:, : num_varying(covariance)]).to(target.dtype)
 
         def pushed(inputs: Tensor) -> Tensor:
             assert gaussian.push is not None

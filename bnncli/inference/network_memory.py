@@ -74,7 +74,7 @@ class NetworkPlan:
             is_quick = name != "full" or self.layout.num_params <= MOST_FULL or self.choice.kind == HESSIAN
             if name in self.structures and is_quick and self.fit_bytes(name, device) <= there:
                 return name
-        return self.structures[-1]
+        return next(name for name in reversed(AUTOMATIC) if name in self.structures)
 
     def require_fit(self, structure: str, device: torch.device) -> None:
         """Pass when the structure can be fitted. Raises DeviceError, naming the first that can, otherwise."""
@@ -90,6 +90,8 @@ class NetworkPlan:
         """Numbers in one copy of the structure's matrices."""
         if structure == "low-rank":
             return min(self.choice.rank, self.layout.num_params) * self.layout.num_params
+        if structure == "subnetwork":
+            return min(self.choice.size, self.layout.num_params) ** 2
         return int(registry.load_class("network_curvature", structure).num_elements(self.layout))
 
     def _activation_bytes(self, num_examples: int, device: torch.device) -> int:
@@ -99,7 +101,7 @@ class NetworkPlan:
     def _hessian_bytes(self, structure: str, device: torch.device) -> int:
         """While H is made, beside what is held of it."""
         layout = self.layout
-        if structure in ("full", "diag"):
+        if structure in ("full", "diag", "subnetwork"):
             width = layout.num_outputs * layout.num_params
             size = examples_at_once(layout, device, num_rows=layout.num_outputs, dtype=torch.float32)
             count = min(size, self.num_examples)

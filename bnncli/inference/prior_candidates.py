@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance
+from bnncli.covariances import Covariance, num_varying
 from bnncli.errors import NumericError
-from bnncli.inference.laplace import LaplaceFit, fit_gaussian, laplace_evidence
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian, fixed_log_prior, laplace_evidence
 from bnncli.inference.linearised import linearised_losses
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.mode import find_mode
@@ -72,7 +72,7 @@ class Criterion:
     def of(self, target: CurvedTarget, theta: Tensor, log_joint: float, covariance: Covariance) -> float:
         """The whole criterion of N(theta, covariance)."""
         if self.held_out is None:
-            return -laplace_evidence(log_joint, covariance)
+            return -laplace_evidence(log_joint - fixed_log_prior(target, theta, covariance), covariance)
         return float(self.losses(target, theta, covariance).mean())
 
     def losses(self, target: CurvedTarget, theta: Tensor, covariance: Covariance) -> Tensor:
@@ -82,7 +82,7 @@ class Criterion:
             covariance = self.lift.covariance(covariance, target.prior)
         if self.held_out.is_linearised:
             return linearised_losses(self.held_out, target, theta, covariance, noise=self.noise)
-        return self.held_out.losses(self._whole(theta) + covariance.unwhiten(self.noise))
+        return self.held_out.losses(self._whole(theta) + covariance.unwhiten(self.noise[:, : num_varying(covariance)]))
 
     def _whole(self, theta: Tensor) -> Tensor:
         """All of theta (P,), of a centre."""

@@ -48,4 +48,4 @@ def _whole_roots(
     size = max(1, BLOCK_ELEMENTS.get(inputs.device.type, 2**19) // (layout.num_outputs * layout.num_params))
     for some in slices(0, max(1, len(inputs)), size):
         rows = layout.jacobian(inputs[some], theta)
-        yield [covariance.pull_back(rows.flatten(0, 1)).view(rows.shape)]
+        yield [covariance.pull_back(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])]

@@ -56,7 +56,7 @@ class PulledBlock:
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Derivatives (n, K, p) times L."""
-        return self.covariance.pull_back(rows.flatten(0, 1)).view(rows.shape)
+        return self.covariance.pull_back(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
 
     def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
         """The same."""

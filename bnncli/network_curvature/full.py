@@ -24,20 +24,32 @@ class FullHessian:
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
-        """`hessian.full`, (P, P) float64, by products with unit vectors in float64."""
-        layout, likelihood = target.layout, target.likelihood
-        theta = theta.to(target.device).double()
-        total = torch.zeros(len(theta), len(theta), dtype=torch.float64, device=target.device)
-        units = torch.eye(len(theta), dtype=torch.float64, device=target.device)
-        for rows in target.row_blocks(_AT_ONCE, theta.dtype):
-            inputs, labels = target.inputs[rows].to(target.device), target.labels[rows]
+        """`hessian.full`, (P, P) float64."""
+        every = torch.arange(target.layout.num_params, device=target.device)
+        return {"hessian.full": hessian_between(target, theta, every)}
 
-            def loss(one: Tensor, inputs: Tensor = inputs, labels: Tensor = labels) -> Tensor:
-                return -likelihood.log_likelihoods(layout.logits(inputs, one.unsqueeze(0)), labels).sum()
 
-            pull = torch.func.vjp(torch.func.grad(loss), theta)[1]
-            total += torch.func.vmap(pull, chunk_size=_AT_ONCE)(units)[0]
-        return {"hessian.full": (total + total.T) * (0.5 * target.likelihood_scale)}
+def hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Tensor:
+    """Second derivatives of the summed negative log likelihood by the parameters at indices (N,) alone, (N, N) float64.
+
+    By products with unit vectors, in float64.
+    """
+    layout, likelihood = target.layout, target.likelihood
+    theta = theta.to(target.device).double()
+    total = torch.zeros(len(indices), len(indices), dtype=torch.float64, device=target.device)
+    for rows in target.row_blocks(_AT_ONCE, theta.dtype):
+        inputs, labels = target.inputs[rows].to(target.device), target.labels[rows]
+
+        def loss(one: Tensor, inputs: Tensor = inputs, labels: Tensor = labels) -> Tensor:
+            return -likelihood.log_likelihoods(layout.logits(inputs, one.unsqueeze(0)), labels).sum()
+
+        pull = torch.func.vjp(torch.func.grad(loss), theta)[1]
+        for begin in range(0, len(indices), _AT_ONCE):
+            some = indices[begin : begin + _AT_ONCE]
+            units = torch.zeros(len(some), len(theta), dtype=torch.float64, device=target.device)
+            units.scatter_(1, some.unsqueeze(1), 1.0)
+            total[begin : begin + _AT_ONCE] += torch.func.vmap(pull)(units)[0][:, indices]
+    return (total + total.T) * (0.5 * target.likelihood_scale)
 
 
 class Full:

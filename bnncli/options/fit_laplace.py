@@ -9,7 +9,7 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.options.declaration import check_suffix, option, parse_positive
 from bnncli.options.layers import LayersOptions
-from bnncli.targets.curvature_choice import DEFAULT_RANK, GGN, KINDS, CurvatureChoice
+from bnncli.targets.curvature_choice import DEFAULT_RANK, DEFAULT_SIZE, GGN, KINDS, CurvatureChoice
 
 _FAMILIES = ("curvature", "network_curvature")  # of the last layer, of other layers
 
@@ -70,13 +70,19 @@ class FitLaplaceOptions(LayersOptions):
     )
     curvature: str = option(
         GGN,
-        "Second derivatives of a whole network's loss: ggn (the generalised Gauss-Newton matrix, positive semidefinite everywhere), hessian (all of them, for small networks: \0structure\0 full), or fisher (the empirical Fisher matrix, of the gradients at the labels). Of the last layer ggn is the Hessian.",
+        "Second derivatives of a whole network's loss: ggn (the generalised Gauss-Newton matrix, positive semidefinite everywhere), hessian (all of them: \0structure\0 full, for small networks, or subnetwork), or fisher (the empirical Fisher matrix, of the gradients at the labels). Of the last layer ggn is the Hessian.",
         choices=KINDS,
         numeric=False,  # recorded where it counts: `params`
     )
     rank: int | None = option(
         None,
         f"Eigenvectors of \0structure\0 low-rank, those of the largest eigenvalues; {DEFAULT_RANK} by default.",
+        minimum=1,
+        numeric=False,
+    )
+    size: int | None = option(
+        None,
+        f"Parameters of \0structure\0 subnetwork, those of the largest marginal variances; all others stay fixed. {DEFAULT_SIZE:,} by default, or all where there are fewer.",
         minimum=1,
         numeric=False,
     )
@@ -134,11 +140,28 @@ class FitLaplaceOptions(LayersOptions):
                 )
         if self.rank is not None and self.structure != "low-rank":
             raise UsageError("\0rank\0 is for \0structure\0 low-rank")
+        if self.size is not None and self.structure != "subnetwork":
+            raise UsageError("\0size\0 is for \0structure\0 subnetwork")
+        if self.structure == "subnetwork":
+            self._check_subnetwork()
+
+    def _check_subnetwork(self) -> None:
+        """Which parameters vary must not depend on the precision that is looked for."""
+        if self.bias_precision != "same" and self.prior_precision in ("auto", "val", "marglik"):
+            raise UsageError(
+                "\0structure\0 subnetwork: with \0bias_precision\0 the precision of the weights decides which parameters vary: give "
+                "\0prior_precision\0 a number"
+            )
+        if self.own_center == "mode" and self.prior_precision in ("auto", "marglik"):
+            raise UsageError(
+                "\0structure\0 subnetwork at \0center\0 mode: each precision has a subnetwork of its own, whose marginal likelihoods do "
+                "not compare; give \0prior_precision\0 val or a number"
+            )
 
     @property
     def curvature_choice(self) -> CurvatureChoice:
         """What H is, and what is kept of it."""
-        return CurvatureChoice(self.curvature, self.rank or DEFAULT_RANK)
+        return CurvatureChoice(self.curvature, self.rank or DEFAULT_RANK, self.size or DEFAULT_SIZE)
 
     @property
     def own_center(self) -> str:
@@ -154,6 +177,8 @@ class FitLaplaceOptions(LayersOptions):
             found["precision_per"] = self.precision_per
         if self.structure == "low-rank":
             found["rank"] = self.curvature_choice.rank
+        if self.structure == "subnetwork":
+            found["size"] = self.curvature_choice.size
         return found
 
     @property

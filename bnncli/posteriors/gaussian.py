@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances import Covariance
+from bnncli.covariances import Covariance, num_varying
 from bnncli.covariances._row_space import read_covariance, rows_of
 from bnncli.errors import DataError
 from bnncli.logits import LogitGaussian, LogitRoot
@@ -63,16 +63,19 @@ class Gaussian(Generic[Layout]):
         return self.mean
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Standard normal draws (S, P) float64, for from_noise."""
-        return standard_normal(num_samples, self.layout.num_params, generator, self.mean.device)
+        """Standard normal draws (S, N) float64, for from_noise; N is P, but where some parameters are fixed."""
+        return standard_normal(num_samples, num_varying(self.covariance), generator, self.mean.device)
 
     def quasi_noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """The same from scrambled Sobol points: standard normal each, together evenly spread."""
-        return move(quasi_normal(num_samples, self.layout.num_params, generator), self.mean.device)
+        return move(quasi_normal(num_samples, num_varying(self.covariance), generator), self.mean.device)
 
     def from_noise(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """theta = mean + L z (S, P) and its log density (S,), both float64, for noise z (S, P)."""
-        constant = 0.5 * self.layout.num_params * math.log(2 * math.pi) + self.covariance.log_det_scale()
+        """theta = mean + L z (S, P) and its log density (S,), both float64, for noise z (S, N).
+
+        It is that of the parameters that vary, given all others.
+        """
+        constant = 0.5 * num_varying(self.covariance) * math.log(2 * math.pi) + self.covariance.log_det_scale()
         return self.mean + self.covariance.unwhiten(noise), -0.5 * noise.square().sum(dim=1) - constant
 
     def sample(self, num_samples: int | None, generator: torch.Generator) -> Tensor:
@@ -86,7 +89,7 @@ class Gaussian(Generic[Layout]):
     @property
     def entropy(self) -> float:
         """Nats."""
-        return 0.5 * self.layout.num_params * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
+        return 0.5 * num_varying(self.covariance) * math.log(2 * math.pi * math.e) + self.covariance.log_det_scale()
 
     @cached_property
     def logits(self: Gaussian[LogitLayout]) -> LogitGaussian:
@@ -130,6 +133,8 @@ class Gaussian(Generic[Layout]):
         within = rows_of(self.covariance)
         if within is not None:
             meta["row_space_rank"] = within.rows.rank
+        if num_varying(self.covariance) < self.layout.num_params:
+            meta["num_varying"] = num_varying(self.covariance)
         return {**tensors, **self.covariance.to_tensors()}, meta
 
     @classmethod

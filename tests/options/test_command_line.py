@@ -39,7 +39,11 @@ def recorded(*words: object) -> list[str] | None:
 
 
 COMPANIONS = {
-    "fit-laplace": ({"layers": "all"}, {"layers": "all", "structure": "low-rank"}),
+    "fit-laplace": (
+        {"layers": "all"},
+        {"layers": "all", "structure": "low-rank"},
+        {"layers": "all", "structure": "subnetwork"},
+    ),
     "extract-features": ({"model": "lenet5", "data": "a=npz:x"}, {"from_npz": "x"}),
     "hmc": ({"layers": "all"},),
     "prune": ({"rule": "density"},),

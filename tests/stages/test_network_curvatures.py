@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from problems.command_line import Cli
+from safetensors.torch import load_file
 
 from bnncli.storage.artifacts import read_header
 
@@ -20,6 +21,7 @@ def make():
 """
 FIT = ("fit-laplace", "ckpt.pt", "--layers", "all")
 GIVEN = ("--prior-precision", "3")
+SUBNETWORK = ("--structure", "subnetwork", "--size", 5)
 
 
 @pytest.fixture
@@ -61,6 +63,55 @@ def test_kinds_and_ranks_are_fitted_and_recorded(cli: Cli, checkpoint: Path) -> 
     assert 0 < metas["low-rank"]["metrics"]["captured_trace"] <= 1
     nll = {name: meta["metrics"]["val_nll_laplace"] for name, meta in metas.items()}
     assert len(set(nll.values())) == 3
+
+
+def test_a_subnetwork_is_fitted_and_predicts_and_its_parameters_are_told(cli: Cli, checkpoint: Path) -> None:
+    done = cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--json")
+    assert done.code == 0, done.stderr
+    assert "5 of 23 parameters vary" in done.stderr
+    metrics = done.json["metrics"]
+    assert (metrics["subnetwork_size"], sum(metrics["subnetwork_params"].values())) == (5, 5)
+    tensors = load_file("ckpt.pt.bnn/posteriors/laplace-all.safetensors")
+    assert (tensors["cov.varying"].shape, tensors["cov.scale_tril"].shape) == ((5,), (5, 5))
+    predicted = cli(
+        "predict",
+        "ckpt.pt",
+        "--integrator",
+        "mc",
+        "--integrator",
+        "logit-mc",
+        "--integrator",
+        "probit",
+        "--split",
+        "val",
+        "--trust-code",
+    )
+    assert predicted.code == 0, predicted.stderr
+
+
+def test_what_fixes_parameters_is_no_base_and_has_no_density(cli: Cli, checkpoint: Path) -> None:
+    assert cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code").code == 0
+    for command in ("refine", "hmc"):
+        refused = cli(command, "ckpt.pt", "--layers", "all", "--base", "laplace-all", "--trust-code")
+        assert (refused.code, "fixes all but 5 parameters" in refused.stderr) == (2, True), refused.stderr
+    judged = cli("diagnose", "ckpt.pt", "--trust-code", "--json").json
+    entry = judged["posteriors"]["laplace-all"]
+    assert entry["doubts"] == ["it fixes all but 5 parameters"]
+    assert (entry["elbo"]["value"], entry["val_nll"]["value"] > 0) == (None, True)
+    assert "--prior-precision 3" in judged["verdict"]["run"]
+
+
+def test_a_subnetwork_that_does_not_fit_is_refused_before_work(
+    cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = cli(*FIT, *GIVEN, "--structure", "subnetwork", "--size", 24, "--trust-code")
+    assert (more.code, "--size: expected 1 to 23" in more.stderr) == (2, True), more.stderr
+    planned = cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run", "--json")
+    assert planned.json["outputs"][0]["estimated_bytes"] == 8 * 5**2 + 16 * 23
+    for module in ("bnncli.inference.network_memory", "bnncli.machine.memory"):
+        monkeypatch.setattr(f"{module}.budget", lambda device: 45_000)
+    assert cli(*FIT, *GIVEN, *SUBNETWORK[:-1], 23, "--trust-code", "--dry-run").code == 69
+    assert cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run").code == 0
 
 
 def test_searches_by_val_and_by_the_marginal_likelihood_choose_a_prior(cli: Cli, checkpoint: Path) -> None:
@@ -120,13 +171,16 @@ def test_what_does_not_fit_is_refused_with_what_does(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--curvature", "hessian", "--structure", "diag"), "expected full, got 'diag'"),
+        (("--curvature", "hessian", "--structure", "diag"), "expected full or subnetwork, got 'diag'"),
         (("--curvature", "fisher", "--center", "mode"), "is for --center checkpoint"),
         (("--precision-per", "layer", "--prior-precision", "val"), "by the marginal likelihood"),
         (("--rank", "3"), "is for --structure low-rank"),
+        (("--size", "3"), "is for --structure subnetwork"),
+        ((*SUBNETWORK, "--bias-precision", "3"), "give --prior-precision a number"),
+        ((*SUBNETWORK, "--center", "mode"), "give --prior-precision val or a number"),
     ],
 )
-def test_what_does_not_belong_together_is_told(cli: Cli, words: tuple[str, ...], message: str) -> None:
+def test_what_does_not_belong_together_is_told(cli: Cli, words: tuple[str | int, ...], message: str) -> None:
     refused = cli(*FIT, *words, "--trust-code")
     assert (refused.code, message in refused.stderr) == (2, True), refused.stderr
 

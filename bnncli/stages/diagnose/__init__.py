@@ -263,13 +263,16 @@ def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], he
 
 def _layers_sampling_command(run: Run, layers: str, same_target: list[Judged], headers: dict[str, Header]) -> str:
     """The same of draws of other layers than the last: about the base that was judged, for longer than those that lie there."""
-    base = next((judged.name for judged in same_target if judged.type != "samples"), None)
+    base = next((one.name for one in same_target if one.type != "samples" and one.num_varying is None), None)
+    fixing = next((one for one in same_target if one.num_varying is not None), None)  # no base for hmc
     drawn = next((judged for judged in same_target if judged.type == "samples"), None)
     usual = f"hmc{LayersOptions(layers).layers_suffix}"
     given: dict[str, Any] = {"layers": layers, "base": base, "trust_code": True}
+    if base is None and fixing is not None and fixing.target is not None:
+        given["prior_precision"] = fixing.target.weight_precision
     if drawn is None:
         is_there = run.folder.posterior(usual, suffix=".nc").is_file()
-        return run.suggest("hmc", **given, name=f"hmc-{base}" if is_there else None)
+        return run.suggest("hmc", **given, name=f"hmc-{base or same_target[0].name}" if is_there else None)
     if base is None and drawn.target is not None and drawn.target.is_isotropic:
         given["prior_precision"] = drawn.target.weight_precision
     name = None if drawn.name == usual else drawn.name

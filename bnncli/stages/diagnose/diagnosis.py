@@ -87,12 +87,16 @@ def diagnose(
     entry = _empty_entry(posterior.type, header)
     if content is not None:
         entry |= _chains(run, posterior.draws, content)
+    elif "num_varying" in header.meta:
+        reason = f"all but {header.meta['num_varying']:,} parameters are fixed: it has no density over all"
+        entry |= dict.fromkeys(("elbo", "log_weight_sd", "pareto_k", "log_evidence"), undefined(reason))
     elif posterior.type in DENSITIES:
         entry |= _importance(run, options, name, posterior, header, train)
     losses = _losses(run, posterior, header, val)
     entry["val_nll"] = _mean(losses)
     draws = _draws(run, name, posterior, {**entry, **_independent(header)})
-    judged = replace(_judged(name, entry, recorded_prior(header)), layers=header.meta.get("layers"))
+    known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
+    judged = replace(_judged(name, entry, recorded_prior(header)), **known)
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)
         entry["is_good"] = not entry["doubts"]

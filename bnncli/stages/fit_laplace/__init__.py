@@ -187,6 +187,8 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             f"the {metrics['rank']} largest eigenvalues have {metrics['captured_trace']:.1%} of the trace of the curvature "
             f"(+- {metrics['captured_trace_standard_error']:.1%}); other directions keep the prior's variance"
         )
+    if "subnetwork_size" in metrics:
+        lines += _subnetwork(metrics)
     if metrics["mode_distance"] is not None:
         lines.append(
             f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's head, "
@@ -204,6 +206,20 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         )
     if metrics.get("val") is not None:
         lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    return lines
+
+
+def _subnetwork(metrics: dict[str, Any]) -> list[str]:
+    """Which parameters vary, and of how many of them the data say something."""
+    each = ", ".join(f"{name} {count:,}" for name, count in metrics["subnetwork_params"].items())
+    lines = [
+        f"{metrics['subnetwork_size']:,} of {metrics['num_params']:,} parameters vary, those of the largest marginal variances "
+        f"({each}); all others are fixed"
+    ]
+    if metrics["subnetwork_as_prior"]:
+        lines.append(
+            f"{metrics['subnetwork_as_prior']:,} of them have nearly all of the prior's variance: the data say next to nothing of them"
+        )
     return lines
 
 

@@ -72,7 +72,7 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     if metrics.get("center") == "checkpoint":
         command = run.suggest("fit-laplace", center="mode", force=True, name=other)
         also.append(f"{command} (not measured yet)")
-    elif metrics["structure"] not in declaring("curvature", "is_exact"):
+    elif metrics["structure"] not in declaring("curvature", "is_exact") and "subnetwork_size" not in metrics:
         mend = run.suggest("refine", flow="affine", base=other)
         also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
     warn_if_worse(run, path, metrics, method="laplace", also=also)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bnncli import registry
-from bnncli.errors import NumericError
+from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.layer_precisions import choose_layer_precisions
 from bnncli.inference.network_memory import NetworkPlan
@@ -56,6 +56,10 @@ def prepare(
         structure = options.structure
         if structure == "auto":
             structure = plan.automatic_structure(run.device)
+        if options.size is not None and options.size > layout.num_params:
+            raise UsageError(
+                f"\0size\0: expected 1 to {layout.num_params}, the number of parameters; got {options.size}"
+            )
         plan.require_fit(structure, run.device)
     return Prepared(reader, plan, structure)
 
@@ -112,6 +116,9 @@ def fit(
     }
     if registry.has_attribute("network_curvature", structure, "metrics"):
         metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
+    if registry.has_attribute("covariances", structure, "metrics"):
+        covariance: Any = fit.gaussian.covariance
+        metrics |= covariance.metrics(fit.gaussian.require_prior(), fit.gaussian.layout)
     tensors, meta = fit.gaussian.to_tensors()
     meta |= {
         "method": "laplace",

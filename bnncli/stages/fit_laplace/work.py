@@ -116,9 +116,8 @@ def fit_metrics(
     if fit.mode is not None and head is not None:
         shift = head.to(gaussian.mean) - gaussian.mean
         metrics["mode_distance"] = float(shift.norm())
-        metrics["mode_distance_in_sd"] = float(
-            gaussian.covariance.whiten(shift.unsqueeze(0)).norm() / math.sqrt(len(shift))
-        )
+        whitened = gaussian.covariance.whiten(shift.unsqueeze(0))
+        metrics["mode_distance_in_sd"] = float(whitened.norm() / math.sqrt(whitened.shape[1]))
     if val is not None and val.content.labels is not None:
         metrics |= measure_on_val(run, gaussian, val, method="laplace")
         metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")

@@ -44,6 +44,11 @@ def find_base(run: Run, options: HmcOptions) -> Base:
             f"--base {path.stem} is over --layers {layers}, asked is --layers {options.layers}",
             hint="name a base over these layers, or give --prior-precision NUMBER",
         )
+    if "num_varying" in header.meta:
+        raise UsageError(
+            f"--base {path.stem} fixes all but {header.meta['num_varying']:,} parameters, chains move all of them",
+            hint="name a base that fixes none, or give --prior-precision NUMBER",
+        )
     return Base(path, header, source, posterior_prior(path, header))
 
 

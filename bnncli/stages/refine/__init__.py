@@ -157,6 +157,12 @@ def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
             hint=run.suggest("fit-laplace"),
             path=path,
         )
+    if "num_varying" in header.meta:
+        raise UsageError(
+            f"--base: {path.stem} fixes all but {header.meta['num_varying']:,} parameters, which a flow would not move; expected a base "
+            "that fixes none",
+            hint=run.suggest("fit-laplace", layers=header.meta["layers"], trust_code=True),
+        )
 
 
 def _warn_of_val(run: Run, path: Path, metrics: dict[str, Any], *, base: str) -> None:

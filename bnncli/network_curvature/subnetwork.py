@@ -1,0 +1,73 @@
+"""All of H between the parameters of the largest marginal variances; all others are fixed at the centre.
+
+Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato (2021), arXiv:2010.14689, section 4: the variances are those of the
+diagonal Gaussian, 1 / (H_ii + lambda_i), under the prior at which H is made. Under one precision for all parameters they have one
+order, whatever it is. The order is by the Gauss-Newton matrix also where H is the exact Hessian, whose diagonal may be negative.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from bnncli.lazy import torch
+from bnncli.network_curvature._rows import weighted_rows
+from bnncli.network_curvature.diag import Diag
+from bnncli.network_curvature.full import hessian_between
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.network import NetworkTarget
+    from bnncli.theta.module import ModuleLayout
+
+
+class SubnetworkHessian:
+    """The same of all second derivatives."""
+
+    is_exact: ClassVar[bool] = True  # of the parameters that are there, all others being fixed
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
+        """As `Subnetwork` has them."""
+        indices = widest_parameters(target, theta)
+        return _parts(indices, hessian_between(target, theta, indices))
+
+
+class Subnetwork:
+    """`hessian.subnetwork.indices` (N,) int64, ascending, places in theta, and `.values` (N, N)."""
+
+    order: ClassVar[int] = 60
+    about: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("ggn", "hessian", "fisher")
+    is_exact: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+    of_hessian = SubnetworkHessian
+
+    @staticmethod
+    def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
+        """The parameters and the matrix between them, float64."""
+        indices = widest_parameters(target, theta)
+        total = torch.zeros(len(indices), len(indices), dtype=torch.float64, device=target.device)
+        for rows in weighted_rows(target, theta):
+            chosen = rows[:, indices]
+            total += (chosen.T @ chosen).double()
+        return _parts(indices, total * target.likelihood_scale)
+
+    @staticmethod
+    def num_elements(layout: ModuleLayout) -> int:
+        """Of the default size: N^2."""
+        from bnncli.targets.curvature_choice import DEFAULT_SIZE
+
+        return min(DEFAULT_SIZE, layout.num_params) ** 2
+
+
+def widest_parameters(target: NetworkTarget, theta: Tensor) -> Tensor:
+    """Places (N,), ascending, of the parameters of the largest variances 1 / (H_ii + lambda_i); of equal ones the first."""
+    curvature = Diag.hessian(target, theta)["hessian.diag"]
+    precisions = curvature + target.prior.diagonal(target.layout, device=curvature.device)
+    return precisions.sort(stable=True).indices[: target.choice.size].sort().values
+
+
+def _parts(indices: Tensor, values: Tensor) -> dict[str, Tensor]:
+    return {"hessian.subnetwork.indices": indices, "hessian.subnetwork.values": values}
