@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.logits._pulled import Pulled
+from bnncli.machine import signals
 from bnncli.network_curvature._matrices import matrices_of
 from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, tried
@@ -64,6 +65,7 @@ def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
         # Less than half of what a pass keeps are outputs of layers; of a block's derivatives there are three copies.
         each = layout.num_outputs * (layout.widest // 2 + 3 * largest) + layout.widest
         for some in slices(0, len(inputs), max(1, _ELEMENTS.get(inputs.device.type, 2**25) // each)):
+            signals.raise_if_interrupted("the logits' covariance")
             layers = _derivatives(layout, at, inputs[some], known=known, others=others)
             yield (_root(layers, place, root) for place, root in found)
 

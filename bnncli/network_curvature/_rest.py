@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
+from bnncli.machine import signals
 from bnncli.network_curvature._columns import Columns
 from bnncli.theta.layout import ParamPart, consecutive
 
@@ -39,6 +40,7 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
     size = max(1, _ELEMENTS.get(target.device.type, 2**24) // some.num_params)
     size = min(size, target.rows_at_once(1, theta.dtype))
     for start in range(0, target.num_examples, size):
+        signals.raise_if_interrupted("the Hessian")
         rows = slice(start, start + size)
         inputs = target.inputs[rows].to(target.device).reshape(-1, *layout.input_shape)
         with torch.no_grad():

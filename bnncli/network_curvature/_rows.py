@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
+from bnncli.machine import signals
 from bnncli.targets.curvature_choice import FISHER
 from bnncli.targets.network import pairs_at_once
 
@@ -30,6 +31,7 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
     num_rows = 1 if is_fisher else layout.num_outputs
     size = examples_at_once(layout, target.device, num_rows=num_rows, dtype=theta.dtype)
     for start in range(0, target.num_examples, size):
+        signals.raise_if_interrupted("the Hessian")
         some = slice(start, start + size)
         inputs = target.inputs[some].to(target.device)
         with torch.no_grad():

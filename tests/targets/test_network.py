@@ -7,7 +7,10 @@ import torch
 from problems.seeds import seeded
 from torch import Tensor, nn
 
-from bnncli.errors import UsageError
+from bnncli import registry
+from bnncli.errors import Interrupted, UsageError
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.machine import signals
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.head import HeadLayout
@@ -186,3 +189,21 @@ def test_activations_are_measured_per_example() -> None:
     module = nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, K)).eval()
     measured = activation_bytes(ModuleNetwork(module), (10,))
     assert measured == 4 * (10 + 100 + K)  # the input, what tanh gives, the logits
+
+
+@pytest.mark.parametrize("structure", registry.names("network_curvature"))
+def test_a_signal_ends_work_on_a_network_between_blocks(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    theta = around(target, 2)
+    gaussian = fit_gaussian(target, start=theta[0], structure=structure, center="checkpoint").gaussian
+    monkeypatch.setattr(signals, "_received", [15])
+    for work in (
+        lambda: target.log_joint(theta),
+        lambda: target.log_joint_and_grad(theta),
+        lambda: target.hessian_operator(theta[0])(theta),
+        lambda: target.held_out(target.inputs, target.labels).losses(theta),
+        lambda: target.curvature(structure).hessian(target, theta[0]),
+        lambda: gaussian.logit_root(target.inputs),
+    ):
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            work()
