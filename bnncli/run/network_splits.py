@@ -35,7 +35,7 @@ from bnncli.run.session import Run
 from bnncli.storage.features import CHECK_ROWS
 from bnncli.storage.headers import Header
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ALL, ModuleLayout, ModuleNetwork, chosen_parameters
+from bnncli.theta.module import ModuleLayout, ModuleNetwork, chosen_parameters
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from bnncli.posteriors.point import Point
 
 _CODE = "py"  # the kind of data that is read by the user's code
+_WHOLE, _APART = (
+    "whole",
+    "apart",
+)  # a network as it made the features, an adapter merged into it; and with that beside it
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class NetworkReader:
     run: Run
     trusts_code: bool
     opener: Callable[[], RecordedNetwork] | None = None
-    _opened: dict[bool, tuple[ModuleNetwork, Head]] = field(default_factory=dict, repr=False)
+    _opened: dict[str, tuple[ModuleNetwork, Head]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, run: Run, options: LayersOptions) -> NetworkReader:
@@ -158,7 +162,7 @@ class NetworkReader:
         Raises:
             DataError: there is none but the last layer.
         """
-        if False not in self._opened:
+        if _WHOLE not in self._opened:
             recorded = self.recorded
             head = recorded.network.head(example)
             recorded.check_head(head)
@@ -169,8 +173,8 @@ class NetworkReader:
             module = with_plain_attention(recorded.network.module.eval().requires_grad_(False))
             first = next(example.take(np.arange(1)).batches(1)).inputs
             names = tuple(first) if isinstance(first, dict) else ()
-            self._opened[False] = ModuleNetwork(module, _Logits(head), names, has_tokens(first)), head
-        return self._opened[False]
+            self._opened[_WHOLE] = ModuleNetwork(module, _Logits(head), names, has_tokens(first)), head
+        return self._opened[_WHOLE]
 
     def chosen(self, example: data.InputSplit, pattern: str) -> tuple[ModuleNetwork, Head]:
         """The same for the parameters that a pattern names: with an adapter beside its base where the merged network has them not.
@@ -185,10 +189,10 @@ class NetworkReader:
             saved = self.recorded.network.saved
             if not isinstance(saved, Composed):
                 raise
-            if True not in self._opened:
+            if _APART not in self._opened:
                 module = with_plain_attention(saved.build_apart().to(self.run.device))
-                self._opened[True] = replace(network, module=module, _states={}), head
-            return self._opened[True]
+                self._opened[_APART] = replace(network, module=module, _states={}), head
+            return self._opened[_APART]
         return network, head
 
     def network_of(self, pattern: str) -> ModuleNetwork:
@@ -197,11 +201,6 @@ class NetworkReader:
         split = load_split(self.run, name)
         assert split.content.header is not None
         return self.chosen(self.input_split(split, split.content.header), pattern)[0]
-
-    @cached_property
-    def module_network(self) -> ModuleNetwork:
-        """The network as a function of inputs and parameters."""
-        return self.network_of(ALL)
 
     def layout(self, split: Split, pattern: str) -> ModuleLayout:
         """The layout of the parameters that a pattern names, of the split's first example: no other inputs are read.

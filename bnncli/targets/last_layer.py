@@ -23,6 +23,7 @@ from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
 from bnncli.shapes import check_shapes
 from bnncli.targets.held_out import HeldOutFeatures
+from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.stream import FeatureBlocks, Work
@@ -59,19 +60,10 @@ class LastLayerTarget:
     rough_structure: ClassVar[str] = "kron"
 
     def __post_init__(self) -> None:
-        rows = "N" if self.likelihood.is_exclusive else f"N {self.likelihood.num_classes}"
-        sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, rows))
+        sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, label_shape(self.likelihood)))
         if sizes["D"] != self.layout.num_features:
             raise DataError(f"features have {sizes['D']} columns, the head expects {self.layout.num_features}")
-        if sizes["N"] == 0:
-            raise DataError("the training split has no examples")
-        lowest, highest = int(self.labels.min()), int(self.labels.max())
-        most = self.layout.num_classes - 1 if self.likelihood.is_exclusive else 1
-        if lowest < 0 or highest > most:
-            raise DataError(
-                f"labels must lie in 0..{most}, got {lowest}..{highest}",
-                hint="are these labels of another data set than the network's?",
-            )
+        check_labels(self.labels, self.likelihood)
         if not bool(torch.isfinite(self.label_statistic).all()):  # one pass for both; count only when it fails
             num_bad = self._sum(lambda rows, block: ((~torch.isfinite(block)).sum(),), columns=self.layout.num_features)
             raise DataError(f"features hold {int(num_bad[0])} values that are not finite")

@@ -24,6 +24,7 @@ from bnncli.machine import signals
 from bnncli.machine.memory import CPU_ACTIVATION_BYTES, budget
 from bnncli.shapes import check_shapes
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
+from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.own_gradient import ValueWithGradient
 from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
@@ -59,20 +60,11 @@ class NetworkTarget:
     rough_structure: ClassVar[str] = "diag"
 
     def __post_init__(self) -> None:
-        rows = "N" if self.likelihood.is_exclusive else f"N {self.likelihood.num_classes}"
-        check_shapes(labels=(self.labels, rows))
+        check_shapes(labels=(self.labels, label_shape(self.likelihood)))
         shape = tuple(self.inputs.shape)
         if shape[0] != len(self.labels) or shape[1:] not in (self.layout.input_shape, (self.layout.num_features,)):
             raise DataError(f"inputs have shape {shape}, expected {(len(self.labels), *self.layout.input_shape)}")
-        if len(self.labels) == 0:
-            raise DataError("the training split has no examples")
-        lowest, highest = int(self.labels.min()), int(self.labels.max())
-        most = self.layout.num_classes - 1 if self.likelihood.is_exclusive else 1
-        if lowest < 0 or highest > most:
-            raise DataError(
-                f"labels must lie in 0..{most}, got {lowest}..{highest}",
-                hint="are these labels of another data set than the network's?",
-            )
+        check_labels(self.labels, self.likelihood)
 
     @property
     def num_examples(self) -> int:

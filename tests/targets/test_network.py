@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from problems.seeds import seeded
 from torch import Tensor, nn
 
 from bnncli import registry
+from bnncli.curvature import ggn
 from bnncli.errors import Interrupted, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.machine import signals
+from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.head import HeadLayout
@@ -41,6 +46,14 @@ def make_target(
     layout = ModuleLayout.of(network, pattern, num_outputs=outputs, input_shape=(1, 6, 6))
     labels = torch.randint(0, max(2, outputs), (N,), generator=seeded(2))
     return NetworkTarget(inputs, labels, layout, PRIOR)
+
+
+def make_label_target() -> NetworkTarget:
+    """Several labels an example, each there or not."""
+    plain = make_target()
+    layout = replace(plain.layout, likelihood_name="multilabel")
+    labels = torch.randint(0, 2, (N, K), generator=seeded(4), dtype=torch.uint8)
+    return NetworkTarget(plain.inputs, labels, layout, PRIOR)
 
 
 def around(target: NetworkTarget, count: int = 4) -> Tensor:
@@ -135,13 +148,69 @@ def test_minibatches_are_without_bias() -> None:
     torch.testing.assert_close(averaged, target.log_joint_and_grad(theta)[1])
 
 
+def test_a_likelihood_counted_twice_is_that_of_the_data_twice() -> None:
+    plain, theta = make_target(), around(make_target(), 2)
+    scaled = replace(plain, likelihood_scale=2.0)
+    twice = replace(plain, inputs=plain.inputs.repeat(2, 1, 1, 1), labels=plain.labels.repeat(2))
+    near = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    near(scaled.log_joint_and_grad(theta), twice.log_joint_and_grad(theta))
+    near(scaled.log_joint(theta), twice.log_joint(theta))
+    near(scaled.hessian_operator(theta[0])(theta), twice.hessian_operator(theta[0])(theta))
+    for structure, choice in (("full", GGN), ("diag", GGN), ("diag", FISHER), ("full", HESSIAN)):
+        of_both = [one.with_choice(CurvatureChoice(choice)) for one in (scaled, twice)]
+        near(*(ggn(one, theta[0], structure) for one in of_both))
+    every = scaled.minibatch(*scaled.examples(torch.arange(N)))
+    near(every.log_joint_and_grad(theta), scaled.log_joint_and_grad(theta))
+
+
+def test_several_labels_are_as_many_likelihoods() -> None:
+    target = make_label_target()
+    theta, labels = around(target, 2), target.labels.double()
+
+    def log_joint(one: Tensor) -> Tensor:
+        logits = target.layout.logits(target.inputs, one[None])[0]
+        ours = -torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        return ours + PRIOR.log_density(one[None], target.layout)[0]
+
+    value, gradient = target.log_joint_and_grad(theta)
+    torch.testing.assert_close(value, torch.stack([log_joint(one) for one in theta]))
+    torch.testing.assert_close(gradient[0], torch.autograd.functional.jacobian(log_joint, theta[0]))
+    probs = target.layout.logits(target.inputs, theta[:1])[0].sigmoid()
+    rows = target.layout.jacobian(target.inputs, theta[0])
+    expected = torch.einsum("nk,nkp,nkq->pq", probs * (1 - probs), rows, rows)
+    torch.testing.assert_close(ggn(target, theta[0], "full")["hessian.full"], expected)
+    exact = ggn(target.with_choice(CurvatureChoice(HESSIAN)), theta[0], "full")["hessian.full"]
+    prior = PRIOR.diagonal(target.layout).diag()
+    torch.testing.assert_close(exact + prior, -torch.autograd.functional.hessian(log_joint, theta[0]))
+
+
+def test_held_out_labels_have_their_own_probabilities() -> None:
+    target = make_label_target()
+    theta, held = around(target), target.held_out(target.inputs, target.labels)
+    probs = target.layout.logits(target.inputs, theta).sigmoid()
+    right = torch.where(target.labels != 0, probs, 1 - probs)
+    torch.testing.assert_close(held.log_probabilities(theta), right.log().sum(dim=2))
+    torch.testing.assert_close(held.losses(theta), -right.mean(dim=0).log().mean(dim=1))
+    logits = target.layout.logits(target.inputs, theta).permute(2, 0, 1)
+    places = iter(range(N))  # blocks come in order
+
+    def drawn(inputs: Tensor) -> Tensor:
+        return logits[:, :, [next(places) for _ in range(len(inputs))]]
+
+    torch.testing.assert_close(held.losses_of(drawn, num_draws=4, width=10**6), held.losses(theta))
+
+
 def test_held_out_losses_are_of_the_average_probability() -> None:
     target = make_target()
     inputs = torch.randn(7, 1, 6, 6, generator=seeded(5), dtype=torch.float64)
     labels = torch.arange(7) % K
     theta = around(target)
     probs = target.layout.logits(inputs, theta).softmax(2).mean(0)[torch.arange(7), labels]
-    torch.testing.assert_close(target.held_out(inputs, labels).losses(theta), -probs.log())
+    held = target.held_out(inputs, labels)
+    torch.testing.assert_close(held.losses(theta), -probs.log())
+    torch.testing.assert_close(held.log_probabilities(theta).exp().mean(dim=0), probs)
+    scaled = replace(target, likelihood_scale=3.0)
+    torch.testing.assert_close(scaled.held_out(inputs, labels).log_probabilities(theta), held.log_probabilities(theta))
 
 
 def test_a_pattern_that_names_nothing_lists_the_names() -> None:
