@@ -12,6 +12,7 @@ from bnncli.theta.module import ModuleLayout
 
 _AT_ONCE = 32  # examples whose logits are compared in one pass
 TOLERANCE = 1e-3  # of logits, in units of 1 + the largest: what other block sizes and releases of torch change
+_SAME = 1e-6  # of derivatives both ways, in float64, relative to what is summed
 AUTOCAST_TOLERANCE = 0.1  # where features were made in lower precision; here the network computes in float32
 
 
@@ -48,10 +49,12 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     """Pass when the logits of a few inputs (n, D) depend on theta, and torch.func gives their derivatives both ways, in float64.
 
     Raises:
-        DataError: they do not, or something in the network has no derivative or no rule for vmap.
+        DataError: they do not, something in the network has no derivative or no rule for vmap, or the derivatives differ.
     """
     theta = layout.trained()
     inputs = inputs.to(theta.device)
+    numbers = torch.arange(1, len(theta) + 1, dtype=theta.dtype, device=theta.device)
+    direction = numbers.sin()  # of no kind that a network's symmetries lose
 
     def of_all(one: Tensor) -> Tensor:
         return layout.logits(inputs, one.unsqueeze(0))[0]
@@ -60,20 +63,22 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         def of_one(draw: Tensor) -> Tensor:
             return layout.logits(example.unsqueeze(0), draw.unsqueeze(0))[0]
 
-        found: Tensor = torch.func.jvp(of_one, (theta,), (torch.ones_like(theta),))[1]
+        found: Tensor = torch.func.jvp(of_one, (theta,), (direction,))[1]
         return found
 
     try:
         with torch.no_grad():
             both = layout.logits(inputs, torch.stack([theta, theta + 1]))
         outputs, pull = torch.func.vjp(of_all, theta)[:2]
-        pull(torch.ones_like(outputs))
-        torch.func.vmap(pushed)(inputs)
+        back = (pull(torch.ones_like(outputs))[0] * direction).sum()
+        forth = torch.func.vmap(pushed)(inputs)
     except (BnnError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the network is others' code: whatever it raises, it cannot be differentiated
         why = " ".join(str(error).split())[:160]
         raise _refused(f"it cannot be differentiated by torch.func ({type(error).__name__}: {why})") from error
+    if not bool((back - forth.sum()).abs() <= _SAME * forth.abs().sum() + _SAME):
+        raise _refused("its derivatives forward and backward differ: part of it changes gradients alone")
     if torch.equal(both[0], both[1]):
         raise _refused("its logits do not depend on them")
 

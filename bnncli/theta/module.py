@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +17,7 @@ from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.names import listed
+from bnncli.theta.differentiable import differentiable, uneven_embeddings
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
 
@@ -53,7 +53,7 @@ class ModuleNetwork:
         inputs = inputs.long() if self.takes_tokens else inputs.to(dtype)
         named = dict(zip(self.names, inputs.unbind(1), strict=True)) if self.names else {}
         functional_call = torch.func.functional_call
-        with _plain_attention():
+        with differentiable(self._embeddings):
             return self.logits_of(lambda: functional_call(self.module, state, () if named else (inputs,), named))
 
     def shaped(self, features: Tensor, input_shape: Sequence[int]) -> Tensor:
@@ -70,6 +70,10 @@ class ModuleNetwork:
                 name: value.detach().to(dtype) if value.is_floating_point() else value for name, value in every.items()
             }
         return self._states[dtype]
+
+    @cached_property
+    def _embeddings(self) -> list[nn.Embedding]:
+        return uneven_embeddings(self.module)
 
     @property
     def device(self) -> torch.device:
@@ -260,21 +264,6 @@ class ModuleLayout:
         if self.network is None:
             raise ValueError("the layout is not bound to a network")
         return self.network
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention as plain products inside: its fused kernels have neither forward derivatives nor a rule for vmap."""
-    from torch.nn import attention
-
-    backends = torch.backends.mha
-    was_enabled = backends.get_fastpath_enabled()
-    backends.set_fastpath_enabled(False)
-    try:
-        with attention.sdpa_kernel(attention.SDPBackend.MATH):
-            yield
-    finally:
-        backends.set_fastpath_enabled(was_enabled)
 
 
 def bound(layout: Any, network: ModuleNetwork) -> Any:
