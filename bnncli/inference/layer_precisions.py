@@ -92,16 +92,15 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
 
     covariance = covariance_under(logs)
     reached = begun = value(logs, covariance)
-    low, high = map(math.log, BOUNDS)
     for _ in range(_MOST_UPDATES):
         taken = shares(logs, covariance).clamp(torch.zeros_like(sizes), sizes)
-        quick = ((sizes - taken).clamp_min(1e-12) / squares).log().clamp(low, high)
-        proposed = covariance_under(quick)
-        if not value(quick, proposed) >= reached:
-            quick = (sizes / (squares + taken * (-logs).exp())).log().clamp(low, high)
-            proposed = covariance_under(quick)
-        moved = float((quick - logs).abs().max())
-        logs, covariance, reached = quick, proposed, value(quick, proposed)
+        new = quick_update(sizes, squares, taken)
+        proposed = covariance_under(new)
+        if not value(new, proposed) >= reached:
+            new = safe_update(sizes, squares, taken * (-logs).exp())
+            proposed = covariance_under(new)
+        moved = float((new - logs).abs().max())
+        logs, covariance, reached = new, proposed, value(new, proposed)
         if moved < _TOLERANCE:
             break
     if not math.isfinite(reached):
@@ -111,6 +110,21 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
     fit = fit_gaussian(under(logs), start=theta, structure=structure, center="checkpoint", hessian=start.hessian)
     precisions = {name: float(one) for name, one in zip(places, logs.exp(), strict=True)}
     return LayerPrecisions(fit, precisions, reached - begun)
+
+
+def quick_update(sizes: Tensor, squares: Tensor, shares: Tensor) -> Tensor:
+    """MacKay's, log precisions (L,), of P_l, |theta_l|^2 and lambda_l t_l, (L,) each."""
+    return _within_bounds((sizes - shares).clamp_min(1e-12) / squares)
+
+
+def safe_update(sizes: Tensor, squares: Tensor, traces: Tensor) -> Tensor:
+    """The one that never lowers log Z, log precisions (L,), of P_l, |theta_l|^2 and t_l, (L,) each."""
+    return _within_bounds(sizes / (squares + traces))
+
+
+def _within_bounds(precisions: Tensor) -> Tensor:
+    low, high = map(math.log, BOUNDS)
+    return precisions.log().clamp(low, high)
 
 
 def _varies(covariance: Covariance, theta: Tensor) -> Tensor:

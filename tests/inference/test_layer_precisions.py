@@ -15,7 +15,7 @@ from torch import Tensor
 from bnncli.curvature import ggn
 from bnncli.inference import layer_precisions
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.layer_precisions import choose_layer_precisions
+from bnncli.inference.layer_precisions import choose_layer_precisions, safe_update
 from bnncli.theta.prior import Prior
 
 LAYERS = {"0": slice(0, 25), "2": slice(25, 43)}
@@ -74,3 +74,25 @@ def test_the_evidence_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
         under = target.with_prior(Prior(precision))
         start = fit_gaussian(under, start=target.layout.trained(), structure="full", center="checkpoint")
         assert choose_layer_precisions(under, start, "full").gain >= 0
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_the_safe_update_raises_the_evidence_from_anywhere(scale: float) -> None:
+    target = tiny_target(examples=120)
+    theta = scale * target.layout.trained()
+    hessian = ggn(target, theta, "full")["hessian.full"]
+    sizes = torch.tensor([25.0, 18.0], dtype=torch.float64)
+
+    def of_layers(values: Tensor) -> Tensor:
+        return torch.stack([values[place].sum() for place in LAYERS.values()])
+
+    def evidence(logs: Tensor) -> Tensor:
+        precisions = logs.exp().repeat_interleave(sizes.long())
+        fits = (precisions.log() - precisions * theta.square()).sum()
+        return 0.5 * (fits - torch.logdet(hessian + precisions.diag()))
+
+    for start in ([-7.0, -7.0], [2.3, 2.3], [9.0, 9.0], [-4.0, 6.0]):
+        logs = torch.tensor(start, dtype=torch.float64)
+        covariance = torch.linalg.inv(hessian + logs.exp().repeat_interleave(sizes.long()).diag())
+        new = safe_update(sizes, of_layers(theta.square()), of_layers(covariance.diagonal()))
+        assert evidence(new) > evidence(logs)
