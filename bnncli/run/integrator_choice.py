@@ -178,6 +178,9 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     posterior_type = type_of(header)
     if not has_attribute("posteriors", posterior_type, integrator.needs):
         return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for a {posterior_type} posterior ({header.path.stem})"
+    if posterior_type == "samples" and integrator.needs == "center" and header.meta.get("layers") is not None:
+        why = "draws of other layers than the last may lie in several modes, and their mean is no network of these"
+        return f"\0integrator\0 {name} does not work for {header.path.stem}: {why}"
     is_exclusive = has_exclusive_classes(recorded_name(header.meta))
     if not does_classes(integrator, num_classes, is_exclusive=is_exclusive):
         if not is_exclusive:

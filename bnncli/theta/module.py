@@ -281,19 +281,29 @@ def is_bias(name: str) -> bool:
 
 
 def chosen_parameters(module: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
-    """The parameters that a pattern names, in the module's order; see ModuleLayout.of. Raises UsageError for none."""
+    """The parameters that a pattern names, in the module's order; see ModuleLayout.of. Raises UsageError for none.
+
+    One that several modules share goes by the first of its names, and any of them names it.
+    """
     every = {name: value for name, value in module.named_parameters() if value.is_floating_point()}
+    shared: dict[int, list[str]] = {}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(value), []).append(name)
+
+    def is_named(first: str, pattern: str) -> bool:
+        return any(_matches(name, pattern) for name in shared[id(every[first])])
+
     if pattern == ALL:
         chosen = every
     else:
         wanted = pattern.split("+")
         for one in wanted:
-            if not any(_matches(name, one) for name in every):
+            if not any(is_named(name, one) for name in every):
                 raise UsageError(
                     f"\0layers\0: expected {LAST}, {ALL} or patterns of parameter names; {one!r} matches none of "
                     f"{listed(every, limit=20)}"
                 )
-        chosen = {name: value for name, value in every.items() if any(_matches(name, one) for one in wanted)}
+        chosen = {name: value for name, value in every.items() if any(is_named(name, one) for one in wanted)}
     if not chosen:
         raise UsageError("\0layers\0: the network has no parameters")
     return chosen

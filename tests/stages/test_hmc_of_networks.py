@@ -108,6 +108,11 @@ def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_
     np.testing.assert_allclose(stored.probs, expected, atol=1e-5)
     np.testing.assert_allclose(stored.max_logit, mean_logits.max(axis=1), atol=1e-5)  # not those of a mean network
     np.testing.assert_allclose(stored.energy, -np.log(np.exp(mean_logits).sum(axis=1)), atol=1e-5)
+    between = cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--integrator", "plug-in", "--trust-code")
+    assert (between.code, "several modes, and their mean is no network of these" in between.stderr) == (2, True)
+    assert "integrators for a samples posterior: mc" in between.stderr
+    scaled = cli("fit-temperature", "ckpt.pt", "--base", "hmc-all", "--name", "scaled")
+    assert (scaled.code, "--base: hmc-all is over --layers all; a temperature divides" in scaled.stderr) == (2, True)
     judged = cli("diagnose", "ckpt.pt", "--layers", "all", "--draws", 16, "--trust-code", "--json").json["verdict"]
     longer = "bnncli hmc ckpt.pt --layers all --base laplace-all --trust-code --warmup 12 --draws 32 --force"
     assert judged["run"] == longer  # not the draws that are there

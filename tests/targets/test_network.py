@@ -19,7 +19,7 @@ from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoic
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork, activation_bytes
+from bnncli.theta.module import ModuleLayout, ModuleNetwork, activation_bytes, chosen_parameters
 from bnncli.theta.prior import Prior
 
 K, N = 3, 40
@@ -216,6 +216,14 @@ def test_held_out_losses_are_of_the_average_probability() -> None:
 def test_a_pattern_that_names_nothing_lists_the_names() -> None:
     with pytest.raises(UsageError, match=r"'fc\.\*' matches none of '0\.weight'"):
         make_target("fc.*")
+
+
+def test_a_weight_that_modules_share_is_named_by_each_of_them() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    module[2].weight = module[0].weight
+    assert list(chosen_parameters(module, "2.weight")) == ["0.weight"]
+    assert list(chosen_parameters(module, "2")) == ["0.weight", "2.bias"]
+    assert list(chosen_parameters(module, "all")) == ["0.weight", "0.bias", "2.bias"]
 
 
 def test_the_layout_is_read_as_it_was_written() -> None:

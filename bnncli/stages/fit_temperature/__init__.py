@@ -76,7 +76,9 @@ def _val(run: Run) -> Split:
 
 
 def _check_has_center(path: Path, header: Header) -> None:
-    posterior_type = type_of(header)
+    posterior_type, layers = type_of(header), header.meta.get("layers")
+    if layers is not None:
+        raise UsageError(f"--base: {path.stem} is over --layers {layers}; a temperature divides the last layer alone")
     if not has_attribute("posteriors", posterior_type, "center"):
         having = [name for name in names("posteriors") if has_attribute("posteriors", name, "center")]
         raise UsageError(
