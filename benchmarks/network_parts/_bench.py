@@ -1,6 +1,6 @@
 """How a part runs bnncli's commands: in a folder of its own, timed, and once only.
 
-A command that is up to date keeps the seconds of the run that made its artifacts (`seconds.json` in the part's folder), so
+A command that is up to date keeps the cost of the run that made its artifacts (`costs.json` in the part's folder), so
 that a script that was stopped goes on where it was, and its tables still say what everything cost.
 """
 
@@ -10,10 +10,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class LeftOut(Exception):
@@ -24,19 +25,26 @@ class Failed(Exception):
     """A command failed: its words, exit code and last lines."""
 
 
+class Cost(NamedTuple):
+    """What a process took; other work on the machine lengthens the first alone."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+
+
 @dataclass(frozen=True)
 class Done:
     """A command that ran.
 
     Args:
         document: what --json printed.
-        seconds, peak_mib: wall clock, and the process's largest resident size, of the run that computed.
+        cost: wall-clock seconds, CPU seconds, and the process's largest resident size in MiB, of the run that computed.
         errors: what it said on stderr this time.
     """
 
     document: dict[str, Any]
-    seconds: float
-    peak_mib: float
+    cost: Cost
     errors: str
 
     @property
@@ -56,26 +64,30 @@ class Folder:
     def bnncli(self, command: str, *words: object) -> Done:
         """`bnncli COMMAND RUN WORDS --json` in the folder. Raises Failed when its exit code is none of 0 and 3 (a verdict)."""
         call = [command, self.run, *map(str, words)]
-        done, seconds, peak = _timed([sys.executable, "-m", "bnncli", *call, "--json", "--progress", "none"], self.path)
-        print(f"  bnncli {' '.join(call)}  # {seconds:.1f} s, {peak:.0f} MiB", file=sys.stderr, flush=True)
+        done, cost = _timed([sys.executable, "-m", "bnncli", *call, "--json", "--progress", "none"], self.path)
+        print(
+            f"  bnncli {' '.join(call)}  # {cost.seconds:.1f} s, CPU {cost.cpu_seconds:.1f} s, {cost.peak_mib:.0f} MiB",
+            file=sys.stderr,
+            flush=True,
+        )
         if done.returncode not in (0, 3):
             raise Failed(f"bnncli {' '.join(call)} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
         document = json.loads(done.stdout)
-        kept = self.path / "seconds.json"
+        kept = self.path / "costs.json"
         known = json.loads(kept.read_text()) if kept.exists() else {}
         key = " ".join(call)
         if document.get("action") == "up_to_date" and key in known:
-            seconds, peak = known[key]
+            cost = Cost(*known[key])
         else:
-            known[key] = (seconds, peak)
+            known[key] = cost
             kept.write_text(json.dumps(known, indent=1) + "\n")
-        return Done(document, seconds, peak, done.stderr)
+        return Done(document, cost, done.stderr)
 
     def said(self, command: str, *words: object) -> list[str]:
         """The lines that `bnncli COMMAND RUN WORDS` prints for people."""
         call = [sys.executable, "-m", "bnncli", command, self.run, *map(str, words), "--progress", "none"]
-        done, seconds, _ = _timed(call, self.path)
-        print(f"  bnncli {' '.join(call[3:])}  # {seconds:.1f} s", file=sys.stderr, flush=True)
+        done, cost = _timed(call, self.path)
+        print(f"  bnncli {' '.join(call[3:])}  # {cost.seconds:.1f} s", file=sys.stderr, flush=True)
         if done.returncode not in (0, 3):
             raise Failed(f"bnncli {' '.join(call[3:])} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
         return done.stdout.splitlines()
@@ -124,9 +136,9 @@ def _existing(path: Path, flag: str) -> Path:
     return path.resolve()
 
 
-def _timed(call: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[str], float, float]:
-    """What ran, its seconds, and its peak in MiB."""
-    with (folder / "stdout.txt").open("w+") as out, (folder / "stderr.txt").open("w+") as errors:
+def _timed(call: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[str], Cost]:
+    """What ran, and what it cost."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         start = time.perf_counter()
         process = subprocess.Popen(call, stdout=out, stderr=errors, cwd=folder)
         _, status, usage = os.wait4(process.pid, 0)
@@ -136,4 +148,5 @@ def _timed(call: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[s
         for file in (out, errors):
             file.seek(0)
             texts.append(file.read())
-    return subprocess.CompletedProcess(call, code, *texts), seconds, usage.ru_maxrss / 1024
+    cost = Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    return subprocess.CompletedProcess(call, code, *texts), cost

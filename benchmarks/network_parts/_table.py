@@ -23,7 +23,7 @@ class Table:
 
     title: str
     columns: Mapping[str, str]
-    rows: list[Mapping[str, Cell]] = field(default_factory=list)
+    rows: list[dict[str, Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:

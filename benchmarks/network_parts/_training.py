@@ -17,8 +17,8 @@ def train(
 ) -> float:  # fmt: skip
     """The seconds of training on the first rows of an npz of bytes (x, y), divided by 255; the weights are written to `out`.
 
-    Adam with a cosine to zero. The loss is the mean cross-entropy, plus prior_precision |theta|^2 / 2N: its minimum is the mode
-    under that prior. `weight_decay` is Adam's own (coupled), which no prior equals. A file that is there is kept.
+    Adam with a cosine to zero on the mean cross-entropy. `weight_decay` is Adam's own (coupled), which no prior equals. A file
+    that is there is kept; the seconds are then NaN.
     """
     if out.exists():
         return float("nan")
@@ -33,8 +33,6 @@ def train(
     for _ in range(epochs):
         for batch in torch.randperm(rows, generator=generator).split(batch_size):
             loss = cross_entropy(module(inputs[batch]), labels[batch])
-            if prior_precision:
-                loss = loss + prior_precision / (2 * rows) * sum(p.square().sum() for p in module.parameters())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
