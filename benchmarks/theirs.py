@@ -157,9 +157,21 @@ def sample_by_nuts(problem: Problem, *, num_warmup: int, max_seconds: float, max
 
 def laplace_torch_problem() -> str | None:
     """Why laplace-torch cannot be used here; None when it can."""
+    return _import_problem("laplace")
+
+
+def curvlinops_problem() -> str | None:
+    """The same of curvlinops."""
+    return _import_problem("curvlinops")
+
+
+def _import_problem(name: str) -> str | None:
     try:
-        importlib.import_module("laplace")
-    except ImportError as error:
+        importlib.import_module(name)
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # a torchvision of another torch, which laplace-torch asks for, raises the latter
         return f"not importable ({str(error).splitlines()[0]})"
     return None
 
