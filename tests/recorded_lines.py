@@ -165,6 +165,10 @@ LINES = (
         SOLVED,
     ),
     Line(
+        "fit-laplace tiny.pt --layers all --structure diag --draws 4 --prior-precision 20 --name drawn",
+        SOLVED,
+    ),
+    Line(
         "predict tiny.pt --posterior laplace-all --posterior first --samples 20 --split test --integrator logit-mc --integrator mc",
         SOLVED,
     ),

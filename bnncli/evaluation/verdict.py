@@ -24,6 +24,7 @@ GOOD_ESS = 400.0  # Vehtari et al. (2021), section 4: fewer, and the diagnostics
 _EXACT_SD = 1e-6  # nats; the weights are equal, and k has no tail to be fitted to
 _SHOWN_P = 0.01  # below it draws show a difference
 DENSITIES = ("gaussian", "flow")
+LINEAR_DRAWS = "linear-draws"
 POINTS = ("point", "sparse")
 
 
@@ -119,6 +120,8 @@ def doubts(judged: Judged) -> list[str]:
         return _doubts_of_chains(judged)
     if judged.type in POINTS:
         return [f"a {judged.type} is no distribution"]
+    if judged.type == LINEAR_DRAWS:
+        return ["draws of a Gaussian that was never made have no density"]
     if judged.type not in DENSITIES:
         return [f"a {judged.type} posterior has a prior of its own, and so another target"]
     if judged.num_varying is not None:

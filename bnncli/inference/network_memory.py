@@ -26,6 +26,7 @@ _PRODUCT_COPIES = 10  # of a block's activations, with their derivatives along a
 _GRAPH_COPIES = (
     5  # of a block's activations where layers' factors are made: as they are kept, unfolded, and their gradients
 )
+_SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
 _VECTORS = 10  # of P numbers, float64
 _BYTES_A_DRAW = 40  # of each parameter: noise, its product with the root and what that takes, theta in two precisions
 
@@ -40,6 +41,7 @@ class NetworkPlan:
         choice: what H is, and what is kept of it.
         structures: that can be had, from the one that says most of the posterior to the least.
         is_search: whether a prior precision is searched for on the validation data.
+        num_drawn: draws that are made by conjugate gradients, 0 for none.
     """
 
     layout: ModuleLayout
@@ -48,6 +50,7 @@ class NetworkPlan:
     choice: CurvatureChoice
     structures: tuple[str, ...]
     is_search: bool
+    num_drawn: int = 0
 
     @property
     def input_bytes(self) -> int:
@@ -61,10 +64,13 @@ class NetworkPlan:
         work = max(self._hessian_bytes(structure, device), 8 * _COPIES * self._elements(structure) - held, 0)
         if self.is_search:
             work = max(work, _BYTES_A_DRAW * NUM_DRAWS * size + self._activation_bytes(self.num_held, device))
-        return self.input_bytes + held + max(work, self._activation_bytes(self.num_examples, device))
+        drawn = 8 * _SOLVER_COPIES * self.num_drawn * size
+        return self.input_bytes + held + max(work, drawn + self._activation_bytes(self.num_examples, device))
 
     def stored_bytes(self, structure: str) -> int:
         """Of the posterior's file: the matrices in float64, mean and network's parameters with them."""
+        if self.num_drawn:
+            return 4 * self.num_drawn * self.layout.num_params + 16 * self.layout.num_params
         return 8 * self._elements(structure) + 16 * self.layout.num_params
 
     def automatic_structure(self, device: torch.device) -> str:

@@ -91,8 +91,8 @@ class LogitMc(SamplingIntegrator):
         """The normals, or draws of theta, for any number of blocks of features.
 
         Args:
-            posterior: one whose logits are normal (gaussian, point).
-            num_samples: S; None for 256.
+            posterior: one whose logits are normal (gaussian, point, linear-draws).
+            num_samples: S; None for 256, or for all draws of a posterior that has stored ones.
             generator: makes the draws.
             target: not used.
             progress: not used.
@@ -102,7 +102,8 @@ class LogitMc(SamplingIntegrator):
         """
         require_support("logit-mc", posterior)
         check_num_samples(num_samples)
-        size, num_outputs = num_samples or self.default_samples, posterior.layout.num_outputs
+        stored = getattr(posterior, "num_stored", None)
+        size, num_outputs = num_samples or stored or self.default_samples, posterior.layout.num_outputs
         ends = scramble_ends(size) if self.qmc else group_ends(size)
         if posterior.pushes(size):
             return self._of_theta(posterior, ends, generator)

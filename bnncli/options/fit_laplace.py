@@ -86,6 +86,13 @@ class FitLaplaceOptions(LayersOptions):
         minimum=1,
         numeric=False,
     )
+    draws: int | None = option(
+        None,
+        "Make so many draws of the Gaussian of the whole Gauss-Newton matrix, which is never formed (sample-then-optimise, for networks "
+        "of any size), in the place of the Gaussian of \0structure\0: that one chooses the prior precision and whitens the conjugate gradients.",
+        minimum=1,
+        numeric=False,
+    )
     precision_per: str = option(
         "network",
         "One prior precision for the whole network, or one for each layer (a module's own parameters), chosen together by the marginal likelihood at \0center\0 checkpoint.",
@@ -144,6 +151,15 @@ class FitLaplaceOptions(LayersOptions):
             raise UsageError("\0size\0 is for \0structure\0 subnetwork")
         if self.structure == "subnetwork":
             self._check_subnetwork()
+        if self.draws is not None:
+            if self.is_last_layer:
+                raise UsageError(
+                    "\0draws\0 is for \0layers\0 all or a pattern: of the last layer the Gaussian itself is made"
+                )
+            if self.curvature != GGN or self.structure == "subnetwork":
+                raise UsageError(
+                    "\0draws\0 is of all of the Gauss-Newton matrix: leave out \0curvature\0 and \0structure\0 subnetwork"
+                )
 
     def _check_subnetwork(self) -> None:
         """Which parameters vary must not depend on the precision that is looked for."""
@@ -177,6 +193,8 @@ class FitLaplaceOptions(LayersOptions):
             found["precision_per"] = self.precision_per
         if self.structure == "low-rank":
             found["rank"] = self.curvature_choice.rank
+        if self.draws is not None:
+            found["draws"] = self.draws
         if self.structure == "subnetwork":
             found["size"] = self.curvature_choice.size
         return found

@@ -192,6 +192,8 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
     """Probabilities (N, C) as predict gives them, and by what."""
     integrator = load_integrator(name)
     size = integrator.default_for(posterior.layout.num_params)
+    if size is not None:
+        size = getattr(posterior, "num_stored", size)
     ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
     parts = []
     for features in val.feature_blocks(run.device):

@@ -34,6 +34,7 @@ BESIDE = {
     "fit-laplace trust-code": ["--layers", "all"],
     "fit-laplace curvature": ["--layers", "all"],
     "fit-laplace rank": ["--layers", "all", "--structure", "low-rank"],
+    "fit-laplace draws": ["--layers", "all"],
     "fit-laplace size": ["--layers", "all", "--structure", "subnetwork"],
     "fit-laplace precision-per": ["--layers", "all", "--prior-precision", "marglik"],
     "hmc trust-code": ["--layers", "all"],

@@ -114,6 +114,31 @@ def test_a_subnetwork_that_does_not_fit_is_refused_before_work(
     assert cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run").code == 0
 
 
+def test_draws_stand_in_the_place_of_the_gaussian_that_whitens_them(cli: Cli, checkpoint: Path) -> None:
+    done = cli(*FIT, "--structure", "diag", "--draws", 6, "--trust-code", "--json")
+    assert done.code == 0, done.stderr
+    metrics, meta = done.json["metrics"], meta_of("laplace-all")
+    assert (meta["type"], meta["metrics"]["structure"], meta["criterion"]) == ("linear-draws", "diag", "val")
+    assert 0 < metrics["solver_residual"] <= 0.02
+    assert metrics["solver_passes"] == metrics["solver_steps"] + 2
+    assert "6 draws of the Gaussian" in done.stderr
+    assert metrics["val"]["laplace"]["samples"] == 6
+    predict = ("predict", "ckpt.pt", "--split", "val", "--trust-code")
+    predicted = cli(*predict, "--integrator", "logit-mc", "--integrator", "mc", "--integrator", "probit")
+    assert predicted.code == 0, predicted.stderr
+    for words, message in (
+        (("--samples", 7), "expected at most 6"),
+        (("--integrator", "importance"), "does not work for a linear-draws posterior"),
+    ):
+        refused = cli(*predict, "--posterior", "laplace-all", *words, "--force")
+        assert (refused.code, message in refused.stderr) == (2, True), refused.stderr
+    assert "expected a gaussian posterior" in cli("refine", "ckpt.pt", "--layers", "all", "--trust-code").stderr
+    entry = cli("diagnose", "ckpt.pt", "--trust-code", "--json").json["posteriors"]["laplace-all"]
+    assert (entry["elbo"]["reason"], entry["val_nll"]["value"] > 0) == ("draws have no density", True)
+    planned = cli(*FIT, "--draws", 9, "--trust-code", "--dry-run", "--json", "--name", "more")
+    assert planned.json["outputs"][0]["estimated_bytes"] == 4 * 9 * 23 + 16 * 23
+
+
 def test_searches_by_val_and_by_the_marginal_likelihood_choose_a_prior(cli: Cli, checkpoint: Path) -> None:
     chosen = {}
     for criterion in ("val", "marglik"):
@@ -176,6 +201,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
         (("--precision-per", "layer", "--prior-precision", "val"), "by the marginal likelihood"),
         (("--rank", "3"), "is for --structure low-rank"),
         (("--size", "3"), "is for --structure subnetwork"),
+        ((*SUBNETWORK, "--draws", "3"), "leave out --curvature and --structure subnetwork"),
         ((*SUBNETWORK, "--bias-precision", "3"), "give --prior-precision a number"),
         ((*SUBNETWORK, "--center", "mode"), "give --prior-precision val or a number"),
     ],
@@ -188,3 +214,5 @@ def test_what_does_not_belong_together_is_told(cli: Cli, words: tuple[str | int,
 def test_the_last_layer_has_one_curvature(cli: Cli) -> None:
     refused = cli("fit-laplace", "ckpt.pt", "--curvature", "fisher")
     assert (refused.code, "of the last layer ggn is the Hessian" in refused.stderr) == (2, True)
+    refused = cli("fit-laplace", "ckpt.pt", "--draws", "3")
+    assert (refused.code, "of the last layer the Gaussian itself is made" in refused.stderr) == (2, True)

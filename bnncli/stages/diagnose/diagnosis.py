@@ -15,7 +15,7 @@ from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence, deciding
 from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
 from bnncli.evaluation.mmd import NUM_DRAWS
-from bnncli.evaluation.verdict import DENSITIES, POINTS, Judged, doubts
+from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts
 from bnncli.evaluation.weighted_scores import nll_per_example
 from bnncli.inference.importance import diagnose_importance
 from bnncli.integrators import load_integrator
@@ -110,7 +110,7 @@ def undefined(reason: str) -> dict[str, Any]:
 
 def _empty_entry(kind: str, header: Header) -> dict[str, Any]:
     """Every key that a posterior may have; undefined with the reason that holds for its type."""
-    no_density = "draws have no density" if kind == "samples" else f"a {kind} has no density"
+    no_density = "draws have no density" if kind in ("samples", LINEAR_DRAWS) else f"a {kind} has no density"
     no_chains = f"a {kind} posterior has no chains"
     prior = recorded_prior(header)
     entry: dict[str, Any] = {
@@ -194,7 +194,7 @@ def _losses(run: Run, posterior: Any, header: Header, val: Split | None) -> NDAr
     prediction = load_integrator(name).predict(
         posterior.to(run.device),
         val.features(run.device),
-        num_samples=None if posterior.type in (*POINTS, "samples") else VAL_DRAWS,
+        num_samples=None if posterior.type in (*POINTS, "samples", LINEAR_DRAWS) else VAL_DRAWS,
         generator=run.stream("diagnose/val"),
         progress=run.console,
     )
@@ -212,7 +212,8 @@ def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> Thinne
     """At most 600 draws for MMD^2, of a stream of their own, or spread over the chains."""
     if posterior.type != "samples":
         # The test takes both sides for independent: posteriors must not share their noise.
-        return ThinnedDraws(posterior.sample(NUM_DRAWS, run.stream(f"diagnose/mmd/{name}")).cpu())
+        size = getattr(posterior, "num_stored", NUM_DRAWS)
+        return ThinnedDraws(posterior.sample(min(size, NUM_DRAWS), run.stream(f"diagnose/mmd/{name}")).cpu())
     sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
     return thin_draws(posterior.draws, min((int(size) for size in sizes if size is not None), default=0))
 

@@ -187,6 +187,12 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             f"the {metrics['rank']} largest eigenvalues have {metrics['captured_trace']:.1%} of the trace of the curvature "
             f"(+- {metrics['captured_trace_standard_error']:.1%}); other directions keep the prior's variance"
         )
+    if "solver_steps" in metrics:
+        lines.append(
+            f"{metrics['draws']} draws of the Gaussian of the whole Gauss-Newton matrix by conjugate gradients, whitened by "
+            f"{metrics['structure']}: {metrics['solver_steps']} steps, {metrics['solver_passes']} passes over the data, relative residual "
+            f"{metrics['solver_residual']:.2g}"
+        )
     if "subnetwork_size" in metrics:
         lines += _subnetwork(metrics)
     if metrics["mode_distance"] is not None:

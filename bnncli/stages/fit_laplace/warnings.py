@@ -64,6 +64,11 @@ def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
         )
 
 
+def _is_no_base(metrics: dict[str, Any]) -> bool:
+    """Whether refine would refuse it."""
+    return "subnetwork_size" in metrics or "solver_steps" in metrics
+
+
 def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     """Say so where what predict gives by default is worse on val than what is simpler."""
     if metrics.get("val") is None:
@@ -72,7 +77,7 @@ def warn_of_val(run: Run, path: Path, metrics: dict[str, Any]) -> None:
     if metrics.get("center") == "checkpoint":
         command = run.suggest("fit-laplace", center="mode", force=True, name=other)
         also.append(f"{command} (not measured yet)")
-    elif metrics["structure"] not in declaring("curvature", "is_exact") and "subnetwork_size" not in metrics:
+    elif metrics["structure"] not in declaring("curvature", "is_exact") and not _is_no_base(metrics):
         mend = run.suggest("refine", flow="affine", base=other)
         also.append(f"{mend} (a {metrics['structure']} covariance is rough; not measured yet)")
     warn_if_worse(run, path, metrics, method="laplace", also=also)

@@ -9,9 +9,12 @@ from bnncli import registry
 from bnncli.errors import NumericError, UsageError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.layer_precisions import choose_layer_precisions
+from bnncli.inference.linear_draws import linear_draws
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.options import FitLaplaceOptions
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.posteriors.linear_draws import LinearDraws
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.produce_posterior import Fitted
@@ -19,6 +22,7 @@ from bnncli.run.session import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
 from bnncli.stages.fit_laplace.work import fit_metrics
 from bnncli.targets.curvature_choice import HESSIAN
+from bnncli.targets.network import NetworkTarget
 from bnncli.theta.prior import Prior
 
 
@@ -52,6 +56,7 @@ def prepare(
             options.curvature_choice,
             tuple(structures),
             is_search=criterion == "val",
+            num_drawn=options.draws or 0,
         )
         structure = options.structure
         if structure == "auto":
@@ -106,7 +111,11 @@ def fit(
             hint = "beside a mode the Hessian may be indefinite: use --curvature ggn, or a larger --prior-precision"
             raise NumericError(error.message, hint=hint) from None
         warn_of_jitter(run, fit.gaussian)
-        metrics = fit_metrics(run, fit, found, criterion, whole, held)
+        posterior: Gaussian[Any] | LinearDraws = fit.gaussian
+        if options.draws is not None:
+            posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
+            told |= drawn
+        metrics = fit_metrics(run, fit, found, criterion, whole, held, posterior=posterior)
     metrics |= {
         "center": options.own_center,
         "structure_nll": None,
@@ -119,7 +128,7 @@ def fit(
     if registry.has_attribute("covariances", structure, "metrics"):
         covariance: Any = fit.gaussian.covariance
         metrics |= covariance.metrics(fit.gaussian.require_prior(), fit.gaussian.layout)
-    tensors, meta = fit.gaussian.to_tensors()
+    tensors, meta = posterior.to_tensors()
     meta |= {
         "method": "laplace",
         "center": options.own_center,
@@ -131,3 +140,25 @@ def fit(
         "curve": [list(point) for point in found.curve] if found else None,
     }
     return Fitted(tensors, meta, metrics, train)
+
+
+def _drawn(
+    run: Run, target: NetworkTarget, gaussian: Gaussian[Any], num_draws: int
+) -> tuple[LinearDraws, dict[str, Any]]:
+    """Draws of the Gaussian of all of the Gauss-Newton matrix where `gaussian`, of a structure, stands; and how they were made."""
+    prior = gaussian.require_prior()
+    found = linear_draws(
+        target.with_prior(prior),
+        gaussian.mean,
+        gaussian.covariance,
+        num_draws=num_draws,
+        generator=run.stream("fit-laplace/draws"),
+        progress=run.console,
+    )
+    told = {
+        "draws": num_draws,
+        "solver_steps": found.num_steps,
+        "solver_residual": found.residual,
+        "solver_passes": found.num_passes,
+    }
+    return LinearDraws(gaussian.mean, found.values.float(), gaussian.layout, prior), told

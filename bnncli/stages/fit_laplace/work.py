@@ -93,7 +93,10 @@ def fit_metrics(
     criterion: str,
     train: Split,
     val: Split | None,
+    *,
+    posterior: Any = None,
 ) -> dict[str, Any]:
+    """What is told of a fit, and of what it is worth on val: of the Gaussian, or of another posterior in its place."""
     gaussian, head = fit.gaussian, train.head()
     metrics: dict[str, Any] = {
         "structure": gaussian.covariance.structure,
@@ -119,7 +122,7 @@ def fit_metrics(
         whitened = gaussian.covariance.whiten(shift.unsqueeze(0))
         metrics["mode_distance_in_sd"] = float(whitened.norm() / math.sqrt(whitened.shape[1]))
     if val is not None and val.content.labels is not None:
-        metrics |= measure_on_val(run, gaussian, val, method="laplace")
+        metrics |= measure_on_val(run, posterior or gaussian, val, method="laplace")
         metrics["val_nll_network"] = metrics["val"].get("network", {}).get("nll")
         metrics["val_nll_laplace"] = metrics["val"]["laplace"]["nll"]
     return metrics

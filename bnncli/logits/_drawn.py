@@ -1,0 +1,25 @@
+"""The covariance of a network's logits as draws of its linearised Gaussian tell it: J D^T D J^T / S, without bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from bnncli.logits._pulled import Pulled
+from bnncli.targets.stream import slices
+from bnncli.theta.module import ModuleLayout
+
+_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # of a block: what draws leave in a forward pass
+
+
+def drawn_spread(layout: ModuleLayout, theta: Tensor, deviations: Tensor) -> Pulled:
+    """Of deviations D (S, P) from theta (P,), each pushed through the network in forward mode: no J is made."""
+
+    def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
+        size = max(1, _ELEMENTS.get(inputs.device.type, 2**25) // (len(deviations) * layout.widest))
+        for some in slices(0, max(1, len(inputs)), size):
+            pushed = layout.push(inputs[some], theta.to(inputs.dtype), deviations.to(inputs.dtype))
+            yield (pushed.permute(1, 2, 0) * len(deviations) ** -0.5,)
+
+    return Pulled(roots)
