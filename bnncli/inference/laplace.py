@@ -15,7 +15,8 @@ from torch import Tensor
 from bnncli.covariances import Covariance, num_varying, varying_places
 from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
-from bnncli.inference.mode import Mode, find_mode
+from bnncli.inference.mode import Mode
+from bnncli.inference.modes import mode_of
 from bnncli.names import with_article
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
@@ -65,9 +66,9 @@ def fit_gaussian(
         structure: of the covariance, one of the `covariances`.
         center: mode, or checkpoint for start itself.
         hessian: of this structure at start, where that is the centre: saves making it.
-        mode_hessian: passed to find_mode, a Hessian from near the mode.
-        before: of the same examples, saves what no theta changes; passed to find_mode as well.
-        progress: passed to find_mode.
+        mode_hessian: passed to mode_of, a Hessian from near the mode.
+        before: of the same examples, saves what no theta changes; passed to mode_of as well.
+        progress: passed to mode_of.
 
     Raises:
         NumericError: when there is no mode to be found or the precision is not positive definite.
@@ -78,11 +79,15 @@ def fit_gaussian(
     mode = None
     theta = start.to(target.device).double()
     if center == "mode":
-        mode = find_mode(target, theta, hessian=mode_hessian, before=before, progress=progress)
+        mode = mode_of(target, theta, hessian=mode_hessian, before=before, progress=progress)
         theta, before, hessian = mode.theta, mode.before, None
     covariance, hessian, _ = covariance_at(target, theta, structure, hessian=hessian, before=before)
     gaussian = Gaussian(theta, covariance, target.layout, target.prior)
     if mode is not None:
+        missing = 0.5 * mode.newton_decrement**2
+        if missing > MOST_MODEL_ERROR:
+            short = f"the log joint at the mode is about {missing:.3g} nats higher than where the search for it ended"
+            return LaplaceFit(gaussian, mode, mode.log_joint, None, hessian, short)
         log_varying = mode.log_joint - fixed_log_prior(target, theta, covariance)
         return LaplaceFit(gaussian, mode, mode.log_joint, laplace_evidence(log_varying, covariance), hessian)
     log_joint, evidence, reason = _evidence_beside_the_mode(target, theta, covariance)

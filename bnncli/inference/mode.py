@@ -46,6 +46,8 @@ class Mode:
         log_joint: at theta, nats.
         hessian: a Hessian of the negative log likelihood from near the mode, for find_mode under another prior.
         before: the covariance that whitened the last steps where it saves work, else the one that was given, for the same.
+        num_passes: over the data, where that is what was counted.
+        shortfall: why it is no nearer, where it is further away than was asked for.
     """
 
     theta: Tensor
@@ -55,6 +57,8 @@ class Mode:
     log_joint: float
     hessian: dict[str, Tensor]
     before: LocalCovariance | None
+    num_passes: int | None = None
+    shortfall: str | None = None
 
 
 def find_mode(

@@ -22,7 +22,7 @@ from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, fixed_log_prior, laplace_evidence
 from bnncli.inference.linearised import linearised_losses
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
-from bnncli.inference.mode import find_mode
+from bnncli.inference.modes import mode_of
 from bnncli.progress import Task
 from bnncli.targets.target import CurvedTarget, HeldOut
 from bnncli.theta.layout import ParamLayout
@@ -226,12 +226,12 @@ class Candidates:
             return theta, float(target.log_joint(theta.unsqueeze(0))) if is_asked else math.nan, None
         hessian = self._nearest_hessian(log_precision)
         theta = self._predicted_mode(target, log_precision)
-        if hessian is None:
+        if hessian is None and target.is_concave:
             found = covariance_at(target, theta, target.rough_structure, before=self.before)
             self._keep(found)
             hessian = found.hessian
         tolerance = _MODE_TOLERANCE if self.tolerance > 0 else _EXACT_MODE_TOLERANCE
-        mode = find_mode(target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=True)
+        mode = mode_of(target, theta, hessian=hessian, before=self.before, tolerance=tolerance, polish=True)
         self._keep(mode.before)
         return mode.theta, mode.log_joint, mode.hessian
 

@@ -16,6 +16,7 @@ from bnncli.errors import UsageError
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.linearised import noise_size
+from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.inference.prior_candidates import Candidates, Criterion, Lift
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
@@ -38,6 +39,7 @@ class PriorSearch:
             precisions near the best whose criterion could be interpolated to the tolerance; exact at the best.
         at_edge: whether the best lies at an end of the grid, where a wider one might do better.
         criterion: val or marglik.
+        compared_at: the candidates' centres: mode, or checkpoint.
         fit: the Gaussian at the best precision.
         judge: the criterion as a function of Gaussians, to compare others with those of the search.
     """
@@ -46,6 +48,7 @@ class PriorSearch:
     curve: list[tuple[float, float]]
     at_edge: bool
     criterion: str
+    compared_at: str
     fit: LaplaceFit
     judge: Criterion
 
@@ -73,7 +76,9 @@ def search(
         structure, center: of the Gaussians compared. The marginal likelihood of a concave target is its own, wherever a Gaussian
             is centred: with marglik it is estimated at the modes, and the fit at the best precision has the centre. Of another
             target it is that about the start (Immer et al. 2021, arXiv:2104.04975), where that is the centre: each prior has
-            other modes, and the network as trained is none of them.
+            other modes, and the network as trained is none of them. Where such a target has more parameters than
+            MAX_FULL_PRECONDITIONER, a mode for each candidate is too dear: they are compared about the start, and the fit at the
+            best precision moves to its mode.
         criterion: val or marglik.
         held_out: the validation data, for val.
         bounds: lowest and highest precision of the grid.
@@ -100,7 +105,7 @@ def search(
     candidates = Candidates(
         target,
         structure,
-        "mode" if criterion == "marglik" and target.is_concave else center,
+        _compared_at(target, criterion, center),
         Criterion(noise, held_out if criterion == "val" else None, lift),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
@@ -110,15 +115,25 @@ def search(
     best = candidates.best
     if center != candidates.center:
         at_best = target.with_prior(target.prior.with_weight_precision(math.exp(best)))
-        fit = fit_gaussian(at_best, start=start, structure=structure, center=center, before=candidates.before)
+        fit = fit_gaussian(
+            at_best, start=start, structure=structure, center=center, before=candidates.before, progress=progress
+        )
     return PriorSearch(
         best=math.exp(best),
         curve=[(math.exp(key), value) for key, value in sorted(candidates.values.items())],
         at_edge=best - grid[0] < 1e-9 or grid[-1] - best < 1e-9,
         criterion=criterion,
+        compared_at=candidates.center,
         fit=fit,
         judge=candidates.criterion,
     )
+
+
+def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
+    """Where candidates are centred."""
+    if target.is_concave:
+        return "mode" if criterion == "marglik" else center
+    return center if target.layout.num_params <= MAX_FULL_PRECONDITIONER else "checkpoint"
 
 
 def _descend(candidates: Candidates, grid: list[float]) -> LaplaceFit:

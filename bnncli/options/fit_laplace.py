@@ -55,7 +55,7 @@ class FitLaplaceOptions(LayersOptions):
     )
     center: str | None = option(
         None,
-        "Where the Gaussian is centred: the exact mode of the target, or the checkpoint's weights; by default the mode of the last layer, and for \0layers\0 all or a pattern the checkpoint.",
+        "Where the Gaussian is centred: the exact mode of the target, or the checkpoint's weights; by default the mode of the last layer, and for \0layers\0 all or a pattern the checkpoint. The mode of more than 2,048 parameters of a network takes some hundred passes over the data, and its prior precision is chosen about the checkpoint's weights first.",
         choices=("mode", "checkpoint"),
     )
     prior_precision: str = option(
@@ -131,7 +131,7 @@ class FitLaplaceOptions(LayersOptions):
                     f"\0curvature\0 {self.curvature} is for \0layers\0 all or a pattern: of the last layer ggn is the Hessian"
                 )
             if self.own_center != "checkpoint":
-                raise UsageError(f"\0curvature\0 {self.curvature} is for \0center\0 checkpoint: modes are found by ggn")
+                raise UsageError(f"\0curvature\0 {self.curvature} is for \0center\0 checkpoint: at a mode it is ggn")
             fitting = [name for name in structures_of(is_last_layer=False) if self.curvature in kinds_of(name)]
             if self.structure not in ("auto", *fitting):
                 raise UsageError(

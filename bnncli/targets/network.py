@@ -26,6 +26,7 @@ from bnncli.shapes import check_shapes
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.second_derivatives import second_derivatives
 from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
@@ -57,7 +58,7 @@ class NetworkTarget:
     choice: CurvatureChoice = USUAL
     is_concave: ClassVar[bool] = False
     is_capturable: ClassVar[bool] = False
-    rough_structure: ClassVar[str] = "diag"
+    rough_structure: ClassVar[str] = "kron"
 
     def __post_init__(self) -> None:
         check_shapes(labels=(self.labels, label_shape(self.likelihood)))
@@ -138,8 +139,7 @@ class NetworkTarget:
     def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by the generalised Gauss-Newton matrix plus the prior's precisions.
 
-        sum_n J_n^T (diag(p) - p p^T) J_n v, each by a product with J_n and one with its transpose (Schraudolph 2002,
-        Neural Computation 14(7)): positive definite everywhere.
+        sum_n J_n^T (diag(p) - p p^T) J_n v (Schraudolph 2002, Neural Computation 14(7)): positive definite everywhere.
         """
         product = self.ggn_operator(theta)
         return lambda vectors: product(vectors) - self.prior.gradient(vectors.to(self.device).double(), self.layout)
@@ -156,6 +156,10 @@ class NetworkTarget:
             return total * self.likelihood_scale
 
         return multiply
+
+    def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
+        return second_derivatives(self, theta)
 
     def with_choice(self, choice: CurvatureChoice) -> NetworkTarget:
         """The same with another H."""

@@ -106,6 +106,13 @@ class CurvedTarget(Target, Protocol):
         """How H is made in a structure: in the full one always. Raises UsageError where the target has no such structure."""
 
 
+class UnevenTarget(CurvedTarget, Protocol):
+    """A target that is not concave: its exact Hessian may have directions along which the log joint is convex."""
+
+    def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
+
+
 class HeldOut(Protocol):
     """Examples that a target does not know, which posteriors over its theta are judged by."""
 

@@ -82,6 +82,10 @@ class Banana:
         matrix = self.num_examples / NOISE_SD**2 * torch.outer(jacobian, jacobian)
         return lambda vectors: vectors @ matrix - self.prior.gradient(vectors.double(), self.layout)
 
+    def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        matrix = self.hessian(theta)
+        return lambda vectors: vectors @ matrix - self.prior.gradient(vectors.double(), self.layout)
+
     def curvature(self, structure: str) -> OwnCurvature:
         return OwnCurvature(structure, Banana.hessian, is_exact=True)
 
@@ -219,6 +223,10 @@ class TanhTarget:
     def hessian_operator(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         matrix = self.ggn(theta)
         return lambda vectors: vectors.double() @ matrix - self.prior.gradient(vectors.double(), self.layout)
+
+    def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
+        matrix = torch.autograd.functional.hessian(lambda one: -self.log_joint(one.unsqueeze(0)).sum(), theta.double())
+        return lambda vectors: vectors.double() @ matrix
 
     def curvature(self, structure: str) -> OwnCurvature:
         return OwnCurvature(structure, TanhTarget.ggn, is_exact=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from bnncli.run.val_report import warn_if_worse
 from bnncli.storage.features import label_counts
 
 if TYPE_CHECKING:
+    from bnncli.inference.mode import Mode
     from bnncli.inference.prior_precision import PriorSearch
     from bnncli.posteriors.gaussian import Gaussian
 
@@ -61,6 +63,15 @@ def warn_of_jitter(run: Run, gaussian: Gaussian) -> None:
             f"the posterior precision is not positive definite in float64: {jitter:.2g} was added to its diagonal, not little "
             f"beside the prior precision {precision:.2g}; the marginal likelihood and the variances that the "
             "prior alone decides are wrong; use a larger --prior-precision, or --structure kron"
+        )
+
+
+def warn_of_shortfall(run: Run, mode: Mode) -> None:
+    """Say so where the centre is further from the mode than was asked for."""
+    if mode.shortfall is not None:
+        run.console.warn(
+            f"the centre is {mode.newton_decrement:.2g} posterior standard deviations from the mode (all {len(mode.theta):,} "
+            f"parameters together; a draw is about {math.sqrt(len(mode.theta)):.0f} away): {mode.shortfall}"
         )
 
 

@@ -19,7 +19,7 @@ from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
-from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
+from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter, warn_of_shortfall
 from bnncli.stages.fit_laplace.work import fit_metrics
 from bnncli.targets.curvature_choice import HESSIAN
 from bnncli.targets.network import NetworkTarget
@@ -111,6 +111,10 @@ def fit(
             hint = "beside a mode the Hessian may be indefinite: use --curvature ggn, or a larger --prior-precision"
             raise NumericError(error.message, hint=hint) from None
         warn_of_jitter(run, fit.gaussian)
+        if fit.mode is not None:
+            warn_of_shortfall(run, fit.mode)
+            told |= {"mode_passes": fit.mode.num_passes, "mode_shortfall": fit.mode.shortfall}
+            told |= {"prior_precision_compared_at": found.compared_at if found else None}
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
         if options.draws is not None:
             posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)

@@ -76,7 +76,7 @@ def _gaussian(
             raise DataError(f"{base.path} is over {gaussian.layout}, not {whole.layout}", code="wrong_layout")
         return gaussian.mean.to(run.device), gaussian.covariance.to(device=run.device)
     center = whole.start().to(run.device)
-    return center, covariance_at(target, center, target.rough_structure)[0]
+    return center, covariance_at(target, center, "diag")[0]
 
 
 def _labelled(run: Run, target: NetworkTarget, split: Split) -> HeldOutInputs:
