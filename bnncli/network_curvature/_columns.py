@@ -18,14 +18,30 @@ if TYPE_CHECKING:
 
     from bnncli.targets.network import NetworkTarget
 
-MOST_EXACT = 4  # columns that are all propagated
-NUM_SIGNS = 2  # random columns an example, where there are more
+MOST_EXACT = 3  # columns that are all propagated through the network's layers: with one more, four passes are over
+MOST_EXACT_REST = 2  # to parameters of which each example has its own gradient, in passes of their own
+MOST_DRAWN = 3  # random columns an example, where there are more
+ENOUGH = (
+    10_000  # random columns of all examples together: factors err by 3 % of their size, or 3 N^-1/2 with one an example
+)
 
 
 def num_drawn(target: NetworkTarget) -> int:
-    """Random columns an example; 0 where all are propagated, or the gradients at the labels are."""
-    is_exact = target.choice.kind == FISHER or target.layout.num_outputs <= MOST_EXACT
-    return 0 if is_exact else NUM_SIGNS
+    """Random columns an example for the layers' factors; 0 where all are propagated, or the gradients at the labels are."""
+    return 0 if _num_columns(target) <= MOST_EXACT else max(1, min(MOST_DRAWN, ENOUGH // target.num_examples))
+
+
+def num_drawn_rest(target: NetworkTarget) -> int:
+    """The same for parameters of which each example has its own gradient."""
+    return 0 if _num_columns(target) <= MOST_EXACT_REST else 1
+
+
+def _num_columns(target: NetworkTarget) -> int:
+    """Of H's root."""
+    if target.choice.kind == FISHER:
+        return 1
+    num_outputs = target.layout.num_outputs
+    return target.likelihood.hessian_root(torch.full((num_outputs, 1), 1 / num_outputs)).shape[1]
 
 
 class Columns:

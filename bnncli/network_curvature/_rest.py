@@ -19,7 +19,10 @@ _ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of per-example gradients at once
 
 
 def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], columns: Columns) -> list[Tensor]:
-    """Of the parameters of each of `parts`, float64; each example's gradient by each column is squared."""
+    """Of the parameters of each of `parts`, float64; each example's gradient by each column is squared.
+
+    One pass forward for what columns are made of, one more, and one back for each column.
+    """
     layout = target.layout
     network = layout.network
     assert network is not None
@@ -34,10 +37,12 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
     def logits(flat: Tensor, example: Tensor) -> Tensor:
         return network(example.unsqueeze(0), {**every, **some.split(flat)})[0]
 
-    def gradient(example: Tensor, column: Tensor) -> Tensor:
-        return torch.func.vjp(lambda flat: logits(flat, example), own)[1](column)[0]
+    def gradients(example: Tensor, cotangents: Tensor) -> Tensor:
+        pull = torch.func.vjp(lambda flat: logits(flat, example), own)[1]
+        return torch.func.vmap(pull)(cotangents)[0]
 
-    size = max(1, _ELEMENTS.get(target.device.type, 2**24) // some.num_params)
+    elements = _ELEMENTS.get(target.device.type, 2**24)
+    size = max(1, elements // ((columns.num_drawn or target.layout.num_outputs) * some.num_params))
     size = min(size, target.rows_at_once(1, theta.dtype))
     for start in range(0, target.num_examples, size):
         signals.raise_if_interrupted("the Hessian")
@@ -45,7 +50,6 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
         inputs = target.inputs[rows].to(target.device).reshape(-1, *layout.input_shape)
         with torch.no_grad():
             outputs = layout.logits(inputs, theta.unsqueeze(0))[0]
-        for column, _ in columns.of(outputs, rows):
-            gradients = torch.func.vmap(gradient)(inputs, column)
-            total += gradients.square().sum(dim=0, dtype=torch.float64)
+        cotangents = torch.stack([column for column, _ in columns.of(outputs, rows)], dim=1)
+        total += torch.func.vmap(gradients)(inputs, cotangents).square().sum(dim=(0, 1), dtype=torch.float64)
     return [total[part.place] for part in some.parts]

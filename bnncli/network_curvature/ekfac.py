@@ -56,7 +56,7 @@ def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: 
     theta = theta.to(target.device, target.dtype)
     turned = {name: (basis.outputs.to(theta), basis.features.to(theta)) for name, basis in bases.items()}
     totals = {name: torch.zeros_like(basis.values) for name, basis in bases.items()}
-    columns = columns_for(target, seed=1, most_drawn=1)
+    columns = columns_for(target, seed=1)
     for rows in target.row_blocks(1, theta.dtype) if totals else ():
         inputs = target.inputs[rows].to(target.device)
         logits, noted = forward(target.layout, theta, inputs, factors.matrices)

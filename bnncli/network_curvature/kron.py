@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.machine.interruptible import eigenvectors
-from bnncli.network_curvature._columns import Columns, num_drawn
+from bnncli.network_curvature._columns import Columns, num_drawn, num_drawn_rest
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._rest import diagonal_of
 from bnncli.network_curvature._scales import scales_of
@@ -79,7 +79,7 @@ class LayerFactors:
         features: by the weight's name, the mean of x x^T, (F, F).
         outputs: the sum of g g^T, (K, K).
         rest: the diagonal of all other parameters.
-        num_drawn: random columns an example that they were made by; 0 for all columns.
+        num_drawn: random columns an example that they, or the rest, were made by; 0 for all columns.
     """
 
     matrices: list[Matrix]
@@ -99,7 +99,9 @@ class LayerFactors:
         sums.add_all(target, theta, pieces)
         known = {part.name for piece in pieces for part in piece.parts}
         others = [part for part in layout.parts if part.name not in known]
-        for part, values in zip(others, diagonal_of(target, theta, others, columns_for(target, seed=0)), strict=True):
+        drawn_rest = (num_drawn_rest(target) if pieces else num_drawn(target)) if others else 0
+        columns = Columns(target, num_drawn=drawn_rest, seed=0)
+        for part, values in zip(others, diagonal_of(target, theta, others, columns), strict=True):
             sums.diagonal[part.place] = values
         taken = {part.name for matrix in matrices for part in matrix.parts}
         rest = [sums.diagonal[part.place] for part in layout.parts if part.name not in taken]
@@ -109,7 +111,7 @@ class LayerFactors:
             {name: total / sums.positions[name] for name, total in sums.features.items()},
             {name: total * scale for name, total in sums.outputs.items()},
             torch.cat(rest) * scale if rest else sums.diagonal[:0],
-            num_drawn(target),
+            max(num_drawn(target), drawn_rest),
         )
 
     def bases(self) -> dict[str, Basis]:
@@ -196,7 +198,6 @@ class _Sums:
                         self.diagonal[places[name]] += slopes.square().sum(dim=0, dtype=torch.float64)
 
 
-def columns_for(target: NetworkTarget, *, seed: int, most_drawn: int | None = None) -> Columns:
-    """All columns of the Hessian's root where these are few, else random ones, no more than `most_drawn`."""
-    drawn = num_drawn(target)
-    return Columns(target, num_drawn=min(drawn, most_drawn or drawn), seed=seed)
+def columns_for(target: NetworkTarget, *, seed: int) -> Columns:
+    """All columns of the Hessian's root where these are few, else random ones."""
+    return Columns(target, num_drawn=num_drawn(target), seed=seed)

@@ -337,7 +337,7 @@ def test_random_columns_are_unbiased_and_the_same_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(_columns, "MOST_EXACT", 0)
     first, again = hessian_of(target, "ekfac"), hessian_of(target, "ekfac")
     assert all(torch.equal(first[name], again[name]) for name in first)
-    monkeypatch.setattr(_columns, "NUM_SIGNS", 60)
+    monkeypatch.setattr(_columns, "MOST_DRAWN", 60)
     drawn = dense(target, hessian_of(target, "kron"), "kron")
     assert 1e-4 < float((drawn - exact).norm() / exact.norm()) < 0.1  # 60 signs of 12 examples
 
