@@ -30,6 +30,9 @@ WANTED_NATS = 2.0
 WANTED_SHARE = 0.01
 LEAST_NATS = 0.01
 MIN_TAIL_DRAWS = 25  # the tail is a fifth of the draws, and arviz-stats fits at least five
+# Weights that spread more have no estimate but the ELBO, whose error 512 draws make a small share of the spread: none are
+# added, each of which is a pass over all data.
+_FAR_NATS = 50.0
 _EQUAL_NATS = 1e-6  # log weights that spread less are all equal, up to rounding
 
 
@@ -76,7 +79,8 @@ def diagnose_importance(
         target: the log posterior.
         posterior: q.
         generator: of the draws.
-        num_draws: S; None doubles S from 512 until the ELBO's standard error is at most 2 nats and 1 %, or S is 8192.
+        num_draws: S; None doubles S from 512 until the ELBO's standard error is at most 2 nats and 1 %, S is 8192,
+            or the log weights spread by more than 50 nats.
         progress: advanced once a draw.
     """
     estimate = elbo(target, posterior, generator=generator, num_samples=num_draws or FIRST_DRAWS, progress=progress)
@@ -124,9 +128,11 @@ def k_threshold(num_draws: int) -> float:
 
 
 def _wants_more(estimate: ElboEstimate) -> bool:
-    """Whether the ELBO is still too noisy, and more draws are allowed."""
+    """Whether the ELBO is still too noisy for a q that is not far off, and more draws are allowed."""
     wanted = min(WANTED_NATS, max(LEAST_NATS, WANTED_SHARE * abs(estimate.value)))
-    return len(estimate.log_weights) < MOST_DRAWS and estimate.standard_error > wanted  # False where it is NaN
+    is_far = estimate.log_weight_sd > _FAR_NATS
+    is_noisy = estimate.standard_error > wanted  # False where it is NaN
+    return len(estimate.log_weights) < MOST_DRAWS and is_noisy and not is_far
 
 
 def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:

@@ -20,7 +20,8 @@ class DiagnoseOptions(Checked):
     layers: str | None = chosen_layers_option(is_recorded=False)
     draws: int | None = option(
         None,
-        "Draws for ELBO and Pareto k; by default 512, doubled up to 8192 until the ELBO's standard error is at most 2 nats and 1 %.",
+        "Draws for ELBO and Pareto k; by default 512, doubled up to 8192 until the ELBO's standard error is at most 2 nats and 1 %; "
+        "not where the log weights spread by more than 50 nats.",
         minimum=2,
     )
     strict: bool = option(False, "Exit 3 unless a posterior is good for its target.")

@@ -122,6 +122,15 @@ def test_draws_double_until_the_standard_error_suffices_or_the_cap_is_reached(mo
     assert diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), num_draws=30).num_draws == 30
 
 
+def test_no_draws_are_added_where_the_weights_spread_beyond_use() -> None:
+    # q is sixteen times too wide: log weights are -(16^2 - 1) / 2 times a chi-squared of as many degrees as parameters.
+    found = diagnose_importance(prior_target(1.0), gaussian(1 / 16**2), generator=seeded())
+    assert found.num_draws == 512
+    assert found.log_weight_sd == pytest.approx((16**2 - 1) * math.sqrt(LAYOUT.num_params / 2), rel=0.2)
+    assert found.elbo_error is not None
+    assert found.elbo_error > importance.WANTED_NATS
+
+
 def test_few_or_infinite_weights_are_undefined_with_the_reason() -> None:
     few = diagnose_weights(torch.arange(9.0))
     assert (few.elbo, few.pareto_k, few.undefined) == (4.0, None, "needs at least 25 draws, got 9")
