@@ -27,7 +27,7 @@ def run(bench: Bench) -> list[Table]:
     made["subspace-all"] = folder.bnncli("refine", *flow, *(("--epochs", 2) if bench.is_quick else ()))
     folder.bnncli("predict", "--split", "test", "--split", "mnist")
     table = score_table(f"LeNet-5, Fashion-MNIST: {rows} training examples", folder, made)
-    table.notes += ["diagnose:", *folder.said("diagnose")]
+    table.notes += ["diagnose:", *folder.said("diagnose", "--draws", 64)]
     return [table]
 
 

@@ -53,7 +53,7 @@ def _table(bench: Bench, rows: int, *, has_hmc: bool) -> Table:
     if has_hmc:
         told = made["hmc-all"].metrics
         table.notes.append(f"hmc-all: {told}")
-    table.notes += ["diagnose:", *folder.said("diagnose")]
+    table.notes += ["diagnose:", *folder.said("diagnose", "--draws", 64)]
     return table
 
 

@@ -37,5 +37,5 @@ def run(bench: Bench) -> list[Table]:
     folder.bnncli("predict", "--split", "test")
     title = f"784-200-200-10 tanh, Fashion-MNIST: {rows} training examples, {EPOCHS} epochs"
     table = score_table(title, folder, made, PUBLISHED)
-    table.notes += ["diagnose:", *folder.said("diagnose")]
+    table.notes += ["diagnose:", *folder.said("diagnose", "--draws", 64)]
     return [table]
