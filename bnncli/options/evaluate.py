@@ -71,7 +71,12 @@ class EvaluateOptions(Checked):
         choices=_scores,
     )
     detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
-    reference: str = option("hmc", "Sample posterior that MMD^2 and other distances are measured to.", metavar="NAME")
+    reference: str = option(
+        "hmc",
+        "Sample posterior that MMD^2 and other distances are measured to; by default, of posteriors over other layers, that which "
+        "hmc makes of the same layers (hmc-all).",
+        metavar="NAME",
+    )
     settings: dict[str, Any] = collected(of_scores)
     bootstrap: int = option(
         1000, "Bootstrap replicates of standard errors and intervals, over examples; 0 for none.", minimum=0

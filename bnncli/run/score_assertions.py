@@ -64,7 +64,11 @@ def check_names(assertions: Sequence[Assertion], rows: Sequence[Row], absent: Se
 
 
 def hold_against(
-    assertions: Sequence[Assertion], rows: Sequence[Row], absent: Sequence[Absent] = (), *, reference: str | None = None
+    assertions: Sequence[Assertion],
+    rows: Sequence[Row],
+    absent: Sequence[Absent] = (),
+    *,
+    references: Sequence[str] = (),
 ) -> list[Row]:
     """A row for every score that an assertion is about: expr, holds, name, posterior, integrator, split, left, right.
 
@@ -73,7 +77,7 @@ def hold_against(
 
     Args:
         absent: the posteriors of the run that have no rows.
-        reference: name of the posterior that distances are measured to, of which none is asked for.
+        references: names of the posteriors that distances are measured to, of which none is asked for.
 
     Raises:
         MissingInput, UsageError: as check_names; or no posterior has the score, or several forms of it are meant.
@@ -82,7 +86,7 @@ def hold_against(
     for assertion in assertions:
         named = _absent_by_name(assertion, rows, absent)
         checks += [] if named else _checks(assertion, rows)
-        checks += named or _absent_of_all(assertion, rows, absent, reference)
+        checks += named or _absent_of_all(assertion, rows, absent, references)
     return checks
 
 
@@ -126,7 +130,7 @@ def _absent_by_name(assertion: Assertion, rows: Sequence[Row], absent: Sequence[
 
 
 def _absent_of_all(
-    assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent], reference: str | None
+    assertion: Assertion, rows: Sequence[Row], absent: Sequence[Absent], references: Sequence[str]
 ) -> list[Row]:
     """The failing checks of an assertion about every posterior: those that are absent, or have rows of other splits alone."""
     left, right = assertion.left, assertion.right
@@ -136,7 +140,7 @@ def _absent_of_all(
     if not set(of_features()).isdisjoint(left.choices):
         return []
     others = {right.posterior} if isinstance(right, Quantity) else set()
-    others |= {reference} if declared()[left.metric].of_draws is not None else set()  # there is none to itself
+    others |= {*references} if declared()[left.metric].of_draws is not None else set()  # there is none to itself
     chosen = _named(left, rows)
     kept = {_name(row) for row in _of_split(left, chosen, None)}
     split = _of_split(left, chosen, None)[0]["split"]

@@ -233,7 +233,7 @@ def test_predictions_of_other_splits_alone_are_absent_too_and_the_reference_of_a
     assert [(c["posterior"], c["holds"]) for c in checks] == [("a", True), ("b", False)]
     assert checks[1]["reason"] == "no predictions of split 'test'"
     absent = [Absent("hmc", "hmc", "it has no predictions")]
-    checks = hold_against([assertion("mmd2<1")], rows[:1], absent, reference="hmc")
+    checks = hold_against([assertion("mmd2<1")], rows[:1], absent, references=["hmc"])
     assert [check["holds"] for check in checks] == [True]
 
 

@@ -120,16 +120,24 @@ def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_
 
 @pytest.mark.long
 @pytest.mark.usefixtures("few_replicates")
-def test_draws_of_other_layers_have_no_distance(cli: Cli, make_run: Make) -> None:
+def test_distances_are_to_draws_over_the_same_layers(cli: Cli, make_run: Make) -> None:
     make_run(LINEAR, 3)
-    for words in ((), ("--layers", "all", "--trust-code")):
-        assert (
-            cli("hmc", "ckpt.pt", "--chains", 2, "--warmup", 2, "--draws", 4, "--prior-precision", 2, *words).code == 0
-        )
-    assert cli("predict", "ckpt.pt", "--posterior", "hmc-all", "--split", "test", "--trust-code").code == 0
-    scored = cli("evaluate", "ckpt.pt", "--reference", "hmc", "--posterior", "hmc-all", "--json")
-    told = {metric.get("undefined") for metric in scored.json["rows"][0]["metrics"] if metric["name"] == "mmd2"}
-    assert told == {"the draws of hmc are of other layers"}
+    short = ("hmc", "ckpt.pt", "--chains", 2, "--warmup", 2, "--draws", 4, "--prior-precision", 2)
+    layers = ("--layers", "0", "--trust-code")
+    for words in (short, (*short, *layers), (*short, *layers, "--name", "other", "--seed", 1)):
+        assert cli(*words).code == 0
+    assert cli("predict", "ckpt.pt", "--split", "test", "--trust-code").code == 0
+    words = ("evaluate", "ckpt.pt", "--split", "test", "--assert", "mmd2<=9")
+    rows = {row["posterior"]: row["metrics"] for row in cli(*words, "--json").json["rows"]}
+    found = {name: next(one for one in metrics if one["name"] == "mmd2") for name, metrics in rows.items()}
+    assert {name: one["reference"] for name, one in found.items()} == {
+        "map": "hmc", "hmc": "hmc", "hmc-0": "hmc-0", "other": "hmc-0"
+    }  # fmt: skip
+    assert [name for name, one in found.items() if one["value"] is None] == ["hmc", "hmc-0"]  # none to themselves
+    assert cli(*words, "--layers", "0").code == 0
+    named = cli("evaluate", "ckpt.pt", "--reference", "other", "--posterior", "map", "--force", "--json")
+    told = {metric.get("undefined") for metric in named.json["rows"][0]["metrics"] if metric["name"] == "mmd2"}
+    assert told == {"the draws of other are of other layers"}
 
 
 def test_an_interrupted_run_over_a_network_continues_to_the_same_bits(

@@ -21,7 +21,7 @@ from bnncli.scores import declared, further_names
 from bnncli.stages.evaluate.class_table import class_table, with_classes
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.features import evaluate_features, row_name
-from bnncli.stages.evaluate.reference import Reference, open_reference
+from bnncli.stages.evaluate.reference import Reference, References
 from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_latent
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -57,11 +57,11 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
     warn_of_rare_classes(run, options, groups)
-    reference = open_reference(run, options.reference)
+    references = References.of(run, options.reference, [group.posterior_path for group in groups])
     total = Result()
     rows: list[dict[str, Any]] = []
     for group in groups:
-        result = _evaluate(run, options, group, reference)
+        result = _evaluate(run, options, group, references.for_posterior(group.posterior_path))
         total.add(result)
         own = result.metrics["rows"] if result.metrics else []
         rows += _with_curves(run, options, group, own) if options.curves or plots else own
@@ -70,13 +70,14 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         total.add(result)
         rows += result.metrics["rows"] if result.metrics else []
     if not run.write.dry_run:
-        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, reference=reference.name)
+        used = {one.name: one for one in (references.for_posterior(group.posterior_path) for group in groups)}
+        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, references=[*used])
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
         rows = with_classes(rows, groups) if options.per_class else [_without_classes(row) for row in rows]
         rows = _shown(run, options, rows)
-        notes = [*_legend(options, rows), *reference.doubts()]
+        notes = [*_legend(options, rows), *(text for one in used.values() for text in one.doubts())]
         notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(
             score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
@@ -197,6 +198,7 @@ def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, refere
     if posterior is not None and (reference.path is not None or is_thinned):
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
+    params["reference"] = reference.name
     if further := further_names():
         params["further_scores"] = further
     target = run.folder.metrics(group.name)

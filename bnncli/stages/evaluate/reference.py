@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING
 
 from bnncli.errors import DataError, DeviceError, MissingInput
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, deciding
+from bnncli.options.layers import LayersOptions
 from bnncli.run.inputs import open_posterior, require_draws
+from bnncli.run.layers_selection import layers_of
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
+from bnncli.theta.module import LAST
+
+USUAL = "hmc"
 
 if TYPE_CHECKING:
     from bnncli.evaluation.reference_distances import Row, WeightDraws
@@ -77,9 +83,36 @@ def open_reference(run: Run, name: str) -> Reference:
             run.console.warn(f"MMD^2 is left out: {error.message}{error.advice}")
             return Reference(name, None)
         return Reference(name, path)
-    if name != "hmc":
+    if name != USUAL:
         raise MissingInput(f"--reference: no draws {path}", hint=run.suggest("hmc", name=name), path=path)
     return Reference(name, None)
+
+
+@dataclass(frozen=True)
+class References:
+    """The reference that was asked for, and in the place of the usual one, for other layers, draws over the same layers.
+
+    Args:
+        asked: by its name.
+        by_layers: hmc-all for all layers, and so on, where the run has them.
+    """
+
+    asked: Reference
+    by_layers: dict[str, Reference]
+
+    @classmethod
+    def of(cls, run: Run, name: str, posteriors: Sequence[Path | None]) -> References:
+        """Those of posteriors by their files. Raises as `open_reference` does."""
+        found = {}
+        for layers in {layers_of(path) for path in posteriors} - {LAST} if name == USUAL else ():
+            path = run.folder.posterior(f"{USUAL}{LayersOptions(layers).layers_suffix}", suffix=".nc")
+            if path.is_file() and layers_of(path) == layers:
+                found[layers] = open_reference(run, path.stem)
+        return cls(open_reference(run, name), found)
+
+    def for_posterior(self, path: Path | None) -> Reference:
+        """That of a posterior by its file."""
+        return self.by_layers.get(layers_of(path), self.asked)
 
 
 def effective_size(header: Header) -> int:
