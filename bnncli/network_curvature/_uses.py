@@ -67,8 +67,12 @@ def with_bias(layout: ModuleLayout, index: int) -> tuple[ParamPart, ...]:
 
 
 def own_weights(layout: ModuleLayout) -> list[tuple[int, str, Any]]:
-    """Index, module's name and module of each part that is the weight of one."""
-    modules = dict(network_of(layout).module.named_modules())
+    """Index, module's name and module of each part that is the weight of one, which computes as torch's own of its kind.
+
+    Libraries derive from these what takes other inputs: a norm with channels first, a convolution that pads.
+    """
+    every = network_of(layout).module.named_modules()
+    modules = {name: one for name, one in every if type(one).forward.__module__.startswith("torch.nn.")}
     split = [(index, *part.name.rpartition(".")[::2]) for index, part in enumerate(layout.parts)]
     return [(index, owner, modules[owner]) for index, owner, last in split if last == "weight" and owner in modules]
 

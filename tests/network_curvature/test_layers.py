@@ -125,6 +125,32 @@ def dense(target: NetworkTarget, parts: dict[str, Tensor], structure: str) -> Te
     return total
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """Of (n, C, ...), as those of ConvNeXt."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Padding(nn.Conv2d):
+    """Its inputs are larger than it is given, as those of EfficientNet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(x, (0, 1, 0, 1)))
+
+
+def test_modules_that_compute_otherwise_than_torchs_keep_their_exact_diagonal() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Sequential(Padding(1, 2, 2, stride=2), ChannelsFirst(2), nn.Flatten(), nn.Linear(18, K)).eval()
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=K, input_shape=(1, 5, 5))
+    inputs = torch.randn(6, 1, 5, 5, generator=seeded(1), dtype=torch.float64)
+    target = NetworkTarget(inputs, torch.arange(6) % K, layout, Prior(2.0))
+    exact = ggn(target, at(target), "full")["hessian.full"].diagonal()
+    torch.testing.assert_close(ggn(target, at(target), "diag")["hessian.diag"], exact)
+    assert [piece.module for piece in (*matrices_of(layout), *scales_of(layout))] == ["3"]
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_blocks_are_those_of_the_full_matrix(name: str) -> None:
     target = make_target(name)
