@@ -59,6 +59,10 @@ LINES = (
     "fit-laplace m.pt --layers all --structure kron --draws 6 --prior-precision 5 --name drawn",
     "fit-laplace m.pt --layers all --structure diag --curvature fisher --prior-precision 5 --name fisher",
     "fit-laplace m.pt --layers all --structure diag --precision-per layer --prior-precision marglik --name each",
+    *(
+        f"fit-laplace m.pt --layers all --structure {name} --prior-precision val --name v-{name}"
+        for name in ("full", "kron")
+    ),
     "hmc m.pt --layers all --base n-full --chains 2 --warmup 6 --draws 8",
     "fit-laplace s --structure kron --bias-precision 2",
     "fit-laplace b --center checkpoint --prior-precision marglik",
