@@ -150,12 +150,20 @@ def require_sampling(
     require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
 
 
-def require_chains(num_params: int, device: torch.device | str, *, num_chains: int) -> None:
-    """Pass when chains over a network's parameters have room, whatever whitens them. Raises DeviceError otherwise."""
+def require_chains(layout: ClassifierLayout, device: torch.device | str, *, num_examples: int, num_chains: int) -> None:
+    """Pass when chains over a network's parameters have room beside its inputs and activations, whatever whitens them.
+
+    Raises:
+        DeviceError: they have none; names how many have.
+    """
+    num_params = layout.num_params
     one = 8 * _NETWORK_CHAIN_VECTORS * num_params
-    most = budget(device) // one
+    beside = 4 * num_examples * layout.num_features + CPU_ACTIVATION_BYTES
+    most = (budget(device) - beside) // one
     hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: choose fewer \0layers\0"
-    require(num_chains * one, device, what=f"hmc with {num_chains} chains of {num_params} parameters", hint=hint)
+    require(
+        beside + num_chains * one, device, what=f"hmc with {num_chains} chains of {num_params} parameters", hint=hint
+    )
 
 
 def require_refinement(

@@ -1,34 +1,40 @@
 """What fit-laplace over a whole network will take of the memory, planned from measured sizes before it starts, in bytes.
 
-Inputs are held as a whole. Beside them stands what needs most: the making of H, its covariance, or the draws that judge a prior
-precision. Activations of an example are measured on the network (`theta.module.activation_bytes`), counts of copies are measured
-peaks (benchmarks/network_memory.py).
+Inputs are held as a whole. Beside them stands what needs most: the making of H, its covariance, the draws that judge a prior
+precision, the predictions for val. A block's work is measured on the network itself, on few examples and on more
+(`theta.tensor_bytes`); what has the size of theta or of the structure's matrices is counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from bnncli import registry
 from bnncli.inference.costs import NUM_DRAWS
+from bnncli.inference.linearised import noise_size
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
-from bnncli.network_curvature._rows import examples_at_once
 from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
-from bnncli.targets.network import activation_bytes_of, pairs_at_once
 from bnncli.theta.module import ModuleLayout
+from bnncli.theta.prior import Prior
+
+if TYPE_CHECKING:
+    from bnncli.targets.network import NetworkTarget
 
 MOST_FULL = 2000  # parameters that full is taken for unasked: its factors take seconds
 AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is quick and fits
 _COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance: as of a last layer's
-_ROW_COPIES = 4  # of a block of rows of H: Jacobians by parameter, as one, their product with the root, its squares
-_PRODUCT_COPIES = 10  # of a block's activations, with their derivatives along a direction, and what convolutions unfold
-_GRAPH_COPIES = (
-    5  # of a block's activations where layers' factors are made: as they are kept, unfolded, and their gradients
+_VECTORS = (
+    6  # of P numbers, float64: theta at the start, the centre and the network's own, a gradient, products on the way
 )
 _SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
-_VECTORS = 10  # of P numbers, float64
-_BYTES_A_DRAW = 40  # of each parameter: noise, its product with the root and what that takes, theta in two precisions
+_KEPT_FREE = 1.4  # bytes that the C library has of the system for each in use, where blocks of many sizes come and go
+_TRIED_VECTORS = (
+    6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples, as rows and as one, theta
+)
+_TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
+_PROBED = 8, 4  # parts of a block of examples that its work is measured on
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class NetworkPlan:
         structures: that can be had, from the one that says most of the posterior to the least.
         is_search: whether a prior precision is searched for on the validation data.
         num_drawn: draws that are made by conjugate gradients, 0 for none.
+        known: what the making of H takes of each structure that was measured.
     """
 
     layout: ModuleLayout
@@ -51,21 +58,30 @@ class NetworkPlan:
     structures: tuple[str, ...]
     is_search: bool
     num_drawn: int = 0
+    known: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def input_bytes(self) -> int:
-        """Of all inputs, as they are held."""
-        return 4 * self.layout.num_features * (self.num_examples + self.num_held)
+        """Of all inputs and labels, as they are held."""
+        return (4 * self.layout.num_features + 8) * (self.num_examples + self.num_held)
 
     def fit_bytes(self, structure: str, device: torch.device) -> int:
         """At the peak, the inputs with it."""
-        size = self.layout.num_params
-        held = 8 * (_VECTORS * size + 2 * self._elements(structure))
-        work = max(self._hessian_bytes(structure, device), 8 * _COPIES * self._elements(structure) - held, 0)
+        elements = self._elements(structure)
+        beside = self.input_bytes + 8 * _VECTORS * self.layout.num_params
+        covariance = 8 * _COPIES * elements
+        if beside + covariance > budget(device):
+            return beside + covariance  # too much, before anything is measured
+        work = [covariance, self._hessian_bytes(structure, device), self._gradient_bytes(device, torch.float64)]
         if self.is_search:
-            work = max(work, _BYTES_A_DRAW * NUM_DRAWS * size + self._activation_bytes(self.num_held, device))
-        drawn = 8 * _SOLVER_COPIES * self.num_drawn * size
-        return self.input_bytes + held + max(work, drawn + self._activation_bytes(self.num_examples, device))
+            noise = 8 * NUM_DRAWS * noise_size(self.layout, structure, NUM_DRAWS)
+            work.append(16 * elements + noise + self._gradient_bytes(device, torch.float32))
+        if self.num_held:
+            work.append(16 * elements + prediction_bytes(self.layout, self.num_held, structure, device))
+        if self.num_drawn:
+            drawn = 8 * _SOLVER_COPIES * self.num_drawn * self.layout.num_params
+            work.append(drawn + self._gradient_bytes(device, torch.float32))
+        return beside + max(work)
 
     def stored_bytes(self, structure: str) -> int:
         """Of the posterior's file: the matrices in float64, mean and network's parameters with them."""
@@ -85,12 +101,15 @@ class NetworkPlan:
     def require_fit(self, structure: str, device: torch.device) -> None:
         """Pass when the structure can be fitted. Raises DeviceError, naming the first that can, otherwise."""
         there = budget(device)
+        needed = self.fit_bytes(structure, device)
+        if needed <= there:
+            return
         fitting = [name for name in self.structures if self.fit_bytes(name, device) <= there]
         hint = f"use \0structure\0 {fitting[0]}, which fits" if fitting else "no structure fits: use fewer \0layers\0"
         if self.input_bytes > there:
             hint = "the inputs alone are larger: extract the features of fewer examples"
         what = f"a {structure} covariance of {self.layout.num_params:,} parameters"
-        require(self.fit_bytes(structure, device), device, what=what, hint=hint)
+        require(needed, device, what=what, hint=hint)
 
     def _elements(self, structure: str) -> int:
         """Numbers in one copy of the structure's matrices."""
@@ -100,20 +119,71 @@ class NetworkPlan:
             return min(self.choice.size, self.layout.num_params) ** 2
         return int(registry.load_class("network_curvature", structure).num_elements(self.layout))
 
-    def _activation_bytes(self, num_examples: int, device: torch.device) -> int:
-        """Of a block of so many examples, or of as many as are worked on at once."""
-        return min(num_examples, pairs_at_once(self.layout, device)) * activation_bytes_of(self.layout)
+    def _target(self, inputs: torch.Tensor, device: torch.device) -> NetworkTarget:
+        """A target of inputs (n, D) and labels that are all the first class's."""
+        from bnncli.targets.network import NetworkTarget
+
+        likelihood, count = self.layout.likelihood, len(inputs)
+        shape = (count,) if likelihood.is_exclusive else (count, likelihood.num_classes)
+        labels = torch.zeros(shape, dtype=torch.int64 if likelihood.is_exclusive else torch.uint8, device=device)
+        return NetworkTarget(inputs, labels, self.layout, Prior(1.0), choice=self.choice)
 
     def _hessian_bytes(self, structure: str, device: torch.device) -> int:
-        """While H is made, beside what is held of it."""
-        layout = self.layout
-        if structure in ("full", "diag", "subnetwork"):
-            width = layout.num_outputs * layout.num_params
-            size = examples_at_once(layout, device, num_rows=layout.num_outputs, dtype=torch.float32)
-            count = min(size, self.num_examples)
-            return 4 * count * (_ROW_COPIES * width + layout.num_outputs * layout.widest)
-        if structure == "low-rank":  # Lanczos' basis
-            steps = min(layout.num_params, 3 * self.choice.rank + 20)
-            count = min(self.num_examples, pairs_at_once(layout, device))
-            return 8 * steps * layout.num_params + 4 * _PRODUCT_COPIES * count * layout.widest
-        return 4 * _GRAPH_COPIES * min(self.num_examples, pairs_at_once(layout, device)) * layout.widest
+        """While H is made of a block of examples, what is kept of it with that."""
+        kind = self.known.get(structure)
+        if kind is None:
+            kind = self.known[structure] = self._measured(structure, device)
+        size = self.layout.num_params
+        basis = min(size, 3 * self.choice.rank + 20) * size if structure == "low-rank" else 0
+        return kind + 8 * basis
+
+    def _measured(self, structure: str, device: torch.device) -> int:
+        """Of the first block of examples, from its work on fewer."""
+        from bnncli.theta.tensor_bytes import growth
+
+        curvature, layout = registry.load_class("network_curvature", structure), self.layout
+        every = self._target(torch.zeros(1, layout.num_features).expand(self.num_examples, -1), device)
+        own = registry.has_attribute("network_curvature", structure, "examples_at_once")
+        at_once = curvature.examples_at_once(every) if own else every.rows_at_once(1, torch.float32)
+        has_block = registry.has_attribute("network_curvature", structure, "one_block")
+        theta = layout.trained().to(device)
+
+        def work(count: int) -> None:
+            target = self._target(torch.zeros(count, layout.num_features), device)
+            made = curvature.one_block if has_block else target.curvature(structure).hessian
+            made(target, theta)
+
+        few, more = (max(least, at_once // part) for least, part in zip((1, 2), _PROBED, strict=True))
+        work(1)  # what a network keeps from its first call on is no part of it
+        return with_kernels(growth(work, few, more).of(at_once), layout, at_once, device)
+
+    def _gradient_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
+        """Of a block of examples' gradient."""
+        from bnncli.targets.network import activation_bytes_of, pairs_at_once
+
+        count = min(self.num_examples, pairs_at_once(self.layout, device, dtype))
+        return with_kernels(count * activation_bytes_of(self.layout, dtype), self.layout, count, device)
+
+
+def with_kernels(tensors: int, layout: ModuleLayout, num_examples: int, device: torch.device) -> int:
+    """Bytes of a process that works on tensors of so many, of a block of examples.
+
+    On a CPU convolutions lay out their channels anew, and freed blocks between those in use stay with the C library.
+    """
+    return tensors if device.type != "cpu" else int(_KEPT_FREE * (tensors + num_examples * layout.laid_out_bytes))
+
+
+def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
+    """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
+
+    The places in which Sigma's blocks lie are tried in float64 first, on two examples: their Jacobian, and gradients of the
+    largest block.
+    """
+    from bnncli.logits._by_layer import block_size
+    from bnncli.theta.modules import module_places
+
+    size = layout.num_params
+    sizes = [place.stop - place.start for place in module_places(layout).values()]
+    largest = size if structure in ("full", "low-rank") else max(sizes)
+    count, each = block_size(layout, largest, device)
+    return max(4 * each * min(count, num_examples), 8 * (_TRIED_VECTORS * size + _TRIED_PIECES * max(sizes)))

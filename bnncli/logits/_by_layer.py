@@ -26,7 +26,7 @@ from bnncli.targets.stream import slices
 from bnncli.theta.layout import ParamPart
 from bnncli.theta.module import ModuleLayout
 
-_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # of a block of examples: what is kept, what comes back, and derivatives
+_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: what is kept, what comes back, and derivatives
 
 
 class BlockRoot(Protocol):
@@ -62,14 +62,19 @@ def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
         places = [place_of(piece) for piece in known] + [part.place for part in others]
         found = blocks(sorted(places, key=lambda place: place.start))
         largest = max(place.stop - place.start for place, _ in found)
-        # Less than half of what a pass keeps are outputs of layers; of a block's derivatives there are three copies.
-        each = layout.num_outputs * (layout.widest // 2 + 3 * largest) + layout.widest
-        for some in slices(0, len(inputs), max(1, _ELEMENTS.get(inputs.device.type, 2**25) // each)):
+        for some in slices(0, len(inputs), block_size(layout, largest, inputs.device)[0]):
             signals.raise_if_interrupted("the logits' covariance")
             layers = _derivatives(layout, at, inputs[some], known=known, others=others)
             yield (_root(layers, place, root) for place, root in found)
 
     return Pulled(roots)
+
+
+def block_size(layout: ModuleLayout, largest: int, device: torch.device) -> tuple[int, int]:
+    """Examples of a block, and the numbers that each takes, for a largest block of Sigma of so many parameters."""
+    # Less than half of what a pass keeps are outputs of layers; of a block's derivatives there are three copies.
+    each = layout.num_outputs * (layout.widest // 2 + 3 * largest) + layout.widest
+    return max(1, _ELEMENTS.get(device.type, 2**24) // each), each
 
 
 class MatrixDerivatives(NamedTuple):

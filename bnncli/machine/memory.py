@@ -8,7 +8,7 @@ from bnncli.machine.devices import available_memory
 
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
 
-CPU_ACTIVATION_BYTES = 2**28  # of a network at once on a CPU: more than its caches gains nothing
+CPU_ACTIVATION_BYTES = 2**26  # of a network at once on a CPU: more than its caches gains nothing
 
 
 def budget(device: torch.device | str) -> int:

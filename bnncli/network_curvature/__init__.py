@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from bnncli.targets.target import Curvature
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.targets.network import NetworkTarget
     from bnncli.theta.module import ModuleLayout
 
 
@@ -22,6 +25,17 @@ class NetworkCurvature(Curvature, Protocol):
     """Its place from the one that says most of the posterior (lowest) to the least."""
     about: ClassVar[str]
     """A few words for `--help`; may be empty."""
+
+    @staticmethod
+    def one_block(target: NetworkTarget, theta: Tensor) -> object:
+        """The work of `hessian` on a target of one block of examples, to measure what it takes; not what is made of its sums.
+
+        A structure may leave it out whose `hessian` is nothing else.
+        """
+
+    @staticmethod
+    def examples_at_once(target: NetworkTarget) -> int:
+        """Examples that a block of its work has; a structure may leave it out that has the target's own."""
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

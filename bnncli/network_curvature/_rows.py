@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 from bnncli.lazy import torch
 from bnncli.machine import signals
 from bnncli.targets.curvature_choice import FISHER
-from bnncli.targets.network import pairs_at_once
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.targets.network import NetworkTarget
-    from bnncli.theta.module import ModuleLayout
 
-_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of rows at once
+_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}  # of rows at once
 
 
 def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
@@ -25,11 +23,9 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
     R_n^T J_n with R_n R_n^T = H_n for the Gauss-Newton matrix; for the empirical Fisher matrix an example's gradient of the
     log likelihood of its label, so that M is 1.
     """
-    layout = target.layout
     theta = theta.to(target.device, target.dtype)
     is_fisher = target.choice.kind == FISHER
-    num_rows = 1 if is_fisher else layout.num_outputs
-    size = examples_at_once(layout, target.device, num_rows=num_rows, dtype=theta.dtype)
+    size = examples_at_once(target)
     for start in range(0, target.num_examples, size):
         signals.raise_if_interrupted("the Hessian")
         some = slice(start, start + size)
@@ -41,10 +37,11 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
                 yield _roots(target, theta, inputs)
 
 
-def examples_at_once(layout: ModuleLayout, device: torch.device, *, num_rows: int, dtype: torch.dtype) -> int:
-    """Examples whose rows, so many each, and whose activations have room at once."""
-    size = _ELEMENTS.get(device.type, 2**24) // (num_rows * layout.num_params)
-    return max(1, min(size, pairs_at_once(layout, device, dtype) // num_rows))
+def examples_at_once(target: NetworkTarget) -> int:
+    """Examples whose rows, and whose activations for each of them, have room at once."""
+    num_rows = 1 if target.choice.kind == FISHER else target.layout.num_outputs
+    size = _ELEMENTS.get(target.device.type, 2**24) // (num_rows * target.layout.num_params)
+    return max(1, min(target.num_examples, size, target.rows_at_once(num_rows, target.dtype)))
 
 
 def _roots(target: NetworkTarget, theta: Tensor, inputs: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Piece(Protocol):
         """A call of the module with inputs (n, ...)."""
 
 
+Finder = Callable[["ModuleLayout", "Tensor", "Tensor", Sequence[Piece]], list[Piece]]  # as `tried` is called
 Noted = dict[
     str, list[tuple[Any, Any]]
 ]  # by the name of a piece's weight: each use, and where its output's gradient comes back
@@ -99,6 +100,12 @@ def forward(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequenc
         for handle in handles:
             handle.remove()
     return logits, noted
+
+
+def called(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces that a pass of inputs (n, ...) calls at all; what their gradients are is not tried."""
+    noted = forward(layout, theta, inputs[:1], pieces)[1]
+    return [piece for piece in pieces if noted[piece.parts[0].name]]
 
 
 def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool) -> dict[str, list[tuple[Any, Tensor]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.network_curvature._rows import weighted_rows
+from bnncli.network_curvature._rows import examples_at_once, weighted_rows
 from bnncli.theta.modules import module_places
 
 if TYPE_CHECKING:
@@ -36,8 +36,13 @@ class Block:
         }
         for rows in weighted_rows(target, theta):
             for module, place in places.items():
-                totals[module] += (rows[:, place].T @ rows[:, place]).double()
+                totals[module] += rows[:, place].T @ rows[:, place]
         return {f"hessian.block.{module}": total * target.likelihood_scale for module, total in totals.items()}
+
+    @staticmethod
+    def examples_at_once(target: NetworkTarget) -> int:
+        """As rows have room."""
+        return examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

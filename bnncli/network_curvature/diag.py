@@ -13,7 +13,7 @@ from bnncli.network_curvature._columns import Columns
 from bnncli.network_curvature._matrices import MatrixUse, PatchesUse, matrices_of
 from bnncli.network_curvature._rest import diagonal_of
 from bnncli.network_curvature._scales import scales_of
-from bnncli.network_curvature._uses import Piece, Use, forward, gradients, place_of, tried
+from bnncli.network_curvature._uses import Finder, Piece, Use, called, forward, gradients, place_of, tried
 from bnncli.theta.layout import ParamPart
 
 if TYPE_CHECKING:
@@ -37,22 +37,32 @@ class Diag:
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
         """`hessian.diag`, (P,) float64."""
-        layout = target.layout
-        theta = theta.to(target.device, target.dtype)
-        total = torch.zeros(layout.num_params, dtype=torch.float64, device=target.device)
-        pieces = tried(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
-        known = {part.name for piece in pieces for part in piece.parts}
-        _add_pieces(total, target, theta, pieces)
-        others: list[ParamPart] = [part for part in layout.parts if part.name not in known]
-        columns = Columns(target, num_drawn=0, seed=0)
-        for part, values in zip(others, diagonal_of(target, theta, others, columns), strict=True):
-            total[part.place] = values
-        return {"hessian.diag": total.mul_(target.likelihood_scale)}
+        return _diagonal(target, theta, are=tried)
+
+    @staticmethod
+    def one_block(target: NetworkTarget, theta: Tensor) -> object:
+        """The diagonal of its examples, of pieces as they seem."""
+        return _diagonal(target, theta, are=called)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """P."""
         return layout.num_params
+
+
+def _diagonal(target: NetworkTarget, theta: Tensor, *, are: Finder) -> dict[str, Tensor]:
+    """`hessian.diag`, of the pieces that are what they seem."""
+    layout = target.layout
+    theta = theta.to(target.device, target.dtype)
+    total = torch.zeros(layout.num_params, dtype=torch.float64, device=target.device)
+    pieces = are(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
+    known = {part.name for piece in pieces for part in piece.parts}
+    _add_pieces(total, target, theta, pieces)
+    others: list[ParamPart] = [part for part in layout.parts if part.name not in known]
+    columns = Columns(target, num_drawn=0, seed=0)
+    for part, values in zip(others, diagonal_of(target, theta, others, columns), strict=True):
+        total[part.place] = values
+    return {"hessian.diag": total.mul_(target.likelihood_scale)}
 
 
 def _add_pieces(total: Tensor, target: NetworkTarget, theta: Tensor, pieces: list[Piece]) -> None:

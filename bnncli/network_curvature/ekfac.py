@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.network_curvature._uses import forward, gradients
+from bnncli.network_curvature._uses import called, forward, gradients
 from bnncli.network_curvature.kron import Basis, Kron, LayerFactors, columns_for, in_parts, told_of
 
 if TYPE_CHECKING:
@@ -46,9 +46,23 @@ class Ekfac:
         return told_of("ekfac", hessian)
 
     @staticmethod
+    def one_block(target: NetworkTarget, theta: Tensor) -> object:
+        """Factors of its examples, and curvatures in bases of their size."""
+        factors = LayerFactors.of(target, theta, are=called)
+        bases = {name: _unturned(factors.outputs[name], of_inputs) for name, of_inputs in factors.features.items()}
+        return _values(target, theta, factors, bases)
+
+    @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """As of the factors."""
         return Kron.num_elements(layout)
+
+
+def _unturned(outputs: Tensor, features: Tensor) -> Basis:
+    """The bases in which the factors are."""
+    return Basis(
+        torch.eye(len(outputs)).to(outputs), torch.eye(len(features)).to(features), outputs[:, :1] * features[0]
+    )
 
 
 def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: dict[str, Basis]) -> dict[str, Tensor]:

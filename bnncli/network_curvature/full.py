@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.lazy import torch
-from bnncli.network_curvature._rows import weighted_rows
+from bnncli.network_curvature._rows import examples_at_once, weighted_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +68,13 @@ class Full:
         size = target.layout.num_params
         total = torch.zeros(size, size, dtype=torch.float64, device=target.device)
         for rows in weighted_rows(target, theta):
-            total += (rows.T @ rows).double()
+            total += rows.T @ rows
         return {"hessian.full": total * target.likelihood_scale}
+
+    @staticmethod
+    def examples_at_once(target: NetworkTarget) -> int:
+        """As rows have room."""
+        return examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

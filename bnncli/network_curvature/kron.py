@@ -19,7 +19,7 @@ from bnncli.network_curvature._columns import Columns, num_drawn, num_drawn_rest
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._rest import diagonal_of
 from bnncli.network_curvature._scales import scales_of
-from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, tried
+from bnncli.network_curvature._uses import Finder, Piece, called, forward, gradients, place_of, tried
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,11 @@ class Kron:
     def metrics(hessian: dict[str, Tensor]) -> dict[str, Any]:
         """How the factors were made."""
         return told_of("kron", hessian)
+
+    @staticmethod
+    def one_block(target: NetworkTarget, theta: Tensor) -> object:
+        """The factors of its examples."""
+        return LayerFactors.of(target, theta, are=called)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
@@ -89,11 +94,11 @@ class LayerFactors:
     num_drawn: int
 
     @classmethod
-    def of(cls, target: NetworkTarget, theta: Tensor) -> LayerFactors:
-        """At theta (P,)."""
+    def of(cls, target: NetworkTarget, theta: Tensor, *, are: Finder = tried) -> LayerFactors:
+        """At theta (P,), of the pieces that are what they seem."""
         layout = target.layout
         theta = theta.to(target.device, target.dtype)
-        pieces = tried(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
+        pieces = are(layout, theta, target.inputs[:2].to(target.device), [*matrices_of(layout), *scales_of(layout)])
         matrices = [piece for piece in pieces if isinstance(piece, Matrix)]
         sums = _Sums.empty(matrices, layout.num_params, target.device)
         sums.add_all(target, theta, pieces)

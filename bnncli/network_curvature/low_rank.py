@@ -68,6 +68,11 @@ class LowRank:
         }
 
     @staticmethod
+    def one_block(target: NetworkTarget, theta: Tensor) -> object:
+        """One product."""
+        return target.ggn_operator(theta)(theta.unsqueeze(0))
+
+    @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Of the default rank: P for each."""
         from bnncli.targets.curvature_choice import DEFAULT_RANK

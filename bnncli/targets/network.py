@@ -32,9 +32,9 @@ from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
 _MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
-_SHARE = 4  # on a GPU, one part in so many of what is free when a target is first asked
+_SHARE = 4  # one part in so many of what is free when a target is first asked; on a CPU where that is less
+_COPIES = 3  # of the numbers that a draw of logits holds while it is made
 _FEWEST = 64  # examples at once, before draws are taken one after the other
-_COPIES = 3  # of an example's activations at the peak of a backward pass, measured (tests/targets/test_network.py)
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,8 @@ class NetworkTarget:
 
 def share_of(device: torch.device) -> int:
     """Bytes of a device for activations."""
-    return _MOST_BYTES.get(device.type) or budget(device) // _SHARE
+    share = budget(device) // _SHARE
+    return max(1, min(share, _MOST_BYTES.get(device.type, share)))
 
 
 def pairs_at_once(
@@ -274,8 +275,8 @@ def pairs_at_once(
 
 
 def activation_bytes_of(layout: ModuleLayout, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes that a pair takes at the peak of a backward pass."""
-    return _COPIES * layout.widest * dtype.itemsize
+    """Bytes that a pair takes at the peak of a backward pass, as measured in float32."""
+    return layout.working_bytes * dtype.itemsize // 4
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.names import listed
+from bnncli.theta.activations import activation_bytes, laid_out_bytes, working_bytes
 from bnncli.theta.differentiable import differentiable, uneven_embeddings
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
@@ -153,6 +154,19 @@ class ModuleLayout:
     def num_classes(self) -> int:
         """Classes that the likelihood tells apart."""
         return self.likelihood.num_classes
+
+    @cached_property
+    def working_bytes(self) -> int:
+        """Bytes that an example takes at the peak of a gradient by theta, float32, as measured."""
+        network = self._bound
+        params = {name: value.detach().float() for name, value in network.module.named_parameters()}
+        chosen = {part.name: params[part.name] for part in self.parts}
+        return max(4 * self.widest, working_bytes(network, chosen, self.input_shape))
+
+    @cached_property
+    def laid_out_bytes(self) -> int:
+        """Bytes of the largest output of a convolution, as a CPU's kernels lay it out anew; 0 without one."""
+        return laid_out_bytes(self._bound, self.input_shape)
 
     @cached_property
     def widest(self) -> int:
@@ -311,27 +325,3 @@ def chosen_parameters(module: nn.Module, pattern: str) -> dict[str, nn.Parameter
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-
-
-def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
-    """Bytes that a forward pass of one example keeps for its gradient, measured on an example of zeros, float32.
-
-    What is kept of a batch of two less that of one: parameters and what does not grow with the batch are not counted.
-    """
-    return max(0, _kept_bytes(network, input_shape, 2) - _kept_bytes(network, input_shape, 1))
-
-
-def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) -> int:
-    device = network.device
-    inputs = torch.zeros(count, *input_shape, device=device)
-    kept: dict[tuple[int, int], int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
-        return tensor
-
-    params = {name: value.detach().float().requires_grad_() for name, value in network.module.named_parameters()}
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logits = network(inputs, params)
-    return sum(kept.values()) + logits.nbytes

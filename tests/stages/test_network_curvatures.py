@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
     cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("bnncli.inference.network_memory", "bnncli.machine.memory"):
-        monkeypatch.setattr(f"{module}.budget", lambda device: 45_000)
+        monkeypatch.setattr(f"{module}.budget", lambda device: 28_000)
     refused = cli(*FIT, *GIVEN, "--structure", "full", "--trust-code")
     assert (refused.code, "which fits" in refused.stderr) == (69, True), refused.stderr
     assert cli(*FIT, *GIVEN, "--trust-code").code == 0

@@ -18,8 +18,9 @@ from bnncli.machine import signals
 from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
+from bnncli.theta.activations import activation_bytes
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork, activation_bytes, chosen_parameters
+from bnncli.theta.module import ModuleLayout, ModuleNetwork, chosen_parameters
 from bnncli.theta.prior import Prior
 
 K, N = 3, 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 from bnncli.errors import UsageError
 from bnncli.inference import memory
@@ -14,7 +15,9 @@ from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, posterior_request
 from bnncli.run.session import Run
-from bnncli.stages.hmc.base import Base, prior_of, request_params, request_sources
+from bnncli.stages.hmc.base import Base, prior_of, request_params, request_sources, require_room
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.recorded import recorded_layout
 
 
 def prepare_network(
@@ -25,6 +28,12 @@ def prepare_network(
         raise UsageError(f"--layers {options.layers}: this run has no network, only features")
     # Without a base only the network, which is opened for work alone, tells how many parameters there are.
     num_params = 0 if base is None else sum(math.prod(part["shape"]) for part in base.header.meta["param_layout"])
+    is_recorded = base is not None and base.header.meta.get("type") == "gaussian"
+
+    def require() -> None:
+        if base is not None and is_recorded:
+            require_room(run, options, train, cast(ModuleLayout, recorded_layout(base.header.meta)))
+
     used = [split for split in (train, held_out) if split is not None]
     request = posterior_request(
         run,
@@ -35,6 +44,7 @@ def prepare_network(
         sources=[*request_sources(train, held_out, base), *network_sources(used)],
         checkpoint=train.checkpoint,
         estimated_bytes=lambda: memory.sampled_bytes(num_params, options.chains * options.draws),
+        require=require,
     )
 
     def fit() -> Fitted:

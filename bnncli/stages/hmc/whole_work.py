@@ -19,7 +19,7 @@ from bnncli.run.network_splits import NetworkReader, NetworkSplit
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
-from bnncli.stages.hmc.base import Base
+from bnncli.stages.hmc.base import Base, require_room
 from bnncli.stages.hmc.work import Sampling, Space, judged_rows
 from bnncli.storage.atomic import check_free_space
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
@@ -43,12 +43,13 @@ def fit(
     """The draws with what is told of them."""
     reader = NetworkReader.of(run, options)
     with reader.recorded.visible():
+        layout = reader.layout(train, options.layers)  # of the first example: before all of them are read
+        require_room(run, options, train, layout)
         whole = reader.split(train, options.layers)
-        num_params = whole.layout.num_params
+        num_params = layout.num_params
         check_free_space(request.target.parent, memory.sampled_bytes(num_params, options.chains * options.draws))
         target = whole.target(prior, run.device)
         center, covariance = _gaussian(run, target, whole, base)
-        memory.require_chains(num_params, run.device_name, num_chains=options.chains)
         judged_by, judged = "train", whole
         if held_out is not None and held_out.content.labels is not None:
             judged_by, judged = "heldout", reader.split(held_out, options.layers)

@@ -1,0 +1,76 @@
+"""What an example's activations take, measured on the network: kept for a gradient, and at the peak of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bnncli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bnncli.theta.module import ModuleNetwork
+
+_CHANNELS = 16  # that a CPU's convolutions work on at once
+_FEW, _MORE = 2, 6  # examples that are measured: what does not grow with them is not counted
+
+
+def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
+    """Bytes that a forward pass of one example keeps for its gradient, measured on examples of zeros, float32."""
+    more, few = (_kept_bytes(network, input_shape, count) for count in (_MORE, _FEW))
+    return max(0, (more - few) // (_MORE - _FEW))
+
+
+def working_bytes(network: ModuleNetwork, params: Mapping[str, Tensor], input_shape: Sequence[int]) -> int:
+    """Bytes that an example takes at the peak of a gradient by these parameters, float32: what is kept and what comes back."""
+    from bnncli.theta.tensor_bytes import growth
+
+    def gradient(count: int) -> None:
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        with torch.enable_grad():
+            logits = network(torch.zeros(count, *input_shape, device=network.device), leaves)
+            torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
+
+    gradient(1)  # what a network keeps from its first call on is no part of it
+    return growth(gradient, _FEW, _MORE).each
+
+
+def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
+    """Bytes of the largest output of a convolution that an example has, its channels filled up to sixteens, float32.
+
+    So a CPU's kernels lay it out anew, beside what the tensors take.
+    """
+    sizes = [0]
+
+    def note(module: Any, args: Any, output: Tensor) -> None:
+        channels, *places = output.shape[1:]
+        sizes.append(4 * -(-channels // _CHANNELS) * _CHANNELS * math.prod(places))
+
+    convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    handles = [m.register_forward_hook(note) for m in network.module.modules() if isinstance(m, convolutions)]
+    try:
+        with torch.no_grad():
+            params = {name: value.detach().float() for name, value in network.module.named_parameters()}
+            network(torch.zeros(1, *input_shape, device=network.device), params)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(sizes)
+
+
+def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) -> int:
+    device = network.device
+    inputs = torch.zeros(count, *input_shape, device=device)
+    kept: dict[tuple[int, int], int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+        return tensor
+
+    params = {name: value.detach().float().requires_grad_() for name, value in network.module.named_parameters()}
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logits = network(inputs, params)
+    return sum(kept.values()) + logits.nbytes

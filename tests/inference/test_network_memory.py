@@ -1,0 +1,80 @@
+"""The plan of a fit's memory: monotone in sizes, honoured by blocks, and no block changes a number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems.seeds import seeded
+from torch import nn
+
+from bnncli.curvature import ggn
+from bnncli.inference import network_memory
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.network_memory import NetworkPlan
+from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import NetworkTarget
+from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.prior import Prior
+from bnncli.theta.tensor_bytes import peak_bytes
+
+CPU = torch.device("cpu")
+STRUCTURES = ("full", "block", "ekfac", "kron", "low-rank", "diag")
+
+
+def make_layout(width: int = 4) -> ModuleLayout:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(144, width), nn.ReLU(), nn.Linear(width, 3)
+        )  # fmt: skip
+    return ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=3, input_shape=(1, 8, 8))
+
+
+def make_target(layout: ModuleLayout, count: int) -> NetworkTarget:
+    inputs = torch.rand(count, 64, generator=seeded(1))
+    return NetworkTarget(inputs, torch.arange(count) % 3, layout, Prior(5.0), choice=CurvatureChoice(rank=3))
+
+
+def plan_of(layout: ModuleLayout, count: int = 60, held: int = 0, *, searches: bool = False) -> NetworkPlan:
+    return NetworkPlan(layout, count, held, CurvatureChoice(rank=3), STRUCTURES, searches)
+
+
+@pytest.mark.parametrize("structure", ["full", "ekfac", "diag"])
+def test_more_examples_draws_and_parameters_take_more(structure: str) -> None:
+    layout = make_layout()
+    found = plan_of(layout).fit_bytes(structure, CPU)
+    assert found > plan_of(layout, 30).fit_bytes(structure, CPU)
+    assert found < plan_of(layout, held=500).fit_bytes(structure, CPU)
+    assert found < plan_of(layout, held=500, searches=True).fit_bytes(structure, CPU)
+    assert found < plan_of(make_layout(8)).fit_bytes(structure, CPU)
+
+
+@pytest.mark.parametrize("structure", ["block", "kron", "diag"])
+def test_the_making_of_a_block_takes_what_was_planned(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        network_memory, "with_kernels", lambda tensors, *others: tensors
+    )  # not what a CPU's kernels take
+    layout, count = make_layout(), 128
+    target, theta = make_target(layout, count), layout.trained()
+    ggn(target, theta, structure)  # what a network keeps from its first call on
+    planned = plan_of(layout, count)._measured(structure, CPU)
+    assert 0.8 < planned / peak_bytes(lambda: ggn(target, theta, structure)) < 1.2
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_a_smaller_budget_makes_smaller_blocks_and_the_same_numbers(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = make_layout()
+    target = make_target(layout, 60)
+    start = layout.trained()
+    whole = fit_gaussian(target, start=start, structure=structure, center="checkpoint").gaussian
+    monkeypatch.setattr("bnncli.targets.network.budget", lambda device: 4 * 12 * layout.working_bytes)
+    small = make_target(layout, 60)
+    assert (target.rows_at_once(1, torch.float32), small.rows_at_once(1, torch.float32)) == (60, 12)
+    found = fit_gaussian(small, start=start, structure=structure, center="checkpoint").gaussian
+    ones = torch.ones(1, layout.num_params, dtype=torch.float64)
+    torch.testing.assert_close(found.covariance.unwhiten(ones), whole.covariance.unwhiten(ones), rtol=1e-6, atol=1e-6)
+    value, gradient = small.log_joint_and_grad(start[None])
+    torch.testing.assert_close(value, target.log_joint_and_grad(start[None])[0], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(gradient, target.log_joint_and_grad(start[None])[1], rtol=1e-6, atol=1e-5)

@@ -1,0 +1,39 @@
+"""Bytes that work holds at its peak, and what an example of a network takes, against sizes known by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bnncli.theta.activations import laid_out_bytes
+from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.tensor_bytes import growth, peak_bytes
+
+
+def test_the_peak_is_of_what_is_held_at_once() -> None:
+    def work() -> None:
+        first = torch.ones(1000)
+        del first
+        second = torch.ones(500)
+        third = second * 2  # views and what is written in place take nothing
+        third.view(2, 250).add_(second.view(2, 250))
+
+    assert peak_bytes(work) == 4 * 1000
+
+
+def test_growth_is_measured_and_extrapolated() -> None:
+    found = growth(lambda count: torch.ones(10 + 3 * count), 2, 6)
+    assert (found.fixed, found.each, found.of(100)) == (40, 12, 1240)
+
+
+def test_what_autograd_keeps_is_counted() -> None:
+    module = nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, 3)).eval()
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=3, input_shape=(10,))
+    kept = 4 * (10 + 100 + 3)
+    assert kept <= layout.working_bytes <= kept + 4 * (100 + 100 + 3)  # what comes back to both sides of tanh, at most
+
+
+def test_a_convolutions_channels_are_filled_up() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)).eval()
+    assert laid_out_bytes(ModuleNetwork(module), (1, 4, 4)) == 4 * 16 * 2 * 2
+    assert laid_out_bytes(ModuleNetwork(nn.Linear(4, 2).eval()), (4,)) == 0
