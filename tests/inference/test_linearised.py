@@ -9,11 +9,13 @@ from problems.seeds import seeded
 from problems.tiny_networks import tiny_target
 from torch import Tensor
 
+from bnncli.covariances import num_varying
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.linearised import linearised_losses, noise_size
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_precision import search
 from bnncli.posteriors import standard_normal
+from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
 from bnncli.theta.prior import Prior
 
@@ -30,14 +32,14 @@ def linearisation(target: NetworkTarget, inputs: Tensor) -> tuple[Tensor, Tensor
     return target.layout.logits(inputs, theta[None])[0], jacobian
 
 
-@pytest.mark.parametrize("structure", ["full", "low-rank"])
+@pytest.mark.parametrize("structure", ["full", "low-rank", "subnetwork"])
 def test_draws_of_theta_move_the_logits_along_their_derivatives(structure: str) -> None:
-    target = tiny_target(3, prior=Prior(0.2))
+    target = tiny_target(3, prior=Prior(0.2), choice=CurvatureChoice(size=9))
     held, theta = held_out_of(target), target.layout.trained()
     covariance = covariance_at(target, theta, structure).covariance
     noise = torch.randn(6, noise_size(target.layout, structure, 6), generator=seeded(3), dtype=torch.float64)
     logits, jacobian = linearisation(target, held.target.inputs)
-    drawn = logits + torch.einsum("nkp,sp->snk", jacobian, covariance.unwhiten(noise))
+    drawn = logits + torch.einsum("nkp,sp->snk", jacobian, covariance.unwhiten(noise[:, : num_varying(covariance)]))
     probs = drawn.softmax(dim=2).mean(dim=0)
     expected = -probs[torch.arange(9), held.target.labels].log()
     torch.testing.assert_close(linearised_losses(held, target, theta, covariance, noise=noise), expected)
