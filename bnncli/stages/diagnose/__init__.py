@@ -253,8 +253,12 @@ def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], he
             return _layers_sampling_command(run, judged.layers, same, headers)
         return _sampling_command(run, options, same, headers)
 
+    def predict(name: str) -> str:
+        is_of_layers = headers[name].meta.get("layers") is not None
+        return run.suggest("predict", posterior=name, integrator="mc", trust_code=is_of_layers)
+
     return Commands(
-        predict=lambda name: run.suggest("predict", posterior=name, integrator="mc"),
+        predict=predict,
         sample=sample,
         fit=run.suggest("fit-laplace"),
         tune=run.suggest("fit-laplace", prior_precision="val", name="laplace-val"),
