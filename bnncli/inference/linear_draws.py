@@ -91,8 +91,11 @@ def right_sides(target: NetworkTarget, theta: Tensor, num_draws: int, normals: C
     for begin in range(0, target.num_examples, size):
         signals.raise_if_interrupted("the draws")
         rows = slice(begin, min(begin + size, target.num_examples))
+        inputs = target.inputs[rows].to(target.device)
         with torch.enable_grad():
-            logits, pull = torch.func.vjp(lambda one, rows=rows: target.logits(one.unsqueeze(0), rows)[0], theta)[:2]
+            logits, pull = torch.func.vjp(
+                lambda one, inputs=inputs: target.layout.logits(inputs, one.unsqueeze(0))[0], theta
+            )[:2]
         probs = target.likelihood.normalize_(logits.detach().T.unsqueeze(1).clone())[1][:, 0]
         root = target.likelihood.hessian_root(probs)
         noise = normals(logits.shape[0], num_draws, root.shape[1]).to(root)
