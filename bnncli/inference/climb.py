@@ -89,10 +89,9 @@ class _Effort:
         return Place(theta, float(value), gradient[0])
 
     def whitening(self, theta: Tensor) -> LocalCovariance:
-        """The covariance by the Gauss-Newton matrix there: all of it where that is small."""
+        """The covariance by the target's rough structure: of a full matrix, M P products an example take hundreds of passes."""
         self.spend(_PASSES_A_WHITENING)
-        is_small = self.target.layout.num_params <= MAX_FULL_PRECONDITIONER
-        return covariance_at(self.target, theta, "full" if is_small else self.target.rough_structure)
+        return covariance_at(self.target, theta, self.target.rough_structure)
 
 
 def climb(
@@ -109,7 +108,7 @@ def climb(
         target: the log posterior.
         start: (P,).
         tolerance: bound on the Newton decrement, sqrt(g^T H^{-1} g), of all parameters together; by default as of a last layer
-            where a full matrix whitens, else TOLERANCE.
+            where there are few, up to MAX_FULL_PRECONDITIONER, else TOLERANCE.
         most_passes: over the data before giving up, by default MOST_PASSES; a product with the Hessian counts as two.
         progress: advanced by passes.
 

@@ -71,11 +71,9 @@ class Categorical:
         return probabilities[first] * probabilities[second]
 
     def hessian_root(self, probabilities: Tensor) -> Tensor:
-        """Columns sqrt(p_m) (e_m - p), reflected so that the last is zero and left out, (K, K - 1, n)."""
+        """Columns sqrt(p_m) (e_m - p), (K, K, n)."""
         identity = torch.eye(self.num_outputs, dtype=probabilities.dtype, device=probabilities.device)
-        sizes = probabilities.sqrt()
-        columns = (identity.unsqueeze(2) - probabilities.unsqueeze(1)) * sizes
-        return columns[:, :-1] - columns[:, -1:] * (sizes[:-1] / (1 + sizes[-1]))
+        return (identity.unsqueeze(2) - probabilities.unsqueeze(1)) * probabilities.sqrt()
 
     def hessian_product_(self, probabilities: Tensor, vectors: Tensor) -> Tensor:
         """(diag(p) - p p^T) u = p (u - p . u)."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOST_EXACT = 3  # columns that are all propagated through the network's layers: with one more, four passes are over
 MOST_EXACT_REST = 2  # to parameters of which each example has its own gradient, in passes of their own
-MOST_DRAWN = 3  # random columns an example, where there are more
+MOST_DRAWN = 2  # random columns an example, where there are more
 ENOUGH = (
     10_000  # random columns of all examples together: factors err by 3 % of their size, or 3 N^-1/2 with one an example
 )
@@ -38,10 +38,7 @@ def num_drawn_rest(target: NetworkTarget) -> int:
 
 def _num_columns(target: NetworkTarget) -> int:
     """Of H's root."""
-    if target.choice.kind == FISHER:
-        return 1
-    num_outputs = target.layout.num_outputs
-    return target.likelihood.hessian_root(torch.full((num_outputs, 1), 1 / num_outputs)).shape[1]
+    return 1 if target.choice.kind == FISHER else target.layout.num_outputs - target.likelihood.is_shift_invariant
 
 
 class Columns:
@@ -74,6 +71,10 @@ class Columns:
                 signs = torch.randint(2, size, generator=self.generator, dtype=torch.int8) * 2 - 1
                 scaled = signs.to(root.device, root.dtype) * self.num_drawn**-0.5
                 root = torch.einsum("kmn,nsm->ksn", root, scaled)
+            elif likelihood.is_shift_invariant:
+                # R sqrt(p) = 0: reflected so that sqrt(p) is the last unit vector, the last column is zero and left out.
+                sizes = probabilities.sqrt()
+                root = root[:, :-1] - root[:, -1:] * (sizes[:-1] / (1 + sizes[-1]))
         last = root.shape[1] - 1
         for index in range(last + 1):
             yield root[:, index].T.contiguous(), index == last

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
+from bnncli.network_curvature._columns import Columns, num_drawn
 from bnncli.network_curvature._uses import called, forward, gradients
-from bnncli.network_curvature.kron import Basis, Kron, LayerFactors, columns_for, in_parts, told_of
+from bnncli.network_curvature.kron import Basis, Kron, LayerFactors, in_parts, told_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +71,7 @@ def _values(target: NetworkTarget, theta: Tensor, factors: LayerFactors, bases: 
     theta = theta.to(target.device, target.dtype)
     turned = {name: (basis.outputs.to(theta), basis.features.to(theta)) for name, basis in bases.items()}
     totals = {name: torch.zeros_like(basis.values) for name, basis in bases.items()}
-    columns = columns_for(target, seed=1)
+    columns = Columns(target, num_drawn=min(num_drawn(target), 1), seed=1)
     for rows in target.row_blocks(1, theta.dtype) if totals else ():
         inputs = target.inputs[rows].to(target.device)
         logits, noted = forward(target.layout, theta, inputs, factors.matrices)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,6 @@ def log_joint(target: NetworkTarget, theta: Tensor) -> Tensor:
     return log_likelihood + target.prior.log_density(theta.unsqueeze(0), target.layout)[0]
 
 
-@cache
 def mode_by_scipy() -> tuple[np.ndarray, float]:
     """Of the tanh network."""
     target = tanh_network()
@@ -78,9 +76,7 @@ def mode_by_scipy() -> tuple[np.ndarray, float]:
     return found.x, -found.fun
 
 
-@pytest.mark.parametrize("most_full", [2048, 0], ids=["full", "kron"])
-def test_the_mode_of_a_network_is_the_one_that_scipy_finds(most_full: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(climb_module, "MAX_FULL_PRECONDITIONER", most_full)
+def test_the_mode_of_a_network_is_the_one_that_scipy_finds() -> None:
     target = tanh_network()
     theta, value = mode_by_scipy()
     found = climb(target, target.layout.trained(), tolerance=1e-6)
@@ -131,7 +127,7 @@ def test_units_with_kinks_end_where_nothing_near_is_higher_or_say_how_far() -> N
     found = climb(target, start)
     assert (found.newton_decrement < 1e-3) == (found.shortfall is None)
     assert found.newton_decrement < max(1.0, 0.05 * math.sqrt(len(start)))
-    around = found.theta + 0.003 * torch.randn(500, len(start), generator=seeded(4), dtype=torch.float64)
+    around = found.theta + 0.003 * torch.randn(100, len(start), generator=seeded(4), dtype=torch.float64)
     assert float(target.log_joint(around).max()) < found.log_joint + 1e-3
 
 

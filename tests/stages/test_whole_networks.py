@@ -70,6 +70,39 @@ def test_all_layers_are_fitted_predicted_with_and_up_to_date(cli: Cli, checkpoin
     assert Path("ckpt.pt.bnn/predictions/laplace-all.logit-mc/test.h5").is_file()  # of the linearised network
 
 
+@pytest.mark.parametrize("most_full", [pytest.param(2048, marks=pytest.mark.long), 0])
+def test_the_mode_of_all_layers_is_found_and_told(
+    cli: Cli, checkpoint: Path, most_full: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("climb", "prior_precision"):
+        monkeypatch.setattr(f"bnncli.inference.{module}.MAX_FULL_PRECONDITIONER", most_full)
+    words = ("--layers", "all", "--center", "mode", "--prior-precision", "marglik", "--trust-code")
+    done = cli("fit-laplace", "ckpt.pt", *words, "--json")
+    assert done.code == 0, done.stderr
+    metrics = done.json["metrics"]
+    assert metrics["prior_precision_compared_at"] == ("mode" if most_full else "checkpoint")
+    assert ("was chosen about the checkpoint's weights" in done.stderr) == (most_full == 0)
+    assert metrics["newton_decrement"] < 0.1
+    assert metrics["mode_shortfall"] is None
+    assert f"from the mode, after {metrics['mode_passes']:,} passes over the data" in done.stderr
+    assert metrics["mode_distance_in_sd"] > 0.1
+
+
+def test_a_centre_beside_the_mode_is_told(cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*FIT, "--layers", "all", "--center", "mode", "--trust-code")
+    monkeypatch.setattr("bnncli.inference.climb.MOST_PASSES", 8)
+    monkeypatch.setattr("bnncli.inference.climb.NEAR", 100)
+    done = cli(*words)
+    assert done.code == 0, done.stderr
+    assert "posterior standard deviations from the mode (all 23 parameters together; a draw is about 5 away): 8 passes are over" in (
+        done.stderr.replace("\n", " ")
+    )  # fmt: skip
+    monkeypatch.setattr("bnncli.inference.climb.NEAR", 0)
+    monkeypatch.setattr("bnncli.inference.climb.MOST_PASSES", 6)
+    refused = cli(*words, "--name", "other", "--seed", "3")
+    assert (refused.code, "error: no mode after" in refused.stderr) == (70, True)
+
+
 def test_code_runs_only_where_it_is_trusted_and_the_same(cli: Cli, checkpoint: Path) -> None:
     refused = cli(*FIT, "--layers", "all")
     assert (refused.code, "add --trust-code" in refused.stderr) == (77, True)

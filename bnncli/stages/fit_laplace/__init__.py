@@ -195,9 +195,16 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         )
     if "subnetwork_size" in metrics:
         lines += _subnetwork(metrics)
+    if "mode_passes" in metrics:
+        chosen = "; the prior precision was chosen about the checkpoint's weights"
+        lines.append(
+            f"the centre is {metrics['newton_decrement']:.2g} posterior standard deviations (all parameters together) from the "
+            f"mode, after {metrics['mode_passes']:,} passes over the data"
+            f"{chosen if metrics['prior_precision_compared_at'] == 'checkpoint' else ''}"
+        )
     if metrics["mode_distance"] is not None:
         lines.append(
-            f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's head, "
+            f"the mode lies {metrics['mode_distance']:.3g} from the checkpoint's {'weights' if 'layers' in metrics else 'head'}, "
             f"{metrics['mode_distance_in_sd']:.1f} posterior standard deviations (rms over parameters)"
         )
     if metrics["log_marginal_likelihood"] is not None:
