@@ -6,7 +6,7 @@ The search for its mode, the Laplace approximation and the search for the prior 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
@@ -116,7 +116,7 @@ class UnevenTarget(CurvedTarget, Protocol):
 class HeldOut(Protocol):
     """Examples that a target does not know, which posteriors over its theta are judged by."""
 
-    is_linearised: bool
+    is_linearised: ClassVar[bool]
     """Whether a Gaussian predicts with the model linearised at its mean: its logits are drawn, see LinearisedHeldOut."""
 
     def losses(self, theta: Tensor) -> Tensor:
