@@ -40,13 +40,7 @@ class Full:
         """
         precision = hessian["hessian.full"].double().clone()
         precision.diagonal().add_(prior.diagonal(layout, device=precision.device))
-        return cls.from_precision(precision)
-
-    @classmethod
-    def from_precision(cls, precision: Tensor) -> Full:
-        """Its inverse, of a precision (P, P) that may be changed. Raises as from_hessian does."""
-        scale, jitter = inverse_root(precision)
-        return cls(scale, jitter=jitter)
+        return inverse(precision)
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T, (S, P)."""
@@ -81,3 +75,9 @@ class Full:
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Full:
         """A copy elsewhere or in another precision."""
         return replace(self, scale_tril=self.scale_tril.to(device=device, dtype=dtype))
+
+
+def inverse(precision: Tensor) -> Full:
+    """The covariance of a precision (P, P), float64, that may be changed. Raises NumericError as from_hessian does."""
+    scale, jitter = inverse_root(precision)
+    return Full(scale, jitter=jitter)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bnncli.covariances.full import Full
+from bnncli.covariances.full import Full, inverse
 from bnncli.theta.layout import ParamLayout
 from bnncli.theta.prior import Prior
 
@@ -44,7 +44,7 @@ class Subnetwork:
         varying = hessian["hessian.subnetwork.indices"]
         precision = hessian["hessian.subnetwork.values"].double().clone()
         precision.diagonal().add_(prior.diagonal(layout, device=precision.device)[varying])
-        return cls(varying, Full.from_precision(precision), layout.num_params)
+        return cls(varying, inverse(precision), layout.num_params)
 
     def unwhiten(self, z: Tensor) -> Tensor:
         """z L^T (S, P), of z (S, N)."""

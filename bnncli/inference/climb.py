@@ -21,7 +21,7 @@ from bnncli.errors import NumericError
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.memory import MAX_FULL_PRECONDITIONER
 from bnncli.inference.mode import Mode
-from bnncli.inference.trust_region import Step, solve_within
+from bnncli.inference.trust_region import BoundedStep, solve_within
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress, Task
 from bnncli.targets.target import UnevenTarget
@@ -42,7 +42,7 @@ _MOST_PRODUCTS = 150  # of a Newton step
 _KINKS = "no step increases it any more (units with kinks, such as ReLU, have modes where the gradient does not vanish)"
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """theta (P,), the log joint there, and its gradient (P,), float64."""
 
     theta: Tensor
@@ -76,17 +76,17 @@ class _Effort:
         signals.raise_if_interrupted("the search for the mode")
         self.spent += passes
 
-    def tell(self, place: Place, distance: float) -> None:
+    def tell(self, place: Position, distance: float) -> None:
         """Say how far it is; of the distance alone what the whitening says of it."""
         note = f"log joint {place.value:.2f}, about {distance:.2g} standard deviations away"
         self.task.advance(self.spent - self.told, note=note)
         self.told = self.spent
 
-    def at(self, theta: Tensor, dtype: torch.dtype | None) -> Place:
+    def at(self, theta: Tensor, dtype: torch.dtype | None) -> Position:
         """The log joint and its gradient, one pass."""
         self.spend(1)
         value, gradient = self.target.log_joint_and_grad(theta.unsqueeze(0), dtype=dtype)
-        return Place(theta, float(value), gradient[0])
+        return Position(theta, float(value), gradient[0])
 
     def whitening(self, theta: Tensor) -> LocalCovariance:
         """The covariance by the target's rough structure: of a full matrix, M P products an example take hundreds of passes."""
@@ -148,8 +148,8 @@ def climb(
 
 
 def _quasi_newton(
-    effort: _Effort, place: Place, whitening: LocalCovariance, tolerance: float
-) -> tuple[Place, LocalCovariance]:
+    effort: _Effort, place: Position, whitening: LocalCovariance, tolerance: float
+) -> tuple[Position, LocalCovariance]:
     """L-BFGS steps as long as they pay, in the target's own precision; whitened again now and then, and at the end."""
     place = effort.at(place.theta, None)
     while True:
@@ -200,8 +200,8 @@ def _two_loops(gradient: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _search_along(
-    effort: _Effort, place: Place, direction: Tensor, dtype: torch.dtype | None
-) -> tuple[Place, float] | None:
+    effort: _Effort, place: Position, direction: Tensor, dtype: torch.dtype | None
+) -> tuple[Position, float] | None:
     """The first of ever shorter steps whose log joint increases sufficiently, with its length; None without any."""
     slope, length = float(place.gradient @ direction), 1.0
     if not slope > 0:
@@ -224,7 +224,7 @@ class _Ended(NamedTuple):
     reason: str | None
 
 
-def _newton(effort: _Effort, place: Place, covariance: Covariance, tolerance: float) -> tuple[Place, _Ended]:
+def _newton(effort: _Effort, place: Position, covariance: Covariance, tolerance: float) -> tuple[Position, _Ended]:
     """Steps of a trust region by the exact Hessian, made shorter where they fail; values and gradients in float64.
 
     A search along a step takes a pass, another step for a smaller region tens of products (Nocedal and Yuan 1998).
@@ -270,10 +270,10 @@ def _whitened(effort: _Effort, theta: Tensor, covariance: Covariance) -> Callabl
     return product
 
 
-def _decrement(target: UnevenTarget, place: Place, covariance: Covariance) -> float:
+def _decrement(target: UnevenTarget, place: Position, covariance: Covariance) -> float:
     """sqrt(g^T H^{-1} g) by the Gauss-Newton matrix, which is positive definite everywhere."""
     multiply = target.hessian_operator(place.theta)
-    step: Step = solve_within(
+    step: BoundedStep = solve_within(
         lambda vectors: covariance.pull_back(multiply(covariance.unwhiten(vectors))),
         covariance.pull_back(place.gradient.unsqueeze(0)),
         radius=math.inf,

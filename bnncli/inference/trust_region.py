@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Step(NamedTuple):
+class BoundedStep(NamedTuple):
     """A step z (1, P).
 
     Args:
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 def solve_within(
     multiply: Callable[[Tensor], Tensor], gradient: Tensor, *, radius: float, accuracy: float, most_products: int
-) -> Step:
+) -> BoundedStep:
     """The step towards the maximum of g^T z - z^T H z / 2 for |z| <= radius.
 
     Args:
@@ -66,7 +66,7 @@ def solve_within(
         direction = residual + (square / previous) * direction
     slope = float((gradient * z).sum())
     promised = 0.5 * (slope + float((residual * z).sum()))
-    return Step(z, promised, float(z.norm()), is_inside, math.sqrt(max(slope, 0.0)))
+    return BoundedStep(z, promised, float(z.norm()), is_inside, math.sqrt(max(slope, 0.0)))
 
 
 def _to_edge(square: float, along: float, size: float, radius: float) -> float:

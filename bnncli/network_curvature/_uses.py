@@ -103,20 +103,22 @@ def forward(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequenc
 
 
 def called(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces that a pass of inputs (n, ...) calls at all; what their gradients are is not tried."""
-    noted = forward(layout, theta, inputs[:1], pieces)[1]
-    return [piece for piece in pieces if noted[piece.parts[0].name]]
+    """The pieces that a pass of inputs (n, ...) calls, and whose outputs the logits depend on; what their gradients are is not tried."""
+    logits, noted = forward(layout, theta, inputs[:1], pieces)
+    back = gradients(logits, noted, torch.ones_like(logits), is_last=True)
+    return [piece for piece in pieces if back[piece.parts[0].name]]
 
 
 def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool) -> dict[str, list[tuple[Any, Tensor]]]:
-    """Each use with the gradient by its output, of the sum of cotangent (n, K) times logits.
+    """Each use that the logits depend on with the gradient by its output, of the sum of cotangent (n, K) times logits.
 
     Args:
         is_last: whether no other cotangent of the same logits follows.
     """
     edges = [edge for of in noted.values() for _, edge in of]
-    found = iter(torch.autograd.grad(logits, edges, cotangent, retain_graph=not is_last, materialize_grads=True))
-    return {name: [(use, next(found)) for use, _ in of] for name, of in noted.items()}
+    found = iter(torch.autograd.grad(logits, edges, cotangent, retain_graph=not is_last, allow_unused=True))
+    pairs = {name: [(use, next(found)) for use, _ in of] for name, of in noted.items()}
+    return {name: [(use, one) for use, one in of if one is not None] for name, of in pairs.items()}
 
 
 def tried(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:

@@ -211,13 +211,16 @@ class NetworkReader:
         assert split.content.header is not None
         example = self.input_split(split, split.content.header)
         network, head = self.chosen(example, pattern)
-        return ModuleLayout.of(
+        first = read_inputs(example.take(np.arange(1)), network.module)
+        layout = ModuleLayout.of(
             network,
             pattern,
             num_outputs=head.layout.num_outputs,
-            input_shape=tuple(read_inputs(example.take(np.arange(1)), network.module).shape[1:]),
+            input_shape=tuple(first.shape[1:]),
             likelihood_name=split.content.likelihood,
         )
+        check_derivatives(layout, near(first, self.run.device).flatten(1))
+        return layout
 
     def split(self, split: Split, pattern: str) -> NetworkSplit:
         """A split with its inputs read, and the layout of the parameters that a pattern names.

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
 
+_LINEARISED = ("gaussian", "linear-draws")  # posteriors that predict with the network linearised at their mean
+
 
 @dataclass
 class TrainData:
@@ -121,7 +123,7 @@ class Predictor:
     @cached_property
     def scored_theta(self) -> Tensor:
         """theta (P,) at which energy and the largest logit are taken, or draws (S, P) that average the logits."""
-        if self.header.meta.get("layers") is None or self.posterior.type == "gaussian":
+        if self.header.meta.get("layers") is None or self.posterior.type in _LINEARISED:
             return self.mean_theta
         return drawn_theta(self.posterior, self.run.stream("predict/mean"))
 

@@ -49,7 +49,7 @@ def test_each_random_number_has_its_part_of_the_covariance(
     target = tiny_target(outputs, examples=16, prior=PRIOR)
     monkeypatch.setattr(NetworkTarget, "rows_at_once", lambda self, *given: min(at_once, self.num_examples))
     theta, size = target.layout.trained(), target.layout.num_params
-    count = size + 16 * max(1, outputs - 1)  # as many columns as the root of the likelihood's Hessian has
+    count = size + 16 * outputs  # as many columns as the root of the likelihood's Hessian has
     units, taken = torch.eye(count, dtype=torch.float64), [0]
 
     def normals(*shape: int) -> Tensor:
