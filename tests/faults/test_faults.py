@@ -17,7 +17,7 @@ from faults.lines import LINES, READ, WRITTEN, prepare
 from faults.trials import serve
 
 FEW = 1  # trials of each kind and state in the default suite
-SLOW = ("demo", "refine/layers", "hmc/layers", "predict/layers")  # in the long run only
+SLOW = ("demo", "fit-laplace/layers", "refine/layers", "hmc/layers", "predict/layers")  # in the long run only
 
 
 @pytest.fixture(scope="module")
