@@ -22,6 +22,8 @@ from bnncli.evaluation.score_options import ScoreOption, merged
 from bnncli.scores import declared
 from bnncli.storage.predictions import read_predictions
 
+pytestmark = pytest.mark.long  # copies the package and runs it; in `.ci/run`
+
 SPHERICAL = '''"""The spherical score: the label's probability over the length of all of them."""
 
 from bnncli.evaluation.score_options import ScoreOption

@@ -25,6 +25,8 @@ from bnncli import registry
 from bnncli.errors import UsageError
 from bnncli.storage.predictions import read_predictions
 
+pytestmark = pytest.mark.long  # copies the package and runs it; in `.ci/run`
+
 SPLITS = {"train": "data", "test": "data", "far": "ood"}
 HELPS = (
     "--help",

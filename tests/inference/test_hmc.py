@@ -319,6 +319,7 @@ def test_unknown_gradients_are_refused() -> None:
         run(target, gaussian_at_mode(target), gradients="float16")
 
 
+@pytest.mark.long
 def test_nuts_has_the_moments_of_the_posterior_on_a_grid() -> None:
     target = make_target(LAYOUTS[0])
     base = gaussian_at_mode(target)

@@ -253,6 +253,7 @@ def test_weights_that_are_nearly_surely_in_are_told_apart() -> None:
     assert torch.equal(posterior.pruned(-1.0)[:8], factors.mean[0])
 
 
+@pytest.mark.long
 def test_evaluate_has_densities_and_the_curve_of_pruning(cli: Cli, latent_run: Path, tmp_path: Path) -> None:
     assert cli("predict", latent_run, "--posterior", "lbbnn", "--split", "test", "--split", "far").code == 0
     words = ("--split", "test", "--curves", "--plot", tmp_path / "figures", "--json")
