@@ -25,14 +25,10 @@ if TYPE_CHECKING:
 MOST_FULL = 2000  # parameters that full is taken for unasked: its factors take seconds
 AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is quick and fits
 _COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance: as of a last layer's
-_VECTORS = (
-    6  # of P numbers, float64: theta at the start, the centre and the network's own, a gradient, products on the way
-)
+_VECTORS = 6  # of P numbers, float64: theta at the start, the centre, the network's own, a gradient, and products
 _SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
 _KEPT_FREE = 1.4  # bytes that the C library has of the system for each in use, where blocks of many sizes come and go
-_TRIED_VECTORS = (
-    6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples, as rows and as one, theta
-)
+_TRIED_VECTORS = 6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples twice, and theta
 _TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
 _PROBED = 8, 4  # parts of a block of examples that its work is measured on
 

@@ -212,14 +212,18 @@ class NetworkReader:
         example = self.input_split(split, split.content.header)
         network, head = self.chosen(example, pattern)
         first = read_inputs(example.take(np.arange(1)), network.module)
+        return self._layout(split, pattern, network, head, near(first, self.run.device))
+
+    def _layout(self, split: Split, pattern: str, network: ModuleNetwork, head: Head, inputs: Tensor) -> ModuleLayout:
+        """Of inputs (n, ...), two of which the network is differentiated at."""
         layout = ModuleLayout.of(
             network,
             pattern,
             num_outputs=head.layout.num_outputs,
-            input_shape=tuple(first.shape[1:]),
+            input_shape=tuple(inputs.shape[1:]),
             likelihood_name=split.content.likelihood,
         )
-        check_derivatives(layout, near(first, self.run.device).flatten(1))
+        check_derivatives(layout, inputs[:2].flatten(1))
         return layout
 
     def split(self, split: Split, pattern: str) -> NetworkSplit:
@@ -235,17 +239,10 @@ class NetworkReader:
         example = self.input_split(split, header)
         network, head = self.chosen(example, pattern)
         inputs = near(read_inputs(example, network.module, progress=self.run.console), self.run.device)
-        layout = ModuleLayout.of(
-            network,
-            pattern,
-            num_outputs=head.layout.num_outputs,
-            input_shape=tuple(inputs.shape[1:]),
-            likelihood_name=split.content.likelihood,
-        )
+        layout = self._layout(split, pattern, network, head, inputs)
         found = NetworkSplit(
             split.content, split.source, split.checkpoint, split.classes_source, inputs.flatten(1), layout
         )  # fmt: skip
-        check_derivatives(layout, found.inputs[:2])
         if split.content.check_logits is not None:
             tolerance = TOLERANCE if self.recorded.network.autocast is None else AUTOCAST_TOLERANCE
             stored = split.content.check_logits[:CHECK_ROWS]
