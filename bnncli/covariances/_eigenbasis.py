@@ -83,6 +83,12 @@ class InEigenbasis:
         """Of the coordinates in the bases, (K, F); None where they are correlated."""
         return self._scales.square() if self._own_bias is None else None
 
+    def widest(self, count: int) -> Tensor | None:
+        """Products of the bases' directions, those of the largest variances, (P, K) float64; None where they are correlated."""
+        if self.variances is None:
+            return None
+        return self._from_basis(largest_coordinates(self.variances, count)).T.double()
+
     def log_det_scale(self) -> float:
         """log|det L|."""
         value = float(self._scales.double().log().sum())
@@ -131,3 +137,10 @@ class InEigenbasis:
     def _from_basis(self, rotated: Tensor) -> Tensor:
         """W x, (S, P)."""
         return self.layout.flatten(self.output_basis @ rotated @ self.feature_basis.T)
+
+
+def largest_coordinates(variances: Tensor, count: int) -> Tensor:
+    """One-hot matrices (count, K, F) at the largest of variances (K, F); of equal ones the first."""
+    places = variances.flatten().sort(descending=True, stable=True).indices[:count]
+    found = variances.new_zeros(count, variances.numel()).scatter_(1, places.unsqueeze(1), 1.0)
+    return found.unflatten(1, variances.shape)

@@ -8,7 +8,7 @@ former alone has the density of the former alone to account for: exactly, whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,15 +43,15 @@ class Subspace:
     def widest(cls, covariance: Covariance, count: int, generator: torch.Generator) -> Subspace:
         """The K = count directions of the largest variance, 1 to P.
 
-        A structure may know them (`widest(count) -> (P, K)`). Else they are found from products with L^T L: all of it where
-        it is small, or by block Krylov iterations (Musco and Musco 2015, arXiv:1504.05477), which find directions of nearly as
-        large a variance where many have nearly the same.
+        A structure may know them (`widest(count) -> (P, K)`, or None where it does not after all); of uncorrelated `pieces`
+        they are the widest of each piece's. Else they are found from products with L^T L: all of it where it is small, or by
+        block Krylov iterations (Musco and Musco 2015, arXiv:1504.05477), which find directions of nearly as large a variance
+        where many have nearly the same.
 
         Args:
             generator: of the first directions of an iteration.
         """
-        own = getattr(covariance, "widest", None)
-        basis = own(count) if own is not None else _widest(covariance, count, generator)
+        basis = _widest(covariance, count, generator)
         # A direction's sign is arbitrary: its largest entry is positive.
         peaks = basis.gather(0, basis.abs().argmax(dim=0, keepdim=True))
         return cls((basis * peaks.sign()).contiguous())
@@ -75,7 +75,34 @@ class Subspace:
 
 
 def _widest(covariance: Covariance, count: int, generator: torch.Generator) -> Tensor:
-    """Directions (P, K), from products with L^T L."""
+    """Directions (P, K): the structure's own, its pieces', or those that products with L^T L find."""
+    own = getattr(covariance, "widest", None)
+    known: Tensor | None = None if own is None else own(count)
+    if known is not None:
+        return known
+    pieces: Sequence[Covariance] = getattr(covariance, "pieces", ())
+    return _of_pieces(pieces, count, generator) if pieces else _from_products(covariance, count, generator)
+
+
+def _of_pieces(pieces: Sequence[Covariance], count: int, generator: torch.Generator) -> Tensor:
+    """Directions (P, K), each in one of theta's consecutive pieces; of equal variances the first."""
+    bases = [_widest(piece, min(count, piece.num_params), generator) for piece in pieces]
+    variances = torch.cat(
+        [piece.unwhiten(basis.T).double().square().sum(dim=1) for piece, basis in zip(pieces, bases, strict=True)]
+    )
+    chosen = variances.sort(descending=True, stable=True).indices[:count]
+    found = torch.zeros(sum(piece.num_params for piece in pieces), count, dtype=torch.float64, device=variances.device)
+    row, column = 0, 0
+    for basis in bases:
+        size, width = basis.shape
+        inside = (chosen >= column) & (chosen < column + width)
+        found[row : row + size, inside] = basis[:, chosen[inside] - column]
+        row, column = row + size, column + width
+    return found
+
+
+def _from_products(covariance: Covariance, count: int, generator: torch.Generator) -> Tensor:
+    """The same, from products with L^T L."""
     size = covariance.num_params
     device = covariance.unwhiten(torch.zeros(1, size, dtype=torch.float64)).device
     if size <= max(_MOST_DENSE, (_POWERS + 1) * (count + _MORE)):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bnncli.covariances._eigenbasis import largest_coordinates
 from bnncli.covariances._layers import KronLayers
 from bnncli.machine.interruptible import eigenvectors
 from bnncli.theta.layout import MatrixLayout
@@ -101,6 +102,13 @@ class Kron:
     def pull_back(self, gradient: Tensor) -> Tensor:
         """gradient L, (S, P)."""
         return self._in_eigenbasis(self._scale_biases(gradient, self.bias_unit), self.scales)
+
+    def widest(self, count: int) -> Tensor | None:
+        """Products of the factors' eigenvectors, those of the largest variances, (P, K) float64; None where biases' unit is another."""
+        if self.bias_unit != 1:
+            return None
+        chosen = largest_coordinates(self.scales, count)
+        return self.layout.flatten(self.output_basis @ chosen @ self.feature_basis.T).T.double()
 
     def log_det_scale(self) -> float:
         """log|det L|."""

@@ -50,11 +50,12 @@ def inside_flow(kind: str, base: Gaussian, count: int = 3) -> Flow:
 
 @pytest.mark.parametrize("structure", registry.names("curvature"))
 @pytest.mark.parametrize("is_iterated", [False, True])
+@pytest.mark.parametrize("prior", [Prior(0.3, 0.1), Prior(0.3)])
 def test_directions_are_those_of_the_largest_eigenvalues(
-    structure: str, is_iterated: bool, monkeypatch: pytest.MonkeyPatch
+    structure: str, prior: Prior, is_iterated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, count = HeadLayout(3, 19), 5
-    base = gaussian_at_mode(make_target(layout, num_examples=40), structure)
+    base = gaussian_at_mode(make_target(layout, num_examples=40, prior=prior), structure)
     if is_iterated:
         monkeypatch.setattr(_subspace, "_MOST_DENSE", 0)
         monkeypatch.setattr(_subspace, "_MORE", 2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.covariances import Covariance
+from bnncli.covariances._subspace import Subspace
 from bnncli.curvature import ggn
 from bnncli.curvature.kron import Kron as HeadKron
 from bnncli.network_curvature import _columns, diag
@@ -443,3 +444,15 @@ def test_twice_the_data_or_the_scale_is_twice_the_hessian(structure: str) -> Non
     once = dense(plain, hessian_of(plain, structure), structure)
     for target in (twice, replace(plain, likelihood_scale=2.0)):
         torch.testing.assert_close(dense(target, hessian_of(target, structure), structure), 2 * once)
+
+
+@every_layered
+@pytest.mark.parametrize("prior", [Prior(2.0), Prior(2.0, 0.1)])
+def test_directions_of_several_layers_have_the_largest_variances(structure: str, prior: Prior) -> None:
+    covariance = covariance_of(make_target("twice", prior=prior), structure)
+    basis = Subspace.widest(covariance, 9, seeded()).basis
+    torch.testing.assert_close(basis.T @ basis, torch.eye(9, dtype=torch.float64))
+    root = covariance.unwhiten(torch.eye(covariance.num_params, dtype=torch.float64)).T
+    moved = root @ basis
+    values = torch.linalg.eigvalsh(root @ root.T).flip(0)
+    torch.testing.assert_close(moved.T @ moved, values[:9].diag())
