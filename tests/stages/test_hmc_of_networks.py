@@ -73,6 +73,7 @@ def test_chains_in_two_modes_of_the_same_network_agree_by_their_predictions(cli:
     )
     done = cli(*words, "--draws", 40, "--max-rhat", 1.05, "--json")
     assert done.code == 0, done.stderr
+    assert read_header(Path("ckpt.pt.bnn/posteriors/hmc-all.nc")).meta["whitening"] == "kron"  # without a base
     metrics = done.json["metrics"]
     assert metrics["judged_by"] == "heldout"
     assert metrics["heldout_max_rhat"] < 1.05 < 1.2 < metrics["max_rhat"]

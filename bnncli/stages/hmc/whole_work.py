@@ -70,14 +70,14 @@ def fit(
 def _gaussian(
     run: Run, target: NetworkTarget, whole: NetworkSplit, base: Base | None
 ) -> tuple[torch.Tensor, Covariance]:
-    """The centre and the covariance that whiten: the base's where it is a Gaussian, else a diagonal at the network's weights."""
+    """The centre and the covariance that whiten: the base's where it is a Gaussian, else Kronecker factors at the network's weights."""
     if base is not None and base.header.meta.get("type") == "gaussian":
         gaussian, _ = open_posterior(base.path)
         if gaussian.layout != whole.layout:
             raise DataError(f"{base.path} is over {gaussian.layout}, not {whole.layout}", code="wrong_layout")
         return gaussian.mean.to(run.device), gaussian.covariance.to(device=run.device)
     center = whole.start().to(run.device)
-    return center, covariance_at(target, center, "diag")[0]
+    return center, covariance_at(target, center, target.rough_structure)[0]
 
 
 def _labelled(run: Run, target: NetworkTarget, split: Split) -> HeldOutInputs:
