@@ -43,7 +43,7 @@ PUBLISHED = Recipe(length=5, epochs=20, batch_size=128, num_draws=1, learning_ra
 ALL_DATA = Recipe(length=4, epochs=600, batch_size=2**16, num_draws=8, learning_rate=0.01)
 
 # Of a whole network, where a step on all data costs as much as an epoch of minibatches.
-MINIBATCHES = Recipe(length=1, epochs=20, batch_size=256, num_draws=1, learning_rate=0.03)
+MINIBATCHES = Recipe(length=1, epochs=50, batch_size=256, num_draws=1, learning_rate=0.03)
 
 
 class FlowLayer(Protocol):

@@ -28,9 +28,10 @@ class RefineOptions(LayersOptions):
         metavar="NAME|FILE|prior",
         numeric=False,
     )
-    flow: str = option(
-        "affine",
-        "Flow layer. affine, a learned shift and linear scale, gains most where a Gaussian is not enough; radial is the published one.",
+    flow: str | None = option(
+        None,
+        "Flow layer. affine, a learned shift and linear scale, gains most where a Gaussian is not enough; radial, the published one, moves "
+        "little. By default affine; radial over other layers than the last, without \0subspace\0 or settings of another.",
         family="flows",
     )
     length: int | None = option(
@@ -89,6 +90,18 @@ class RefineOptions(LayersOptions):
         minimum=0,
         numeric=False,
     )
+
+    @property
+    def chosen_flow(self) -> str:
+        """The flow that was asked for, or the default one.
+
+        All of a network's weights are not moved as far as affine flows do unless that was asked for: the prior precision that suits
+        linearised predictions is far from that of a target whose draws predict well.
+        """
+        if self.flow is not None:
+            return self.flow
+        is_asked = any(value is not None for value in self.settings.values())  # of which radial flows have none
+        return "affine" if self.is_last_layer or self.subspace is not None or is_asked else "radial"
 
     @property
     def default_base(self) -> str:

@@ -46,7 +46,7 @@ def test_all_layers_are_refined_predicted_with_and_up_to_date(cli: Cli, run: Pat
     done = cli("refine", "ckpt.pt", "--layers", "all", *QUICK, *TRUST, "--json")
     assert done.code == 0, done.stderr
     metrics = done.json["metrics"]
-    assert (metrics["over_layers"], metrics["settings"]["scale"]) == ("all", "diag")
+    assert (metrics["over_layers"], metrics["flow"], metrics["settings"]) == ("all", "radial", {})
     assert set(metrics["val"]) == {"network", "temperature", "base", "refine"}
     assert metrics["elbo_gain"]["value"] > 0
     meta = read_header(Path("ckpt.pt.bnn/posteriors/refine-all.safetensors")).meta
@@ -55,6 +55,12 @@ def test_all_layers_are_refined_predicted_with_and_up_to_date(cli: Cli, run: Pat
     assert "up to date" in again.stderr
     assert cli("predict", "ckpt.pt", "--posterior", "refine-all", "--split", "test", *TRUST).code == 0
     assert Path("ckpt.pt.bnn/predictions/refine-all.mc/test.h5").is_file()
+
+
+def test_a_setting_of_affine_flows_chooses_them(cli: Cli, run: Path) -> None:
+    done = cli("refine", "ckpt.pt", "--layers", "all", "--scale", "diag", *QUICK, *TRUST, "--json")
+    assert done.code == 0, done.stderr
+    assert (done.json["metrics"]["flow"], done.json["metrics"]["settings"]["scale"]) == ("affine", "diag")
 
 
 def test_few_directions_are_recorded_and_reported(cli: Cli, run: Path) -> None:

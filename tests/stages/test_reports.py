@@ -63,6 +63,16 @@ def test_a_small_help_is_called_small(value: float, is_small: bool) -> None:
     assert any("if by less than 0.5 nats" in line for line in lines) == is_small
 
 
+def test_a_refinement_that_predicts_worse_than_its_base_is_not_called_a_help() -> None:
+    excess = {"base": {"value": 0.1, "is_worse": True}, "network": {"value": -0.1, "is_worse": False}}
+    (line,) = [line for line in summary(refined(val_excess=excess)) if "closer to the target" in line]
+    assert "helped" not in line
+    assert "predicts worse than it on val" in line
+    assert "--prior-precision" not in line
+    of_network = summary(refined(val_excess=excess, over_layers="all"))
+    assert any("--prior-precision as the network was trained with" in line for line in of_network)
+
+
 def test_an_early_end_is_told() -> None:
     lines = summary(refined(ended_early=True, epochs_run=12))
     assert "ended after 12 of 20 epochs: the ELBO stands still" in lines

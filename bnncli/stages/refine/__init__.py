@@ -88,7 +88,7 @@ def run(run: Run, options: RefineOptions) -> Result:
         run,
         f"refine{options.layers_suffix}",
         params=params,
-        algo_rev=_revisions.of_refine(options.flow, options.settings.get("scale")),
+        algo_rev=_revisions.of_refine(options.chosen_flow, options.settings.get("scale")),
         sources=sources,
         checkpoint=train.checkpoint,
         estimated_bytes=estimated_bytes,

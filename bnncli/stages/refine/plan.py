@@ -53,20 +53,20 @@ def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
     Raises:
         UsageError: the flow does not take what was given, or not here.
     """
-    options = _with_scale(run, options, sizes)
-    settings = resolved_settings(options.flow, sizes.acted, **options.settings)
+    options = _with_scale(run, replace(options, flow=options.chosen_flow), sizes)
+    settings = resolved_settings(options.chosen_flow, sizes.acted, **options.settings)
     own = _recipe(options)
-    space = choose_space(options.flow, options.space)
+    space = choose_space(options.chosen_flow, options.space)
     if options.subspace is not None and space != "whitened":
         raise UsageError(
-            f"\0subspace\0 is one of the coordinates that the base whitens; \0flow\0 {options.flow} acts in {space} space here"
+            f"\0subspace\0 is one of the coordinates that the base whitens; \0flow\0 {options.chosen_flow} acts in {space} space here"
         )
     return replace(options, space=space, **own._asdict(), settings={**options.settings, **settings})
 
 
 def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
     """The options with the linear part of an affine flow where none was asked for: one that is there and fits in memory."""
-    if options.flow != "affine":
+    if options.chosen_flow != "affine":
         return options
     is_of_network = not options.is_last_layer and options.subspace is None
     scale = options.settings.get("scale")
@@ -96,7 +96,7 @@ def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions
 
 def _recipe(options: RefineOptions) -> Recipe:
     return choose_recipe(
-        options.flow,
+        options.chosen_flow,
         is_of_network=not options.is_last_layer,
         length=options.length,
         epochs=options.epochs,

@@ -6,7 +6,7 @@ from typing import Any
 
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
-from bnncli.run.val_report import val_line
+from bnncli.run.val_report import val_line, worse_than
 
 FAR_LOG_WEIGHT_SD = 5.0
 NEARLY_ALL = 0.95  # of the prior's variance: what is left where the data say next to nothing
@@ -62,11 +62,23 @@ def _helped(metrics: dict[str, Any]) -> list[str]:
     gain, spread = metrics["elbo_gain"]["value"], metrics["log_weight_sd_after"]
     small = f", if by less than {NEGLIGIBLE_NATS} nats" if gain < NEGLIGIBLE_NATS else ""
     lines = [f"refinement helped: the refined posterior is closer to the target than the base{small}"]
+    if "base" in worse_than(metrics):
+        lines = [
+            f"the refined posterior is closer to the target than the base{small}, but predicts worse than it on val: it is the target "
+            f"that predicts so{_other_prior(metrics)}"
+        ]
     if spread > FAR_LOG_WEIGHT_SD:
         lines.append(
             f"it is still far from it (log importance weights have standard deviation {spread:.1f}): {_advice(metrics)}"
         )
     return lines
+
+
+def _other_prior(metrics: dict[str, Any]) -> str:
+    """What to try where a network's prior was chosen for the predictions of a Gaussian, which is linearised."""
+    if "over_layers" not in metrics:
+        return ""
+    return "; try a --prior-precision as the network was trained with (weight decay times examples), or --flow radial"
 
 
 def _undecided(metrics: dict[str, Any]) -> str:

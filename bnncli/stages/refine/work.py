@@ -37,7 +37,7 @@ IDLE_DRAWS = 64
 
 def num_layer_params(options: RefineOptions, layout: ParamLayout) -> int:
     """Numbers in all layers, as the fit will build them."""
-    layer = build_layers(options.flow, layout, torch.Generator(), length=1, **options.settings)[0]
+    layer = build_layers(options.chosen_flow, layout, torch.Generator(), length=1, **options.settings)[0]
     return (options.length or 0) * sum(part.numel() for part in layer.parameters())
 
 
@@ -105,7 +105,7 @@ def fit(
         found = _fit_flow(
             target,
             base,
-            flow=options.flow,
+            flow=options.chosen_flow,
             length=options.length,
             epochs=options.epochs,
             batch_size=options.batch_size,
@@ -189,7 +189,7 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
         "elbo_draws": len(before.log_weights),
         "verdict": found.verdict,
         "is_idle": is_idle(fit.posterior, fit.posterior.noise(IDLE_DRAWS, run.stream("refine/idle"))),
-        "flow": options.flow,
+        "flow": options.chosen_flow,
         "length": options.length,
         "space": options.space,
         "settings": settings_of(fit.posterior.layers[0]),
