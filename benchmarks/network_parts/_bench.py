@@ -114,7 +114,7 @@ class Bench:
         return _existing(self.data_folder / name, "--data")
 
     def checkpoint(self, name: str) -> Path:
-        """The trained network of that name. Raises LeftOut when there is none."""
+        """The trained network of that name, a file or a folder. Raises LeftOut when there is none."""
         if self.checkpoint_folder is None:
             raise LeftOut(f"needs --checkpoints, a folder with {name}")
         return _existing(self.checkpoint_folder / name, "--checkpoints")
@@ -131,7 +131,7 @@ class Bench:
 
 
 def _existing(path: Path, flag: str) -> Path:
-    if not path.is_file():
+    if not path.exists():
         raise LeftOut(f"{path.name} is not in the folder of {flag}")
     return path.resolve()
 
