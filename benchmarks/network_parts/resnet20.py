@@ -11,6 +11,7 @@ the precision that val chose for `kron`.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bnncli.storage.features import read_sample_ids
 from bnncli.storage.predictions import read_predictions
@@ -84,9 +85,13 @@ def _beside_hmc(bench: Bench, folder: Folder) -> Table:
     )
     for row in score_rows(folder.bnncli("evaluate").document):
         predicted = read_predictions(results / f"predictions/{row['posterior']}.{row['integrator']}/test.h5")
-        probs = np.asarray(predicted.probs, np.float64)
-        agreement = float((probs.argmax(1) == hmc.argmax(1)).mean())
-        variation = float(0.5 * np.abs(probs - hmc).sum(1).mean())
+        agreement, variation = apart(np.asarray(predicted.probs, np.float64), hmc)
         named = {key: row[key] for key in ("posterior", "integrator")}
         table.rows.append({**named, "agreement": agreement, "total variation": variation})
     return table
+
+
+def apart(probs: NDArray[np.float64], others: NDArray[np.float64]) -> tuple[float, float]:
+    """The share of examples whose likeliest class is the same, and the mean total variation, of probabilities (N, C)."""
+    agreement = (probs.argmax(axis=1) == others.argmax(axis=1)).mean()
+    return float(agreement), float(0.5 * np.abs(probs - others).sum(axis=1).mean())
