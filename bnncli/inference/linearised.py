@@ -7,10 +7,13 @@ found a layer at a time, else products of the logits' Jacobian with draws of the
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
+from bnncli import registry
 from bnncli.covariances import num_varying
-from bnncli.logits._network import is_by_layer
+from bnncli.logits import root_of_covariances
+from bnncli.logits._network import covariances_together, is_by_layer
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.theta.layout import ClassifierLayout, LogitLayout
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from bnncli.targets.target import CurvedTarget, HeldOut, LinearisedHeldOut
     from bnncli.theta.layout import ParamLayout
 
+_TOGETHER = 2**24  # numbers in all covariances that are judged together
+
 
 def noise_size(layout: ParamLayout, structure: str, num_draws: int) -> int:
     """Normals that a draw takes: K for the logits of an example, P for theta."""
@@ -28,30 +33,44 @@ def noise_size(layout: ParamLayout, structure: str, num_draws: int) -> int:
 
 
 def linearised_losses(
-    held_out: HeldOut, target: CurvedTarget, theta: Tensor, covariance: Covariance, *, noise: Tensor
+    held_out: HeldOut, target: CurvedTarget, theta: Tensor, covariances: Sequence[Covariance], *, noise: Tensor
 ) -> Tensor:
-    """The loss of each example under N(theta, covariance), (M,) float64 nats; see HeldOut.losses.
+    """The loss of each example under each N(theta, covariance), (C, M) float64 nats; see HeldOut.losses.
 
     Args:
+        covariances: C of one structure, which share one Jacobian where they are `shared_by`, and are one alone where not.
         noise: (S, K) or (S, P), standard normal, as `noise_size` says.
     """
     layout, num_draws = cast(ClassifierLayout, target.layout), len(noise)
-    gaussian = Gaussian(theta, covariance, cast(LogitLayout, target.layout), target.prior).logits
     examples = cast("LinearisedHeldOut", held_out)
-    if _draws_theta(target.layout, covariance.structure, num_draws):
+    first = Gaussian(theta, covariances[0], cast(LogitLayout, layout), target.prior).logits
+    if _draws_theta(layout, covariances[0].structure, num_draws):
+        (covariance,) = covariances
         deviations = covariance.unwhiten(noise[:, : num_varying(covariance)]).to(target.dtype)
 
-        def pushed(inputs: Tensor) -> Tensor:
-            assert gaussian.push is not None
-            return (gaussian.mean(inputs) + gaussian.push(inputs, deviations)).permute(2, 0, 1)
+        def pushed(inputs: Tensor) -> Iterator[Tensor]:
+            assert first.push is not None
+            yield (first.mean(inputs) + first.push(inputs, deviations)).permute(2, 0, 1)
 
         return examples.losses_of(pushed, num_draws=num_draws, width=2 * layout.widest)
+    together = covariances_together(covariances, cast(LogitLayout, layout), theta)
 
-    def drawn(inputs: Tensor) -> Tensor:
-        mean, root = gaussian.root(inputs)
-        return root.apply(noise.to(mean)).transpose(0, 1) + mean.T.unsqueeze(1)
+    def drawn(inputs: Tensor) -> Iterator[Tensor]:
+        mean = first.mean(inputs)
+        for covariance in together(inputs):
+            root = root_of_covariances(covariance).to(inputs)
+            yield root.apply(noise.to(mean)).transpose(0, 1) + mean.T.unsqueeze(1)
 
-    return examples.losses_of(drawn, num_draws=num_draws, width=layout.num_outputs)
+    num_outputs = layout.num_outputs
+    width = num_outputs + 2 * len(covariances) * num_outputs**2 // num_draws
+    return examples.losses_of(drawn, num_draws=num_draws, width=width)
+
+
+def shared_by(layout: ParamLayout, structure: str, num_draws: int) -> int:
+    """How many covariances of a structure are to be judged together: 1 where that saves no work, or takes much memory."""
+    if _draws_theta(layout, structure, num_draws):
+        return 1
+    return max(1, _TOGETHER // int(registry.load_class("network_curvature", structure).num_elements(layout)))
 
 
 def _draws_theta(layout: ParamLayout, structure: str, num_draws: int) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from bnncli.covariances import Covariance, num_varying
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian, fixed_log_prior, laplace_evidence
-from bnncli.inference.linearised import linearised_losses
+from bnncli.inference.linearised import linearised_losses, shared_by
 from bnncli.inference.local_covariance import LocalCovariance, covariance_at
 from bnncli.inference.modes import mode_of
 from bnncli.progress import Task
@@ -81,8 +81,19 @@ class Criterion:
         if self.lift is not None:
             covariance = self.lift.covariance(covariance, target.prior)
         if self.held_out.is_linearised:
-            return linearised_losses(self.held_out, target, theta, covariance, noise=self.noise)
+            return linearised_losses(self.held_out, target, theta, [covariance], noise=self.noise)[0]
         return self.held_out.losses(self._whole(theta) + covariance.unwhiten(self.noise[:, : num_varying(covariance)]))
+
+    def together(self, target: CurvedTarget, theta: Tensor, covariances: Sequence[Covariance]) -> list[float]:
+        """`of` for covariances about one centre whose predictions share their work."""
+        assert self.held_out is not None
+        return linearised_losses(self.held_out, target, theta, covariances, noise=self.noise).mean(dim=1).tolist()
+
+    def shared_by(self, target: CurvedTarget, structure: str) -> int:
+        """How many covariances about one centre `together` takes, 0 for none."""
+        if self.held_out is None or not self.held_out.is_linearised or self.lift is not None:
+            return 0
+        return shared_by(target.layout, structure, len(self.noise))
 
     def _whole(self, theta: Tensor) -> Tensor:
         """All of theta (P,), of a centre."""
@@ -130,6 +141,7 @@ class Candidates:
     failed: set[float] = field(default_factory=set)
     before: LocalCovariance | None = None  # the last that saves work: the examples are those of all candidates
     _hessians: dict[float, dict[str, Tensor]] = field(default_factory=dict)
+    _of_center: float | None = None  # the criterion of the one centre, where there is one
 
     @property
     def values(self) -> dict[float, float]:
@@ -164,6 +176,42 @@ class Candidates:
             return
         self._add(log_precision, Candidate(theta, at_center, spread, is_exact), hessian)
 
+    def judge_all(self, log_precisions: Sequence[float]) -> None:
+        """Judges several; as many together as share work about one centre."""
+        size = self.criterion.shared_by(self.target, self.structure) if self.center == "checkpoint" else 0
+        if not size:
+            for log_precision in log_precisions:
+                self.judge(log_precision)
+            return
+        for start in range(0, len(log_precisions), size):
+            self._judge_together(log_precisions[start : start + size])
+
+    def _judge_together(self, log_precisions: Sequence[float]) -> None:
+        """Judges several about the start, with one Jacobian of the held-out examples' logits."""
+        theta = self.start.to(self.target.device).double()
+        covariances: dict[float, Covariance] = {}
+        for log_precision in log_precisions:
+            self.task.advance(note=f"{math.exp(log_precision):.3g}")
+            if any(abs(log_precision - other) < _SAME for other in (*self.known, *self.failed, *covariances)):
+                continue
+            target = self._target_at(log_precision)
+            try:
+                found = covariance_at(target, theta, self.structure, hessian=self._fixed_hessian(), before=self.before)
+            except NumericError:
+                self._fail(log_precision)
+                continue
+            self._keep(found)
+            self._hessians = {log_precision: found.hessian}
+            covariances[log_precision] = found.covariance
+        if not covariances:
+            return
+        if self._of_center is None:
+            self._of_center = self.criterion.at_center(self.target, theta, math.nan)
+        hessian = self._fixed_hessian()
+        values = self.criterion.together(self.target, theta, list(covariances.values()))
+        for log_precision, value in zip(covariances, values, strict=True):
+            self._add(log_precision, Candidate(theta, self._of_center, value - self._of_center, True), hessian)
+
     def fit(self, log_precision: float) -> LaplaceFit | None:
         """The exact fit of a known candidate, whose value becomes exact; None, and it has failed, where there is none."""
         target = self._target_at(log_precision)
@@ -181,6 +229,8 @@ class Candidates:
             self._fail(log_precision)
             return None
         theta = fit.gaussian.mean
+        if self._of_center is not None and self.known[log_precision].is_exact:
+            return fit  # about the same centre: judged already
         at_center = self.criterion.at_center(target, theta, fit.log_joint)
         whole = self.criterion.of(target, theta, fit.log_joint, fit.gaussian.covariance)
         self._add(log_precision, Candidate(theta, at_center, whole - at_center, True), None)

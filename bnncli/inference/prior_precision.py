@@ -138,16 +138,14 @@ def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
 
 def _descend(candidates: Candidates, grid: list[float]) -> LaplaceFit:
     """The exact fit at the lowest point: the whole grid, then ever smaller steps around its lowest."""
-    for log_precision in reversed(grid):
-        candidates.judge(log_precision)
+    candidates.judge_all(list(reversed(grid)))
     step = grid[1] - grid[0] if len(grid) > 1 else 0.0
     for _ in range(_HALVINGS if step else 0):
         step /= 2
         middle = candidates.best
-        candidates.judge(max(middle - step, grid[0]))
-        candidates.judge(min(middle + step, grid[-1]))
+        candidates.judge_all([max(middle - step, grid[0]), min(middle + step, grid[-1])])
     if step:
-        candidates.judge(_parabola_vertex(candidates.values, candidates.best))
+        candidates.judge_all([_parabola_vertex(candidates.values, candidates.best)])
     while True:
         best = candidates.best
         fit = candidates.fit(best)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -35,8 +35,14 @@ class BlockRoot(Protocol):
     def of_rows(self, rows: Tensor) -> Tensor:
         """Roots (n, K, r) by derivatives (n, K, p)."""
 
-    def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
-        """The same where the block is of one matrix."""
+    def turn(self, layer: MatrixDerivatives) -> Turned:
+        """The derivatives in the bases that the block is simple in, where it is of one matrix."""
+
+    def of_turned(self, turned: Turned) -> Tensor:
+        """Roots (n, K, r) by these."""
+
+    def turns_as(self, other: BlockRoot) -> bool:
+        """Whether the bases are those of another block at the same place."""
 
 
 Blocks: TypeAlias = "Callable[[Sequence[slice]], Sequence[tuple[slice, BlockRoot]]]"
@@ -48,11 +54,46 @@ def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
     Args:
         blocks: Sigma's, with their places in theta, given those of the parameters that are used together.
     """
-    known: list[Piece] = []  # found with the first inputs
+    rooted = _rooted(layout, theta, [blocks])
 
     def roots(inputs: Tensor) -> Iterator[Iterable[Tensor]]:
+        return (chain.from_iterable(block) for block in rooted(inputs))
+
+    return Pulled(roots)
+
+
+def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]) -> Callable[[Tensor], Tensor]:
+    """A function of inputs (n, ...) that gives the same for several Sigma, (C, n, K, K) float64; J is made once.
+
+    Args:
+        candidates: the blocks of each, all with the same places.
+    """
+    rooted = _rooted(layout, theta, candidates)
+
+    def covariances(inputs: Tensor) -> Tensor:
+        found = []
+        for block in rooted(inputs):
+            totals: list[Tensor] = []
+            for roots in block:
+                squares = [root.double() @ root.double().mT for root in roots]
+                totals = (
+                    squares if not totals else [total.add_(one) for total, one in zip(totals, squares, strict=True)]
+                )
+            found.append(torch.stack(totals))
+        return torch.cat(found, dim=1)
+
+    return covariances
+
+
+def _rooted(
+    layout: ModuleLayout, theta: Tensor, candidates: Sequence[Blocks]
+) -> Callable[[Tensor], Iterator[Iterable[Iterable[Tensor]]]]:
+    """Of inputs, block by block, at each place of theta, by each Sigma: roots (b, K, r)."""
+    known: list[Piece] = []  # found with the first inputs
+
+    def roots(inputs: Tensor) -> Iterator[Iterable[Iterable[Tensor]]]:
         if not len(inputs):
-            yield (inputs.new_zeros(0, layout.num_outputs, 1),)
+            yield ([inputs.new_zeros(0, layout.num_outputs, 1)] * len(candidates),)
             return
         at = theta.to(inputs.device, inputs.dtype if inputs.is_floating_point() else torch.float32)
         if not known:
@@ -60,14 +101,16 @@ def by_layer(layout: ModuleLayout, theta: Tensor, blocks: Blocks) -> Pulled:
         taken = {part.name for piece in known for part in piece.parts}
         others = [part for part in layout.parts if part.name not in taken]
         places = [place_of(piece) for piece in known] + [part.place for part in others]
-        found = blocks(sorted(places, key=lambda place: place.start))
-        largest = max(place.stop - place.start for place, _ in found)
+        places.sort(key=lambda place: place.start)
+        found = [list(blocks(places)) for blocks in candidates]
+        taken_places = [place for place, _ in found[0]]
+        largest = max(place.stop - place.start for place in taken_places)
         for some in slices(0, len(inputs), block_size(layout, largest, inputs.device)[0]):
             signals.raise_if_interrupted("the logits' covariance")
             layers = _derivatives(layout, at, inputs[some], known=known, others=others)
-            yield (_root(layers, place, root) for place, root in found)
+            yield (_roots(layers, place, [of[index][1] for of in found]) for index, place in enumerate(taken_places))
 
-    return Pulled(roots)
+    return roots
 
 
 def block_size(layout: ModuleLayout, largest: int, device: torch.device) -> tuple[int, int]:
@@ -110,6 +153,24 @@ class MatrixDerivatives(NamedTuple):
         return torch.cat([matrix[..., :-1].flatten(2), matrix[..., -1]], dim=2)
 
 
+class Turned(NamedTuple):
+    """The derivatives by a matrix in bases.
+
+    Args:
+        slopes: what comes back, (n, K, outputs, 1); or all derivatives, (n, K, outputs, F).
+        columns: what goes in, (n, F, 1); None beside all derivatives.
+        has_bias: whether the last column is the bias'.
+    """
+
+    slopes: Tensor
+    columns: Tensor | None
+    has_bias: bool = False
+
+    def whole(self) -> Tensor:
+        """All derivatives, (n, K, outputs, F)."""
+        return self.slopes if self.columns is None else products(self.slopes, self.columns)
+
+
 class _ScaleDerivatives(NamedTuple):
     """The same by what a norm scales and shifts by."""
 
@@ -141,14 +202,22 @@ def products(slopes: Tensor, columns: Tensor) -> Tensor:
     return (slopes.flatten(1, 2) @ columns.mT).unflatten(1, slopes.shape[1:3])
 
 
-def weighted_root(slopes: Tensor, columns: Tensor, variances: Tensor) -> Tensor:
-    """Roots (n, K, r) of a covariance that is diagonal in the bases of g (n, K, outputs, T) and x (n, F, T).
+def turned(slopes: Tensor, columns: Tensor, *, has_bias: bool = False) -> Turned:
+    """Of g (n, K, outputs, T) and x (n, F, T): both where T is 1, else the sum of their products."""
+    if slopes.shape[3] == 1:
+        return Turned(slopes, columns, has_bias)
+    return Turned(products(slopes, columns), None, has_bias)
+
+
+def weighted_root(derivatives: Turned, variances: Tensor) -> Tensor:
+    """Roots (n, K, r) of a covariance that is diagonal in the bases.
 
     Args:
         variances: (outputs, F).
     """
-    if slopes.shape[3] > 1:
-        return (products(slopes, columns) * variances.sqrt().to(slopes)).flatten(2)
+    slopes, columns = derivatives.slopes, derivatives.columns
+    if columns is None:
+        return (slopes * variances.sqrt().to(slopes)).flatten(2)
     of_outputs = columns[:, :, 0].to(variances).square() @ variances.T
     return slopes[..., 0] * of_outputs.sqrt().unsqueeze(1)
 
@@ -183,11 +252,17 @@ def _derivatives(
     return sorted(found, key=lambda layer: layer.place.start)
 
 
-def _root(layers: list[_Layer], place: slice, root: BlockRoot) -> Tensor:
-    """Of the block of Sigma at a place, which may be that of a layer, of part of one or of more than one."""
+def _roots(layers: list[_Layer], place: slice, blocks: Sequence[BlockRoot]) -> Iterator[Tensor]:
+    """By each Sigma's block at a place, which may be that of a layer, of part of one or of more than one."""
     within = [layer for layer in layers if layer.place.start < place.stop and layer.place.stop > place.start]
     if len(within) == 1 and within[0].place == place and isinstance(within[0], MatrixDerivatives):
-        return root.of_matrix(within[0])
-    rows = torch.cat([layer.rows() for layer in within], dim=2)
+        layer, before, derivatives = within[0], blocks[0], blocks[0].turn(within[0])
+        for block in blocks:
+            if not block.turns_as(before):
+                before, derivatives = block, block.turn(layer)
+            yield block.of_turned(derivatives)
+        return
     first = within[0].place.start
-    return root.of_rows(rows[:, :, place.start - first : place.stop - first])
+    rows = torch.cat([layer.rows() for layer in within], dim=2)[:, :, place.start - first : place.stop - first]
+    for block in blocks:
+        yield block.of_rows(rows)

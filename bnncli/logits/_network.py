@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.logits import LogitCovariance
-from bnncli.logits._by_layer import by_layer
+from bnncli.logits._by_layer import Blocks, by_layer, by_layer_together
 from bnncli.logits._pulled import Pulled
 from bnncli.logits.block import PulledBlock
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
@@ -28,16 +28,28 @@ def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -
         return Pulled(partial(_whole_roots, covariance, layout, theta))
     layout = cast(ModuleLayout, layout)  # nothing else has a module
     if is_by_layer(covariance.structure):
-        spread: LogitCovariance = registry.load_module("logits", covariance.structure).of_network(
-            covariance, layout, theta
-        )
-        return spread
+        return by_layer(layout, theta, _blocks_of(covariance))
     return by_layer(layout, theta, lambda places: [(slice(0, layout.num_params), PulledBlock(covariance))])
+
+
+def covariances_together(
+    candidates: Sequence[Covariance], layout: LogitLayout, theta: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """A function of inputs (n, ...): J Sigma J^T for several Sigma of one structure that has blocks, (C, n, K, K) float64.
+
+    J is made once for all, and turned once into bases that they share.
+    """
+    return by_layer_together(cast(ModuleLayout, layout), theta, [_blocks_of(one) for one in candidates])
+
+
+def _blocks_of(covariance: Covariance) -> Blocks:
+    found: Blocks = registry.load_module("logits", covariance.structure).blocks_of(covariance)
+    return found
 
 
 def is_by_layer(structure: str) -> bool:
     """Whether Sigma of this structure has blocks, so that nothing of K P numbers an example is made."""
-    return structure in registry.names("logits") and hasattr(registry.load_module("logits", structure), "of_network")
+    return structure in registry.names("logits") and hasattr(registry.load_module("logits", structure), "blocks_of")
 
 
 def _whole_roots(

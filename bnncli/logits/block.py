@@ -11,11 +11,10 @@ from bnncli.covariances import Covariance
 from bnncli.covariances._layers import InLayers
 from bnncli.covariances.block import Block
 from bnncli.logits import LogitCovariance
-from bnncli.logits._by_layer import BlockRoot, MatrixDerivatives, by_layer, consecutive_places
+from bnncli.logits._by_layer import BlockRoot, Blocks, MatrixDerivatives, Turned, consecutive_places
 from bnncli.logits._independent import Independent
 from bnncli.targets.grams import tiles
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
 
 
 def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:
@@ -34,14 +33,14 @@ def of_head(covariance: Block, layout: HeadLayout) -> LogitCovariance:
     return Independent(variance)
 
 
-def of_network(covariance: InLayers, layout: ModuleLayout, theta: Tensor) -> LogitCovariance:
+def blocks_of(covariance: InLayers) -> Blocks:
     """A layer at a time."""
 
     def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
         own = consecutive_places(covariance.pieces)
         return [(place, PulledBlock(piece)) for place, piece in zip(own, covariance.pieces, strict=True)]
 
-    return by_layer(layout, theta, blocks)
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,14 @@ class PulledBlock:
         """Derivatives (n, K, p) times L."""
         return self.covariance.pull_back(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
 
-    def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
-        """The same."""
-        return self.of_rows(layer.rows())
+    def turn(self, layer: MatrixDerivatives) -> Turned:
+        """As rows, which need no bases."""
+        return Turned(layer.rows().unsqueeze(2), None)
+
+    def of_turned(self, turned: Turned) -> Tensor:
+        """Rows times L."""
+        return self.of_rows(turned.slopes[:, :, 0])
+
+    def turns_as(self, other: BlockRoot) -> bool:
+        """Rows are the same for all."""
+        return isinstance(other, PulledBlock)

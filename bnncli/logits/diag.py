@@ -9,10 +9,9 @@ from torch import Tensor
 
 from bnncli.covariances.diag import Diag
 from bnncli.logits import LogitCovariance
-from bnncli.logits._by_layer import BlockRoot, MatrixDerivatives, by_layer, weighted_root
+from bnncli.logits._by_layer import BlockRoot, Blocks, MatrixDerivatives, Turned, turned, weighted_root
 from bnncli.logits._independent import Independent
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
 
 
 def of_head(covariance: Diag, layout: HeadLayout) -> LogitCovariance:
@@ -26,13 +25,13 @@ def of_head(covariance: Diag, layout: HeadLayout) -> LogitCovariance:
     return Independent(variance)
 
 
-def of_network(covariance: Diag, layout: ModuleLayout, theta: Tensor) -> LogitCovariance:
+def blocks_of(covariance: Diag) -> Blocks:
     """sum_p J_p^2 sigma_p^2, a layer at a time."""
 
     def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
         return [(place, Scaled(covariance.variances[place])) for place in places]
 
-    return by_layer(layout, theta, blocks)
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,17 @@ class Scaled:
         """Derivatives (n, K, p) times standard deviations."""
         return rows * self.variances.sqrt().to(rows)
 
-    def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
-        """The same of a matrix (outputs, F), the bias last."""
-        slopes, columns = layer.in_bases()
-        shape = slopes.shape[2], columns.shape[1] - layer.has_bias
-        matrix = HeadLayout(*shape, has_bias=layer.has_bias).augment(self.variances)
-        return weighted_root(slopes, columns, matrix)
+    def turn(self, layer: MatrixDerivatives) -> Turned:
+        """As they are, a bias the last column."""
+        return turned(*layer.in_bases(), has_bias=layer.has_bias)
+
+    def of_turned(self, turned: Turned) -> Tensor:
+        """The same of a matrix (outputs, F)."""
+        num_outputs = turned.slopes.shape[2]
+        has_bias = turned.has_bias
+        layout = HeadLayout(num_outputs, len(self.variances) // num_outputs - has_bias, has_bias=has_bias)
+        return weighted_root(turned, layout.augment(self.variances))
+
+    def turns_as(self, other: BlockRoot) -> bool:
+        """Every diagonal does."""
+        return isinstance(other, Scaled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bnncli.covariances import Covariance
 from bnncli.logits import LogitCovariance
 from bnncli.logits._pulled import pulled
-from bnncli.logits.kron import of_network as of_network
+from bnncli.logits.kron import blocks_of as blocks_of
 from bnncli.theta.head import HeadLayout
 
 

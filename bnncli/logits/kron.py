@@ -15,15 +15,15 @@ from bnncli.covariances.kron import Kron
 from bnncli.logits import LogitCovariance, LogitRoot
 from bnncli.logits._by_layer import (
     BlockRoot,
+    Blocks,
     MatrixDerivatives,
-    by_layer,
+    Turned,
     consecutive_places,
-    products,
+    turned,
     weighted_root,
 )
 from bnncli.logits.block import PulledBlock
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
 
 
 def of_head(covariance: Kron, layout: HeadLayout) -> LogitCovariance:
@@ -78,14 +78,14 @@ class AlongOutputBasis:
         return projected.square() @ sigma.scales.square().T
 
 
-def of_network(covariance: InLayers, layout: ModuleLayout, theta: Tensor) -> LogitCovariance:
+def blocks_of(covariance: InLayers) -> Blocks:
     """A layer at a time, each in the bases of its factors."""
 
     def blocks(places: Sequence[slice]) -> list[tuple[slice, BlockRoot]]:
         own = consecutive_places(covariance.pieces)
         return [(place, _block_of(piece)) for place, piece in zip(own, covariance.pieces, strict=True)]
 
-    return by_layer(layout, theta, blocks)
+    return blocks
 
 
 def _block_of(piece: Covariance) -> BlockRoot:
@@ -106,10 +106,20 @@ class TurnedBlock:
         """Derivatives (n, K, p) times L."""
         return PulledBlock(self.covariance).of_rows(rows)
 
-    def of_matrix(self, layer: MatrixDerivatives) -> Tensor:
+    def turn(self, layer: MatrixDerivatives) -> Turned:
         """In the bases: what comes back and goes in is turned, not their products."""
+        return turned(*layer.in_bases(self.covariance.output_basis, self.covariance.feature_basis))
+
+    def of_turned(self, turned: Turned) -> Tensor:
+        """Times standard deviations, where the coordinates in the bases are independent."""
         sigma = self.covariance
-        slopes, columns = layer.in_bases(sigma.output_basis, sigma.feature_basis)
         if sigma.variances is None:
-            return sigma.pull_back_turned(products(slopes, columns)).flatten(2)
-        return weighted_root(slopes, columns, sigma.variances)
+            return sigma.pull_back_turned(turned.whole()).flatten(2)
+        return weighted_root(turned, sigma.variances)
+
+    def turns_as(self, other: BlockRoot) -> bool:
+        """Whether the bases are the same tensors."""
+        own = self.covariance
+        return isinstance(other, TurnedBlock) and (
+            other.covariance.output_basis is own.output_basis and other.covariance.feature_basis is own.feature_basis
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -331,15 +331,18 @@ class HeldOutInputs:
                 losses[rows] = math.log(len(theta)) - logs.mean(dim=0)
         return losses
 
-    def losses_of(self, drawn: Callable[[Tensor], Tensor], *, num_draws: int, width: int) -> Tensor:
-        """The same of draws of the logits, (K, S, n) for inputs (n, ...); see LinearisedHeldOut."""
+    def losses_of(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int, width: int) -> Tensor:
+        """The same of draws of the logits by each of several posteriors, (C, M); see LinearisedHeldOut."""
         target = self.target
-        losses = torch.empty(target.num_examples, dtype=torch.float64, device=target.device)
         size = max(1, target._share // (_COPIES * target.dtype.itemsize * num_draws * width))
+        blocks = []
         with torch.no_grad():
             for start in range(0, target.num_examples, size):
                 rows = slice(start, min(start + size, target.num_examples))
-                logits = drawn(target._inputs(rows).to(target.dtype)).contiguous()
-                logs = target.likelihood.decision_logs(logits, target.labels[rows]).double().logsumexp(dim=1)
-                losses[rows] = math.log(num_draws) - logs.mean(dim=0)
-        return losses
+                parts = [
+                    target.likelihood.decision_logs(logits.contiguous(), target.labels[rows])
+                    for logits in drawn(target._inputs(rows).to(target.dtype))
+                ]
+                logs = torch.stack([part.double().logsumexp(dim=1) for part in parts])
+                blocks.append(math.log(num_draws) - logs.mean(dim=1))
+        return torch.cat(blocks, dim=1)

@@ -5,7 +5,7 @@ The search for its mode, the Laplace approximation and the search for the prior 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from bnncli.theta.layout import ParamLayout
@@ -126,10 +126,11 @@ class HeldOut(Protocol):
 class LinearisedHeldOut(HeldOut, Protocol):
     """Examples of a model that is not linear in theta."""
 
-    def losses_of(self, drawn: Callable[[Tensor], Tensor], *, num_draws: int, width: int) -> Tensor:
-        """The same of draws of the logits, (K, S, n) for inputs (n, ...).
+    def losses_of(self, drawn: Callable[[Tensor], Iterable[Tensor]], *, num_draws: int, width: int) -> Tensor:
+        """The same of draws of the logits by each of several posteriors, (C, M).
 
         Args:
+            drawn: for inputs (n, ...), draws (K, S, n) by each posterior.
             num_draws: S.
             width: numbers that a draw of one example's logits holds while it is made.
         """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bnncli.covariances import num_varying
 from bnncli.inference.costs import NUM_DRAWS
-from bnncli.inference.linearised import linearised_losses, noise_size
+from bnncli.inference.linearised import linearised_losses, noise_size, shared_by
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.prior_precision import search
 from bnncli.posteriors import standard_normal
@@ -42,7 +42,7 @@ def test_draws_of_theta_move_the_logits_along_their_derivatives(structure: str) 
     drawn = logits + torch.einsum("nkp,sp->snk", jacobian, covariance.unwhiten(noise[:, : num_varying(covariance)]))
     probs = drawn.softmax(dim=2).mean(dim=0)
     expected = -probs[torch.arange(9), held.target.labels].log()
-    torch.testing.assert_close(linearised_losses(held, target, theta, covariance, noise=noise), expected)
+    torch.testing.assert_close(linearised_losses(held, target, theta, [covariance], noise=noise)[0], expected)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block"])
@@ -61,8 +61,23 @@ def test_draws_of_the_logits_have_their_linearised_variance(structure: str) -> N
     # The normals are their own quantiles: an average over them is nearly the integral.
     noise = torch.special.ndtri((torch.arange(4000, dtype=torch.float64) + 0.5) / 4000).unsqueeze(1)
     assert noise_size(target.layout, structure, 4000) == 1
-    found = linearised_losses(held, target, theta, covariance, noise=noise)
+    found = linearised_losses(held, target, theta, [covariance], noise=noise)[0]
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block"])
+def test_covariances_that_are_judged_together_are_judged_as_alone(structure: str) -> None:
+    target = tiny_target(3)
+    held, theta = held_out_of(target), target.layout.trained()
+    assert shared_by(target.layout, structure, 8) > 3
+    noise = torch.randn(8, 3, generator=seeded(3), dtype=torch.float64)
+    priors = Prior(0.2), Prior(3.0, 0.1), Prior(50.0)
+    hessian = covariance_at(target, theta, structure).hessian
+    some = [covariance_at(target.with_prior(one), theta, structure, hessian=hessian).covariance for one in priors]
+    some.append(covariance_at(target, theta + 1, structure).covariance)  # in other bases, where there are any
+    alone = torch.cat([linearised_losses(held, target, theta, [one], noise=noise) for one in some])
+    assert (alone[0] - alone[2]).abs().max() > 0.01
+    torch.testing.assert_close(linearised_losses(held, target, theta, some, noise=noise), alone)
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])
@@ -81,5 +96,5 @@ def test_a_search_by_val_judges_what_predicts(structure: str) -> None:
     noise = standard_normal(NUM_DRAWS, noise_size(target.layout, structure, NUM_DRAWS), seeded(2), target.device)
     for precision, value in found.curve:
         covariance = covariance_at(target.with_prior(Prior(precision, 0.5)), theta, structure).covariance
-        expected = linearised_losses(held, target, theta, covariance, noise=noise).mean()
+        expected = linearised_losses(held, target, theta, [covariance], noise=noise)[0].mean()
         assert value == pytest.approx(float(expected), rel=1e-9)
