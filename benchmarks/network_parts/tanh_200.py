@@ -32,7 +32,8 @@ def run(bench: Bench) -> list[Table]:
         words = ("--layers", "all", "--structure", structure, "--name", f"{structure}-all")
         made[f"{structure}-all"] = folder.bnncli("fit-laplace", *words)
     quick = ("--epochs", 2) if bench.is_quick else ()
-    words = ("--layers", "all", "--base", "kron-all", "--subspace", 50, "--name", "subspace-all", "--resume", *quick)
+    flow = ("--subspace", 50, "--elbo-draws", 16)  # of all 60,000 examples each, and up to 256 where 16 do not decide
+    words = ("--layers", "all", "--base", "kron-all", *flow, "--name", "subspace-all", "--resume", *quick)
     made["subspace-all"] = folder.bnncli("refine", *words)
     folder.bnncli("predict", "--split", "test")
     title = f"784-200-200-10 tanh, Fashion-MNIST: {rows} training examples, {EPOCHS} epochs"
