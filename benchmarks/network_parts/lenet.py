@@ -23,21 +23,9 @@ def run(bench: Bench) -> list[Table]:
     for structure, words in STRUCTURES.items():
         whole = ("--layers", "all", "--structure", structure, "--name", f"{structure}-all", *words)
         made[f"{structure}-all"] = folder.bnncli("fit-laplace", *whole)
-    # 32 draws for the ELBO: up to 512 where they do not decide, half an hour of passes.
-    flow = (
-        "--layers",
-        "all",
-        "--base",
-        "kron-all",
-        "--subspace",
-        50,
-        "--elbo-draws",
-        32,
-        "--name",
-        "subspace-all",
-        "--resume",
-    )
-    made["subspace-all"] = folder.bnncli("refine", *flow, *(("--epochs", 2) if bench.is_quick else ()))
+    flow = ("--subspace", 50, "--elbo-draws", 32)  # up to 512 where these do not decide, half an hour of passes
+    words = ("--layers", "all", "--base", "kron-all", *flow, "--name", "subspace-all", "--resume")
+    made["subspace-all"] = folder.bnncli("refine", *words, *(("--epochs", 2) if bench.is_quick else ()))
     folder.bnncli("predict", "--split", "test", "--split", "mnist")
     table = score_table(f"LeNet-5, Fashion-MNIST: {rows} training examples", folder, made)
     table.notes += ["diagnose:", *folder.said("diagnose", "--draws", 64)]
