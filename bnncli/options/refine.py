@@ -73,9 +73,10 @@ class RefineOptions(LayersOptions):
     num_draws: int | None = option(
         None, "Draws from the flow a step; the flow's own choice by default (affine: 8, radial: 1).", minimum=1
     )
-    elbo_draws: int = option(
-        256,
-        "Fresh draws for the ELBO before and after, on the full data; up to 16 times as many where they do not decide whether it helped.",
+    elbo_draws: int | None = option(
+        None,
+        "Fresh draws for the ELBO before and after, on the full data; up to 16 times as many where they do not decide whether it helped. 256 "
+        "by default, over other layers than the last 32: each is a pass of the whole network over the data.",
         minimum=2,
     )
     prior_precision: float | None = option(
@@ -102,6 +103,13 @@ class RefineOptions(LayersOptions):
             return self.flow
         is_asked = any(value is not None for value in self.settings.values())  # of which radial flows have none
         return "affine" if self.is_last_layer or self.subspace is not None or is_asked else "radial"
+
+    @property
+    def num_elbo_draws(self) -> int:
+        """The draws that were asked for, or the default ones."""
+        if self.elbo_draws is not None:
+            return self.elbo_draws
+        return 256 if self.is_last_layer else 32
 
     @property
     def default_base(self) -> str:

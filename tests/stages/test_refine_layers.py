@@ -63,6 +63,12 @@ def test_a_setting_of_affine_flows_chooses_them(cli: Cli, run: Path) -> None:
     assert (done.json["metrics"]["flow"], done.json["metrics"]["settings"]["scale"]) == ("affine", "diag")
 
 
+def test_the_elbo_over_a_network_is_of_few_draws(cli: Cli, run: Path) -> None:
+    done = cli("refine", "ckpt.pt", "--layers", "all", "--epochs", "1", *TRUST, "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["metrics"]["elbo_draws"] in [32 * 2**look for look in range(5)]
+
+
 def test_few_directions_are_recorded_and_reported(cli: Cli, run: Path) -> None:
     words = ("--layers", "all", "--subspace", "5", *QUICK)
     done = cli("refine", "ckpt.pt", *words, *TRUST, "--json")

@@ -53,15 +53,16 @@ def resolve(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
     Raises:
         UsageError: the flow does not take what was given, or not here.
     """
-    options = _with_scale(run, replace(options, flow=options.chosen_flow), sizes)
+    options = replace(options, flow=options.chosen_flow, elbo_draws=options.num_elbo_draws)
+    options = _with_scale(run, options, sizes)
     settings = resolved_settings(options.chosen_flow, sizes.acted, **options.settings)
-    own = _recipe(options)
+    recipe = _recipe(options)
     space = choose_space(options.chosen_flow, options.space)
     if options.subspace is not None and space != "whitened":
         raise UsageError(
             f"\0subspace\0 is one of the coordinates that the base whitens; \0flow\0 {options.chosen_flow} acts in {space} space here"
         )
-    return replace(options, space=space, **own._asdict(), settings={**options.settings, **settings})
+    return replace(options, space=space, **recipe._asdict(), settings={**options.settings, **settings})
 
 
 def _with_scale(run: Run, options: RefineOptions, sizes: Sizes) -> RefineOptions:
@@ -128,7 +129,7 @@ def require_room(
 ) -> None:
     """Pass when the work has room. Raises DeviceError, naming what has, otherwise."""
     training = training_bytes(options, sizes, num_layer_params)
-    known: dict[str, Any] = {"num_draws": options.elbo_draws, "training": training}
+    known: dict[str, Any] = {"num_draws": options.num_elbo_draws, "training": training}
     if options.is_last_layer:
         structure = str(base.meta.get("structure"))
         memory.require_refinement(structure, cast(HeadLayout, sizes.layout), run.device_name, whole=whole, **known)

@@ -166,7 +166,7 @@ def _measure(run: Run, options: RefineOptions, fit: RefineFit, base: Gaussian, t
         base,
         fit.posterior,
         generator=run.stream("refine/elbo"),
-        num_samples=options.elbo_draws,
+        num_samples=options.num_elbo_draws,
         progress=run.console,
     )
     before, after = found.before, found.after
