@@ -71,6 +71,7 @@ def open_groups(
     posteriors: Sequence[str] = (),
     integrators: Sequence[str] = (),
     layers: str | None = None,
+    beside: Sequence[str] = (),
     skipped: list[Skipped] | None = None,
 ) -> list[PredictionGroup]:
     """The predictions of the run, grouped; those of stale posteriors are skipped with a warning unless they were named.
@@ -79,6 +80,7 @@ def open_groups(
         posteriors: names of posteriors or of groups; all when empty.
         integrators: names of integrators, with or without their settings; all when empty.
         layers: that posteriors are over, as the command that made them was given them; any where it is None.
+        beside: names of posteriors or groups that are taken whatever they are over.
         skipped: gains the posteriors of the run that are left out: their predictions are stale, or there are none.
 
     Raises:
@@ -112,10 +114,11 @@ def open_groups(
     if not wanted:
         what = f"no such predictions (there: {there})" if groups else "no predictions"
         raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
-    wanted = over_layers(
+    taken = [group for group in wanted if beside and group.is_named(beside, [])]
+    wanted = taken + over_layers(
         run,
         layers,
-        wanted,
+        [group for group in wanted if group not in taken],
         lambda group: group.posterior_path,
         are_named=bool(posteriors),
         what="predictions of a posterior",

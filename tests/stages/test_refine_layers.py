@@ -105,11 +105,15 @@ def test_a_killed_refine_of_a_network_resumes_to_the_same_bits(cli: Cli, run: Pa
         (("--layers", "all", "--subspace", "24", *TRUST), 2, "--subspace: expected 1 to 23, the number of parameters"),
         (("--layers", "all", "--subspace", "2", "--space", "weight"), 2, "--subspace is one of the coordinates that"),
         (("--base", "map", *TRUST), 65, "expected a gaussian posterior"),
+        (("--base", "drawn", *TRUST), 65, "hint: bnncli fit-laplace ckpt.pt --layers all --trust-code"),
         (("--base", "prior", *TRUST), 2, "--trust-code is for --layers all or a pattern"),
         (("--layers", "all"), 77, "add --trust-code"),
     ],
 )
 def test_what_does_not_fit_is_one_line(cli: Cli, run: Path, words: tuple[str, ...], code: int, message: str) -> None:
+    if "drawn" in words:
+        fit = ("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--layers", "all", "--draws", "2")
+        assert cli(*fit, "--name", "drawn", *TRUST).code == 0
     refused = cli("refine", "ckpt.pt", *words, *QUICK)
     assert (refused.code, message in refused.stderr) == (code, True), refused.stderr
     assert "Traceback" not in refused.stderr

@@ -211,6 +211,9 @@ def test_layers_select_posteriors_wherever_they_are_read(cli: Cli, checkpoint: P
     for words in (("evaluate", "--bootstrap", "0"), ("compare", "--metric", "nll", "--bootstrap", "100")):
         rows = cli(words[0], "ckpt.pt", *words[1:], "--layers", "last", "--json").json["rows"]
         assert [row["posterior"] for row in rows] == ["map", "laplace"]
+    words = ("--metric", "nll", "--bootstrap", "100", "--baseline", "map", "--json")
+    beside = cli("compare", "ckpt.pt", *asked, *words).json["rows"]  # which is over the last layer
+    assert [row["posterior"] for row in beside] == ["map", "laplace-3-1"]
     held = cli("evaluate", "ckpt.pt", *asked, "--bootstrap", "0", "--assert", "nll<=9")  # of these alone
     assert held.code == 0, held.stderr
 

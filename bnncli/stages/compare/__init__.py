@@ -55,7 +55,8 @@ def run(run: Run, options: CompareOptions) -> Result:
         raise UsageError(f"--format {options.format} and --json exclude each other: give one")
     runs = _runs(run)
     named: dict[str, Any] = {"posteriors": options.posterior, "integrators": options.integrator}
-    found = [open_groups(one, **named, layers=options.layers) for one in runs]
+    beside = [] if options.baseline is None else [options.baseline]
+    found = [open_groups(one, **named, layers=options.layers, beside=beside) for one in runs]
     groups = _shared(runs, found, options.split)
     baseline = _baseline(runs[0], options, [own[0] for own in groups.values()])
     _check_same_examples(runs, options, groups)

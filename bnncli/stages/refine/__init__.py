@@ -151,10 +151,12 @@ def _prior(run: Run, options: RefineOptions, base_path: Path | None, sources: li
 def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
     kind = "samples" if header.kind == "samples" else header.meta.get("type")
     if kind != "gaussian":
+        layers = header.meta.get("layers", LAST)
+        also = {} if layers == LAST else {"layers": layers, "trust_code": True}
         raise DataError(
             f"--base: expected a gaussian posterior; {path} is of type {kind}",
             code="wrong_type",
-            hint=run.suggest("fit-laplace"),
+            hint=run.suggest("fit-laplace", **also),
             path=path,
         )
     if "num_varying" in header.meta:
