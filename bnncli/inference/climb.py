@@ -32,6 +32,9 @@ NEAR = 0.05  # posterior standard deviations a parameter: a centre so near to th
 _PASSES_A_PRODUCT = 2  # with the exact Hessian, beside a gradient, measured (LeNet-5: 1.8, an MLP: 1.7)
 _PASSES_A_WHITENING = 4
 _PAIRS = 20  # of L-BFGS
+CLIMBING_VECTORS = (
+    2 * _PAIRS + 16
+)  # of P numbers, float64: the pairs, two places with their gradients, what steps are made of
 _AGE = 100  # L-BFGS steps, after which the whitening is made again
 _WINDOW = 10  # L-BFGS steps whose gain says whether they still pay
 _SMALL_GAIN = 5e-3  # nats of the log joint in so many steps

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from bnncli.targets.target import Target
 
-_BLOCK_DRAWS = 64
+BLOCK_DRAWS = 64  # whose log weights are found at once
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def measure_gain(
 def log_weights(target: Target, posterior: HasNoise, noise: Tensor, task: Task | None = None) -> Tensor:
     """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P); task counts draws."""
     parts = []
-    for block in noise.split(_BLOCK_DRAWS):
+    for block in noise.split(BLOCK_DRAWS):
         theta, log_density = posterior.from_noise(block)
         parts.append(target.log_joint(theta) - log_density)
         if task is not None:

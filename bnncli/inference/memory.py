@@ -11,7 +11,7 @@ from typing import Any
 
 from bnncli import registry
 from bnncli.lazy import torch
-from bnncli.machine.memory import CPU_ACTIVATION_BYTES, budget, require
+from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once
 from bnncli.theta.layout import ClassifierLayout, MatrixLayout
 from bnncli.theta.network import NetworkLayout
@@ -34,7 +34,6 @@ _BYTES_A_TRAINING_DRAW = 100  # of each parameter: what a step through the layer
 _BYTES_A_DIRECTION = 80  # of each parameter: three blocks of float64, their factors and images
 _BATCH_VECTORS = 4  # of a minibatch's logits under every draw
 _CHAIN_VECTORS = 16  # of P numbers that each chain holds within a trajectory
-_NETWORK_CHAIN_VECTORS = 24  # the same of a network: its weights and their gradients besides
 _SPAN_COPIES = 5  # of a matrix of features by examples: the features in float64, their factors, the basis
 _COMPLETED_VECTORS = 6  # of P numbers that each chain holds while a draw in a span becomes one of all of theta
 
@@ -150,22 +149,6 @@ def require_sampling(
     require(needed, device, what=f"hmc with {num_chains} chains of {layout.num_params} parameters", hint=hint)
 
 
-def require_chains(layout: ClassifierLayout, device: torch.device | str, *, num_examples: int, num_chains: int) -> None:
-    """Pass when chains over a network's parameters have room beside its inputs and activations, whatever whitens them.
-
-    Raises:
-        DeviceError: they have none; names how many have.
-    """
-    num_params = layout.num_params
-    one = 8 * _NETWORK_CHAIN_VECTORS * num_params
-    beside = 4 * num_examples * layout.num_features + CPU_ACTIVATION_BYTES
-    most = (budget(device) - beside) // one
-    hint = f"use at most \0chains\0 {most}" if most > 0 else "no chain fits: choose fewer \0layers\0"
-    require(
-        beside + num_chains * one, device, what=f"hmc with {num_chains} chains of {num_params} parameters", hint=hint
-    )
-
-
 def require_refinement(
     structure: str, layout: MatrixLayout, device: torch.device | str, *, training: int = 0, **sizes: Any
 ) -> None:
@@ -182,27 +165,6 @@ def require_refinement(
     hint = f"refine a base made by fit-laplace \0structure\0 {fitting[0]}" if fitting else less
     needed = refinement_bytes(structure, layout, **sizes)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
-
-
-def network_refinement_bytes(
-    layout: ClassifierLayout, *, num_examples: int, base_bytes: int, num_draws: int, training: int
-) -> int:
-    """Bytes that a stored Gaussian over a network's parameters takes to refine: inputs, the base, the training or draws to judge it.
-
-    Args:
-        base_bytes: of its file, float64: as read, with what is derived from it, and in a second precision.
-        training: training_bytes of the flow.
-    """
-    inputs = 4 * num_examples * layout.num_features
-    drawn = _BYTES_A_DRAW * min(num_draws, draws_at_once(layout.num_params)) * layout.num_params
-    return 2 * inputs + 5 * base_bytes // 2 + CPU_ACTIVATION_BYTES + max(training, drawn)
-
-
-def require_network_refinement(layout: ClassifierLayout, device: torch.device | str, **sizes: int) -> None:
-    """Pass when such a flow has room; sizes as for network_refinement_bytes. Raises DeviceError otherwise."""
-    needed = network_refinement_bytes(layout, **sizes)
-    hint = "use fewer \0elbo_draws\0, a shorter \0length\0 or a smaller \0subspace\0"
-    require(needed, device, what=f"refining a Gaussian of {layout}", hint=hint)
 
 
 def drawn_bytes(num_params: int, *, num_used: int, num_stored: int = 0) -> int:

@@ -8,28 +8,26 @@ precision, the predictions for val. A block's work is measured on the network it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from bnncli import registry
+from bnncli.inference.climb import CLIMBING_VECTORS
 from bnncli.inference.costs import NUM_DRAWS
-from bnncli.inference.linearised import noise_size
+from bnncli.inference.linearised import noise_size, shared_by
+from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes, prediction_bytes, with_kernels
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
 from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
+from bnncli.targets.network import NetworkTarget
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
-
-if TYPE_CHECKING:
-    from bnncli.targets.network import NetworkTarget
 
 MOST_FULL = 2000  # parameters that full is taken for unasked: its factors take seconds
 AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is quick and fits
 _COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance: as of a last layer's
 _VECTORS = 6  # of P numbers, float64: theta at the start, the centre, the network's own, a gradient, and products
 _SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
-_KEPT_FREE = 1.4  # bytes that the C library has of the system for each in use, where blocks of many sizes come and go
-_TRIED_VECTORS = 6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples twice, and theta
-_TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
+_MOST_TOGETHER = 8  # covariances of a search that are judged together: a grid of whole decades
+_TOGETHER_VECTORS = 2  # of P numbers, float64, for each: curvatures, and scales made of them
 _PROBED = 8, 4  # parts of a block of examples that its work is measured on
 
 
@@ -44,6 +42,7 @@ class NetworkPlan:
         structures: that can be had, from the one that says most of the posterior to the least.
         is_search: whether a prior precision is searched for on the validation data.
         num_drawn: draws that are made by conjugate gradients, 0 for none.
+        is_climb: whether the mode is looked for.
         known: what the making of H takes of each structure that was measured.
     """
 
@@ -54,6 +53,7 @@ class NetworkPlan:
     structures: tuple[str, ...]
     is_search: bool
     num_drawn: int = 0
+    is_climb: bool = False
     known: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -64,19 +64,32 @@ class NetworkPlan:
     def fit_bytes(self, structure: str, device: torch.device) -> int:
         """At the peak, the inputs with it."""
         elements = self._elements(structure)
-        beside = self.input_bytes + 8 * _VECTORS * self.layout.num_params
+        beside = self.input_bytes + 8 * _VECTORS * self.layout.num_params + first_use_bytes(device)
         covariance = 8 * _COPIES * elements
         if beside + covariance > budget(device):
             return beside + covariance  # too much, before anything is measured
+        layout = self.layout
         work = [covariance, self._hessian_bytes(structure, device), self._gradient_bytes(device, torch.float64)]
         if self.is_search:
-            noise = 8 * NUM_DRAWS * noise_size(self.layout, structure, NUM_DRAWS)
-            work.append(16 * elements + noise + self._gradient_bytes(device, torch.float32))
+            noise = 8 * NUM_DRAWS * noise_size(layout, structure, NUM_DRAWS)
+            together = (
+                8 * _TOGETHER_VECTORS * min(_MOST_TOGETHER, shared_by(layout, structure, NUM_DRAWS)) * layout.num_params
+            )
+            judged = max(
+                self._gradient_bytes(device, torch.float32), prediction_bytes(layout, self.num_held, structure, device)
+            )
+            work.append(16 * elements + noise + together + judged)
         if self.num_held:
-            work.append(16 * elements + prediction_bytes(self.layout, self.num_held, structure, device))
+            work.append(16 * elements + prediction_bytes(layout, self.num_held, structure, device))
         if self.num_drawn:
-            drawn = 8 * _SOLVER_COPIES * self.num_drawn * self.layout.num_params
-            work.append(drawn + self._gradient_bytes(device, torch.float32))
+            drawn = 8 * _SOLVER_COPIES * self.num_drawn * layout.num_params
+            work.append(8 * elements + drawn + self._gradient_bytes(device, torch.float32))
+        if self.is_climb:
+            rough = NetworkTarget.rough_structure
+            whitening = 8 * self._elements(rough)
+            climbing = 8 * CLIMBING_VECTORS * layout.num_params + 2 * whitening
+            work.append(climbing + max(_COPIES * whitening, self._hessian_bytes(rough, device)))
+            work.append(climbing + self._gradient_bytes(device, torch.float64))
         return beside + max(work)
 
     def stored_bytes(self, structure: str) -> int:
@@ -94,18 +107,19 @@ class NetworkPlan:
                 return name
         return next(name for name in reversed(AUTOMATIC) if name in self.structures)
 
-    def require_fit(self, structure: str, device: torch.device) -> None:
-        """Pass when the structure can be fitted. Raises DeviceError, naming the first that can, otherwise."""
+    def require_fit(self, structure: str, device: torch.device) -> int:
+        """What the fit of a structure takes. Raises DeviceError, naming the first that fits, where that is too much."""
         there = budget(device)
         needed = self.fit_bytes(structure, device)
         if needed <= there:
-            return
+            return needed
         fitting = [name for name in self.structures if self.fit_bytes(name, device) <= there]
         hint = f"use \0structure\0 {fitting[0]}, which fits" if fitting else "no structure fits: use fewer \0layers\0"
         if self.input_bytes > there:
             hint = "the inputs alone are larger: extract the features of fewer examples"
         what = f"a {structure} covariance of {self.layout.num_params:,} parameters"
         require(needed, device, what=what, hint=hint)
+        return needed
 
     def _elements(self, structure: str) -> int:
         """Numbers in one copy of the structure's matrices."""
@@ -117,8 +131,6 @@ class NetworkPlan:
 
     def _target(self, inputs: torch.Tensor, device: torch.device) -> NetworkTarget:
         """A target of inputs (n, D) and labels that are all the first class's."""
-        from bnncli.targets.network import NetworkTarget
-
         likelihood, count = self.layout.likelihood, len(inputs)
         shape = (count,) if likelihood.is_exclusive else (count, likelihood.num_classes)
         labels = torch.zeros(shape, dtype=torch.int64 if likelihood.is_exclusive else torch.uint8, device=device)
@@ -155,31 +167,4 @@ class NetworkPlan:
 
     def _gradient_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Of a block of examples' gradient."""
-        from bnncli.targets.network import activation_bytes_of, pairs_at_once
-
-        count = min(self.num_examples, pairs_at_once(self.layout, device, dtype))
-        return with_kernels(count * activation_bytes_of(self.layout, dtype), self.layout, count, device)
-
-
-def with_kernels(tensors: int, layout: ModuleLayout, num_examples: int, device: torch.device) -> int:
-    """Bytes of a process that works on tensors of so many, of a block of examples.
-
-    On a CPU convolutions lay out their channels anew, and freed blocks between those in use stay with the C library.
-    """
-    return tensors if device.type != "cpu" else int(_KEPT_FREE * (tensors + num_examples * layout.laid_out_bytes))
-
-
-def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
-    """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
-
-    The places in which Sigma's blocks lie are tried in float64 first, on two examples: their Jacobian, and gradients of the
-    largest block.
-    """
-    from bnncli.logits._by_layer import block_size
-    from bnncli.theta.modules import module_places
-
-    size = layout.num_params
-    sizes = [place.stop - place.start for place in module_places(layout).values()]
-    largest = size if structure in ("full", "low-rank") else max(sizes)
-    count, each = block_size(layout, largest, device)
-    return max(4 * each * min(count, num_examples), 8 * (_TRIED_VECTORS * size + _TRIED_PIECES * max(sizes)))
+        return gradient_bytes(self.layout, self.num_examples, device, dtype)

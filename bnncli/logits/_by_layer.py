@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ _ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # of a block of examples: what is kep
 
 
 class BlockRoot(Protocol):
-    """L^T of one of Sigma's blocks, applied to derivatives."""
+    """L^T of one of Sigma's blocks, applied to derivatives.
+
+    Attributes:
+        num_copies: numbers of four bytes that it holds of each derivative at its peak, these with them.
+    """
+
+    num_copies: ClassVar[int]
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Roots (n, K, r) by derivatives (n, K, p)."""
@@ -104,7 +110,7 @@ def _rooted(
         places.sort(key=lambda place: place.start)
         found = [list(blocks(places)) for blocks in candidates]
         taken_places = [place for place, _ in found[0]]
-        largest = max(place.stop - place.start for place in taken_places)
+        largest = max(root.num_copies * (place.stop - place.start) for place, root in found[0])
         for some in slices(0, len(inputs), block_size(layout, largest, inputs.device)[0]):
             signals.raise_if_interrupted("the logits' covariance")
             layers = _derivatives(layout, at, inputs[some], known=known, others=others)
@@ -114,9 +120,8 @@ def _rooted(
 
 
 def block_size(layout: ModuleLayout, largest: int, device: torch.device) -> tuple[int, int]:
-    """Examples of a block, and the numbers that each takes, for a largest block of Sigma of so many parameters."""
-    # Less than half of what a pass keeps are outputs of layers; of a block's derivatives there are three copies.
-    each = layout.num_outputs * (layout.widest // 2 + 3 * largest) + layout.widest
+    """Examples of a block, and the numbers that each takes, where the largest block of Sigma takes so many of each output."""
+    each = layout.num_outputs * (layout.own_outputs + largest) + 2 * layout.widest
     return max(1, _ELEMENTS.get(device.type, 2**24) // each), each
 
 
@@ -239,7 +244,7 @@ def _derivatives(
         last = layout.num_outputs - 1
         back = [gradients(logits, noted, one.expand_as(logits), is_last=k == last) for k, one in enumerate(every)]
         for piece in known:
-            of_outputs = [one[piece.parts[0].name] for one in back]
+            of_outputs = [one.pop(piece.parts[0].name) for one in back]  # which are free once they are stacked
             uses = [
                 (pairs[0][0], torch.stack([slope for _, slope in pairs], dim=1))
                 for pairs in zip(*of_outputs, strict=True)

@@ -17,6 +17,7 @@ from bnncli.logits.block import PulledBlock
 from bnncli.targets.stream import BLOCK_ELEMENTS, slices
 from bnncli.theta.layout import LogitLayout
 from bnncli.theta.module import ModuleLayout
+from bnncli.theta.modules import module_places
 
 
 def network_spread(covariance: Covariance, layout: LogitLayout, theta: Tensor) -> LogitCovariance:
@@ -50,6 +51,15 @@ def _blocks_of(covariance: Covariance) -> Blocks:
 def is_by_layer(structure: str) -> bool:
     """Whether Sigma of this structure has blocks, so that nothing of K P numbers an example is made."""
     return structure in registry.names("logits") and hasattr(registry.load_module("logits", structure), "blocks_of")
+
+
+def largest_root(structure: str, layout: ModuleLayout) -> int:
+    """Numbers of four bytes that the largest block of a Sigma of this structure takes of each output of an example, about."""
+    if not is_by_layer(structure):
+        return PulledBlock.num_copies * layout.num_params
+    largest = max(place.stop - place.start for place in module_places(layout).values())
+    kind = getattr(registry.load_module("logits", structure), "network_root", PulledBlock)
+    return int(kind.num_copies) * largest
 
 
 def _whole_roots(

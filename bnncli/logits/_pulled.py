@@ -55,7 +55,12 @@ class Pulled:
 
     def _products(self, inputs: Tensor) -> Tensor:
         """(n, K, K) float64: what all logits share may be large, and float32 would lose the rest in the sums."""
-        return self._sums(inputs, lambda root: root.double() @ root.double().mT)
+
+        def squared(root: Tensor) -> Tensor:
+            wide = root.double()
+            return wide @ wide.mT
+
+        return self._sums(inputs, squared)
 
     def _sums(self, inputs: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
         """What is made of each root, added up."""

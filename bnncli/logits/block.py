@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class PulledBlock:
         covariance: L L^T.
     """
 
+    num_copies: ClassVar[int] = 9  # the derivatives, and four of float64: as they go into L, on the way, and out
     covariance: Covariance
 
     def of_rows(self, rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class Scaled:
         variances: (p,).
     """
 
+    num_copies: ClassVar[int] = 3  # derivatives, and their image in float64
     variances: Tensor
 
     def of_rows(self, rows: Tensor) -> Tensor:
@@ -62,3 +64,6 @@ class Scaled:
     def turns_as(self, other: BlockRoot) -> bool:
         """Every diagonal does."""
         return isinstance(other, Scaled)
+
+
+network_root = Scaled  # what derivatives by a layer are turned by

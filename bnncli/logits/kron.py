@@ -100,6 +100,7 @@ class TurnedBlock:
         covariance: its inverse, with the prior.
     """
 
+    num_copies: ClassVar[int] = 3  # derivatives, and their image in float64
     covariance: InEigenbasis
 
     def of_rows(self, rows: Tensor) -> Tensor:
@@ -123,3 +124,6 @@ class TurnedBlock:
         return isinstance(other, TurnedBlock) and (
             other.covariance.output_basis is own.output_basis and other.covariance.feature_basis is own.feature_basis
         )
+
+
+network_root = TurnedBlock  # what derivatives by a layer are turned by

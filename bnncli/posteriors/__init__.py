@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LATENT_BINARY, SPARSE = "latent-binary", "sparse"  # types of networks of which weights are out
 _AT_ONCE = 2**24  # numbers of noise held at once: 128 MiB
+_MADE_AT_ONCE = 2**22  # numbers of theta made of noise at once: several copies of 32 MiB on the way
 _UNIT, _FEWEST = 64, 16  # draws that a part holds whole numbers of, and the fewest however large they are
 
 
@@ -74,6 +75,11 @@ def draws_at_once(num_params: int) -> int:
     return max(_FEWEST, most // unit * unit)
 
 
+def made_at_once(num_params: int) -> int:
+    """Of how many draws of so many numbers theta is made of its noise at once."""
+    return max(_FEWEST, _MADE_AT_ONCE // num_params)
+
+
 def sample_from_noise(
     posterior: Any, num_samples: int, generator: torch.Generator, *, also: Callable[[Tensor], None] | None = None
 ) -> Tensor:
@@ -87,12 +93,13 @@ def sample_from_noise(
     for noise in noise_blocks(posterior, num_samples, generator):
         if also is not None:
             also(noise)
-        part: Tensor = posterior.from_noise(noise)[0].float()
-        if len(part) == num_samples:
-            return part
-        draws = draws if done else part.new_empty(num_samples, part.shape[1])
-        draws[done : done + len(part)] = part
-        done += len(part)
+        for some in noise.split(made_at_once(posterior.layout.num_params)):
+            part: Tensor = posterior.from_noise(some)[0].float()
+            if len(part) == num_samples:
+                return part
+            draws = draws if done else part.new_empty(num_samples, part.shape[1])
+            draws[done : done + len(part)] = part
+            done += len(part)
     return draws
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import BnnError, DataError, OutputExists, UsageError
+from bnncli.machine.memory import bytes_text, give_back_freed, resident_bytes
 from bnncli.options.declaration import spelled
 from bnncli.run.session import Result, Run, source_json
 from bnncli.storage.artifacts import read_header
@@ -31,6 +32,8 @@ class Request:
         algo_rev: raised when the same parameters give other numbers than before.
         sources: its direct inputs. checkpoint: the record of the run's checkpoint.
         estimated_bytes: gives the size on disk, for the check before the work.
+        estimated_memory: gives what the work takes of memory at its peak beside what the process has before it, bytes; None where
+            that is not planned.
         require: passes where the machine has room for the work, and may warn of what it takes; called where there is some.
         begin: passes where the work can begin, as far as can be told before PyTorch is imported for it; not in a dry run.
     """
@@ -45,6 +48,7 @@ class Request:
     estimated_bytes: Callable[[], int]
     require: Callable[[], object] = lambda: None
     begin: Callable[[], object] = lambda: None
+    estimated_memory: Callable[[], int | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,9 @@ def make(
         run.console.info(f"{request.target}: replacing it ({decision.why})")
     check_free_space(request.target.parent, request.estimated_bytes())
     request.begin()
-    run.console.debug(f"computing on {run.device}")  # threads and determinism are set with the device, before the work
+    run.console.debug(
+        f"computing on {run.device}{_expected(request)}"
+    )  # which sets threads and determinism, before the work
     start = time.monotonic()
     computed = compute()
     run.console.poll("publishing")
@@ -148,6 +154,15 @@ def make(
     run.followed.clear()
     action = "replaced" if decision.action == "replace" else "computed"
     return _result(request, action, digest, computed)
+
+
+def _expected(request: Request) -> str:
+    """What the process has of memory, and what the work will take, where that is planned."""
+    memory = request.estimated_memory()
+    if memory is None:
+        return ""
+    give_back_freed()
+    return f"; the process has {bytes_text(resident_bytes())} of memory, the work takes about {bytes_text(memory)} more"
 
 
 def _decide(run: Run, request: Request) -> Decision:
@@ -177,15 +192,20 @@ def _planned(run: Run, request: Request, decision: Decision) -> Result:
         decision.action
     ]
     size = request.estimated_bytes()
-    lines = [f"{action}: {request.target} (about {max(1, size >> 20)} MiB, on {run.device_name})"]
+    memory = None if decision.action == "skip" else request.estimated_memory()
+    disk = f"{max(1, size >> 20)} MiB"
+    takes = f"about {disk}" if memory is None else f"takes about {max(1, memory >> 20)} MiB of memory, {disk} of disk"
+    lines = [f"{action}: {request.target} ({takes}, on {run.device_name})"]
     lines += [f"  from {source.role}: {source.path} {source.content_digest[:27]}" for source in request.sources]
     planned = "skip" if decision.action == "skip" else decision.action
-    output = {
+    output: dict[str, Any] = {
         "role": request.role,
         "path": str(request.target),
         "planned": planned,
         "estimated_bytes": size,
     }
+    if memory is not None:
+        output["estimated_memory_bytes"] = memory
     return Result("planned", [output], [source_json(source) for source in request.sources], lines=lines)
 
 

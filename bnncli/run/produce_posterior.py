@@ -65,6 +65,7 @@ def posterior_request(
     checkpoint: Mapping[str, Any] | None,
     estimated_bytes: Callable[[], int],
     require: Callable[[], object] = lambda: None,
+    estimated_memory: Callable[[], int | None] = lambda: None,
 ) -> Request:
     """The request for a posterior, at the path that was given, or in the run folder by the name given or its default.
 
@@ -74,7 +75,18 @@ def posterior_request(
     named = run.folder.posterior(run.naming.name or default, suffix=_SUFFIXES[kind])
     target = Path(run.naming.out) if run.naming.out else named
     run.folder.check_name_is_free(target)
-    return Request(target, kind, target.stem, params, algo_rev, sources, checkpoint, estimated_bytes, require)
+    return Request(
+        target,
+        kind,
+        target.stem,
+        params,
+        algo_rev,
+        sources,
+        checkpoint,
+        estimated_bytes,
+        require,
+        estimated_memory=estimated_memory,
+    )
 
 
 def produce_posterior(

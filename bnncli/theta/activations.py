@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
@@ -42,14 +42,27 @@ def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
 
     So a CPU's kernels lay it out anew, beside what the tensors take.
     """
-    sizes = [0]
-
-    def note(module: Any, args: Any, output: Tensor) -> None:
-        channels, *places = output.shape[1:]
-        sizes.append(4 * -(-channels // _CHANNELS) * _CHANNELS * math.prod(places))
-
     convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-    handles = [m.register_forward_hook(note) for m in network.module.modules() if isinstance(m, convolutions)]
+    modules = [module for module in network.module.modules() if isinstance(module, convolutions)]
+    shapes = _output_shapes(network, modules, input_shape)
+    return max((4 * -(-shape[0] // _CHANNELS) * _CHANNELS * math.prod(shape[1:]) for shape in shapes), default=0)
+
+
+def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape: Sequence[int]) -> int:
+    """Numbers that the modules of these names give together, at each call, of one example."""
+    modules = [module for name, module in network.module.named_modules() if name in owners]
+    return sum(map(math.prod, _output_shapes(network, modules, input_shape)))
+
+
+def _output_shapes(network: ModuleNetwork, modules: Iterable[Any], input_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """What the modules give of one example, a shape for each call."""
+    shapes: list[tuple[int, ...]] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            shapes.append(tuple(output.shape[1:]))
+
+    handles = [module.register_forward_hook(note) for module in modules]
     try:
         with torch.no_grad():
             params = {name: value.detach().float() for name, value in network.module.named_parameters()}
@@ -57,7 +70,7 @@ def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
     finally:
         for handle in handles:
             handle.remove()
-    return max(sizes)
+    return shapes
 
 
 def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) -> int:

@@ -17,7 +17,7 @@ from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.names import listed
-from bnncli.theta.activations import activation_bytes, laid_out_bytes, working_bytes
+from bnncli.theta.activations import activation_bytes, laid_out_bytes, output_numbers, working_bytes
 from bnncli.theta.differentiable import differentiable, uneven_embeddings
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
@@ -167,6 +167,12 @@ class ModuleLayout:
     def laid_out_bytes(self) -> int:
         """Bytes of the largest output of a convolution, as a CPU's kernels lay it out anew; 0 without one."""
         return laid_out_bytes(self._bound, self.input_shape)
+
+    @cached_property
+    def own_outputs(self) -> int:
+        """Numbers that the modules which have the chosen parameters give of an example, as measured on one."""
+        owners = {part.name.rpartition(".")[0] for part in self.parts}
+        return output_numbers(self._bound, owners, self.input_shape)
 
     @cached_property
     def widest(self) -> int:

@@ -116,7 +116,7 @@ def test_blocks_of_draws_do_not_change_the_weights(monkeypatch: pytest.MonkeyPat
     target = make_target()
     gaussian = fit_gaussian(target, start=torch.zeros(2)).gaussian
     whole = elbo(target, gaussian, generator=seeded(), num_samples=50).log_weights
-    monkeypatch.setattr(elbo_module, "_BLOCK_DRAWS", 7)
+    monkeypatch.setattr(elbo_module, "BLOCK_DRAWS", 7)
     blocks = elbo(target, gaussian, generator=seeded(), num_samples=50).log_weights
     torch.testing.assert_close(blocks, whole)
 

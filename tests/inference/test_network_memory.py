@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from problems.seeds import seeded
 from torch import nn
 
 from bnncli.curvature import ggn
+from bnncli.errors import DeviceError
 from bnncli.inference import network_memory
+from bnncli.inference.climb import CLIMBING_VECTORS
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.network_draw_memory import NetworkDraws
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
@@ -47,6 +52,41 @@ def test_more_examples_draws_and_parameters_take_more(structure: str) -> None:
     assert found < plan_of(layout, held=500).fit_bytes(structure, CPU)
     assert found < plan_of(layout, held=500, searches=True).fit_bytes(structure, CPU)
     assert found < plan_of(make_layout(8)).fit_bytes(structure, CPU)
+
+
+def test_the_search_for_a_mode_takes_its_pairs_besides() -> None:
+    layout = make_layout()
+    at_checkpoint = plan_of(layout)
+    at_mode = dataclasses.replace(at_checkpoint, is_climb=True)
+    more = at_mode.fit_bytes("diag", CPU) - at_checkpoint.fit_bytes("diag", CPU)
+    assert more >= 8 * CLIMBING_VECTORS * layout.num_params
+
+
+def test_chains_and_flows_take_what_is_held_of_each() -> None:
+    layout = make_layout()
+    plan = NetworkDraws(layout, 60, 20, base_bytes=1000)
+
+    def chains(count: int, draws: int = 5) -> int:
+        return plan.sampling_bytes(CPU, num_chains=count, num_draws=draws)
+
+    assert chains(2, 15) - chains(2) == 2 * 10 * 4 * layout.num_params  # as they are read from their file
+    assert chains(64) - chains(32) >= 32 * 8 * 6 * layout.num_params
+    flow = {"training": 0, "num_drawn": 1, "num_judging": 16, "num_predicting": 1000}
+    assert plan.refinement_bytes(CPU, **flow) >= 4 * 1000 * layout.num_params
+    most = plan.refinement_bytes(CPU, **{**flow, "training": 1 << 30})
+    assert most >= 1 << 30
+    with_more = dataclasses.replace(plan, base_bytes=3000)
+    assert with_more.refinement_bytes(CPU, **flow) - plan.refinement_bytes(CPU, **flow) == 5000
+
+
+def test_chains_that_do_not_fit_are_refused_with_how_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = NetworkDraws(make_layout(), 60, 20, base_bytes=1000)
+    there = plan.sampling_bytes(CPU, num_chains=3, num_draws=5)
+    for module in ("inference.network_draw_memory", "machine.memory"):
+        monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: there)
+    with pytest.raises(DeviceError, match="hmc with 8 chains of") as caught:
+        plan.require_sampling(CPU, num_chains=8, num_draws=5)
+    assert caught.value.hint == "use at most \0chains\0 3"
 
 
 @pytest.mark.parametrize("structure", ["block", "kron", "diag"])

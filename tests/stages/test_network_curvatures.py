@@ -109,8 +109,9 @@ def test_a_subnetwork_that_does_not_fit_is_refused_before_work(
     planned = cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run", "--json")
     assert planned.json["outputs"][0]["estimated_bytes"] == 8 * 5**2 + 16 * 23
     for module in ("bnncli.inference.network_memory", "bnncli.machine.memory"):
-        monkeypatch.setattr(f"{module}.budget", lambda device: 45_000)
-    monkeypatch.setattr("bnncli.inference.network_memory._COPIES", 12)  # of so small a matrix the rest is as large
+        monkeypatch.setattr(f"{module}.budget", lambda device: 60_000)
+    monkeypatch.setattr("bnncli.inference.network_memory._COPIES", 20)  # of so small a matrix the rest is as large
+    monkeypatch.setattr("bnncli.inference.network_blocks._FIRST_USE", 0)
     assert cli(*FIT, *GIVEN, *SUBNETWORK[:-1], 23, "--trust-code", "--dry-run").code == 69
     assert cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run").code == 0
 
@@ -188,6 +189,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
 ) -> None:
     for module in ("bnncli.inference.network_memory", "bnncli.machine.memory"):
         monkeypatch.setattr(f"{module}.budget", lambda device: 28_000)
+    monkeypatch.setattr("bnncli.inference.network_blocks._FIRST_USE", 0)
     refused = cli(*FIT, *GIVEN, "--structure", "full", "--trust-code")
     assert (refused.code, "which fits" in refused.stderr) == (69, True), refused.stderr
     assert cli(*FIT, *GIVEN, "--trust-code").code == 0

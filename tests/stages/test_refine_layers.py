@@ -69,6 +69,24 @@ def test_the_elbo_over_a_network_is_of_few_draws(cli: Cli, run: Path) -> None:
     assert done.json["metrics"]["elbo_draws"] in [32 * 2**look for look in range(5)]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fit-laplace", "--prior-precision", "3", "--name", "new"),
+        ("refine", *QUICK),
+        ("hmc", "--base", "laplace-all"),
+        ("hmc", "--prior-precision", "3"),  # no base tells how many parameters there are
+    ],
+    ids=" ".join,
+)
+def test_a_dry_run_says_what_memory_and_disk_the_work_takes(cli: Cli, run: Path, words: tuple[str, ...]) -> None:
+    asked = (words[0], "ckpt.pt", *words[1:], "--layers", "all", *TRUST, "--dry-run")
+    told, said = cli(*asked, "--json").json["outputs"][0], cli(*asked).stdout
+    memory, disk = told["estimated_memory_bytes"], told["estimated_bytes"]
+    assert (memory > 20 << 20, disk > 8 * 23) == (True, True)
+    assert f"(takes about {memory >> 20} MiB of memory, 1 MiB of disk, on cpu)" in said.replace("\n", "")
+
+
 def test_few_directions_are_recorded_and_reported(cli: Cli, run: Path) -> None:
     words = ("--layers", "all", "--subspace", "5", *QUICK)
     done = cli("refine", "ckpt.pt", *words, *TRUST, "--json")

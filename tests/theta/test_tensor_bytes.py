@@ -37,3 +37,9 @@ def test_a_convolutions_channels_are_filled_up() -> None:
     module = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)).eval()
     assert laid_out_bytes(ModuleNetwork(module), (1, 4, 4)) == 4 * 16 * 2 * 2
     assert laid_out_bytes(ModuleNetwork(nn.Linear(4, 2).eval()), (4,)) == 0
+
+
+def test_what_modules_give_is_counted_at_each_call() -> None:
+    shared = nn.Linear(4, 4)
+    network = ModuleNetwork(nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(4, 3)).eval())
+    assert ModuleLayout.of(network, num_outputs=3, input_shape=(4,)).own_outputs == 4 + 4 + 3

@@ -57,6 +57,7 @@ def prepare_network(
         checkpoint=train.checkpoint,
         estimated_bytes=estimated_bytes,
         require=prepared,
+        estimated_memory=lambda: prepared().planned_bytes,
     )
 
     @cache

@@ -34,11 +34,13 @@ class Prepared:
         reader: of the network and the inputs.
         plan: of the memory.
         structure: that is fitted.
+        planned_bytes: of memory, at the peak of the fit.
     """
 
     reader: NetworkReader
     plan: NetworkPlan
     structure: str
+    planned_bytes: int
 
 
 def prepare(
@@ -57,6 +59,7 @@ def prepare(
             tuple(structures),
             is_search=criterion == "val",
             num_drawn=options.draws or 0,
+            is_climb=options.own_center == "mode",
         )
         structure = options.structure
         if structure == "auto":
@@ -65,8 +68,8 @@ def prepare(
             raise UsageError(
                 f"\0size\0: expected 1 to {layout.num_params}, the number of parameters; got {options.size}"
             )
-        plan.require_fit(structure, run.device)
-    return Prepared(reader, plan, structure)
+        planned = plan.require_fit(structure, run.device)
+    return Prepared(reader, plan, structure, planned)
 
 
 def fit(

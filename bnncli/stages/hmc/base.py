@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.inference import memory
 from bnncli.options import HmcOptions
 from bnncli.run.inputs import Split, posterior_prior, posterior_source
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
 from bnncli.storage.provenance import Source
-from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
 
@@ -26,6 +24,11 @@ class Base:
     header: Header
     source: Source
     prior: Prior
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether it can whiten."""
+        return self.header.meta.get("type") == "gaussian"
 
 
 def find_base(run: Run, options: HmcOptions) -> Base:
@@ -52,12 +55,6 @@ def find_base(run: Run, options: HmcOptions) -> Base:
             hint="name a base that fixes none, or give --prior-precision NUMBER",
         )
     return Base(path, header, source, posterior_prior(path, header))
-
-
-def require_room(run: Run, options: HmcOptions, train: Split, layout: ModuleLayout) -> None:
-    """Pass when chains over a network's parameters have room. Raises DeviceError, naming how many have, otherwise."""
-    sizes = {"num_examples": len(train.content.features), "num_chains": options.chains}
-    memory.require_chains(layout, run.device_name, **sizes)
 
 
 def prior_of(options: HmcOptions, base: Base | None) -> Prior:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import cast
+from functools import cache
+from typing import TYPE_CHECKING
 
 from bnncli.errors import UsageError
 from bnncli.inference import memory
@@ -15,9 +15,10 @@ from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, posterior_request
 from bnncli.run.session import Run
-from bnncli.stages.hmc.base import Base, prior_of, request_params, request_sources, require_room
-from bnncli.theta.module import ModuleLayout
-from bnncli.theta.recorded import recorded_layout
+from bnncli.stages.hmc.base import Base, prior_of, request_params, request_sources
+
+if TYPE_CHECKING:
+    from bnncli.stages.hmc.whole_work import Prepared
 
 
 def prepare_network(
@@ -26,13 +27,17 @@ def prepare_network(
     """The request for draws of the network's chosen parameters, and what makes them."""
     if train.content.head_weight is None:
         raise UsageError(f"--layers {options.layers}: this run has no network, only features")
-    # Without a base only the network, which is opened for work alone, tells how many parameters there are.
-    num_params = 0 if base is None else sum(math.prod(part["shape"]) for part in base.header.meta["param_layout"])
-    is_recorded = base is not None and base.header.meta.get("type") == "gaussian"
 
-    def require() -> None:
-        if base is not None and is_recorded:
-            require_room(run, options, train, cast(ModuleLayout, recorded_layout(base.header.meta)))
+    @cache
+    def prepared() -> Prepared:
+        from bnncli.stages.hmc import whole_work
+
+        return whole_work.prepare(run, options, train, held_out, base)
+
+    def estimated_bytes() -> int:
+        if request.target.is_file() and not run.write.force:
+            return request.target.stat().st_size  # up to date: no code runs for that
+        return memory.sampled_bytes(prepared().layout.num_params, options.chains * options.draws)
 
     used = [split for split in (train, held_out) if split is not None]
     request = posterior_request(
@@ -43,13 +48,15 @@ def prepare_network(
         algo_rev=_revisions.HMC_OF_LAYERS,
         sources=[*request_sources(train, held_out, base), *network_sources(used)],
         checkpoint=train.checkpoint,
-        estimated_bytes=lambda: memory.sampled_bytes(num_params, options.chains * options.draws),
-        require=require,
+        estimated_bytes=estimated_bytes,
+        require=prepared,
+        estimated_memory=lambda: prepared().planned_bytes,
     )
 
     def fit() -> Fitted:
         from bnncli.stages.hmc import whole_work
 
-        return whole_work.fit(run, options, request, train, held_out, prior=prior_of(options, base), base=base)
+        prior = prior_of(options, base)
+        return whole_work.fit(run, options, request, train, held_out, prior=prior, base=base, prepared=prepared())
 
     return request, fit

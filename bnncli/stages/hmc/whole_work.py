@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.errors import DataError
 from bnncli.evaluation.convergence import Convergence
 from bnncli.evaluation.predictive_convergence import label_convergence
-from bnncli.inference import memory
 from bnncli.inference.local_covariance import covariance_at
+from bnncli.inference.network_draw_memory import NetworkDraws
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options import HmcOptions
 from bnncli.run.inputs import Split, open_posterior
@@ -19,15 +21,46 @@ from bnncli.run.network_splits import NetworkReader, NetworkSplit
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
-from bnncli.stages.hmc.base import Base, require_room
+from bnncli.stages.hmc.base import Base
 from bnncli.stages.hmc.work import Sampling, Space, judged_rows
-from bnncli.storage.atomic import check_free_space
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
+from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
 DISPERSION = (
     1.0  # chains of a network start as draws of the Gaussian: of twice that width they would take long to come back
 )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run, before its data are read.
+
+    Attributes:
+        reader: of the network and the inputs.
+        layout: of the chosen parameters.
+        planned_bytes: of memory, at the peak.
+    """
+
+    reader: NetworkReader
+    layout: ModuleLayout
+    planned_bytes: int
+
+
+def prepare(run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None) -> Prepared:
+    """What will move, of the network and the first example. Raises DeviceError where the chains have no room."""
+    reader = NetworkReader.of(run, options)
+    with reader.recorded.visible():
+        layout = reader.layout(train, options.layers)
+        held = 0 if held_out is None or held_out.content.labels is None else len(held_out.content.features)
+        base_bytes = 8 * int(
+            registry.load_class("network_curvature", NetworkTarget.rough_structure).num_elements(layout)
+        )
+        if base is not None and base.is_gaussian:
+            base_bytes = base.path.stat().st_size
+        plan = NetworkDraws(layout, len(train.content.features), held, base_bytes)
+        planned = plan.require_sampling(run.device, num_chains=options.chains, num_draws=options.draws)
+    return Prepared(reader, layout, planned)
 
 
 def fit(
@@ -39,15 +72,12 @@ def fit(
     *,
     prior: Prior,
     base: Base | None,
+    prepared: Prepared,
 ) -> Fitted:
     """The draws with what is told of them."""
-    reader = NetworkReader.of(run, options)
+    reader = prepared.reader
     with reader.recorded.visible():
-        layout = reader.layout(train, options.layers)  # of the first example: before all of them are read
-        require_room(run, options, train, layout)
         whole = reader.split(train, options.layers)
-        num_params = layout.num_params
-        check_free_space(request.target.parent, memory.sampled_bytes(num_params, options.chains * options.draws))
         target = whole.target(prior, run.device)
         center, covariance = _gaussian(run, target, whole, base)
         judged_by, judged = "train", whole
@@ -71,7 +101,7 @@ def _gaussian(
     run: Run, target: NetworkTarget, whole: NetworkSplit, base: Base | None
 ) -> tuple[torch.Tensor, Covariance]:
     """The centre and the covariance that whiten: the base's where it is a Gaussian, else Kronecker factors at the network's weights."""
-    if base is not None and base.header.meta.get("type") == "gaussian":
+    if base is not None and base.is_gaussian:
         gaussian, _ = open_posterior(base.path)
         if gaussian.layout != whole.layout:
             raise DataError(f"{base.path} is over {gaussian.layout}, not {whole.layout}", code="wrong_layout")

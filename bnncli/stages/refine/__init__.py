@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError, MissingInput, UsageError
 from bnncli.options import InputOptions, NameOptions, RefineOptions
@@ -20,7 +20,7 @@ from bnncli.run.produce_posterior import Fitted, Report, posterior_request, prod
 from bnncli.run.row_space import span_of
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val, warn_if_worse, worse_than
-from bnncli.stages.refine.plan import Sizes, require_room, resolve
+from bnncli.stages.refine.plan import Sizes, require_network_room, require_room, resolve
 from bnncli.stages.refine.report import summary
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -28,6 +28,9 @@ from bnncli.storage.provenance import Source
 from bnncli.theta.module import LAST
 from bnncli.theta.prior import Prior
 from bnncli.theta.recorded import recorded_layout
+
+if TYPE_CHECKING:
+    from bnncli.run.network_splits import NetworkReader
 
 COMMAND = Command(
     "Refine a Gaussian posterior with a normalizing flow.",
@@ -75,10 +78,24 @@ def run(run: Run, options: RefineOptions) -> Result:
 
         return work.num_layer_params(options, sizes.acted)
 
-    def require() -> None:
+    @cache
+    def reader() -> NetworkReader | None:
+        from bnncli.run.network_splits import NetworkReader
+
+        return None if options.is_last_layer else NetworkReader.of(run, options)
+
+    @cache
+    def planned_memory() -> int | None:
+        known = {
+            "num_layer_params": num_layer_params(),
+            "base_bytes": 0 if base_path is None else base_path.stat().st_size,
+        }
+        if not options.is_last_layer:
+            return require_network_room(run, options, sizes, reader(), splits=(train, val), **known)
         if header is not None:
             whole = train.layout if span else None
             require_room(run, options, sizes, header, num_layer_params=num_layer_params(), whole=whole)
+        return None
 
     def estimated_bytes() -> int:
         num_stored = layout.num_params * (4 + (options.subspace or 0)) + num_layer_params()
@@ -92,13 +109,14 @@ def run(run: Run, options: RefineOptions) -> Result:
         sources=sources,
         checkpoint=train.checkpoint,
         estimated_bytes=estimated_bytes,
-        require=require,
+        require=planned_memory,
+        estimated_memory=planned_memory,
     )
 
     def fit() -> Fitted:
         from bnncli.stages.refine import work
 
-        with work.seen(run, options, train, val) as splits:
+        with work.seen(options, reader(), train, val) as splits:
             base = work.base_of(run, splits[0], base_path, prior)
             return work.fit(run, options, splits, base, prior=prior, request=request)
 

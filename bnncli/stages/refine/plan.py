@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from bnncli.errors import UsageError
 from bnncli.flows import Recipe, choose_recipe, choose_space, resolved_settings
@@ -11,12 +11,16 @@ from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
 from bnncli.machine.memory import budget, bytes_text
 from bnncli.options import RefineOptions
+from bnncli.run.inputs import Split
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.vector import vector_layout
+
+if TYPE_CHECKING:
+    from bnncli.run.network_splits import NetworkReader
 
 _OF_A_MATRIX = ("kron", "block")  # linear parts of affine flows, which a network's parameters together have not
 
@@ -127,13 +131,43 @@ def require_room(
     num_layer_params: int,
     whole: HeadLayout | None,
 ) -> None:
-    """Pass when the work has room. Raises DeviceError, naming what has, otherwise."""
+    """Pass when the work on a last layer has room. Raises DeviceError, naming what has, otherwise."""
     training = training_bytes(options, sizes, num_layer_params)
     known: dict[str, Any] = {"num_draws": options.num_elbo_draws, "training": training}
-    if options.is_last_layer:
-        structure = str(base.meta.get("structure"))
-        memory.require_refinement(structure, cast(HeadLayout, sizes.layout), run.device_name, whole=whole, **known)
-    else:
-        memory.require_network_refinement(
-            sizes.layout, run.device_name, num_examples=sizes.num_examples, base_bytes=base.path.stat().st_size, **known
+    structure = str(base.meta.get("structure"))
+    memory.require_refinement(structure, cast(HeadLayout, sizes.layout), run.device_name, whole=whole, **known)
+
+
+def require_network_room(
+    run: Run,
+    options: RefineOptions,
+    sizes: Sizes,
+    reader: NetworkReader | None,
+    *,
+    splits: tuple[Split, Split | None],
+    num_layer_params: int,
+    base_bytes: int,
+) -> int:
+    """Bytes of memory that the work over a network's layers takes. Raises DeviceError where there is no room for it.
+
+    Args:
+        reader: of the network.
+        splits: to train on, and to judge by.
+        base_bytes: of the base's file; 0 for the prior.
+    """
+    from bnncli.inference.network_draw_memory import NetworkDraws
+    from bnncli.integrators.mc import Mc
+
+    assert reader is not None
+    train, val = splits
+    held = 0 if val is None else len(val.content.features)
+    with reader.recorded.visible():
+        layout = reader.layout(train, options.layers)
+        plan = NetworkDraws(layout, sizes.num_examples, held, base_bytes or 16 * layout.num_params)
+        return plan.require_refinement(
+            run.device,
+            training=training_bytes(options, sizes, num_layer_params),
+            num_drawn=_recipe(options).num_draws,
+            num_judging=options.num_elbo_draws,
+            num_predicting=Mc().default_for(layout.num_params),
         )

@@ -42,12 +42,17 @@ def num_layer_params(options: RefineOptions, layout: ParamLayout) -> int:
 
 
 @contextmanager
-def seen(run: Run, options: RefineOptions, train: Split, val: Split | None) -> Iterator[tuple[Split, Split | None]]:
-    """Both splits as the posterior sees them: their features, or the inputs of the network, which is at hand inside the block."""
-    if options.is_last_layer:
+def seen(
+    options: RefineOptions, reader: NetworkReader | None, train: Split, val: Split | None
+) -> Iterator[tuple[Split, Split | None]]:
+    """Both splits as the posterior sees them: their features, or the inputs of the network, which is at hand inside the block.
+
+    Args:
+        reader: of the network; None for the last layer.
+    """
+    if reader is None:
         yield train, val
         return
-    reader = NetworkReader.of(run, options)
     with reader.recorded.visible():
         yield reader.split(train, options.layers), None if val is None else reader.split(val, options.layers)
 
