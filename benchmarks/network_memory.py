@@ -68,6 +68,7 @@ def _mlp(hidden: str, activation: str) -> Network:
 NETWORKS = {
     "mlp": _mlp("50", "relu"),
     "tanh": _mlp("200,200", "tanh"),
+    "few": _mlp("200,200", "tanh")._replace(train=300, val=100),  # for chains, which take many passes
     "lenet5": Network(("--model", "lenet5"), "__import__('bnncli.networks.lenet5').networks.lenet5.build()", (28, 28), 5_000, 500),
     "resnet20": Network(
         ("--model", "resnet20"), "__import__('bnncli.networks.resnet20').networks.resnet20.build()", (32, 32, 3), 500, 200
@@ -81,6 +82,7 @@ NETWORKS = {
 NUMBER = ("--prior-precision", "50")
 FIT = ("fit-laplace", "--layers", "all")
 HMC = ("hmc", "--layers", "all", "--prior-precision", "5000", "--warmup", "10", "--draws", "4")
+REFINE = ("refine", "--layers", "all", "--epochs", "2")
 CASES: dict[str, tuple[str, ...]] = {
     "mlp diag": (*FIT, *NUMBER, "--structure", "diag"),
     "mlp diag val": (*FIT, "--structure", "diag"),
@@ -89,7 +91,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "mlp low-rank": (*FIT, *NUMBER, "--structure", "low-rank"),
     "mlp subnetwork": (*FIT, *NUMBER, "--structure", "subnetwork"),
     "mlp draws": (*FIT, *NUMBER, "--structure", "diag", "--draws", "20"),
-    "mlp hmc": (*HMC, "--chains", "8"),
     "small full": (*FIT, *NUMBER, "--structure", "full"),
     "small full val": (*FIT, "--structure", "full"),
     "tanh diag val": (*FIT, "--structure", "diag"),
@@ -98,14 +99,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "tanh low-rank": (*FIT, *NUMBER, "--structure", "low-rank", "--rank", "20"),
     "tanh subnetwork": (*FIT, *NUMBER, "--structure", "subnetwork"),
     "tanh kron mode": (*FIT, "--prior-precision", "5000", "--structure", "kron", "--center", "mode"),
-    "tanh hmc": (*HMC, "--chains", "16"),
+    "few hmc": (*HMC, "--chains", "16"),
+    "few hmc more": (*HMC, "--chains", "4", "--draws", "40"),
     "lenet5 diag val": (*FIT, "--structure", "diag"),
     "lenet5 kron": (*FIT, *NUMBER, "--structure", "kron"),
     "lenet5 kron val": (*FIT, "--structure", "kron"),
     "lenet5 ekfac val": (*FIT, "--structure", "ekfac"),
     "lenet5 low-rank": (*FIT, *NUMBER, "--structure", "low-rank", "--rank", "20"),
     "lenet5 subnetwork": (*FIT, *NUMBER, "--structure", "subnetwork"),
-    "lenet5 hmc": (*HMC, "--chains", "8"),
     "resnet20 diag": (*FIT, *NUMBER, "--structure", "diag"),
     "resnet20 kron": (*FIT, *NUMBER, "--structure", "kron"),
     "resnet20 kron val": (*FIT, "--structure", "kron"),
@@ -115,18 +116,17 @@ CASES: dict[str, tuple[str, ...]] = {
     "transformer kron": (*FIT, *NUMBER, "--structure", "kron"),
     "transformer kron val": (*FIT, "--structure", "kron"),
     "transformer ekfac": (*FIT, *NUMBER, "--structure", "ekfac"),
-    "transformer hmc": (*HMC, "--chains", "4"),
 }  # fmt: skip
 # Of a base that is fitted first, unmeasured.
 BASED: dict[str, tuple[str, ...]] = {
-    "mlp refine": ("refine", "--layers", "all", "--epochs", "2"),
-    "mlp refine radial": ("refine", "--layers", "all", "--epochs", "2", "--flow", "radial"),
-    "tanh refine": ("refine", "--layers", "all", "--epochs", "2"),
-    "tanh refine low-rank": ("refine", "--layers", "all", "--epochs", "2", "--scale", "low-rank"),
-    "tanh refine radial": ("refine", "--layers", "all", "--epochs", "2", "--flow", "radial"),
-    "lenet5 refine": ("refine", "--layers", "all", "--epochs", "1"),
-    "resnet20 refine": ("refine", "--layers", "all", "--epochs", "1", "--elbo-draws", "8"),
-    "transformer refine": ("refine", "--layers", "all", "--epochs", "1", "--elbo-draws", "16"),
+    "mlp refine": (*REFINE, "--flow", "affine"),
+    "mlp refine radial": (*REFINE, "--flow", "radial"),
+    "tanh refine": (*REFINE, "--flow", "affine"),
+    "tanh refine low-rank": (*REFINE, "--scale", "low-rank"),
+    "tanh refine radial": (*REFINE, "--flow", "radial"),
+    "lenet5 refine": (*REFINE, "--flow", "affine"),
+    "resnet20 refine": (*REFINE, "--elbo-draws", "8"),
+    "transformer refine": (*REFINE, "--elbo-draws", "16"),
 }
 
 

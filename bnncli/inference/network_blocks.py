@@ -46,4 +46,14 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
     size = layout.num_params
     sizes = [place.stop - place.start for place in module_places(layout).values()]
     count, each = block_size(layout, largest_root(structure, layout), device)
+    if makes_no_products(layout, structure):
+        each = layout.num_outputs * layout.own_outputs + 2 * layout.widest
     return max(4 * each * min(count, num_examples), 8 * (_TRIED_VECTORS * size + _TRIED_PIECES * max(sizes)))
+
+
+def makes_no_products(layout: ModuleLayout, structure: str) -> bool:
+    """Whether the logits' covariance takes no derivatives by weights: of linear layers that are called once, at one place."""
+    from bnncli.logits._network import is_turned
+
+    outputs = [part.shape[0] for part in layout.parts if len(part.shape) == 2]
+    return is_turned(structure) and layout.own_outputs == sum(outputs)

@@ -53,6 +53,11 @@ def is_by_layer(structure: str) -> bool:
     return structure in registry.names("logits") and hasattr(registry.load_module("logits", structure), "blocks_of")
 
 
+def is_turned(structure: str) -> bool:
+    """Whether Sigma's blocks are diagonal in bases that derivatives are turned into."""
+    return is_by_layer(structure) and hasattr(registry.load_module("logits", structure), "network_root")
+
+
 def largest_root(structure: str, layout: ModuleLayout) -> int:
     """Numbers of four bytes that the largest block of a Sigma of this structure takes of each output of an example, about."""
     if not is_by_layer(structure):
