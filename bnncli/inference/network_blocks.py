@@ -8,6 +8,9 @@ from bnncli.theta.module import ModuleLayout
 _FIRST_USE = (
     20 * 2**20
 )  # of a process on a CPU: libraries that work loads, their tables, and kernels it uses for the first time
+_LAID_OUT_AT_PEAK = (
+    2  # one part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5)
+)
 _TRIED_VECTORS = 6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples twice, and theta
 _TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
 
@@ -20,9 +23,9 @@ def first_use_bytes(device: torch.device) -> int:
 def with_kernels(tensors: int, layout: ModuleLayout, num_examples: int, device: torch.device) -> int:
     """Bytes of a process that works on tensors of so many, of a block of examples.
 
-    On a CPU convolutions lay out their channels anew.
+    On a CPU convolutions lay out their channels anew, for a while.
     """
-    return tensors if device.type != "cpu" else tensors + num_examples * layout.laid_out_bytes
+    return tensors if device.type != "cpu" else tensors + num_examples * layout.laid_out_bytes // _LAID_OUT_AT_PEAK
 
 
 def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, dtype: torch.dtype) -> int:
