@@ -68,7 +68,7 @@ def _mlp(hidden: str, activation: str) -> Network:
 NETWORKS = {
     "mlp": _mlp("50", "relu"),
     "tanh": _mlp("200,200", "tanh"),
-    "few": _mlp("200,200", "tanh")._replace(train=300, val=100),  # for chains, which take many passes
+    "few": _mlp("200,200", "tanh")._replace(train=100, val=50),  # for chains, which take many passes
     "lenet5": Network(("--model", "lenet5"), "__import__('bnncli.networks.lenet5').networks.lenet5.build()", (28, 28), 5_000, 500),
     "resnet20": Network(
         ("--model", "resnet20"), "__import__('bnncli.networks.resnet20').networks.resnet20.build()", (32, 32, 3), 500, 200
@@ -81,7 +81,7 @@ NETWORKS = {
 }  # fmt: skip
 NUMBER = ("--prior-precision", "50")
 FIT = ("fit-laplace", "--layers", "all")
-HMC = ("hmc", "--layers", "all", "--prior-precision", "5000", "--warmup", "10", "--draws", "4")
+HMC = ("hmc", "--layers", "all", "--prior-precision", "5000", "--warmup", "5", "--draws", "4")
 REFINE = ("refine", "--layers", "all", "--epochs", "2")
 CASES: dict[str, tuple[str, ...]] = {
     "mlp diag": (*FIT, *NUMBER, "--structure", "diag"),

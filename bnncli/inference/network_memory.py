@@ -27,7 +27,7 @@ _COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance
 _VECTORS = 6  # of P numbers, float64: theta at the start, the centre, the network's own, a gradient, and products
 _SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
 _MOST_TOGETHER = 8  # covariances of a search that are judged together: a grid of whole decades
-_TOGETHER_VECTORS = 2  # of P numbers, float64, for each: curvatures, and scales made of them
+_TOGETHER_VECTORS = 3  # of P numbers, float64, for each: curvatures, scales made of them, and variances
 _PROBED = 8, 4  # parts of a block of examples that its work is measured on
 
 

@@ -14,7 +14,8 @@ import network_memory
 pytestmark = pytest.mark.long  # in `.ci/run`
 
 
-@pytest.mark.parametrize("case", ["lenet5 kron", "tanh kron val", "mlp refine", "few hmc"])
+@pytest.mark.parametrize("case", ["lenet5 kron", "mlp refine", "mlp low-rank"])
 def test_the_planned_peak_is_within_a_fifth_of_the_measured(case: str, tmp_path: Path) -> None:
     peak = network_memory.measured_cases(tmp_path, [case])[case]
+    assert peak.measured > 100  # of little nothing is to be seen
     assert 1 / network_memory.WITHIN <= peak.quotient <= network_memory.WITHIN, peak
