@@ -285,3 +285,26 @@ def test_a_signal_ends_work_on_a_network_between_blocks(structure: str, monkeypa
     ):
         with pytest.raises(Interrupted, match="SIGTERM"):
             work()
+
+
+def test_draws_go_through_convolutions_a_few_at_once_and_each_has_its_own_logits() -> None:
+    network = ModuleNetwork(make_module())
+    layout = ModuleLayout.of(network, num_outputs=K, input_shape=(1, 6, 6))
+    theta = layout.trained() + 0.1 * torch.randn(7, layout.num_params, generator=seeded(1), dtype=torch.float64)
+    inputs = torch.randn(100, 1, 6, 6, generator=seeded(2), dtype=torch.float64)
+    assert network.draws_at_once(len(inputs), theta.device) == 2
+    leaf = theta.clone().requires_grad_()
+    together = layout.logits(inputs, leaf)
+    alone = torch.cat([layout.logits(inputs, leaf[draw : draw + 1]) for draw in range(7)])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    found, expected = (torch.autograd.grad(one.logsumexp(2).sum(), leaf)[0] for one in (together, alone))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_draws_go_together_where_nothing_convolves_or_the_device_is_no_cpu() -> None:
+    linear = ModuleNetwork(nn.Sequential(nn.Flatten(), nn.Linear(36, K)).eval())
+    assert linear.draws_at_once(100, torch.device("cpu")) is None
+    network = ModuleNetwork(make_module())
+    assert network.draws_at_once(100, torch.device("cuda")) is None
+    assert network.draws_at_once(1000, torch.device("cpu")) == 1
+    assert network.draws_at_once(0, torch.device("cpu")) == 256
