@@ -136,7 +136,7 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
         layers: [one for one in diagnoses if one.judged.layers == layers]
         for layers in {d.judged.layers: None for d in diagnoses}
     }
-    bandwidths = {layers: _bandwidth(run, group) for layers, group in groups.items()}
+    bandwidths = {layers: _bandwidth(run, group) for layers, group in groups.items() if len(group) > 1}
     both = [pair for group in groups.values() for pair in combinations(group, 2)]
     task = run.console.task("mmd", len(both))
     pairs = []
