@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import math
+
 import pytest
 import torch
 from problems.seeds import seeded
@@ -195,10 +197,13 @@ def test_held_out_labels_have_their_own_probabilities() -> None:
     logits = target.layout.logits(target.inputs, theta).permute(2, 0, 1)
     places = iter(range(N))  # blocks come in order
 
-    def drawn(inputs: Tensor) -> Tensor:
-        return logits[:, :, [next(places) for _ in range(len(inputs))]]
+    def drawn(inputs: Tensor) -> list[Tensor]:
+        some = logits[:, :, [next(places) for _ in range(len(inputs))]]
+        return [some, torch.zeros_like(some)]
 
-    torch.testing.assert_close(held.losses_of(drawn, num_draws=4, width=10**6), held.losses(theta))
+    found = held.losses_of(drawn, num_draws=4, width=10**6)
+    torch.testing.assert_close(found[0], held.losses(theta))
+    torch.testing.assert_close(found[1], torch.full_like(found[1], math.log(2)))
 
 
 def test_held_out_losses_are_of_the_average_probability() -> None:
