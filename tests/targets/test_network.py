@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
-
-import math
 
 import pytest
 import torch
