@@ -18,7 +18,7 @@ from bnncli.run.session import Run
 from bnncli.stages.hmc.base import Base, prior_of, request_params, request_sources
 
 if TYPE_CHECKING:
-    from bnncli.stages.hmc.whole_work import Prepared
+    from bnncli.stages.hmc.whole_work import PreparedChains
 
 
 def prepare_network(
@@ -29,7 +29,7 @@ def prepare_network(
         raise UsageError(f"--layers {options.layers}: this run has no network, only features")
 
     @cache
-    def prepared() -> Prepared:
+    def prepared() -> PreparedChains:
         from bnncli.stages.hmc import whole_work
 
         return whole_work.prepare(run, options, train, held_out, base)

@@ -33,7 +33,7 @@ DISPERSION = (
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedChains:
     """A run, before its data are read.
 
     Attributes:
@@ -47,7 +47,7 @@ class Prepared:
     planned_bytes: int
 
 
-def prepare(run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None) -> Prepared:
+def prepare(run: Run, options: HmcOptions, train: Split, held_out: Split | None, base: Base | None) -> PreparedChains:
     """What will move, of the network and the first example. Raises DeviceError where the chains have no room."""
     reader = NetworkReader.of(run, options)
     with reader.recorded.visible():
@@ -60,7 +60,7 @@ def prepare(run: Run, options: HmcOptions, train: Split, held_out: Split | None,
             base_bytes = base.path.stat().st_size
         plan = NetworkDraws(layout, len(train.content.features), held, base_bytes)
         planned = plan.require_sampling(run.device, num_chains=options.chains, num_draws=options.draws)
-    return Prepared(reader, layout, planned)
+    return PreparedChains(reader, layout, planned)
 
 
 def fit(
@@ -72,7 +72,7 @@ def fit(
     *,
     prior: Prior,
     base: Base | None,
-    prepared: Prepared,
+    prepared: PreparedChains,
 ) -> Fitted:
     """The draws with what is told of them."""
     reader = prepared.reader
