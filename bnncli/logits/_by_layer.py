@@ -81,7 +81,7 @@ def by_layer_together(layout: ModuleLayout, theta: Tensor, candidates: Sequence[
         for block in rooted(inputs):
             totals: list[Tensor] = []
             for roots in block:
-                squares = [root.double() @ root.double().mT for root in roots]
+                squares = [root @ root.mT for root in map(Tensor.double, roots)]
                 totals = (
                     squares if not totals else [total.add_(one) for total, one in zip(totals, squares, strict=True)]
                 )
