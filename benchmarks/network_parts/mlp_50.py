@@ -8,6 +8,8 @@ fmnist-test.npz.
 
 from __future__ import annotations
 
+from typing import Any
+
 from network_parts._bench import Bench, Done, Folder
 from network_parts._fashion import extract_mlp
 from network_parts._scores import score_table
@@ -51,8 +53,7 @@ def _table(bench: Bench, rows: int, *, has_hmc: bool) -> Table:
         PUBLISHED,
     )
     if has_hmc:
-        told = made["hmc-all"].metrics
-        table.notes.append(f"hmc-all: {told}")
+        table.notes.append(_mixed(made["hmc-all"].metrics))
     table.notes += ["diagnose:", *folder.said("diagnose", "--draws", 64)]
     return table
 
@@ -80,6 +81,17 @@ def _refine(bench: Bench, folder: Folder) -> dict[str, Done]:
     for name, words in flows.items():
         made[name] = folder.bnncli("refine", "--layers", "all", *words, "--name", name, "--resume", *quick)
     return made
+
+
+def _mixed(metrics: dict[str, Any]) -> str:
+    """How far the chains agree: of the weights, which need not, and of the val labels' log probabilities, which decide."""
+    weights, labels = (
+        f"R-hat {metrics[f'{of}max_rhat']:.3f}, ESS {metrics[f'{of}min_ess_bulk']:.0f}" for of in ("", "heldout_")
+    )
+    steps = f"{metrics['mean_steps']:.0f} steps of {metrics['step_size']:.3g} a draw"
+    return (
+        f"hmc-all: worst weight {weights}; worst val label {labels}; {steps}, {metrics['acceptance_rate']:.0%} accepted"
+    )
 
 
 def _hmc(bench: Bench, folder: Folder) -> dict[str, Done]:
