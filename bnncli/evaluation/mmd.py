@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NUM_PERMUTATIONS = 999
 NUM_DRAWS = 600  # draws on each side; the biased estimate of two equal distributions is then about 0.002
 _PUBLISHED_DRAWS = 50
+_MOST_VALUES = 2**25  # of the draws of one posterior: 128 MiB
+_FEWEST_DRAWS = 50
 TIE = 1e-12  # rounding of the statistic, whose kernel values are at most 1
 _BLOCK = 2**22  # float64 numbers of one block of parameters held at once
 
@@ -60,6 +62,11 @@ def thinned_places(total: int, count: int = NUM_DRAWS) -> Tensor:
         return torch.arange(total)
     # Middles of `count` equal stretches: equal shares of every chain, up to one draw.
     return (2 * torch.arange(count) + 1) * total // (2 * count)
+
+
+def num_compared(num_params: int) -> int:
+    """How many draws of so many parameters a posterior is compared by: 600; down to 50 for more than 55,924 parameters."""
+    return max(_FEWEST_DRAWS, min(NUM_DRAWS, _MOST_VALUES // num_params))
 
 
 class Distances(NamedTuple):

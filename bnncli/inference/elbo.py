@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.evaluation.gain import LOOKS, judge_gain
 from bnncli.lazy import torch
-from bnncli.posteriors import HasNoise, noise_blocks
+from bnncli.posteriors import HasNoise, made_at_once, noise_blocks
 from bnncli.progress import SILENT, Progress, Task
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from bnncli.targets.target import Target
 
-BLOCK_DRAWS = 64  # whose log weights are found at once
+_MOST_AT_ONCE = 64  # draws whose log weights are found at once
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,15 @@ def measure_gain(
     raise AssertionError("the last look decides")
 
 
+def weighed_at_once(num_params: int) -> int:
+    """Of how many draws of so many parameters log weights are found at once."""
+    return min(_MOST_AT_ONCE, made_at_once(num_params))
+
+
 def log_weights(target: Target, posterior: HasNoise, noise: Tensor, task: Task | None = None) -> Tensor:
     """log p(D, theta) - log q(theta), (S,) float64, at the theta that posterior makes of noise (S, P); task counts draws."""
     parts = []
-    for block in noise.split(BLOCK_DRAWS):
+    for block in noise.split(weighed_at_once(posterior.layout.num_params)):
         theta, log_density = posterior.from_noise(block)
         parts.append(target.log_joint(theta) - log_density)
         if task is not None:

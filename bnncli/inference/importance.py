@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bnncli.targets.target import Target
 
 FIRST_DRAWS = 512
+FIRST_NETWORK_DRAWS = 32  # where a draw is a pass of a network: enough to see weights that are far from equal
 MOST_DRAWS = 8192
 # The ELBO's standard error is wanted at most this large and at most this share of it, but never below the least.
 WANTED_NATS = 2.0
@@ -71,6 +72,7 @@ def diagnose_importance(
     *,
     generator: torch.Generator,
     num_draws: int | None = None,
+    first_draws: int = FIRST_DRAWS,
     progress: Progress = SILENT,
 ) -> ImportanceDiagnostics:
     """Importance diagnostics of posterior on target, all data.
@@ -81,11 +83,12 @@ def diagnose_importance(
         generator: of the draws.
         num_draws: S; None doubles S from 512 until the ELBO's standard error is at most 2 nats and 1 %, S is 8192,
             or the log weights spread by more than 50 nats.
+        first_draws: looked at before those 512; they are all where the log weights spread by more than 50 nats.
         progress: advanced once a draw.
     """
-    estimate = elbo(target, posterior, generator=generator, num_samples=num_draws or FIRST_DRAWS, progress=progress)
+    estimate = elbo(target, posterior, generator=generator, num_samples=num_draws or first_draws, progress=progress)
     while num_draws is None and _wants_more(estimate):
-        size = len(estimate.log_weights)
+        size = max(len(estimate.log_weights), FIRST_DRAWS - len(estimate.log_weights))
         more = elbo(target, posterior, generator=generator, num_samples=size, progress=progress)
         estimate = ElboEstimate.of(torch.cat([estimate.log_weights, more.log_weights]))
     return diagnose_weights(estimate.log_weights)
@@ -132,7 +135,8 @@ def _wants_more(estimate: ElboEstimate) -> bool:
     wanted = min(WANTED_NATS, max(LEAST_NATS, WANTED_SHARE * abs(estimate.value)))
     is_far = estimate.log_weight_sd > _FAR_NATS
     is_noisy = estimate.standard_error > wanted  # False where it is NaN
-    return len(estimate.log_weights) < MOST_DRAWS and is_noisy and not is_far
+    has_few = len(estimate.log_weights) < FIRST_DRAWS and math.isfinite(estimate.value)
+    return len(estimate.log_weights) < MOST_DRAWS and (is_noisy or has_few) and not is_far
 
 
 def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:

@@ -74,7 +74,7 @@ class NetworkDraws:
         step = training + gradient_bytes(layout, num_drawn * self.num_examples, device, torch.float32)
         held = min(num_judging, draws_at_once(size))
         block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
-        judging = 8 * size * (held + _JUDGED_VECTORS * min(held, elbo.BLOCK_DRAWS)) + block
+        judging = 8 * size * (held + _JUDGED_VECTORS * min(held, elbo.weighed_at_once(size))) + block
         work = [step, judging]
         if self.num_held:
             noise = min(num_predicting, draws_at_once(size))

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from bnncli.errors import DataError
 from bnncli.evaluation import mmd as mmd_module
-from bnncli.evaluation.mmd import median_bandwidth, mmd2, published_bandwidth, thin
+from bnncli.evaluation.mmd import median_bandwidth, mmd2, num_compared, published_bandwidth, thin
+
+
+def test_long_draws_are_compared_by_fewer() -> None:
+    assert [num_compared(size) for size in (10, 2**25 // 600, 2**18, 2**24)] == [600, 600, 128, 50]
 
 
 def test_both_estimates_are_those_of_the_loop() -> None:

@@ -116,9 +116,17 @@ def test_blocks_of_draws_do_not_change_the_weights(monkeypatch: pytest.MonkeyPat
     target = make_target()
     gaussian = fit_gaussian(target, start=torch.zeros(2)).gaussian
     whole = elbo(target, gaussian, generator=seeded(), num_samples=50).log_weights
-    monkeypatch.setattr(elbo_module, "BLOCK_DRAWS", 7)
+    sizes: list[int] = []
+    from_noise = Gaussian.from_noise
+    monkeypatch.setattr(Gaussian, "from_noise", lambda self, noise: sizes.append(len(noise)) or from_noise(self, noise))
+    monkeypatch.setattr(elbo_module, "_MOST_AT_ONCE", 7)
     blocks = elbo(target, gaussian, generator=seeded(), num_samples=50).log_weights
+    assert max(sizes) == 7
     torch.testing.assert_close(blocks, whole)
+
+
+def test_few_long_draws_are_weighed_at_once() -> None:
+    assert [elbo_module.weighed_at_once(size) for size in (10, 2**16, 2**17, 2**24)] == [64, 64, 32, 16]
 
 
 def test_gain_is_paired_and_agrees_with_separate_estimates() -> None:

@@ -131,6 +131,19 @@ def test_no_draws_are_added_where_the_weights_spread_beyond_use() -> None:
     assert found.elbo_error > importance.WANTED_NATS
 
 
+def test_a_first_look_ends_where_the_weights_are_far_and_else_the_usual_number_is_drawn() -> None:
+    far = diagnose_importance(prior_target(1.0), gaussian(1 / 16**2), generator=seeded(), first_draws=32)
+    assert (far.num_draws, far.k_threshold) == (32, pytest.approx(1 - 1 / math.log10(32)))
+    near, usual = (
+        diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), **first)
+        for first in ({"first_draws": 32}, {})
+    )
+    assert near == usual
+    # A precise look is no reason for fewer than the usual: k of few draws says nothing.
+    exact = diagnose_importance(prior_target(2.0), gaussian(2.0), generator=seeded(), first_draws=32)
+    assert exact.num_draws == 512
+
+
 def test_few_or_infinite_weights_are_undefined_with_the_reason() -> None:
     few = diagnose_weights(torch.arange(9.0))
     assert (few.elbo, few.pareto_k, few.undefined) == (4.0, None, "needs at least 25 draws, got 9")

@@ -101,6 +101,21 @@ def test_what_fixes_parameters_is_no_base_and_has_no_density(cli: Cli, checkpoin
     assert "--prior-precision 3" in judged["verdict"]["run"]
 
 
+def test_a_posterior_far_from_its_network_is_told_by_a_first_look(
+    cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.evaluation.mmd._MOST_VALUES", 23 * 70)
+    monkeypatch.setattr("bnncli.inference.importance._FAR_NATS", 13.0)
+    for name, precision in (("near", 10), ("far", 0.1)):
+        words = ("--structure", "diag", "--prior-precision", precision, "--name", name)
+        assert cli(*FIT, *words, "--trust-code").code == 0
+    judged = cli("diagnose", "ckpt.pt", "--trust-code", "--json").json
+    told = {name: judged["posteriors"][name] for name in ("near", "far")}
+    assert (told["near"]["draws"] >= 512, told["far"]["draws"]) == (True, 32)
+    assert told["far"]["log_weight_sd"]["value"] > 13
+    assert judged["pairs"][0]["n"] == [70, 70]
+
+
 def test_a_subnetwork_that_does_not_fit_is_refused_before_work(
     cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

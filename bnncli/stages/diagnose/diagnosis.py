@@ -14,10 +14,10 @@ from bnncli.errors import DataError
 from bnncli.evaluation.bfmi import lowest_bfmi
 from bnncli.evaluation.convergence import convergence, deciding
 from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
-from bnncli.evaluation.mmd import NUM_DRAWS
+from bnncli.evaluation.mmd import num_compared
 from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts
 from bnncli.evaluation.weighted_scores import nll_per_example
-from bnncli.inference.importance import diagnose_importance
+from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
@@ -40,7 +40,7 @@ class Diagnosis:
     Args:
         judged: the numbers that the verdict goes by.
         entry: the numbers of --json, null with a reason where undefined.
-        draws: on the CPU, at most 600, with what is independent among them.
+        draws: on the CPU, as many as num_compared says, with what is independent among them.
         losses: (N,) negative log probability of each val label, nats; None without a labelled val split.
     """
 
@@ -142,6 +142,7 @@ def _importance(
         posterior.to(run.device),
         generator=run.stream(f"diagnose/elbo/{name}"),
         num_draws=options.draws,
+        first_draws=FIRST_DRAWS if header.meta.get("layers") is None else FIRST_NETWORK_DRAWS,
         progress=run.console,
     )
     reason, no_evidence = found.undefined, found.evidence_undefined
@@ -209,13 +210,15 @@ def _independent(header: Header) -> dict[str, Any]:
 
 
 def _draws(run: Run, name: str, posterior: Any, entry: dict[str, Any]) -> ThinnedDraws:
-    """At most 600 draws for MMD^2, of a stream of their own, or spread over the chains."""
+    """Draws for MMD^2, 600 or fewer where they are long, of a stream of their own, or spread over the chains."""
+    count = num_compared(posterior.layout.num_params)
     if posterior.type != "samples":
         # The test takes both sides for independent: posteriors must not share their noise.
-        size = getattr(posterior, "num_stored", NUM_DRAWS)
-        return ThinnedDraws(posterior.sample(min(size, NUM_DRAWS), run.stream(f"diagnose/mmd/{name}")).cpu())
+        size = getattr(posterior, "num_stored", count)
+        return ThinnedDraws(posterior.sample(min(size, count), run.stream(f"diagnose/mmd/{name}")).cpu())
     sizes = [entry[key]["value"] for key in ("ess_bulk", "ess_tail")]
-    return thin_draws(posterior.draws, min((int(size) for size in sizes if size is not None), default=0))
+    independent = min((int(size) for size in sizes if size is not None), default=0)
+    return thin_draws(posterior.draws, independent, count=count)
 
 
 def _judged(name: str, entry: dict[str, Any], target: Prior | None) -> Judged:
