@@ -41,7 +41,7 @@ def run(bench: Bench) -> list[Table]:
     folder.bnncli("predict", "--split", "test", "--split", "cifar100")
     held = f"{sizes['val']} val, {sizes['test']} test"
     table = score_table(f"ResNet-20, CIFAR-10: {sizes['train']} training examples, {held}", folder, made)
-    table.notes += ["diagnose:", *folder.said("diagnose", "--draws", 8)]
+    table.notes += ["diagnose:", *folder.said("diagnose")]
     return [table, _beside_hmc(bench, folder)]
 
 
