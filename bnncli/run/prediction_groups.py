@@ -87,33 +87,8 @@ def open_groups(
         MissingInput: there are none, with the command that makes them.
         DataError: all are stale; one that was named is; or a name holds predictions of several posteriors.
     """
-    found: dict[str, list[Header]] = {}
-    for path in run.folder.prediction_files():
-        try:
-            header = read_header(path)
-        except DataError as error:
-            if not _is_of_another(path.parent.name, posteriors):
-                raise
-            run.console.warn(f"skipping {path.parent.name}: {error.message}")
-            continue
-        if header.kind == "predictions":
-            found.setdefault(path.parent.name, []).append(header)
-    groups = [PredictionGroup(name, headers) for name, headers in found.items()]
-    there = ", ".join(group.name for group in groups) or "none"
-    for name in posteriors:
-        if not any(group.is_named([name], []) for group in groups):
-            raise MissingInput(f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups))
-    for name in integrators:
-        if not any(group.is_named([], [name]) for group in groups):
-            family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
-            raise MissingInput(
-                f"no predictions by integrator {name!r} (there: {there})",
-                hint=run.suggest("predict", integrator=family),
-            )
-    wanted = [group for group in groups if group.is_named(posteriors, integrators)]
-    if not wanted:
-        what = f"no such predictions (there: {there})" if groups else "no predictions"
-        raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
+    groups = _read_groups(run, posteriors)
+    wanted = _named(run, groups, posteriors, integrators)
     taken = [group for group in wanted if beside and group.is_named(beside, [])]
     wanted = taken + over_layers(
         run,
@@ -130,12 +105,54 @@ def open_groups(
         raise DataError("every prediction of the run is stale", code="stale_input", hint=run.suggest("predict"))
     if skipped is not None:
         skipped += [Skipped(g.posterior, g.name, why) for g in wanted if (why := reasons[g.name]) is not None]
-        predicted = {group.posterior for group in groups}
-        over = [path for path in run.folder.posteriors() if layers in (None, layers_of(path))]
-        names = [path.stem for path in over if not posteriors]
-        skipped += [Skipped(name, name, "it has no predictions") for name in names if name not in predicted]
+        skipped += [] if posteriors else _without_predictions(run, groups, layers)
     order = {path.stem: rank for rank, path in enumerate(run.folder.posteriors())}
     return sorted(kept, key=lambda group: (order.get(group.posterior, len(order)), group.name))
+
+
+def _read_groups(run: Run, posteriors: Sequence[str]) -> list[PredictionGroup]:
+    """All predictions of the run, grouped; files that cannot be read are skipped where others' posteriors were named."""
+    found: dict[str, list[Header]] = {}
+    for path in run.folder.prediction_files():
+        try:
+            header = read_header(path)
+        except DataError as error:
+            if not _is_of_another(path.parent.name, posteriors):
+                raise
+            run.console.warn(f"skipping {path.parent.name}: {error.message}")
+            continue
+        if header.kind == "predictions":
+            found.setdefault(path.parent.name, []).append(header)
+    return [PredictionGroup(name, headers) for name, headers in found.items()]
+
+
+def _named(
+    run: Run, groups: list[PredictionGroup], posteriors: Sequence[str], integrators: Sequence[str]
+) -> list[PredictionGroup]:
+    """The groups that were asked for. Raises MissingInput for a name that no group has, and where none has them all."""
+    there = ", ".join(group.name for group in groups) or "none"
+    for name in posteriors:
+        if not any(group.is_named([name], []) for group in groups):
+            raise MissingInput(f"no predictions of posterior {name!r} (there: {there})", hint=_maker(run, name, groups))
+    for name in integrators:
+        if not any(group.is_named([], [name]) for group in groups):
+            family = next((group.integrator for group in groups if name.startswith(f"{group.integrator}-")), name)
+            raise MissingInput(
+                f"no predictions by integrator {name!r} (there: {there})",
+                hint=run.suggest("predict", integrator=family),
+            )
+    wanted = [group for group in groups if group.is_named(posteriors, integrators)]
+    if not wanted:
+        what = f"no such predictions (there: {there})" if groups else "no predictions"
+        raise MissingInput(f"{run.checkpoint_path} has {what}", hint=run.suggest("predict"))
+    return wanted
+
+
+def _without_predictions(run: Run, groups: list[PredictionGroup], layers: str | None) -> list[Skipped]:
+    """The run's posteriors over `layers` of which there are no predictions."""
+    predicted = {group.posterior for group in groups}
+    over = [path.stem for path in run.folder.posteriors() if layers in (None, layers_of(path))]
+    return [Skipped(name, name, "it has no predictions") for name in over if name not in predicted]
 
 
 def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
