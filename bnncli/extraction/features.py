@@ -85,8 +85,9 @@ def extract(
         DeviceError: not enough memory for a batch.
     """
     model = model.to(device).eval()
-    read = _reader(model, head)
     label = split.name or split.spec
+    where = f"split {label}"
+    passes = _Passes(_reader(model, head), model, head, torch.device(device), autocast, where)
     task = progress.task(f"extract {label}".strip(), len(split))
     if first_row:
         task.advance(first_row)
@@ -94,33 +95,78 @@ def extract(
         return
     start, rest = first_row, split.take(np.arange(first_row, len(split))) if first_row else split
     for number, batch in enumerate(rest.batches(batch_size, device=device, num_workers=num_workers)):
-        where, logits, loss, padding = f"split {label}", None, None, None
         num_wanted = (len(split) if num_logits is None else num_logits) - start
-        is_compared = autocast is not None and start == 0
-        has_logits = head is not None and (num_wanted > 0 or is_compared)
-        if autocast is None or number < 2:
-            features, output = unpadded(read, batch.inputs, batch.lengths)
-            _check_features(features, where=where, first_row=start)
-            if number == 0 and batch.lengths is None:
-                padding = padding_effect(read, batch.inputs, features)
-            if head is not None and number < 2:
-                _prove_head(model, head, features, output)
-            if head is not None and has_logits:
-                logits = _logits(output, head, features)
-        if autocast is not None:
-            with torch.autocast(torch.device(device).type, dtype=AUTOCAST[autocast]):
-                features = unpadded(read, batch.inputs, batch.lengths)[0].float()
-            _check_features(features, where=where, first_row=start)
-            if head is not None and has_logits:
-                exact, logits = logits, head.logits(features)
-                loss = PrecisionLoss.between(logits, exact) if exact is not None and is_compared else None
+        found = passes.over(batch, number=number, first_row=start, wants_logits=num_wanted > 0)
         if head is not None:
             _check_labels(batch, head, where=where, first_row=start)
-        stored = _store(features, dtype, where)
-        kept = None if logits is None or num_wanted <= 0 else plain_copy(logits[:num_wanted])
-        yield Extracted(stored, kept, batch.labels, batch.num_truncated, loss, padding, batch.num_converted)
-        start += len(features)
-        task.advance(len(features))
+        stored = _store(found.features, dtype, where)
+        kept = None if found.logits is None or num_wanted <= 0 else plain_copy(found.logits[:num_wanted])
+        yield Extracted(stored, kept, batch.labels, batch.num_truncated, found.loss, found.padding, batch.num_converted)
+        start += len(stored)
+        task.advance(len(stored))
+
+
+class _Passed(NamedTuple):
+    """Of one batch: features (n, D), logits (n, K) where they are wanted, and what is found out on the first."""
+
+    features: Tensor
+    logits: Tensor | None
+    loss: PrecisionLoss | None = None
+    padding: float | None = None
+
+
+class _Passes(NamedTuple):
+    """Forward passes over the batches of one split.
+
+    Args:
+        read: gives the features and the network's output for inputs.
+        autocast: of AUTOCAST, or None for float32.
+        where: names the split.
+    """
+
+    read: Callable[[Inputs], tuple[Tensor, Tensor]]
+    model: nn.Module
+    head: Head | None
+    device: torch.device
+    autocast: str | None
+    where: str
+
+    def over(self, batch: Batch, *, number: int, first_row: int, wants_logits: bool) -> _Passed:
+        """One batch, the `number`th; the first two prove the head in float32, whatever the network computes in."""
+        is_compared = self.autocast is not None and first_row == 0
+        has_logits = wants_logits or is_compared
+        exact: _Passed | None = None
+        if self.autocast is None or number < 2:
+            exact = self._exact(batch, number=number, first_row=first_row, has_logits=has_logits)
+        if self.autocast is None:
+            assert exact is not None
+            return exact
+        features = self._lowered_features(batch, self.autocast, first_row=first_row)
+        logits = self.head.logits(features) if self.head is not None and has_logits else None
+        padding = None if exact is None else exact.padding
+        if exact is None or exact.logits is None or logits is None or not is_compared:
+            return _Passed(features, logits, None, padding)
+        return _Passed(features, logits, PrecisionLoss.between(logits, exact.logits), padding)
+
+    def _exact(self, batch: Batch, *, number: int, first_row: int, has_logits: bool) -> _Passed:
+        """The pass in float32; the proof of the head with the first two, the effect of padding with the first."""
+        features, output = unpadded(self.read, batch.inputs, batch.lengths)
+        _check_features(features, where=self.where, first_row=first_row)
+        padding, logits = None, None
+        if number == 0 and batch.lengths is None:
+            padding = padding_effect(self.read, batch.inputs, features)
+        if self.head is not None and number < 2:
+            _prove_head(self.model, self.head, features, output)
+        if self.head is not None and has_logits:
+            logits = _logits(output, self.head, features)
+        return _Passed(features, logits, None, padding)
+
+    def _lowered_features(self, batch: Batch, autocast: str, *, first_row: int) -> Tensor:
+        """Features (n, D), float32, that the network computes in lower precision."""
+        with torch.autocast(self.device.type, dtype=AUTOCAST[autocast]):
+            features = unpadded(self.read, batch.inputs, batch.lengths)[0].float()
+        _check_features(features, where=self.where, first_row=first_row)
+        return features
 
 
 def collect(batches: Iterator[Extracted], num_rows: int) -> Extracted:
