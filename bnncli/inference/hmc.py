@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.errors import Interrupted, NumericError
+from bnncli.inference.draw_stores import DrawStore, MemoryDraws, NoResume, ResumeStore
 from bnncli.inference.dynamics import DYNAMICS, MAX_STEPS, TURN, Mover, State, Transition, WhitenedPotential, transition
 from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.inference.trajectory_graph import GraphMover
@@ -55,51 +56,6 @@ class HmcRun:
     diverging: Tensor
     step_size: float
     n_steps: Tensor
-
-
-class DrawStore(Protocol):
-    """Where draws go as they come."""
-
-    def append(self, theta: Tensor) -> None:
-        """Keep one draw (C, P), float32, of every chain."""
-
-    def draws(self) -> Tensor:
-        """All of them, (C, T, P) float32 on the CPU."""
-
-
-class MemoryDraws:
-    """Draws kept in memory."""
-
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
-
-    def append(self, theta: Tensor) -> None:
-        """Keep one draw (C, P) of every chain."""
-        self._kept.append(theta)
-
-    def draws(self) -> Tensor:
-        """All of them, (C, T, P) on the CPU."""
-        return torch.stack(self._kept, dim=1).cpu()
-
-
-class ResumeStore(Protocol):
-    """Where the resume states of an unfinished run are kept; the draws are the store's."""
-
-    def restore(self) -> dict[str, Tensor] | None:
-        """The state to continue from, the store cut to its draws; None to start afresh."""
-
-    def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
-        """Called after every transition: store the state if it is time, or the last chance to."""
-
-
-class NoResume:
-    """Keeps nothing."""
-
-    def restore(self) -> None:
-        """Start afresh."""
-
-    def offer(self, tensors: Callable[[], dict[str, Tensor]], *, is_last: bool = False) -> None:
-        """Nothing to do."""
 
 
 def sample_hmc(
@@ -153,48 +109,41 @@ def sample_hmc(
     potential = WhitenedPotential(target, mode, covariance.to(device=target.device), coarse)
     settings = SamplerSettings(num_warmup, target_accept, dynamics)
     mover = GraphMover.where_possible(potential, dynamics, warn=progress.warn)
-    store, resume = store or MemoryDraws(), resume or NoResume()
-    kept = KeptDraws(store)
-    stored = resume.restore()
-    if stored is None:
+    resume = resume or NoResume()
+    kept = KeptDraws(store or MemoryDraws())
+    walk = _restored_walk(resume, kept, generator, device=target.device)
+    if walk is None:
         z = dispersion * standard_normal(num_chains, mode.shape[0], generator, target.device)
         walk = Walk.start(potential, settings, z)
-    else:
-        walk = Walk.from_tensors(stored, target.device)
-        kept.restore(stored, target.device)
-        generator.set_state(stored["generator"])
-
-    def tensors() -> dict[str, Tensor]:
-        return {**walk.to_tensors(), **kept.to_tensors(), "generator": generator.get_state()}
-
+    chains = _Chains(potential, settings, mover, complete, generator, kept, walk)
+    del walk  # of the start: as large as the chains, and soon of the past
     try:
         for goal in goals(num_draws, max_draws if is_enough else num_draws):
             if goal < kept.num_draws:
                 continue  # judged before the run was stored
-            task = progress.task(f"hmc, {num_chains} chains", num_warmup + goal - walk.num_done)
-            while walk.num_done < num_warmup + goal:
-                walk, result = advance(potential, walk, settings, generator=generator, mover=mover)
-                if walk.num_done > num_warmup:
-                    kept.add(*_whole(potential, walk.state, complete, generator), result)
-                resume.offer(tensors)
-                task.advance(note=f"step size {walk.adaptation.current:.2f}")
-            if is_enough is None or is_enough(store.draws()):
+            task = progress.task(f"hmc, {num_chains} chains", num_warmup + goal - chains.walk.num_done)
+            while chains.walk.num_done < num_warmup + goal:
+                chains.advance()
+                resume.offer(chains.to_tensors)
+                task.advance(note=f"step size {chains.walk.adaptation.current:.2f}")
+            if is_enough is None or is_enough(kept.store.draws()):
                 break
     except Interrupted:
-        resume.offer(tensors, is_last=True)
+        resume.offer(chains.to_tensors, is_last=True)
         raise
-    return kept.run(walk.adaptation.final)
+    return kept.run(chains.walk.adaptation.final)
 
 
-def _whole(
-    potential: WhitenedPotential, state: State, complete: Completion | None, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """All of theta (C, P) and its log joint (C,) at a state."""
-    theta, log_joint = potential.theta(state.z), -state.potential
-    if complete is None:
-        return theta, log_joint
-    whole, outside = complete(theta, generator)
-    return whole, log_joint + outside
+def _restored_walk(
+    resume: ResumeStore, kept: KeptDraws, generator: torch.Generator, *, device: torch.device
+) -> Walk | None:
+    """Where an unfinished run was, its draws back in `kept` and the generator in its state; None where there is none."""
+    stored = resume.restore()
+    if stored is None:
+        return None
+    kept.restore(stored, device)
+    generator.set_state(stored["generator"])
+    return Walk.from_tensors(stored, device)
 
 
 def goals(num_draws: int, max_draws: int | None) -> Iterator[int]:
@@ -327,3 +276,36 @@ class KeptDraws:
             )
         num_steps = tensors.pop("num_steps").repeat(tensors["diverging"].shape[0], 1)
         return HmcRun(draws=self.store.draws(), step_size=step_size, n_steps=num_steps, **tensors)
+
+
+@dataclass
+class _Chains:
+    """All chains of a run: what they move by, where they are, and what is kept of them."""
+
+    potential: WhitenedPotential
+    settings: SamplerSettings
+    mover: Mover | None
+    complete: Completion | None
+    generator: torch.Generator
+    kept: KeptDraws
+    walk: Walk
+
+    def advance(self) -> None:
+        """One transition, and after the warm-up one draw more of every chain."""
+        self.walk, result = advance(
+            self.potential, self.walk, self.settings, generator=self.generator, mover=self.mover
+        )
+        if self.walk.num_done > self.settings.num_warmup:
+            self.kept.add(*self._whole(), result)
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """All of theta (C, P) where the chains are, and its log joint (C,)."""
+        theta, log_joint = self.potential.theta(self.walk.state.z), -self.walk.state.potential
+        if self.complete is None:
+            return theta, log_joint
+        whole, outside = self.complete(theta, self.generator)
+        return whole, log_joint + outside
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """All that a run continues from, to be stored."""
+        return {**self.walk.to_tensors(), **self.kept.to_tensors(), "generator": self.generator.get_state()}
