@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bnncli.covariances._subspace import Subspace
-from bnncli.flows import build_layers, choose_recipe, choose_space
+from bnncli.flows import Recipe, build_layers, choose_recipe, choose_space
 from bnncli.inference.flow_learner import FlowLearner, StepSizes
 from bnncli.inference.objective import Objective
 from bnncli.machine.devices import single_threaded
@@ -24,6 +24,7 @@ from bnncli.posteriors.flow import Flow
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import Target
+from bnncli.theta.layout import ParamLayout
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
@@ -106,23 +107,40 @@ def fit_flow(
         num_draws=num_draws,
     )
     space = choose_space(flow, space)
-    layout = target.layout if subspace is None else subspace.layout
-    layers = build_layers(flow, layout, generator, length=choice.length, **(settings or {}))
-    layers = tuple(layer.to(device=target.device, dtype=target.dtype) for layer in layers)
-    sizes = StepSizes(choice.batch_size, choice.num_draws, choice.learning_rate)
-    learner = FlowLearner(
-        Objective.of(target, base, space, subspace), layers, sizes, generator=on_device(generator, target.device)
-    )
+    objective = Objective.of(target, base, space, subspace)
+    acted = target.layout if subspace is None else subspace.layout
+    learner = _new_learner(objective, acted, flow, choice, generator=generator, settings=settings or {})
     course = Course(choice.epochs, num_batches(learner), patience=patience, round_steps=MIN_ROUND_STEPS)
-    num_multiplications = min(sizes.batch_size, target.num_examples) * target.layout.num_params * sizes.num_draws
-    with single_threaded() if num_multiplications < _SMALL_STEP else nullcontext():
+    with _threads_for(target, choice):
         train(learner, course, what="refine", state=state, save=save, progress=progress)
-    layers = tuple(layer.to(dtype=torch.float64).requires_grad_(False) for layer in layers)
+    layers = tuple(layer.to(dtype=torch.float64).requires_grad_(False) for layer in learner.layers)
+    within = None if subspace is None else subspace.to(device=target.device)
     return RefineFit(
-        Flow(
-            base.to(target.device), layers, flow, space, None if subspace is None else subspace.to(device=target.device)
-        ),
+        Flow(base.to(target.device), layers, flow, space, within),
         torch.tensor(learner.elbo, dtype=torch.float64) + base.entropy,
         time.perf_counter() - started,
         course.is_early,
     )
+
+
+def _new_learner(
+    objective: Objective,
+    layout: ParamLayout,
+    flow: str,
+    choice: Recipe,
+    *,
+    generator: torch.Generator,
+    settings: Mapping[str, Any],
+) -> FlowLearner:
+    """Layers that act on what `layout` says, before their first step."""
+    target = objective.target
+    layers = build_layers(flow, layout, generator, length=choice.length, **settings)
+    layers = tuple(layer.to(device=target.device, dtype=target.dtype) for layer in layers)
+    sizes = StepSizes(choice.batch_size, choice.num_draws, choice.learning_rate)
+    return FlowLearner(objective, layers, sizes, generator=on_device(generator, target.device))
+
+
+def _threads_for(target: Target, choice: Recipe) -> AbstractContextManager[None]:
+    """Where steps are small, one thread."""
+    num_multiplications = min(choice.batch_size, target.num_examples) * target.layout.num_params * choice.num_draws
+    return single_threaded() if num_multiplications < _SMALL_STEP else nullcontext()
