@@ -98,15 +98,11 @@ def search(
             hint="extract one (\0hold_out\0 val=test:2000), give \0prior_precision\0, or tune by marglik",
         )
     grid = _grid(*bounds)
-    layout = target.layout if lift is None else lift.layout
-    is_linearised = criterion == "val" and held_out is not None and held_out.is_linearised
-    size = noise_size(layout, structure, NUM_DRAWS) if is_linearised else layout.num_params
-    noise = standard_normal(NUM_DRAWS, size, generator, target.device)
     candidates = Candidates(
         target,
         structure,
         _compared_at(target, criterion, center),
-        Criterion(noise, held_out if criterion == "val" else None, lift),
+        _criterion(target, structure, held_out if criterion == "val" else None, lift, generator),
         start,
         TOLERANCES[criterion] if tolerance is None else tolerance,
         progress.task("prior precision", len(grid) + 2 * _HALVINGS + 2),
@@ -114,10 +110,7 @@ def search(
     fit = _descend(candidates, grid)
     best = candidates.best
     if center != candidates.center:
-        at_best = target.with_prior(target.prior.with_weight_precision(math.exp(best)))
-        fit = fit_gaussian(
-            at_best, start=start, structure=structure, center=center, before=candidates.before, progress=progress
-        )
+        fit = _fit_at(candidates, best, center, progress)
     return PriorSearch(
         best=math.exp(best),
         curve=[(math.exp(key), value) for key, value in sorted(candidates.values.items())],
@@ -127,6 +120,16 @@ def search(
         fit=fit,
         judge=candidates.criterion,
     )
+
+
+def _criterion(
+    target: CurvedTarget, structure: str, held_out: HeldOut | None, lift: Lift | None, generator: torch.Generator
+) -> Criterion:
+    """That of the validation data, or the marginal likelihood where there are none; its draws have the same noise for all."""
+    layout = target.layout if lift is None else lift.layout
+    is_linearised = held_out is not None and held_out.is_linearised
+    size = noise_size(layout, structure, NUM_DRAWS) if is_linearised else layout.num_params
+    return Criterion(standard_normal(NUM_DRAWS, size, generator, target.device), held_out, lift)
 
 
 def _compared_at(target: CurvedTarget, criterion: str, center: str) -> str:
@@ -151,6 +154,19 @@ def _descend(candidates: Candidates, grid: list[float]) -> LaplaceFit:
         fit = candidates.fit(best)
         if fit is not None and candidates.best == best:
             return fit
+
+
+def _fit_at(candidates: Candidates, key: float, center: str, progress: Progress) -> LaplaceFit:
+    """The fit at a log precision with another centre than the candidates'."""
+    target = candidates.target
+    return fit_gaussian(
+        target.with_prior(target.prior.with_weight_precision(math.exp(key))),
+        start=candidates.start,
+        structure=candidates.structure,
+        center=center,
+        before=candidates.before,
+        progress=progress,
+    )
 
 
 def _grid(lowest: float, highest: float) -> list[float]:
