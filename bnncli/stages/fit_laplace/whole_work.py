@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from bnncli import registry
 from bnncli.errors import NumericError, UsageError
-from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.layer_precisions import choose_layer_precisions
 from bnncli.inference.linear_draws import linear_draws
 from bnncli.inference.network_memory import NetworkPlan
@@ -16,7 +18,7 @@ from bnncli.options import FitLaplaceOptions
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
 from bnncli.run.inputs import Split
-from bnncli.run.network_splits import NetworkReader
+from bnncli.run.network_splits import NetworkReader, NetworkSplit
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter, warn_of_shortfall
@@ -83,70 +85,98 @@ def fit(
         weight_precision = float(options.prior_precision) if criterion == "number" else 1.0
         target = whole.target(Prior(weight_precision, options.own_bias_precision), run.device)
         target = target.with_choice(options.curvature_choice)
-        found: PriorSearch | None = None
         start = whole.start().to(run.device)
-        common: dict[str, Any] = {
-            "structure": structure,
-            "center": options.own_center,
-            "start": start,
-            "progress": run.console,
-        }
-        told: dict[str, Any] = {}
-        try:
-            if criterion == "number":
-                fit = fit_gaussian(target, **common)
-            else:
-                held_out = None
-                if criterion == "val" and held is not None:
-                    held_out = target.held_out(held.inputs, held.labels(run.device))
-                stream = run.stream("fit-laplace/val")
-                found = search(target, criterion=criterion, held_out=held_out, generator=stream, **common)
-                fit = found.fit
-                if options.precision_per == "layer":
-                    chosen = choose_layer_precisions(target, fit, common["structure"])
-                    fit = chosen.fit
-                    told = {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain}
-                else:
-                    warn_of_edge(run, found)
-        except NumericError as error:
-            if options.curvature != HESSIAN:
-                raise
-            hint = "beside a mode the Hessian may be indefinite: use --curvature ggn, or a larger --prior-precision"
-            raise NumericError(error.message, hint=hint) from None
-        warn_of_jitter(run, fit.gaussian)
-        if fit.mode is not None:
-            warn_of_shortfall(run, fit.mode)
-            told |= {"mode_passes": fit.mode.num_passes, "mode_shortfall": fit.mode.shortfall}
-            told |= {"prior_precision_compared_at": found.compared_at if found else None}
+        fit, found, told = _gaussian(run, options, criterion, target, start=start, structure=structure, held=held)
+        told |= _mode_told(run, fit, found)
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
         if options.draws is not None:
             posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
             told |= drawn
         metrics = fit_metrics(run, fit, found, criterion, whole, held, posterior=posterior)
-    metrics |= {
-        "center": options.own_center,
-        "structure_nll": None,
-        "layers": options.layers,
-        "curvature": options.curvature,
-        **told,
-    }
-    if registry.has_attribute("network_curvature", structure, "metrics"):
-        metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
-    if registry.has_attribute("covariances", structure, "metrics"):
-        covariance: Any = fit.gaussian.covariance
-        metrics |= covariance.metrics(fit.gaussian.require_prior(), fit.gaussian.layout)
+    over = {"layers": options.layers, "curvature": options.curvature}
+    metrics |= {"center": options.own_center, "structure_nll": None, **over, **told, **_kind_metrics(fit, structure)}
     tensors, meta = posterior.to_tensors()
     meta |= {
         "method": "laplace",
         "center": options.own_center,
-        "layers": options.layers,
-        "curvature": options.curvature,
+        **over,
         **fit.gaussian.require_prior().to_meta(),
         "criterion": criterion,
         "param_layout": fit.gaussian.layout.to_json(),
         "curve": [list(point) for point in found.curve] if found else None,
     }
     return Fitted(tensors, meta, metrics, train)
+
+
+class _Found(NamedTuple):
+    """A fit, the search that chose its prior precision, where one did, and what is told of the layers' own precisions."""
+
+    fit: LaplaceFit
+    search: PriorSearch | None
+    told: dict[str, Any]
+
+
+def _gaussian(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    target: NetworkTarget,
+    *,
+    start: Tensor,
+    structure: str,
+    held: NetworkSplit | None,
+) -> _Found:
+    """The Gaussian at the prior precision that was given, or at the one that `criterion` chooses, on `held` where that is val."""
+    common: dict[str, Any] = {
+        "structure": structure,
+        "center": options.own_center,
+        "start": start,
+        "progress": run.console,
+    }
+    try:
+        if criterion == "number":
+            return _Found(fit_gaussian(target, **common), None, {})
+        held_out = None
+        if criterion == "val" and held is not None:
+            held_out = target.held_out(held.inputs, held.labels(run.device))
+        found = search(
+            target, criterion=criterion, held_out=held_out, generator=run.stream("fit-laplace/val"), **common
+        )
+        if options.precision_per == "layer":
+            chosen = choose_layer_precisions(target, found.fit, structure)
+            told = {"layer_precisions": chosen.precisions, "layer_precisions_gain": chosen.gain}
+            return _Found(chosen.fit, found, told)
+    except NumericError as error:
+        if options.curvature != HESSIAN:
+            raise
+        hint = "beside a mode the Hessian may be indefinite: use --curvature ggn, or a larger --prior-precision"
+        raise NumericError(error.message, hint=hint) from None
+    warn_of_edge(run, found)
+    return _Found(found.fit, found, {})
+
+
+def _mode_told(run: Run, fit: LaplaceFit, found: PriorSearch | None) -> dict[str, Any]:
+    """What is told of a mode, if the fit looked for one. Warns of one that was not reached, and of a jitter."""
+    warn_of_jitter(run, fit.gaussian)
+    if fit.mode is None:
+        return {}
+    warn_of_shortfall(run, fit.mode)
+    return {
+        "mode_passes": fit.mode.num_passes,
+        "mode_shortfall": fit.mode.shortfall,
+        "prior_precision_compared_at": found.compared_at if found else None,
+    }
+
+
+def _kind_metrics(fit: LaplaceFit, structure: str) -> dict[str, Any]:
+    """What the kind of curvature, and that of covariance, tell of themselves."""
+    metrics: dict[str, Any] = {}
+    if registry.has_attribute("network_curvature", structure, "metrics"):
+        metrics |= registry.load_class("network_curvature", structure).metrics(fit.hessian)
+    if registry.has_attribute("covariances", structure, "metrics"):
+        covariance: Any = fit.gaussian.covariance
+        metrics |= covariance.metrics(fit.gaussian.require_prior(), fit.gaussian.layout)
+    return metrics
 
 
 def _drawn(
