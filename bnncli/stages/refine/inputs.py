@@ -1,0 +1,137 @@
+"""What refine starts from: the splits, the file of the base and the layers that it is over, and the prior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.options import RefineOptions
+from bnncli.options.refine import BASE
+from bnncli.run.inputs import Split, load_split, posterior_prior, posterior_source
+from bnncli.run.network_sources import network_sources
+from bnncli.run.row_space import span_of
+from bnncli.run.session import Run
+from bnncli.run.val_report import labeled_val
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
+from bnncli.storage.provenance import Source
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import LAST, ModuleLayout
+from bnncli.theta.prior import Prior
+from bnncli.theta.recorded import recorded_layout
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What was given to refine.
+
+    Attributes:
+        options: those asked for, with the layers of the base.
+        train: the labelled split to train on.
+        val: the labelled split to judge by, if there is one.
+        base_path: the base's file; None where the base is the prior.
+        header: of that file.
+        span: the row space that the base was fitted in, if any.
+        sources: of the splits, the base and the network.
+    """
+
+    options: RefineOptions
+    train: Split
+    val: Split | None
+    base_path: Path | None
+    header: Header | None
+    span: HeadLayout | None
+    sources: tuple[Source, ...]
+
+    @property
+    def base_name(self) -> str:
+        """The base's posterior, or prior."""
+        return self.base_path.stem if self.base_path else "prior"
+
+    def layout(self, run: Run) -> HeadLayout | ModuleLayout:
+        """Of all of theta. Raises MissingInput where other layers than the last are known of no Gaussian."""
+        if self.options.is_last_layer:
+            return self.train.layout
+        return recorded_layout((self.header or _laplace(run, self.options)).meta)
+
+
+def open_inputs(run: Run, options: RefineOptions) -> Inputs:
+    """The inputs of a run. Raises BnnError where one is missing, or does not fit what is asked for."""
+    train = load_split(run, "train").check_labeled()
+    val = labeled_val(run)
+    sources = [train.source, *([val.source] if val is not None else [])]
+    base_path, header, span = None, None, None
+    if options.base != "prior":
+        base_path = _base_path(run, options)
+        header, source = posterior_source(run, base_path, "base")
+        _check_is_gaussian(run, base_path, header)
+        options = _with_layers_of(options, header)
+        span = span_of(header.meta)
+        sources.append(source)
+    options.check_trust()
+    if not options.is_last_layer:
+        sources += network_sources([split for split in (train, val) if split is not None])
+    return Inputs(options, train, val, base_path, header, span, tuple(sources))
+
+
+def _base_path(run: Run, options: RefineOptions) -> Path:
+    """The file of the base that was named, or of the default one of the layers."""
+    if options.is_last_layer or options.base != BASE:
+        return run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
+    return _laplace(run, options).path
+
+
+def _laplace(run: Run, options: RefineOptions) -> Header:
+    """Of the Gaussian that fit-laplace makes of these layers. Raises MissingInput without one."""
+    path = run.folder.posterior(options.default_base)
+    if not path.is_file():
+        maker = run.suggest("fit-laplace", layers=options.layers, trust_code=options.trust_code)
+        raise MissingInput(
+            f"--layers {options.layers}: no posterior {path.stem!r} for {run.checkpoint_path} (looked for {path})",
+            hint=maker,
+            path=path,
+        )
+    return read_header(path)
+
+
+def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
+    """The options with the layers that the base is over. Raises UsageError where others were asked for."""
+    layers = str(header.meta.get("layers", LAST))
+    if not options.is_last_layer and layers != options.layers:
+        raise UsageError(
+            f"--layers {options.layers}: the base {header.path} is over --layers {layers}; leave --layers out to refine it as it is"
+        )
+    return replace(options, layers=layers)
+
+
+def prior_of(run: Run, options: RefineOptions, base_path: Path | None, sources: list[Source]) -> Prior:
+    """The target's prior: as given, or the base's; with --base prior, that of the run's laplace."""
+    if options.prior_precision is not None:
+        return Prior(options.prior_precision)
+    path = base_path
+    if path is None:
+        path = run.folder.posterior(options.default_base)
+        if not path.is_file():
+            raise UsageError("--base prior: give --prior-precision NUMBER, or run fit-laplace first")
+        sources.append(posterior_source(run, path, "prior_precision")[1])
+    return posterior_prior(path, read_header(path))
+
+
+def _check_is_gaussian(run: Run, path: Path, header: Header) -> None:
+    kind = "samples" if header.kind == "samples" else header.meta.get("type")
+    if kind != "gaussian":
+        layers = header.meta.get("layers", LAST)
+        also = {} if layers == LAST else {"layers": layers, "trust_code": True}
+        raise DataError(
+            f"--base: expected a gaussian posterior; {path} is of type {kind}",
+            code="wrong_type",
+            hint=run.suggest("fit-laplace", **also),
+            path=path,
+        )
+    if "num_varying" in header.meta:
+        raise UsageError(
+            f"--base: {path.stem} fixes all but {header.meta['num_varying']:,} parameters, which a flow would not move; expected a base "
+            "that fixes none",
+            hint=run.suggest("fit-laplace", layers=header.meta["layers"], trust_code=True),
+        )
