@@ -4,7 +4,8 @@ H = W diag(s) W^T with W = U kron V, the eigenvectors of the outputs' and the fe
 of their own, output direction i has the precision V (diag(s_i) + weight precision + d v v^T) V^T, v the last row of V and d
 the difference of the precisions: a diagonal matrix and one of rank one, whose inverse and root are written down (Sherman and
 Morrison 1950). With D = diag(s_i) + weight precision, q = D^{-1/2} v and c = 1 + d |q|^2,
-L = W D^{-1/2} (I - g q q^T) W^T, g = (1 - c^{-1/2}) / |q|^2: exact for every prior, in bases that do not depend on it.
+L = W D^{-1/2} (I - g q q^T) W^T, g = (1 - c^{-1/2}) / |q|^2: exact for every prior, in bases that do not depend on it. As |v| = 1,
+c = sum_j v_j^2 (s_ij + bias precision) / (s_ij + weight precision), of which no digits cancel where biases are nearly free.
 """
 
 from __future__ import annotations
@@ -117,9 +118,11 @@ class InEigenbasis:
         difference = self.bias_precision - self.weight_precision
         if difference == 0 or not self.layout.has_bias:
             return None
-        direction = (self._scales * self.feature_basis[-1]).double()
+        values, last = self.values.double(), self.feature_basis[-1].double()
+        direction = (values + self.weight_precision).rsqrt() * last
         length = direction.square().sum(dim=1, keepdim=True)
-        growth = 1 + difference * length
+        lifted = (values + self.bias_precision) / (values + self.weight_precision)
+        growth = (lifted * last.square()).sum(dim=1, keepdim=True) / last.square().sum()
         shrinkage = (1 - growth.rsqrt()) / length
         return _RankOne(*(one.to(self.values.dtype) for one in (direction, shrinkage, growth)))
 

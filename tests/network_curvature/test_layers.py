@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bnncli import registry
 from bnncli.covariances import Covariance
+from bnncli.covariances._eigenbasis import InEigenbasis
 from bnncli.covariances._subspace import Subspace
 from bnncli.curvature import ggn
 from bnncli.curvature.kron import Kron as HeadKron
@@ -296,6 +297,19 @@ def test_tied_weights_have_their_diagonal() -> None:
     target = NetworkTarget(inputs, torch.arange(6) % 4, layout, Prior(1.0))
     full = hessian_of(target, "full")["hessian.full"]
     torch.testing.assert_close(hessian_of(target, "kron")["hessian.kron.rest"], full.diagonal())
+
+
+@pytest.mark.parametrize("bias_precision", [1e-2, 1e-6, 1e-11, 1e-13])
+def test_nearly_free_biases_of_outputs_without_curvature_have_the_priors_variance(bias_precision: float) -> None:
+    basis = torch.linalg.qr(torch.randn(5, 5, generator=seeded(0), dtype=torch.float64))[0]
+    layout, eye = HeadLayout(2, 4), torch.eye(2, dtype=torch.float64)
+    values = torch.tensor([[0.0] * 5, [3.0] * 5], dtype=torch.float64)
+    covariance = InEigenbasis(values, eye, basis, 1e5, bias_precision, layout)
+    variances = covariance.unwhiten(torch.eye(10, dtype=torch.float64)).square().sum(dim=0)
+    precisions = Prior(1e5, bias_precision).diagonal(layout)
+    expected = 1 / (precisions + layout.flatten(values.unsqueeze(0))[0])
+    torch.testing.assert_close(variances, expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(covariance.log_det_scale(), float(expected.log().sum() / 2))
 
 
 @pytest.mark.parametrize("prior", [Prior(2.0), Prior(2.0, 0.3), Prior(0.5, 4.0)], ids=str)
