@@ -25,7 +25,7 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
         precision: (..., F, F), symmetric, one matrix or a batch; its diagonal is overwritten when jitter is needed.
 
     Raises:
-        NumericError: when even the largest jitter leaves a matrix without a Cholesky factor.
+        NumericError: when even the largest jitter leaves a matrix without a Cholesky factor, or it is not finite.
     """
     diagonal = precision.diagonal(dim1=-2, dim2=-1)
     size, added = float(diagonal.mean()), 0.0
@@ -39,6 +39,8 @@ def inverse_root(precision: Tensor) -> tuple[Tensor, float]:
             root = _long(precision, 1, partial(_inverse_transposed, root))
             if torch.isfinite(root).all():
                 return root, added
+    if not torch.isfinite(precision).all():
+        raise NumericError("the posterior precision is not finite", hint="check the inputs")
     raise NumericError(
         "the posterior precision is not positive definite",
         hint="use a larger \0prior_precision\0, or \0structure\0 kron",

@@ -34,7 +34,7 @@ class Diag:
         """1 / (diag(H) + the prior's precisions). Raises NumericError when that is not finite."""
         curvature = hessian["hessian.diag"].double()
         variances = 1 / (curvature + prior.diagonal(layout, device=curvature.device))
-        if not torch.isfinite(variances).all():
+        if not (torch.isfinite(curvature).all() and torch.isfinite(variances).all()):
             raise NumericError("the diagonal of the Hessian is not finite", hint="check the features")
         return cls(variances)
 

@@ -8,9 +8,11 @@ the complement of the eigenvectors (Meyer et al. (2021), arXiv:2010.09649).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bnncli.errors import NumericError
 from bnncli.lazy import torch
 from bnncli.machine import signals
 
@@ -90,6 +92,9 @@ def largest_eigenpairs(
         size: P.
         count: r.
         generator: of the first direction, on the CPU.
+
+    Raises:
+        NumericError: the matrix is not finite.
     """
     most = min(size, 3 * count + _EXTRA)
     basis = torch.zeros(most, size, dtype=torch.float64, device=device)
@@ -99,7 +104,9 @@ def largest_eigenpairs(
     for step in range(most):
         signals.raise_if_interrupted("the search for eigenvectors")
         product = multiply(basis[step]).double()
-        projected[step, step] = float(basis[step] @ product)
+        projected[step, step] = along = float(basis[step] @ product)
+        if not math.isfinite(along):
+            raise NumericError("the Hessian is not finite", hint="check the inputs")
         remainder = _orthogonal(product, basis[: step + 1])
         length = float(remainder.norm())
         largest = max(largest, abs(float(projected[step, step])))

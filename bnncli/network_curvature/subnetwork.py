@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from bnncli.errors import NumericError
 from bnncli.lazy import torch
 from bnncli.network_curvature._rows import weighted_rows
 from bnncli.network_curvature.diag import Diag
@@ -63,8 +64,14 @@ class Subnetwork:
 
 
 def widest_parameters(target: NetworkTarget, theta: Tensor) -> Tensor:
-    """Places (N,), ascending, of the parameters of the largest variances 1 / (H_ii + lambda_i); of equal ones the first."""
+    """Places (N,), ascending, of the parameters of the largest variances 1 / (H_ii + lambda_i); of equal ones the first.
+
+    Raises:
+        NumericError: H's diagonal is not finite, so that no order is that of the variances.
+    """
     curvature = Diag.hessian(target, theta)["hessian.diag"]
+    if not torch.isfinite(curvature).all():
+        raise NumericError("the diagonal of the Hessian is not finite", hint="check the inputs")
     precisions = curvature + target.prior.diagonal(target.layout, device=curvature.device)
     return precisions.sort(stable=True).indices[: target.choice.size].sort().values
 

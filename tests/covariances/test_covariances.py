@@ -264,10 +264,11 @@ def test_an_indefinite_precision_is_an_error() -> None:
         Full.from_hessian(indefinite, Prior(1.0), LAYOUTS[0])
 
 
-@pytest.mark.parametrize("structure", ["block", "diag", "kron"])
-def test_a_hessian_that_is_not_finite_is_an_error(structure: str) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("structure", ["block", "diag", "full", "kron"])
+def test_a_hessian_that_is_not_finite_is_an_error(structure: str, value: float) -> None:
     parts = ggn(make_target(LAYOUTS[0]), draw_theta(LAYOUTS[0]), structure)
-    broken = {name: part * float("nan") for name, part in parts.items()}
+    broken = {name: torch.full_like(part, value) for name, part in parts.items()}
     with pytest.raises(NumericError, match="not finite"):
         registry.load_class("covariances", structure).from_hessian(broken, Prior(1.0), LAYOUTS[0])
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems.seeds import seeded
 from problems.tiny_networks import losses_of, tiny_target
+from torch import Tensor, nn
 
+from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import NumericError
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.local_covariance import covariance_at
 from bnncli.network_curvature import _rows
 from bnncli.targets.curvature_choice import CurvatureChoice
+from bnncli.targets.network import NetworkTarget
+from bnncli.theta.module import ModuleLayout, ModuleNetwork
 from bnncli.theta.prior import Prior
 
 every_output = pytest.mark.parametrize("outputs", [3, 1])
@@ -68,3 +74,24 @@ def test_an_indefinite_hessian_is_told() -> None:
     theta = torch.randn(target.layout.num_params, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with pytest.raises(NumericError, match="not positive definite"):
         fit_gaussian(target, start=theta, center="checkpoint")
+
+
+class Rooted(nn.Module):
+    """Logits that are finite where their derivatives by two parameters are 0 / 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.zeros = nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) + self.zeros.square().sum().sqrt() * x[:, :2]
+
+
+@pytest.mark.parametrize("structure", registry.names("network_curvature"))
+def test_derivatives_that_are_not_finite_are_an_error_of_every_structure(structure: str) -> None:
+    layout = ModuleLayout.of(ModuleNetwork(Rooted().eval()), num_outputs=2, input_shape=(4,))
+    inputs = torch.randn(6, 4, generator=seeded(0), dtype=torch.float64)
+    choice = CurvatureChoice(size=4)
+    target = NetworkTarget(inputs, torch.tensor([0, 1] * 3), layout, Prior(1.0), choice=choice)
+    with pytest.raises(NumericError, match="not finite"):
+        covariance_at(target, layout.trained(), structure)
