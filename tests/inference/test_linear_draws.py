@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_each_random_number_has_its_part_of_the_covariance(
     outputs: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draws are linear in their normals z, d = A z: unit vectors give A, and A A^T is the covariance."""
-    target = tiny_target(outputs, examples=16, prior=PRIOR)
+    target = replace(tiny_target(outputs, examples=16, prior=PRIOR), likelihood_scale=3.0)
     monkeypatch.setattr(NetworkTarget, "rows_at_once", lambda self, *given: min(at_once, self.num_examples))
     theta, size = target.layout.trained(), target.layout.num_params
     count = size + 16 * outputs  # as many columns as the root of the likelihood's Hessian has

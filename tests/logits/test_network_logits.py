@@ -22,7 +22,7 @@ STEP = 1e-5
 
 
 class Mixed(nn.Module):
-    """A layer used twice, one whose weight another reads, a bare parameter, a norm, a grouped convolution."""
+    """A layer and a norm used twice, a layer whose weight another reads, a bare parameter, a grouped convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Mixed(nn.Module):
         self.scale = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.scaled(self.grouped(self.conv(x).tanh())).mean(dim=(2, 3))
+        hidden = self.scaled(self.scaled(self.grouped(self.conv(x).tanh())).tanh()).mean(dim=(2, 3))
         hidden = self.again(self.again(hidden).tanh())
         hidden = self.read(hidden) + hidden @ self.read.weight
         return self.last(hidden * self.scale)

@@ -158,6 +158,7 @@ def test_a_likelihood_counted_twice_is_that_of_the_data_twice() -> None:
     near(scaled.log_joint_and_grad(theta), twice.log_joint_and_grad(theta))
     near(scaled.log_joint(theta), twice.log_joint(theta))
     near(scaled.hessian_operator(theta[0])(theta), twice.hessian_operator(theta[0])(theta))
+    near(scaled.second_derivatives(theta[0])(theta), twice.second_derivatives(theta[0])(theta))
     for structure, choice in (("full", GGN), ("diag", GGN), ("diag", FISHER), ("full", HESSIAN)):
         of_both = [one.with_choice(CurvatureChoice(choice)) for one in (scaled, twice)]
         near(*(ggn(one, theta[0], structure) for one in of_both))
