@@ -267,7 +267,7 @@ def test_grouped_convolutions_norms_and_bare_parameters_have_their_diagonal() ->
 
 def test_norms_are_found_and_their_gradients_are_theirs() -> None:
     module = nn.Sequential(
-        nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm((3, 2)), nn.LayerNorm(2, bias=False),
+        nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4, eps=0.1), nn.GroupNorm(2, 4, eps=0.2), nn.LayerNorm((3, 2), eps=0.3), nn.LayerNorm(2, bias=False),
         nn.Flatten(), nn.Linear(24, K), nn.BatchNorm1d(K), nn.LayerNorm(K),
     )  # fmt: skip
     layout = ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=K, input_shape=(1, 4, 3))
@@ -370,6 +370,18 @@ def in_matrix_order(matrix: Matrix) -> Tensor:
     """Where the entries of (K, F) lie in theta, row by row."""
     places = [torch.arange(part.place.start, part.place.stop).view(matrix.num_outputs, -1) for part in matrix.parts]
     return torch.cat(places, dim=1).flatten()
+
+
+def test_curvatures_are_of_other_random_columns_than_their_basis() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Linear(3, 6).eval()
+    layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=6, input_shape=(3,))
+    target = NetworkTarget(torch.ones(1, 3, dtype=torch.float64), torch.tensor([0]), layout, Prior(1.0))
+    found = ggn(target, layout.trained(), "ekfac")
+    values = found["hessian.ekfac.weight.values"][:, -1]  # along the one input, of outputs from the least to the most
+    assert int(found["hessian.ekfac.drawn"]) == 2
+    assert float(values[:-2].sum()) > 1e-3 * float(values.sum()), "those two columns alone have nothing there"
 
 
 def test_random_columns_are_unbiased_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
