@@ -8,11 +8,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bnncli.errors import BnnError, DataError
+from bnncli.names import listed
 from bnncli.theta.module import ModuleLayout
 
 _AT_ONCE = 32  # examples whose logits are compared in one pass
 TOLERANCE = 1e-3  # of logits, in units of 1 + the largest: what other block sizes and releases of torch change
 _SAME = 1e-6  # of derivatives both ways, in float64, relative to what is summed
+_STEP = 1e-4  # of parameters that seem to have no derivatives
 AUTOCAST_TOLERANCE = 0.1  # where features were made in lower precision; here the network computes in float32
 
 
@@ -49,7 +51,8 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     """Pass when the logits of a few inputs (n, D) depend on theta, and torch.func gives their derivatives both ways, in float64.
 
     Raises:
-        DataError: they do not, something in the network has no derivative or no rule for vmap, or the derivatives differ.
+        DataError: they do not, something in the network has no derivative or no rule for vmap, or the derivatives differ; or a
+            parameter moves logits that have no derivative by it, such as one whose outputs are detached.
     """
     theta = layout.trained()
     inputs = inputs.to(theta.device)
@@ -81,6 +84,20 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         raise _refused("its derivatives forward and backward differ: part of it changes gradients alone")
     if torch.equal(both[0], both[1]):
         raise _refused("its logits do not depend on them")
+    (gradient,) = pull(
+        torch.arange(1, outputs.numel() + 1, dtype=theta.dtype, device=theta.device).cos().view_as(outputs)
+    )
+    still = [part for part in layout.parts if not gradient[part.place].any()]
+    moved = theta.clone()
+    for part in still:  # so little that a unit which is off stays off
+        moved[part.place] += _STEP * direction[part.place]
+    with torch.no_grad():
+        change = (of_all(moved) - outputs).abs().max() if still else outputs.new_zeros(())
+    if change > _SAME * _STEP * (1 + outputs.abs().max()):
+        names = listed(part.name for part in still)
+        raise _refused(
+            f"its logits have no derivative by {names}, but move with them: part of it is detached, or rounds"
+        )
 
 
 def _refused(why: str) -> DataError:

@@ -53,3 +53,31 @@ def test_embeddings_have_their_derivatives_both_ways(settings: dict[str, object]
 def test_derivatives_that_differ_both_ways_are_refused() -> None:
     with pytest.raises(DataError, match="derivatives forward and backward differ"):
         check_derivatives(layout_of(Words(is_functional=True)), TEXTS)
+
+
+class Detached(nn.Module):
+    """Features that a training left as they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.last, self.unused = nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.features(x).tanh().detach())
+
+
+def test_parameters_that_move_logits_without_a_derivative_are_refused_by_name() -> None:
+    network = ModuleNetwork(Detached().eval())
+    every, known = (
+        ModuleLayout.of(network, one, num_outputs=2, input_shape=(4,))
+        for one in ("features.*+last.*", "last.*+unused.*")
+    )
+    with pytest.raises(DataError, match=r"no derivative by 'features.weight', 'features.bias', but move with them"):
+        check_derivatives(every, TEXTS)
+    check_derivatives(known, TEXTS)
+
+
+def test_units_that_are_off_are_not_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    nn.init.constant_(module[0].bias, -100.0)
+    check_derivatives(ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=2, input_shape=(4,)), TEXTS)
