@@ -2,7 +2,9 @@
 
 log Z = log p(D | theta) + log N(theta | 0, Lambda^{-1}) + P / 2 log(2 pi) - log|H + Lambda| / 2. With t_l the trace of a layer's
 part of Sigma, its derivative by log lambda_l is (P_l - lambda_l |theta_l|^2 - lambda_l t_l) / 2. MacKay's update, lambda_l =
-(P_l - lambda_l t_l) / |theta_l|^2 (1992, Neural Computation 4(3)), is quick but may overshoot. Where it lowers log Z, lambda_l = P_l /
+(P_l - lambda_l t_l) / |theta_l|^2 (1992, Neural Computation 4(3)), is quick but may overshoot: of a layer that the data say little
+of it leads from one side of the best precision as far to the other, and back. A step that turns back is halved, in log lambda_l,
+and those after it. Where a step lowers log Z, lambda_l = P_l /
 (|theta_l|^2 + t_l) takes its place: -log|H + Lambda| / 2 is convex in the precisions and lies above its tangent, whose sum with the
 rest that maximises, so that log Z never falls.
 """
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 BOUNDS = (1e-4, 1e7)  # of a precision: a layer of zeros would have any, however large
 _MOST_UPDATES = 200
 _TOLERANCE = 1e-3  # of a log precision
+_SLOWEST = 0.125  # of a step, which turns back where it is longer than twice the way
 _STEP = 1e-3  # of a log precision, for differences of the log determinant: central, so wrong by a millionth
 
 
@@ -92,16 +95,20 @@ def choose_layer_precisions(target: CurvedTarget, start: LaplaceFit, structure: 
 
     covariance = covariance_under(logs)
     reached = begun = value(logs, covariance)
+    pace, before = torch.ones_like(sizes), torch.zeros_like(sizes)
     for _ in range(_MOST_UPDATES):
         taken = shares(logs, covariance).clamp(torch.zeros_like(sizes), sizes)
-        new = quick_update(sizes, squares, taken)
+        aim = quick_update(sizes, squares, taken)
+        step = aim - logs
+        pace, before = torch.where(step * before < 0, 0.5 * pace, pace).clamp_min(_SLOWEST), step
+        new = torch.where(pace < 1, logs + pace * step, aim)
         proposed = covariance_under(new)
         if not value(new, proposed) >= reached:
-            new = safe_update(sizes, squares, taken * (-logs).exp())
+            aim = new = safe_update(sizes, squares, taken * (-logs).exp())
             proposed = covariance_under(new)
-        moved = float((new - logs).abs().max())
+        missed = float((aim - logs).abs().max())
         logs, covariance, reached = new, proposed, value(new, proposed)
-        if moved < _TOLERANCE:
+        if missed < _TOLERANCE:
             break
     if not math.isfinite(reached):
         raise NumericError(

@@ -22,18 +22,18 @@ LAYERS = {"0": slice(0, 25), "2": slice(25, 43)}
 
 
 @cache
-def curvature_of(structure: str) -> tuple[Tensor, Tensor]:
-    """H as a dense matrix, and the loss of all examples."""
+def curvature_of(structure: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """H as a dense matrix, and the loss of all examples, at the network's parameters times a scale."""
     target = tiny_target(examples=120, prior=Prior(1.0))
-    theta = target.layout.trained()
+    theta = scale * target.layout.trained()
     hessian = ggn(target, theta, structure)[f"hessian.{structure}"]
     return hessian.diag() if structure == "diag" else hessian, losses_of(target, theta).sum()
 
 
-def brute_evidence(target: Any, structure: str, logs: Tensor) -> float:
+def brute_evidence(target: Any, structure: str, logs: Tensor, scale: float = 1.0) -> float:
     """Of one log precision for each layer, in full."""
-    theta = target.layout.trained()
-    dense, loss = curvature_of(structure)
+    theta = scale * target.layout.trained()
+    dense, loss = curvature_of(structure, scale)
     precisions = torch.cat([logs[i].exp().repeat(place.stop - place.start) for i, place in enumerate(LAYERS.values())])
     log_prior = torch.distributions.Normal(0.0, precisions.rsqrt()).log_prob(theta).sum()
     joint = log_prior - loss
@@ -64,6 +64,19 @@ def test_the_precisions_are_those_of_the_largest_evidence(
     diagonal = chosen.fit.gaussian.require_prior().diagonal(target.layout)
     for index, place in enumerate(LAYERS.values()):
         torch.testing.assert_close(diagonal[place].log(), found[index].expand(place.stop - place.start))
+
+
+@pytest.mark.parametrize("scale", [0.03, 0.3])
+def test_so_are_those_of_layers_that_the_data_say_little_of(scale: float) -> None:
+    """Where MacKay's update alone goes back and forth."""
+    target = tiny_target(examples=120, prior=Prior(1.0))
+    start = fit_gaussian(target, start=scale * target.layout.trained(), structure="full", center="checkpoint")
+    found = torch.tensor(list(choose_layer_precisions(target, start, "full").precisions.values()), dtype=torch.float64)
+    best = minimize(
+        lambda x: -brute_evidence(target, "full", torch.as_tensor(x), scale), [0.0, 0.0], method="Nelder-Mead",
+        options={"xatol": 1e-5, "fatol": 1e-9},
+    )  # fmt: skip
+    torch.testing.assert_close(found.log(), torch.as_tensor(best.x), rtol=0, atol=5e-3)
 
 
 def test_the_evidence_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
