@@ -89,6 +89,19 @@ def test_the_evidence_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_layer_precisions(under, start, "full").gain >= 0
 
 
+def test_safe_updates_alone_find_the_largest_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every quick one would lower it."""
+    monkeypatch.setattr(layer_precisions, "quick_update", lambda *_: torch.full((2,), 16.0, dtype=torch.float64))
+    target = tiny_target(examples=120, prior=Prior(1.0))
+    start = fit_gaussian(target, start=target.layout.trained(), structure="diag", center="checkpoint")
+    found = choose_layer_precisions(target, start, "diag").precisions
+    monkeypatch.undo()
+    best = choose_layer_precisions(target, start, "diag").precisions
+    assert [math.log(one) for one in found.values()] == pytest.approx(
+        [math.log(one) for one in best.values()], abs=0.02
+    )
+
+
 @pytest.mark.parametrize("scale", [0.1, 1.0])
 def test_the_safe_update_raises_the_evidence_from_anywhere(scale: float) -> None:
     target = tiny_target(examples=120)
