@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pretend_cuda
 import pytest
 import torch
 from problems.seeds import seeded
@@ -14,6 +17,7 @@ from bnncli.errors import NumericError
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.network_curvature import _rows
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.module import ModuleLayout, ModuleNetwork
@@ -95,3 +99,22 @@ def test_derivatives_that_are_not_finite_are_an_error_of_every_structure(structu
     target = NetworkTarget(inputs, torch.tensor([0, 1] * 3), layout, Prior(1.0), choice=choice)
     with pytest.raises(NumericError, match="not finite"):
         covariance_at(target, layout.trained(), structure)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full", "low-rank", "subnetwork"])
+def test_on_a_gpu_the_logits_covariance_is_made_and_kept_there(structure: str) -> None:
+    def made(target: NetworkTarget) -> Tensor:
+        covariance = covariance_at(target, target.layout.trained(), structure).covariance
+        gaussian = Gaussian(target.layout.trained(), covariance, target.layout, target.prior)
+        return gaussian.logit_moments(target.inputs.to(target.device))[1]
+
+    choice = CurvatureChoice(rank=4, size=9)
+    expected = made(tiny_target(choice=choice))
+    with pretend_cuda.pretend() as gpu:
+        there = tiny_target(choice=choice)
+        assert there.layout.network is not None
+        there.layout.network.module.to(gpu.device)
+        found = made(replace(there, labels=there.labels.to(gpu.device)))
+        assert found.device == gpu.device
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-9)
+    assert not gpu.problems(), "\n".join(gpu.problems())
