@@ -67,6 +67,11 @@ class Prior:
             return Prior(value, None, tuple(one * factor for one in self.part_precisions))
         return replace(self, weight_precision=value)
 
+    def times(self, factor: float) -> Prior:
+        """All precisions multiplied by a factor."""
+        bias = None if self.bias_precision is None else self.bias_precision * factor
+        return replace(self.with_weight_precision(self.weight_precision * factor), bias_precision=bias)
+
     def diagonal(
         self, layout: ParamLayout, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:

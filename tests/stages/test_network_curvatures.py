@@ -56,11 +56,13 @@ def test_kinds_and_ranks_are_fitted_and_recorded(cli: Cli, checkpoint: Path) -> 
         done = cli(*FIT, *GIVEN, *words, "--trust-code", "--name", name)
         assert done.code == 0, done.stderr
         assert ("4 largest eigenvalues" in done.stderr) == (name == "low-rank")
+        assert "(effective number of parameters)" in done.stderr
     metas = {name: meta_of(name) for name in ("ggn", "diag-fisher", "low-rank")}
     assert [meta["curvature"] for meta in metas.values()] == ["ggn", "fisher", "ggn"]
     assert [meta["structure"] for meta in metas.values()] == ["full", "diag", "low-rank"]
     assert metas["low-rank"]["metrics"]["rank"] == 4
     assert 0 < metas["low-rank"]["metrics"]["captured_trace"] <= 1
+    assert all(0 < meta["metrics"]["effective_params"] < 23 for meta in metas.values())
     nll = {name: meta["metrics"]["val_nll_laplace"] for name, meta in metas.items()}
     assert len(set(nll.values())) == 3
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bnncli import registry
 from bnncli.errors import NumericError, UsageError
+from bnncli.inference.effective_params import num_effective
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.layer_precisions import choose_layer_precisions
 from bnncli.inference.linear_draws import linear_draws
@@ -92,6 +93,8 @@ def fit(
         if options.draws is not None:
             posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
             told |= drawn
+        else:
+            told["effective_params"] = num_effective(target, fit)
         metrics = fit_metrics(run, fit, found, criterion, whole, held, posterior=posterior)
     over = {"layers": options.layers, "curvature": options.curvature}
     metrics |= {"center": options.own_center, "structure_nll": None, **over, **told, **_kind_metrics(fit, structure)}
