@@ -119,6 +119,20 @@ def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_
     assert judged["run"] == longer  # not the draws that are there
 
 
+@pytest.mark.usefixtures("few_replicates")
+def test_the_distance_of_few_stored_draws_is_told_by_those_there_are(cli: Cli, make_run: Make) -> None:
+    make_run(LINEAR, 3)
+    layers = ("ckpt.pt", "--layers", "all", "--trust-code")
+    chains = ("--chains", 2, "--warmup", 2, "--draws", 4)
+    assert cli("hmc", *layers, *chains, "--prior-precision", 2).code == 0
+    assert cli("fit-laplace", *layers, "--prior-precision", 2, "--draws", 6, "--name", "drawn").code == 0
+    assert cli("predict", *layers, "--posterior", "drawn", "--split", "test").code == 0
+    done = cli("evaluate", "ckpt.pt", "--split", "test", "--posterior", "drawn", "--json")
+    assert done.code == 0, done.stderr
+    found = {row["name"]: row for row in done.json["rows"][0]["metrics"]}["mmd2"]
+    assert (found["reference"], found["n"], found["value"] is None) == ("hmc-all", [6, 8], False)
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("few_replicates")
 def test_distances_are_to_draws_over_the_same_layers(cli: Cli, make_run: Make) -> None:

@@ -152,8 +152,11 @@ def _pairs(run: Run, diagnoses: list[Diagnosis]) -> list[dict[str, Any]]:
             "n": [len(side.draws.draws) for side in (one, other)],
         }
         finite = [side.judged.name for side in (one, other) if not torch.isfinite(side.draws.draws).all()]
+        single = [side.judged.name for side in (one, other) if len(side.draws.draws) < 2]
         if finite:
             pair["reason"] = f"draws of {' and '.join(finite)} are not finite"
+        elif single:
+            pair["reason"] = f"a distance needs at least two draws of each; there is one of {' and '.join(single)}"
         elif chosen is None:
             pair["reason"] = "no posterior whose draws tell a bandwidth"
         else:

@@ -58,7 +58,8 @@ def _draws(run: Run, posterior: Any, header: Header) -> WeightDraws:
     """
     if header.kind == "samples":
         return WeightDraws(posterior.draws, num_independent=effective_size(header))
-    count = num_draws_for(posterior.layout.num_params)
+    wanted = num_draws_for(posterior.layout.num_params)
+    count = min(wanted, getattr(posterior, "num_stored", wanted))
     mean: Tensor | None = None if hasattr(posterior, "mean_theta") else getattr(posterior, "center", None)
     with torch.no_grad():
         draws: Tensor = posterior.to(run.device).sample(count, run.stream("evaluate/mmd")).cpu()
