@@ -126,7 +126,7 @@ class MatrixUse:
 
 
 class PatchesUse(MatrixUse):
-    """One call of a convolution with inputs (n, channels, height, width)."""
+    """One call of a convolution over one, two or three dimensions, with inputs (n, channels, size of each)."""
 
     def gram(self) -> tuple[Tensor, int]:
         """The sum of x x^T over examples and positions, (F, F) float64, and their number."""
@@ -135,7 +135,8 @@ class PatchesUse(MatrixUse):
         total: Tensor | None = None
         for some in padded.split(max(1, _PATCHES // (num_columns * num_positions))):
             # Channels first, then where in the patch, then examples and positions: one copy, of long runs.
-            patches = self._windows(some.transpose(0, 1).contiguous()).movedim(1, 3).reshape(num_columns, -1)
+            windows = self._windows(some.transpose(0, 1).contiguous())
+            patches = windows.movedim(1, 1 + len(self.module.kernel_size)).reshape(num_columns, -1)
             part = self._with_ones(_gram(patches), patches.sum(dim=1), patches.shape[1])
             total = part if total is None else total.add_(part)
         assert total is not None
@@ -150,7 +151,8 @@ class PatchesUse(MatrixUse):
         module = self.module
         weight = basis[: len(basis) - self.has_bias].T.reshape(len(basis), -1, *module.kernel_size)
         bias = basis[-1] if self.has_bias else None
-        turned = torch.nn.functional.conv2d(self._padded(), weight, bias, module.stride, 0, module.dilation)
+        convolve = getattr(torch.nn.functional, f"conv{len(module.kernel_size)}d")
+        turned: Tensor = convolve(self._padded(), weight, bias, module.stride, 0, module.dilation)
         return turned.flatten(2)
 
     def outputs(self, gradient: Tensor) -> Tensor:
@@ -158,25 +160,20 @@ class PatchesUse(MatrixUse):
         return gradient.flatten(2)
 
     def _patches(self, padded: Tensor) -> Tensor:
-        """(n, D, T) of padded inputs (n, channels, height, width)."""
-        return self._windows(padded).flatten(1, 3).flatten(2)
+        """(n, D, T) of padded inputs (n, channels, size of each dimension)."""
+        return self._windows(padded).flatten(1, 1 + len(self.module.kernel_size)).flatten(2)
 
     def _windows(self, images: Tensor) -> Tensor:
-        """A view (a, b, kernel, kernel, height, width) of images (a, b, height, width): what the kernel sees at each place."""
-        module, (height, width) = self.module, images.stride()[2:]
-        sizes, strides = list(images.shape[:2]), list(images.stride()[:2])
+        """A view (a, b, kernel, places) of images (a, b, size of each dimension): what the kernel sees at each place."""
+        module, own = self.module, images.stride()[2:]
         reach = [rate * (size - 1) + 1 for rate, size in zip(module.dilation, module.kernel_size, strict=True)]
         places = [
             (side - far) // step + 1 for side, far, step in zip(images.shape[2:], reach, module.stride, strict=True)
         ]
-        sizes += [*module.kernel_size, *places]
-        strides += [
-            module.dilation[0] * height,
-            module.dilation[1] * width,
-            module.stride[0] * height,
-            module.stride[1] * width,
-        ]
-        return images.as_strided(sizes, strides, images.storage_offset())
+        inside = [rate * one for rate, one in zip(module.dilation, own, strict=True)]
+        between = [step * one for step, one in zip(module.stride, own, strict=True)]
+        sizes = [*images.shape[:2], *module.kernel_size, *places]
+        return images.as_strided(sizes, [*images.stride()[:2], *inside, *between], images.storage_offset())
 
     def _padded(self) -> Tensor:
         mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
@@ -193,7 +190,7 @@ def matrices_of(layout: ModuleLayout) -> list[Matrix]:
 
 
 def _is_convolution(module: Any) -> bool:
-    return isinstance(module, torch.nn.Conv2d)
+    return isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))
 
 
 def _gram(columns: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,7 @@ from bnncli.theta.modules import module_places
 from bnncli.theta.prior import Prior
 
 K = 3
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERED = ("block", "ekfac", "kron")
 every_layered = pytest.mark.parametrize("structure", LAYERED)
 
@@ -58,6 +60,18 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
             nn.Conv2d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(36, K),
         ),
         (1, 5, 5),
+    ),
+    "sound": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 3, 3, stride=2, padding=1), nn.Tanh(), nn.Conv1d(3, 4, 2, dilation=2), nn.Flatten(), nn.Linear(8, K)
+        ),
+        (2, 7),
+    ),
+    "volume": (
+        lambda: nn.Sequential(
+            nn.Conv3d(1, 3, (2, 1, 3), stride=(1, 2, 1), padding=(0, 0, 1)), nn.Tanh(), nn.Flatten(), nn.Linear(24, K)
+        ),
+        (1, 3, 4, 2),
     ),
     "sequence": (lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2), nn.Flatten(), nn.Linear(6, K)), (3, 2)),
     "twice": (Twice, (5,)),
@@ -212,9 +226,9 @@ def naive_factors(target: NetworkTarget, module_name: str) -> tuple[Tensor, Tens
             column = p[k].sqrt() * (torch.eye(K, dtype=p.dtype)[k] - p)
             for _, output in calls:
                 (g,) = torch.autograd.grad(logits[0] @ column, output, retain_graph=True)
-                slopes.append(g[0].flatten(1).T if isinstance(module, nn.Conv2d) else g.reshape(-1, g.shape[-1]))
+                slopes.append(g[0].flatten(1).T if isinstance(module, CONVOLUTIONS) else g.reshape(-1, g.shape[-1]))
         for inputs, _ in calls:
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, CONVOLUTIONS):
                 rows.append(patches(module, inputs[0]))
             else:
                 rows.append(inputs.reshape(-1, inputs.shape[-1]))
@@ -225,20 +239,28 @@ def naive_factors(target: NetworkTarget, module_name: str) -> tuple[Tensor, Tens
     return a.T @ a / len(a), g.T @ g
 
 
-def patches(module: nn.Conv2d, image: Tensor) -> Tensor:
+def patches(module: nn.Module, image: Tensor) -> Tensor:
     """(T, D): what a convolution multiplies at each position, cut out one by one."""
+    assert isinstance(module, CONVOLUTIONS)
     padded = torch.nn.functional.pad(image, module._reversed_padding_repeated_twice)
-    (tall, wide), (down, right) = module.kernel_size, module.dilation
-    reach = (down * (tall - 1) + 1, right * (wide - 1) + 1)
+    sizes = zip(module.dilation, module.kernel_size, strict=True)
+    reach = [rate * (size - 1) + 1 for rate, size in sizes]
     steps = zip(padded.shape[1:], reach, module.stride, strict=True)
-    tops, lefts = (range(0, size - far + 1, step) for size, far, step in steps)
-    cut = [padded[:, y : y + reach[0] : down, x : x + reach[1] : right] for y in tops for x in lefts]
-    return torch.stack([one.flatten() for one in cut])
+    starts = itertools.product(*(range(0, size - far + 1, step) for size, far, step in steps))
+    cuts = [
+        [slice(at, at + far, rate) for at, far, rate in zip(start, reach, module.dilation, strict=True)]
+        for start in starts
+    ]
+    return torch.stack([padded[:, *cut].flatten() for cut in cuts])
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"), [("mlp", "0"), ("conv", "0"), ("conv", "2"), ("sequence", "0"), ("twice", "first")]
-)
+    ("name", "layer"),
+    [
+        ("mlp", "0"), ("conv", "0"), ("conv", "2"), ("sound", "0"), ("sound", "2"), ("volume", "0"),
+        ("sequence", "0"), ("twice", "first"),
+    ],
+)  # fmt: skip
 def test_kron_is_the_product_of_factors_over_examples_and_positions(name: str, layer: str) -> None:
     target = make_target(name)
     parts = hessian_of(target, "kron")
