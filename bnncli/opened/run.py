@@ -21,6 +21,7 @@ from bnncli.opened.predictions import ClassProbabilities, check_request, choose,
 from bnncli.opened.session import Session, checked_text, open_session
 from bnncli.run.classes import posterior_classes
 from bnncli.run.inputs import load_split, posterior_source
+from bnncli.run.named_posterior import find_named
 from bnncli.run.predictor import Predictor, TrainData, warn_of_default, warn_of_few_draws
 from bnncli.storage.artifacts import read_header
 
@@ -240,9 +241,7 @@ class OpenedRun:
     def _predictor(self, run: Run, name: str) -> Predictor:
         """What predicts with a posterior, opened once as long as its file and that of train are the same."""
         self._forget_other_weights()
-        path = run.folder.find_posterior(
-            checked_text("posterior", name), flag="\0posterior\0", maker=run.suggest("status")
-        )
+        path = find_named(run, checked_text("posterior", name), flag="\0posterior\0", otherwise=run.suggest("status"))
         header, _ = posterior_source(run, path, "posterior")
         train = _train_digest(run)
         known, known_train = self._predictors.get(path, (None, None))

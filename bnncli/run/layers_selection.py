@@ -24,13 +24,14 @@ def over_layers(
     are_named: bool,
     what: str = "posterior",
     maker: str | None = None,
+    trust_code: bool = False,
 ) -> list[Found]:
     """Those over these layers; all of them where none were asked for.
 
     Args:
         found: files of posteriors, or what has one by `file_of`.
         are_named: whether they were asked for by their names.
-        what: they are, and `maker`, the command that makes one, for messages.
+        what: they are, and `maker`, the command that makes one, for messages; else fit-laplace, with `trust_code`.
 
     Raises:
         UsageError: one that was named is over others.
@@ -52,10 +53,11 @@ def over_layers(
                 f"\0posterior\0 {name} is over \0layers\0 {over}, asked is \0layers\0 {layers}: give one of the two"
             )
     if not kept:
+        over_others = {} if layers == LAST else {"layers": layers, "trust_code": trust_code}
         there = "; ".join(f"over {over}: {', '.join(own)}" for over, own in names.items())
         raise MissingInput(
             f"{run.checkpoint_path} has no {what} over \0layers\0 {layers} (there: {there or 'none'})",
-            hint=maker or run.suggest("fit-laplace", layers=None if layers == LAST else layers),
+            hint=maker or run.suggest("fit-laplace", **over_others),
         )
     return kept
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bnncli.errors import DataError, MissingInput
 from bnncli.run.layers_selection import layers_of, over_layers
+from bnncli.run.named_posterior import maker_of
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -90,6 +91,7 @@ def open_groups(
     groups = _read_groups(run, posteriors)
     wanted = _named(run, groups, posteriors, integrators)
     taken = [group for group in wanted if beside and group.is_named(beside, [])]
+    there_are = {layers_of(path) for path in run.folder.posteriors()} if layers is not None else set()
     wanted = taken + over_layers(
         run,
         layers,
@@ -97,7 +99,7 @@ def open_groups(
         lambda group: group.posterior_path,
         are_named=bool(posteriors),
         what="predictions of a posterior",
-        maker=run.suggest("predict", layers=layers),
+        maker=run.suggest("predict", layers=layers) if layers in there_are else None,
     )
     reasons = {group.name: _why_unusable(run, group, is_named=bool(posteriors)) for group in wanted}
     kept = [group for group in wanted if reasons[group.name] is None]
@@ -161,14 +163,17 @@ def _is_of_another(group: str, posteriors: Sequence[str]) -> bool:
 
 
 def _maker(run: Run, name: str, groups: Sequence[PredictionGroup]) -> str:
-    """The command that predicts with a posterior of the run, or the name that was meant where there is none of this name."""
+    """The command that predicts with a posterior of the run; where there is none of this name, what makes it, or the name that was meant."""
     known = {path.stem for path in run.folder.posteriors()}
-    near = difflib.get_close_matches(
-        name, sorted(known.union(*({group.posterior, group.name} for group in groups))), n=1
-    )
-    if name not in known and near:
-        return f"did you mean {near[0]!r}?"
-    return run.suggest("predict", posterior=name)
+    posterior = name if name in known else name.partition(".")[0]
+    if posterior in known:
+        return run.suggest("predict", posterior=posterior)
+    maker = maker_of(run, posterior)
+    if maker is not None:
+        return maker
+    there = sorted(known.union(*({group.posterior, group.name} for group in groups)))
+    near = difflib.get_close_matches(name, there, n=1)
+    return f"did you mean {near[0]!r}?" if near else run.suggest("status")
 
 
 def _why_unusable(run: Run, group: PredictionGroup, *, is_named: bool) -> str | None:

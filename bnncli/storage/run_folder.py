@@ -123,12 +123,13 @@ class RunFolder:
         """Every metrics file of the run."""
         return sorted((self.root / "metrics").glob("[!.]*.json"))
 
-    def find_posterior(self, name_or_file: str, *, flag: str, maker: str) -> Path:
+    def find_posterior(self, name_or_file: str, *, flag: str, maker: str, is_meant: bool = False) -> Path:
         """The file of the posterior called `name_or_file`, or that file itself.
 
         Args:
             flag: the option it came by, for messages.
             maker: the command that would make it, for the hint.
+            is_meant: whether the name is surely no other one misspelt.
 
         Raises:
             MissingInput: when there is neither, with the command that would make it.
@@ -144,7 +145,7 @@ class RunFolder:
             if path.is_file():
                 return path
         names = [path.stem for path in self.posteriors()]
-        near = difflib.get_close_matches(name_or_file, names, n=1)
+        near = [] if is_meant else difflib.get_close_matches(name_or_file, names, n=1)
         there, maker = ", ".join(names) or "none", f"did you mean {near[0]!r}?" if near else maker
         raise MissingInput(
             f"no posterior {name_or_file!r} for {self.checkpoint} (looked for {places[0]}; there: {there})",

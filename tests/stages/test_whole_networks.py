@@ -226,6 +226,8 @@ def test_layers_without_a_posterior_are_told(cli: Cli, checkpoint: Path, name: s
         "error: ckpt.pt has no posterior over --layers all (there: over last: map, laplace)",
         "hint: bnncli fit-laplace ckpt.pt --layers all",
     ]
+    trusting = cli(name, "ckpt.pt", "--layers", "all", "--trust-code")
+    assert trusting.stderr.splitlines()[1] == "hint: bnncli fit-laplace ckpt.pt --layers all --trust-code"
     other = cli(name, "ckpt.pt", "--layers", "all", "--posterior", "laplace")
     assert (other.code, len(other.stderr.splitlines())) == (2, 1)
     assert "--posterior laplace is over --layers last, asked is --layers all" in other.stderr

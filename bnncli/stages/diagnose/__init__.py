@@ -20,6 +20,7 @@ from bnncli.options.command import READ, Command
 from bnncli.options.layers import LayersOptions
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
 from bnncli.run.layers_selection import over_layers
+from bnncli.run.named_posterior import find_named
 from bnncli.run.session import Result, Run, source_json
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 from bnncli.stages.diagnose.tables import diagnosis_tables
@@ -89,9 +90,9 @@ def _open(
     Stale ones are skipped with a warning unless they were named, and so are those whose network or inputs cannot be opened.
     """
     if options.posterior:
-        maker = run.suggest("status")
         named = dict.fromkeys(options.posterior)
-        paths = [run.folder.find_posterior(name, flag="--posterior", maker=maker) for name in named]
+        otherwise, trusts = run.suggest("status"), options.trust_code
+        paths = [find_named(run, name, flag="--posterior", otherwise=otherwise, trust_code=trusts) for name in named]
     else:
         paths = run.folder.posteriors()
     if not paths:
@@ -101,7 +102,9 @@ def _open(
             path=run.folder.root / "posteriors",
         )
     found = {}
-    for path in over_layers(run, options.layers, paths, are_named=bool(options.posterior)):
+    for path in over_layers(
+        run, options.layers, paths, are_named=bool(options.posterior), trust_code=options.trust_code
+    ):
         is_own = path.resolve().parent == (run.folder.root / "posteriors").resolve()
         try:
             header, source = posterior_source(run, path, "posterior")

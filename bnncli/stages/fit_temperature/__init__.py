@@ -13,6 +13,7 @@ from bnncli.registry import has_attribute, names
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import type_of
+from bnncli.run.named_posterior import find_named
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.run.shared_rows import shared_rows
@@ -37,7 +38,9 @@ def run(run: Run, options: FitTemperatureOptions) -> Result:
     val = _val(run)
     sources, base_path = [val.source], None
     if options.base is not None:
-        base_path = run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
+        base_path = find_named(
+            run, options.base, flag="--base", otherwise=run.suggest("fit-laplace", name=options.base)
+        )
         header, source = posterior_source(run, base_path, "base")
         _check_has_center(base_path, header)
         sources.append(source)

@@ -9,6 +9,7 @@ from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.options import HmcOptions
+from bnncli.run import named_posterior
 from bnncli.run.inputs import Split, posterior_prior, posterior_source
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
@@ -39,9 +40,7 @@ def find_base(run: Run, options: HmcOptions) -> Base:
         DataError: it has no prior.
         UsageError: it is over other layers.
     """
-    asked = {} if options.is_last_layer else {"layers": options.layers, "trust_code": options.trust_code}
-    name = options.base or options.default_base
-    path = run.folder.find_posterior(name, flag="--base", maker=run.suggest("fit-laplace", **asked))
+    path = named_posterior.find_base(run, options, options.base)
     header, source = posterior_source(run, path, "base")
     layers = str(header.meta.get("layers") or "last")
     if layers != options.layers:

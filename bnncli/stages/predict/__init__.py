@@ -16,6 +16,7 @@ from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import ALL, AskedIntegrators, IntegratorChoice, num_stored
 from bnncli.run.layers_selection import over_layers
+from bnncli.run.named_posterior import find_named
 from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
@@ -172,16 +173,16 @@ def _posteriors(run: Run, options: PredictOptions) -> list[PosteriorFile]:
 def _posterior_paths(run: Run, options: PredictOptions) -> list[Path]:
     found = run.folder.posteriors()
     if options.posterior:
-        maker = run.suggest("status")
         named = dict.fromkeys(options.posterior)
-        found = [run.folder.find_posterior(name, flag="--posterior", maker=maker) for name in named]
+        otherwise, trusts = run.suggest("status"), options.trust_code
+        found = [find_named(run, name, flag="--posterior", otherwise=otherwise, trust_code=trusts) for name in named]
     if not found:
         raise MissingInput(
             f"{run.checkpoint_path} has no posteriors",
             hint=run.suggest("fit-laplace"),
             path=run.folder.root / "posteriors",
         )
-    return over_layers(run, options.layers, found, are_named=bool(options.posterior))
+    return over_layers(run, options.layers, found, are_named=bool(options.posterior), trust_code=options.trust_code)
 
 
 def _predict(

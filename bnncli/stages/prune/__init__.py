@@ -15,6 +15,7 @@ from bnncli.posteriors import LATENT_BINARY
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import Split, load_split, posterior_source
 from bnncli.run.integrator_choice import type_of
+from bnncli.run.named_posterior import find_named
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
 from bnncli.storage.atomic import check_writable
@@ -38,7 +39,9 @@ COMMAND = Command(
 
 def run(run: Run, options: PruneOptions) -> Result:
     """Prune and publish; the result's metrics have the density, and the accuracy before and after."""
-    path = run.folder.find_posterior(options.posterior, flag="--posterior", maker=run.suggest("fit-lbbnn"))
+    path = find_named(
+        run, options.posterior, flag="--posterior", otherwise=run.suggest("fit-lbbnn", name=options.posterior)
+    )
     header, source = posterior_source(run, path, "posterior")
     if type_of(header) != LATENT_BINARY:
         raise UsageError(

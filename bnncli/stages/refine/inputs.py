@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bnncli.errors import DataError, MissingInput, UsageError
+from bnncli.errors import DataError, UsageError
 from bnncli.options import RefineOptions
 from bnncli.options.refine import BASE
 from bnncli.run.inputs import Split, load_split, posterior_prior, posterior_source
+from bnncli.run.named_posterior import find_base
 from bnncli.run.network_sources import network_sources
 from bnncli.run.row_space import span_of
 from bnncli.run.session import Run
@@ -53,7 +54,7 @@ class Inputs:
         """Of all of theta. Raises MissingInput where other layers than the last are known of no Gaussian."""
         if self.options.is_last_layer:
             return self.train.layout
-        return recorded_layout((self.header or _laplace(run, self.options)).meta)
+        return recorded_layout((self.header or read_header(find_base(run, self.options, None))).meta)
 
 
 def open_inputs(run: Run, options: RefineOptions) -> Inputs:
@@ -63,7 +64,7 @@ def open_inputs(run: Run, options: RefineOptions) -> Inputs:
     sources = [train.source, *([val.source] if val is not None else [])]
     base_path, header, span = None, None, None
     if options.base != "prior":
-        base_path = _base_path(run, options)
+        base_path = find_base(run, options, None if options.base == BASE else options.base)
         header, source = posterior_source(run, base_path, "base")
         _check_is_gaussian(run, base_path, header)
         options = _with_layers_of(options, header)
@@ -73,26 +74,6 @@ def open_inputs(run: Run, options: RefineOptions) -> Inputs:
     if not options.is_last_layer:
         sources += network_sources([split for split in (train, val) if split is not None])
     return Inputs(options, train, val, base_path, header, span, tuple(sources))
-
-
-def _base_path(run: Run, options: RefineOptions) -> Path:
-    """The file of the base that was named, or of the default one of the layers."""
-    if options.is_last_layer or options.base != BASE:
-        return run.folder.find_posterior(options.base, flag="--base", maker=run.suggest("fit-laplace"))
-    return _laplace(run, options).path
-
-
-def _laplace(run: Run, options: RefineOptions) -> Header:
-    """Of the Gaussian that fit-laplace makes of these layers. Raises MissingInput without one."""
-    path = run.folder.posterior(options.default_base)
-    if not path.is_file():
-        maker = run.suggest("fit-laplace", layers=options.layers, trust_code=options.trust_code)
-        raise MissingInput(
-            f"--layers {options.layers}: no posterior {path.stem!r} for {run.checkpoint_path} (looked for {path})",
-            hint=maker,
-            path=path,
-        )
-    return read_header(path)
 
 
 def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:
