@@ -82,7 +82,7 @@ class FitLaplaceOptions(LayersOptions):
     )
     size: int | None = option(
         None,
-        f"Parameters of \0structure\0 subnetwork, those of the largest marginal variances; all others stay fixed. {DEFAULT_SIZE:,} by default, or all where there are fewer.",
+        f"Parameters of \0structure\0 subnetwork, those of the largest marginal variances, as the diagonal Gaussian has them; all others stay fixed. {DEFAULT_SIZE:,} by default, or all where there are fewer.",
         minimum=1,
         numeric=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -48,8 +49,10 @@ class Header:
         return list(self.provenance.get("inputs", []))
 
     def input_path(self, entry: dict[str, Any]) -> Path:
-        """Where an input lay when this was written; paths are relative to the artifact."""
-        return self.path.parent / entry["path"]
+        """Where an input lay when this was written; paths are relative to the artifact, and leave out `..` where no link forbids it."""
+        path = self.path.parent / entry["path"]
+        plain = Path(os.path.normpath(path))
+        return plain if os.path.realpath(plain) == os.path.realpath(path) else path
 
     @property
     def weights_digest(self) -> str | None:

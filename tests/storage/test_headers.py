@@ -164,3 +164,14 @@ def test_provenance_names_no_user_and_no_host(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(socket, "gethostname", lambda: "secret-host")
     monkeypatch.setenv("USER", "secret-user")
     assert "secret" not in canonical_json(make_provenance())
+
+
+def test_inputs_lie_where_links_lead_and_are_shown_without_detours(tmp_path: Path) -> None:
+    (tmp_path / "far" / "posteriors").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "linked").symlink_to(tmp_path / "far" / "posteriors")
+    entry = {"role": "train", "path": "../features/train.h5", "content_digest": "x"}
+    for folder, shown in (("far/posteriors", "far/features"), ("run/linked", "run/linked/../features")):
+        path = tmp_path / folder / "laplace.safetensors"
+        header = check_header(path, "features", "1.0", "d", make_provenance(), {})
+        assert header.input_path(entry) == tmp_path / shown / "train.h5"
