@@ -63,6 +63,8 @@ def test_kinds_and_ranks_are_fitted_and_recorded(cli: Cli, checkpoint: Path) -> 
     assert metas["low-rank"]["metrics"]["rank"] == 4
     assert 0 < metas["low-rank"]["metrics"]["captured_trace"] <= 1
     assert all(0 < meta["metrics"]["effective_params"] < 23 for meta in metas.values())
+    alone = cli("fit-laplace", "ckpt.pt", "--layers", "1.bias+3", *GIVEN, "--structure", "kron", "--trust-code")
+    assert "3 of 11 parameters have no Kronecker factors and keep the exact diagonal" in alone.stderr
     nll = {name: meta["metrics"]["val_nll_laplace"] for name, meta in metas.items()}
     assert len(set(nll.values())) == 3
 
@@ -116,6 +118,14 @@ def test_a_posterior_far_from_its_network_is_told_by_a_first_look(
     assert (told["near"]["draws"] >= 512, told["far"]["draws"]) == (True, 32)
     assert told["far"]["log_weight_sd"]["value"] > 13
     assert judged["pairs"][0]["n"] == [70, 70]
+    assert cli(*FIT, "--structure", "full", *GIVEN, "--trust-code", "--name", "a-full").code == 0
+    assert cli(*FIT, "--structure", "diag", *GIVEN, "--trust-code", "--name", "z-diag").code == 0
+    monkeypatch.setattr("bnncli.evaluation.verdict.CLOSE_LOG_WEIGHT_SD", 0.01)
+    asked = ("diagnose", "ckpt.pt", "--posterior", "a-full", "--posterior", "z-diag", "--trust-code", "--json")
+    said = cli(*asked).json
+    spreads = {name: said["posteriors"][name]["log_weight_sd"]["value"] for name in ("a-full", "z-diag")}
+    assert spreads["z-diag"] < spreads["a-full"]
+    assert "--base z-diag" in said["verdict"]["run"]
 
 
 def test_a_subnetwork_that_does_not_fit_is_refused_before_work(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -273,7 +274,8 @@ def _commands(run: Run, options: DiagnoseOptions, diagnoses: list[Diagnosis], he
 
 def _layers_sampling_command(run: Run, layers: str, same_target: list[Judged], headers: dict[str, Header]) -> str:
     """The same of draws of other layers than the last: about the base that was judged, for longer than those that lie there."""
-    base = next((one.name for one in same_target if one.type != "samples" and one.num_varying is None), None)
+    bases = [one for one in same_target if one.type != "samples" and one.num_varying is None]
+    base = min(bases, key=_distance_of_base).name if bases else None
     fixing = next((one for one in same_target if one.num_varying is not None), None)  # no base for hmc
     drawn = next((judged for judged in same_target if judged.type == "samples"), None)
     usual = f"hmc{LayersOptions(layers).layers_suffix}"
@@ -287,6 +289,11 @@ def _layers_sampling_command(run: Run, layers: str, same_target: list[Judged], h
         given["prior_precision"] = drawn.target.weight_precision
     name = None if drawn.name == usual else drawn.name
     return run.suggest("hmc", **given, **_twice_as_long(headers[drawn.name]), name=name, force=True)
+
+
+def _distance_of_base(base: Judged) -> tuple[bool, float]:
+    """What bases are ordered by: Gaussians before others, as they whiten, the nearest to the target first."""
+    return base.type != "gaussian", math.inf if base.log_weight_sd is None else base.log_weight_sd
 
 
 def _twice_as_long(header: Header) -> dict[str, int]:

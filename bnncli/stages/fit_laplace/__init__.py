@@ -198,6 +198,10 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
             f"{metrics['structure']}: {metrics['solver_steps']} steps, {metrics['solver_passes']} passes over the data, relative residual "
             f"{metrics['solver_residual']:.2g}"
         )
+    if metrics.get("num_diagonal_params"):
+        lines.append(
+            f"{metrics['num_diagonal_params']:,} of {metrics['num_params']:,} parameters have no Kronecker factors and keep the exact diagonal"
+        )
     if "subnetwork_size" in metrics:
         lines += _subnetwork(metrics)
     if "mode_passes" in metrics:
