@@ -17,7 +17,7 @@ from bnncli import registry
 from bnncli.covariances._row_space import rows_of
 from bnncli.covariances._subspace import Subspace
 from bnncli.flows import SPACES, FlowLayer, settings_of
-from bnncli.posteriors import sample_from_noise
+from bnncli.posteriors import made_at_once, sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ParamLayout
@@ -185,6 +185,8 @@ def is_idle(flow: Flow, noise: Tensor, threshold: float = 0.05) -> bool:
     The move is the distance in whitened coordinates, root mean square over noise (S, P): a shift by 0.05 is a
     Kullback-Leibler divergence of 0.001 nats.
     """
-    theta, _ = flow.from_noise(noise)
-    moved = flow.base.covariance.whiten(theta - flow.base.mean) - noise
-    return bool(moved.square().sum(dim=1).mean().sqrt() < threshold)
+    squares = []
+    for some in noise.split(made_at_once(flow.layout.num_params)):
+        moved = flow.base.covariance.whiten(flow.from_noise(some)[0] - flow.base.mean) - some
+        squares.append(moved.square_().sum(dim=1))
+    return bool(torch.cat(squares).mean().sqrt() < threshold)
