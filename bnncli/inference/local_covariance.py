@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bnncli import registry
 from bnncli.curvature import ggn
+from bnncli.machine.memory import give_back_freed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,5 +52,6 @@ def covariance_at(
         kept = {"before": before.covariance}
     if hessian is None:
         hessian = ggn(target, theta, structure, before=before.hessian if before is not None and kept else None)
+        give_back_freed()
     covariance: Covariance = kind.from_hessian(hessian, target.prior, target.layout, **kept)
     return LocalCovariance(covariance, hessian, bool(target.curvature(structure).fixed))

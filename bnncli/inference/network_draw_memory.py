@@ -72,9 +72,8 @@ class NetworkDraws:
         """
         layout, size = self.layout, self.layout.num_params
         step = training + gradient_bytes(layout, num_drawn * self.num_examples, device, torch.float32)
-        held = min(num_judging, draws_at_once(size))
         block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
-        judging = 8 * size * (held + _JUDGED_VECTORS * min(held, elbo.weighed_at_once(size))) + block
+        judging = judging_bytes(size, num_draws=num_judging) + block
         work = [step, judging]
         if self.num_held:
             noise = min(num_predicting, draws_at_once(size))
@@ -93,3 +92,9 @@ class NetworkDraws:
         """The inputs, and the base: as read, with what is derived from it, and in a second precision."""
         inputs = (4 * self.layout.num_features + 8) * (self.num_examples + self.num_held)
         return first_use_bytes(device) + inputs + 5 * self.base_bytes // 2
+
+
+def judging_bytes(num_params: int, *, num_draws: int) -> int:
+    """Of draws (S, P) whose log weights are found, a part of them at a time, beside a block of examples."""
+    held = min(num_draws, draws_at_once(num_params))
+    return 8 * num_params * (held + _JUDGED_VECTORS * min(held, elbo.weighed_at_once(num_params)))

@@ -163,7 +163,7 @@ class NetworkPlan:
 
         few, more = (max(least, at_once // part) for least, part in zip((1, 2), _PROBED, strict=True))
         work(1)  # what a network keeps from its first call on is no part of it
-        return with_kernels(growth(work, few, more).of(at_once), layout, at_once, device)
+        return with_kernels(growth(work, few, more), layout, at_once, device)
 
     def _gradient_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Of a block of examples' gradient."""

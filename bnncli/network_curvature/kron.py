@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bnncli.lazy import torch
 from bnncli.machine.interruptible import eigenvectors
+from bnncli.machine.memory import give_back_freed
 from bnncli.network_curvature._columns import Columns, num_drawn, num_drawn_rest
 from bnncli.network_curvature._matrices import Matrix, matrices_of
 from bnncli.network_curvature._rest import diagonal_of
@@ -102,6 +103,7 @@ class LayerFactors:
         matrices = [piece for piece in pieces if isinstance(piece, Matrix)]
         sums = _Sums.empty(matrices, layout.num_params, target.device)
         sums.add_all(target, theta, pieces)
+        give_back_freed()  # of blocks that were smaller, such as the last: what follows has larger ones
         known = {part.name for piece in pieces for part in piece.parts}
         others = [part for part in layout.parts if part.name not in known]
         drawn_rest = (num_drawn_rest(target) if pieces else num_drawn(target)) if others else 0

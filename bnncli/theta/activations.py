@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bnncli.lazy import torch
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.theta.module import ModuleNetwork
+    from bnncli.theta.tensor_bytes import Growth
 
 _CHANNELS = 16  # that a CPU's convolutions work on at once
 _FEW, _MORE = 2, 6  # examples that are measured: what does not grow with them is not counted
@@ -23,9 +24,9 @@ def activation_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
     return max(0, (more - few) // (_MORE - _FEW))
 
 
-def working_bytes(network: ModuleNetwork, params: Mapping[str, Tensor], input_shape: Sequence[int]) -> int:
-    """Bytes that an example takes at the peak of a gradient by these parameters, float32: what is kept and what comes back."""
-    from bnncli.theta.tensor_bytes import growth
+def gradient_growth(network: ModuleNetwork, names: Collection[str], input_shape: Sequence[int]) -> Growth:
+    """What a gradient by the parameters of these names takes at its peak, float32: what is kept and what comes back."""
+    params = {name: value.detach().float() for name, value in network.module.named_parameters() if name in names}
 
     def gradient(count: int) -> None:
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -33,8 +34,18 @@ def working_bytes(network: ModuleNetwork, params: Mapping[str, Tensor], input_sh
             logits = network(torch.zeros(count, *input_shape, device=network.device), leaves)
             torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
 
-    gradient(1)  # what a network keeps from its first call on is no part of it
-    return growth(gradient, _FEW, _MORE).each
+    return _growth(gradient)
+
+
+def forward_growth(network: ModuleNetwork, input_shape: Sequence[int]) -> Growth:
+    """What a forward pass without gradients takes at its peak, the inputs among it, float32."""
+    params = {name: value.detach().float() for name, value in network.module.named_parameters()}
+
+    def forward(count: int) -> None:
+        with torch.no_grad():
+            network(torch.zeros(count, *input_shape, device=network.device), params)
+
+    return _growth(forward)
 
 
 def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
@@ -52,6 +63,13 @@ def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape:
     """Numbers that the modules of these names give together, at each call, of one example."""
     modules = [module for name, module in network.module.named_modules() if name in owners]
     return sum(map(math.prod, _output_shapes(network, modules, input_shape)))
+
+
+def _growth(work: Callable[[int], object]) -> Growth:
+    from bnncli.theta.tensor_bytes import growth
+
+    work(1)  # what a network keeps from its first call on is no part of it
+    return growth(work, _FEW, _MORE)
 
 
 def _output_shapes(network: ModuleNetwork, modules: Iterable[Any], input_shape: Sequence[int]) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ from bnncli.errors import UsageError
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.names import listed
-from bnncli.theta.activations import activation_bytes, laid_out_bytes, output_numbers, working_bytes
+from bnncli.theta.activations import activation_bytes, gradient_growth, laid_out_bytes, output_numbers
 from bnncli.theta.differentiable import differentiable, uneven_embeddings
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
@@ -25,11 +25,10 @@ from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_jso
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ALL = "all"
-LAST = "last"
-# Pairs of a draw and an example that convolutions take together on a CPU. With thousands they leave its caches: a pair then takes LeNet-5
-# and ResNet-20 twice as long.
-_PAIRS = 256
+    from bnncli.theta.tensor_bytes import Growth
+
+ALL, LAST = "all", "last"
+_PAIRS = 256  # of a draw and an example that convolutions take together on a CPU: thousands leave its caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +170,14 @@ class ModuleLayout:
         return self.likelihood.num_classes
 
     @cached_property
+    def working(self) -> Growth:
+        """What a gradient by theta takes at its peak, float32, as measured on few examples."""
+        return gradient_growth(self._bound, [part.name for part in self.parts], self.input_shape)
+
+    @property
     def working_bytes(self) -> int:
-        """Bytes that an example takes at the peak of a gradient by theta, float32, as measured."""
-        network = self._bound
-        params = {name: value.detach().float() for name, value in network.module.named_parameters()}
-        chosen = {part.name: params[part.name] for part in self.parts}
-        return max(4 * self.widest, working_bytes(network, chosen, self.input_shape))
+        """Bytes of it that an example takes."""
+        return max(4 * self.widest, self.working.each)
 
     @cached_property
     def laid_out_bytes(self) -> int:

@@ -26,6 +26,23 @@ def test_growth_is_measured_and_extrapolated() -> None:
     assert (found.fixed, found.each, found.of(100)) == (40, 12, 1240)
 
 
+def test_a_sum_in_another_precision_copies_its_input_on_a_cpu() -> None:
+    numbers = torch.ones(1000)
+    assert peak_bytes(lambda: numbers.sum(dtype=torch.float64)) == 8 * 1000
+    assert peak_bytes(lambda: numbers.sum()) == 4
+
+
+def test_what_lies_in_small_storages_is_told_of_any_number_of_examples() -> None:
+    def work(count: int) -> object:
+        return [torch.ones(100 * count), torch.ones(300 * count)]  # 400 and 1,200 bytes an example
+
+    found = growth(work, 2, 6)
+    assert found.of_smaller(10, 4001) == 4000
+    assert found.of_smaller(10, 4000) == 0
+    assert found.of_smaller(10, 12_001) == found.of(10) == 16_000
+    assert found.times(2).of_smaller(10, 8001) == 8000
+
+
 def test_what_autograd_keeps_is_counted() -> None:
     module = nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, 3)).eval()
     layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=3, input_shape=(10,))
