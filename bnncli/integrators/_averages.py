@@ -137,13 +137,17 @@ def probs_of_draws(draws: LogitDraws, features: Tensor) -> Tensor:
 
 def chunks(features: Tensor, draws: LogitDraws) -> tuple[list[slice], list[slice]]:
     """Slices of examples, wide enough for fast products, and of draws; logits of a pair fit the budget."""
-    budget = chunk_budget(features) // draws.layout.widest
-    num_examples = features.shape[0]
-    examples = min(max(1, num_examples), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
-    likelihood = draws.layout.likelihood
-    num_kept = draws.num_draws * (1 if likelihood.is_exclusive else likelihood.num_classes)
+    examples, num_draws = chunk_sizes(features, draws.layout, draws.num_draws)
+    return list(slices(features.shape[0], examples)), list(slices(draws.num_draws, num_draws))
+
+
+def chunk_sizes(features: Tensor, layout: ClassifierLayout, num_draws: int) -> tuple[int, int]:
+    """Of features (N, ...), how many examples, and of S draws of logits how many, are taken at once."""
+    budget = chunk_budget(features) // layout.widest
+    examples = min(max(1, features.shape[0]), max(_CHUNK_EXAMPLES, budget // _CHUNK_EXAMPLES))
+    num_kept = num_draws * (1 if layout.likelihood.is_exclusive else layout.likelihood.num_classes)
     examples = min(examples, max(1, _KEPT.get(features.device.type, _KEPT["cuda"]) // num_kept))
-    return list(slices(num_examples, examples)), list(slices(draws.num_draws, max(1, budget // examples)))
+    return examples, max(1, budget // examples)
 
 
 class _Sums:

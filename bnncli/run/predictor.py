@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from bnncli.run.recorded_network import RecordedNetwork
     from bnncli.targets.target import CurvedTarget
 
-_OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
+OF_THETA = ("sample", "quasi_noise", "log_density")  # what integrators need that predict with draws of theta
 
-_LINEARISED = ("gaussian", "linear-draws")  # posteriors that predict with the network linearised at their mean
+LINEARISED = ("gaussian", "linear-draws")  # posteriors that predict with the network linearised at their mean
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Predictor:
     @cached_property
     def scored_theta(self) -> Tensor:
         """theta (P,) at which energy and the largest logit are taken, or draws (S, P) that average the logits."""
-        if self.header.meta.get("layers") is None or self.posterior.type in _LINEARISED:
+        if self.header.meta.get("layers") is None or self.posterior.type in LINEARISED:
             return self.mean_theta
         return drawn_theta(self.posterior, self.run.stream("predict/mean"))
 
@@ -139,7 +139,7 @@ class Predictor:
         return self._ready[1]
 
     def _prepare(self, choice: IntegratorChoice) -> Ready:
-        if choice.integrator.needs in _OF_THETA or self.header.kind == "samples":
+        if choice.integrator.needs in OF_THETA or self.header.kind == "samples":
             used = None if choice.integrator.is_sampling and choice.samples is None else choice.samples or 0
             self.require_memory(used, option="\0samples\0" if choice.integrator.is_sampling else None)
         target = None

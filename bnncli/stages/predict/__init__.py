@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bnncli.run.named_posterior import find_named
 from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.session import Result, Run
+from bnncli.stages.predict.memory import planned_bytes
 from bnncli.stages.predict.stored import facts_of, predict_split
 from bnncli.stages.predict.table import check_table_path, make_table, parse_merges
 from bnncli.storage.artifacts import read_header
@@ -199,7 +201,7 @@ def _predict(
         sources.append(predictor.train.split.source)
     total = Result()
     for split in splits:
-        request = _request(run, options, choice, split, sources)
+        request = _request(run, options, predictor, choice, split, sources)
 
         def compute(split: Split = split, request: Request = request) -> Computed:
             keep_samples = bool(request.params["keep_samples"])
@@ -214,7 +216,12 @@ def _predict(
 
 
 def _request(
-    run: Run, options: PredictOptions, choice: IntegratorChoice, split: Split, sources: list[Source]
+    run: Run,
+    options: PredictOptions,
+    predictor: Predictor,
+    choice: IntegratorChoice,
+    split: Split,
+    sources: list[Source],
 ) -> Request:
     posterior, name = sources[0].path.stem, split.content.name
     label = run.naming.name or f"{posterior}.{choice.variant}"
@@ -232,6 +239,11 @@ def _request(
         "keep_samples": options.keep_samples and is_sampling,
         "top_k": choice.top_k,
     }
+
+    @cache
+    def planned_memory() -> int | None:
+        return planned_bytes(predictor, choice, split, keep_samples=bool(params["keep_samples"]))
+
     return Request(
         Path(run.naming.out) if run.naming.out else run.folder.predictions(label, name),
         "predictions",
@@ -245,6 +257,8 @@ def _request(
         ],
         split.checkpoint,
         lambda: _estimated_bytes(split, choice, keep_samples=params["keep_samples"], num_stored=num_stored(header)),
+        require=planned_memory,
+        estimated_memory=planned_memory,
     )
 
 
