@@ -28,6 +28,9 @@ _MOST_VALUES = 2**25  # of the draws of one posterior: 128 MiB
 _FEWEST_DRAWS = 50
 TIE = 1e-12  # rounding of the statistic, whose kernel values are at most 1
 _BLOCK = 2**22  # float64 numbers of one block of parameters held at once
+_BLOCK_COPIES = 4  # of them, while distances are made: both sides, one as it was, and squares
+_PAIR_COPIES = 3  # of the kernel between all draws of both sides, float64: distances, kernels, and them in one matrix
+_LABEL_COPIES = 3  # of the labels of every relabelling, float64: those, their products, and both multiplied
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,14 @@ def num_compared(num_params: int) -> int:
     return max(_FEWEST_DRAWS, min(NUM_DRAWS, _MOST_VALUES // num_params))
 
 
+def comparing_bytes(num_draws: int, num_params: int) -> int:
+    """Of the distances between so many draws (n, P) on each side, and the relabellings of all, beside the draws."""
+    block = 8 * min(_BLOCK, num_draws * num_params)
+    relabelled = 8 * 2 * num_draws * (_PAIR_COPIES * 2 * num_draws + _LABEL_COPIES * NUM_PERMUTATIONS)
+    looked_at = 6 * num_draws * num_params  # by isfinite: float32 without signs, and two truth values
+    return max(looked_at, _BLOCK_COPIES * block + relabelled)
+
+
 class Distances(NamedTuple):
     """Squared distances between draws x (n, P) and y (m, P), float64; one pass over the parameters serves every kernel.
 
@@ -91,7 +102,7 @@ def squared_distances(x: Tensor, y: Tensor) -> Distances:
     if min(n, m) < 2:
         raise DataError(f"the squared discrepancy needs at least two draws on each side, got {n} and {m}")
     y = y.to(x.device)
-    center = y.double().mean(dim=0)
+    center = torch.cat([part.double().mean(dim=0) for part in y.split(_width(y), dim=1)])
     found = Distances(*(_squared_distances(a, b, center=center) for a, b in ((x, x), (y, y), (x, y))))
     if not math.isfinite(sum(float(part.sum()) for part in found)):
         raise DataError("expected finite draws, got NaN or infinity")
@@ -242,9 +253,14 @@ def _squared_distances(x: Tensor, y: Tensor, *, center: Tensor) -> Tensor:
     Distances add up over parameters, so blocks of columns keep the float64 copies small.
     """
     squared = torch.zeros(x.shape[0], y.shape[0], dtype=torch.float64, device=x.device)
-    width = max(1, _BLOCK // max(x.shape[0], y.shape[0]))
+    width = _width(x, y)
     for begin in range(0, x.shape[1], width):
         block = slice(begin, begin + width)
         a, b = x[:, block].double() - center[block], y[:, block].double() - center[block]
         squared += a.square().sum(dim=1)[:, None] + b.square().sum(dim=1) - 2 * (a @ b.T)
     return squared.clamp_(min=0)
+
+
+def _width(*sides: Tensor) -> int:
+    """Parameters of draws (n, P) that are worked on at once."""
+    return max(1, _BLOCK // max(len(side) for side in sides))

@@ -132,7 +132,7 @@ def make(
     check_free_space(request.target.parent, request.estimated_bytes())
     request.begin()
     run.console.debug(
-        f"computing on {run.device}{_expected(request)}"
+        f"computing on {run.device}{expected(request.estimated_memory())}"
     )  # which sets threads and determinism, before the work
     start = time.monotonic()
     computed = compute()
@@ -156,9 +156,8 @@ def make(
     return _result(request, action, digest, computed)
 
 
-def _expected(request: Request) -> str:
-    """What the process has of memory, and what the work will take, where that is planned."""
-    memory = request.estimated_memory()
+def expected(memory: int | None) -> str:
+    """What the process has of memory, and what the work will take, bytes; nothing where that is not planned."""
     if memory is None:
         return ""
     give_back_freed()

@@ -76,6 +76,8 @@ def test_the_elbo_over_a_network_is_of_few_draws(cli: Cli, run: Path) -> None:
         ("refine", *QUICK),
         ("hmc", "--base", "laplace-all"),
         ("hmc", "--prior-precision", "3"),  # no base tells how many parameters there are
+        ("predict", "--posterior", "laplace-all", "--split", "test"),
+        ("predict", "--posterior", "laplace-all", "--split", "test", "--integrator", "mc"),
     ],
     ids=" ".join,
 )
@@ -85,6 +87,24 @@ def test_a_dry_run_says_what_memory_and_disk_the_work_takes(cli: Cli, run: Path,
     memory, disk = told["estimated_memory_bytes"], told["estimated_bytes"]
     assert (memory > 20 << 20, disk > 8 * 23) == (True, True)
     assert f"(takes about {memory >> 20} MiB of memory, 1 MiB of disk, on cpu)" in said.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (("predict", "--split", "test"), "predicting 20 examples by laplace-all and logit-mc needs about", "use fewer --samples or"),
+        (("diagnose",), "diagnose of 1 posteriors over a network needs about", "fewer --layers"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_the_work(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str, hint: str
+) -> None:
+    asked = (words[0], "ckpt.pt", "--posterior", "laplace-all", *words[1:], *TRUST)
+    for module in ("machine.memory", "run.prediction_memory"):
+        monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: 10 << 20)
+    refused = cli(*asked, "--json")
+    assert (refused.code, hint in refused.json["error"]["hint"]) == (69, True)
+    assert message in refused.json["error"]["message"]
 
 
 def test_few_directions_are_recorded_and_reported(cli: Cli, run: Path) -> None:

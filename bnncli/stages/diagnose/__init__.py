@@ -22,6 +22,7 @@ from bnncli.options.layers import LayersOptions
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
 from bnncli.run.layers_selection import over_layers
 from bnncli.run.named_posterior import find_named
+from bnncli.run.produce import expected
 from bnncli.run.session import Result, Run, source_json
 from bnncli.stages.diagnose.layers import SeenSplits, gains_of_layers
 from bnncli.stages.diagnose.tables import diagnosis_tables
@@ -56,7 +57,10 @@ def run(run: Run, options: DiagnoseOptions) -> Result:
     seen = SeenSplits(run, options, train, val)
     found = _open(run, options, train.layout, seen)
     from bnncli.stages.diagnose.diagnosis import diagnose  # the work: slow to import
+    from bnncli.stages.diagnose.memory import require_room
 
+    planned = require_room(run, options, [header for _, header, _ in found.values()], seen)
+    run.console.debug(f"computing on {run.device}{expected(planned)}")
     diagnoses = []
     for name, (path, header, _) in found.items():
         run.console.poll(f"diagnose {name}")
