@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "tanh ekfac val": (*FIT, "--structure", "ekfac"),
     "tanh low-rank": (*FIT, *NUMBER, "--structure", "low-rank", "--rank", "20"),
     "tanh subnetwork": (*FIT, *NUMBER, "--structure", "subnetwork"),
-    "tanh kron mode": (*FIT, "--prior-precision", "5000", "--structure", "kron", "--center", "mode"),
+    "tanh kron mode": (*FIT, "--prior-precision", "500", "--structure", "kron", "--center", "mode"),
     "few hmc": (*HMC, "--chains", "16"),
     "few hmc more": (*HMC, "--chains", "4", "--draws", "40"),
     "lenet5 diag val": (*FIT, "--structure", "diag"),
@@ -117,6 +117,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "transformer kron val": (*FIT, "--structure", "kron"),
     "transformer ekfac": (*FIT, *NUMBER, "--structure", "ekfac"),
 }  # fmt: skip
+BASE = (*FIT, *NUMBER, "--structure", "diag")
 # Of a base that is fitted first, unmeasured.
 BASED: dict[str, tuple[str, ...]] = {
     "mlp refine": (*REFINE, "--flow", "affine"),
@@ -127,6 +128,22 @@ BASED: dict[str, tuple[str, ...]] = {
     "lenet5 refine": (*REFINE, "--flow", "affine"),
     "resnet20 refine": (*REFINE, "--elbo-draws", "8"),
     "transformer refine": (*REFINE, "--elbo-draws", "16"),
+}
+# Of the base, and what refines it.
+REFINED = (*REFINE[:3], "--epochs", "1", "--elbo-draws", "4")
+BOTH = ("--posterior", "laplace-all", "--posterior", "refine-all")
+JUDGED: dict[str, tuple[str, ...]] = {
+    "mlp predict": ("predict", "--posterior", "laplace-all"),
+    "tanh predict": ("predict", "--posterior", "laplace-all"),
+    "tanh predict refined": ("predict", "--posterior", "refine-all"),
+    "tanh diagnose": ("diagnose", *BOTH, "--draws", "32"),
+    "lenet5 predict": ("predict", "--posterior", "laplace-all"),
+    "lenet5 predict probit": ("predict", "--posterior", "laplace-all", "--integrator", "probit"),
+    "lenet5 predict refined": ("predict", "--posterior", "refine-all"),
+    "lenet5 diagnose": ("diagnose", *BOTH, "--draws", "32"),
+    "resnet20 predict": ("predict", "--posterior", "laplace-all"),
+    "transformer predict": ("predict", "--posterior", "laplace-all"),
+    "transformer diagnose": ("diagnose", "--posterior", "laplace-all", "--draws", "16"),
 }
 
 
@@ -172,8 +189,7 @@ class Folder:
 
     def measure(self, *words: str) -> Peak:
         """Of a command's work."""
-        trusted = ("--trust-code", "--force")
-        said, peak = self.run(*words, *trusted)
+        said, peak = self.run(*words, "--trust-code", *(("--force",) if words[0] != "diagnose" else ()))
         found = re.search(r"the process has ([\d.]+ \w+) of memory, the work takes about ([\d.]+ \w+) more", said)
         if found is None:
             raise RuntimeError(f"no plan of the memory in:\n{said[-2000:]}")
@@ -203,20 +219,27 @@ def _mib(text: str) -> float:
     return float(number) * {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024, "TiB": 2**20}[unit]
 
 
+def _before(name: str) -> list[tuple[str, ...]]:
+    """Commands that make what a case starts from."""
+    is_refined = "refine-all" in JUDGED.get(name, ())
+    return [BASE] * (name not in CASES) + [REFINED] * is_refined
+
+
 def measured_cases(folder: Path, patterns: list[str]) -> dict[str, Peak]:
     """Of the cases that a shell pattern names, told as they come."""
     runs: dict[str, Folder] = {}
-    based: set[str] = set()
+    made: set[tuple[str, ...]] = set()
     found = {}
-    for name, words in {**CASES, **BASED}.items():
+    for name, words in {**CASES, **BASED, **JUDGED}.items():
         network = name.partition(" ")[0]
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
         if network not in runs:
             runs[network] = make_run(folder / network, network)
-        if name in BASED and network not in based:
-            runs[network].run(*FIT, *NUMBER, "--structure", "diag", "--trust-code", "--force")
-            based.add(network)
+        for before in _before(name):
+            if (network, *before) not in made:
+                runs[network].run(*before, "--trust-code", "--force")
+                made.add((network, *before))
         try:
             one = found[name] = runs[network].measure(*words)
         except RuntimeError as error:
