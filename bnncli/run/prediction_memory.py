@@ -36,7 +36,7 @@ _COVARIANCES = 4  # of an example's logits, float64: the sum, what is added, and
 
 
 @dataclass(frozen=True)
-class Asked:
+class PredictionSizes:
     """What is to be predicted.
 
     Args:
@@ -88,7 +88,7 @@ class PosteriorMemory:
             int(stored or meta.get("default_samples") or 0),
         )
 
-    def predicting_bytes(self, device: torch.device, asked: Asked, *, has_scores: bool = True) -> int:
+    def predicting_bytes(self, device: torch.device, asked: PredictionSizes, *, has_scores: bool = True) -> int:
         """At the peak, beside the inputs.
 
         Args:
@@ -162,7 +162,7 @@ class PosteriorMemory:
         return covariances + prediction_bytes(self.layout, count, self.structure, device)
 
 
-def require_prediction(memory: PosteriorMemory, asked: Asked, device: torch.device, *, what: str) -> int:
+def require_prediction(memory: PosteriorMemory, asked: PredictionSizes, device: torch.device, *, what: str) -> int:
     """Bytes that predictions take at their peak, the inputs with them. Raises DeviceError where that is too much.
 
     Args:

@@ -33,6 +33,7 @@ def test_a_covariance_has_eight_methods_of_theta_alone(structure: str) -> None:
     assert len(methods - quick) == 8
 
 
+@pytest.mark.long
 def test_two_files_make_a_structure(tmp_path: Path) -> None:
     np.savez(tmp_path / "small.npz", **make_arrays())
     run = tmp_path / "run"

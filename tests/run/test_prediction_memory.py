@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bnncli.errors import DeviceError
-from bnncli.run.prediction_memory import Asked, PosteriorMemory, require_prediction
+from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 from bnncli.theta.module import ModuleLayout, ModuleNetwork
 from bnncli.theta.tensor_bytes import peak_bytes
 
@@ -25,11 +25,11 @@ def test_draws_that_are_made_are_held_in_float32_and_those_of_a_sampler_once() -
     size = flow.layout.num_params
 
     def bytes_of(memory: PosteriorMemory, count: int | None) -> int:
-        return memory.predicting_bytes(CPU, Asked("sample", 20, count), has_scores=False)
+        return memory.predicting_bytes(CPU, PredictionSizes("sample", 20, count), has_scores=False)
 
     assert bytes_of(flow, 4000) - bytes_of(flow, 3000) >= 4 * 1000 * size
     assert bytes_of(samples, None) - bytes_of(samples, 400) == -4 * 400 * size  # all are the file's own
-    scored = flow.predicting_bytes(CPU, Asked("sample", 20, 4000))
+    scored = flow.predicting_bytes(CPU, PredictionSizes("sample", 20, 4000))
     assert scored - bytes_of(flow, 4000) <= 4 * 256 * size  # energies are of draws of their own
 
 
@@ -47,8 +47,8 @@ def test_a_pass_of_examples_takes_what_was_planned(monkeypatch: pytest.MonkeyPat
 
 
 def test_predictions_without_room_are_refused_with_how_many_draws_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, asked = make_memory("flow"), Asked("sample", 20, 2000)
-    there = require_prediction(memory, Asked("sample", 20, 700), CPU, what="predicting")
+    memory, asked = make_memory("flow"), PredictionSizes("sample", 20, 2000)
+    there = require_prediction(memory, PredictionSizes("sample", 20, 700), CPU, what="predicting")
     for module in ("run.prediction_memory", "machine.memory"):
         monkeypatch.setattr(f"bnncli.{module}.budget", lambda device: there)
     with pytest.raises(DeviceError, match="predicting needs about") as caught:

@@ -15,7 +15,7 @@ from bnncli.machine.memory import require
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split
 from bnncli.run.integrator_choice import default_integrator
-from bnncli.run.prediction_memory import Asked, PosteriorMemory
+from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes
 from bnncli.run.session import Run
 from bnncli.stages.diagnose.diagnosis import VAL_DRAWS
 from bnncli.stages.diagnose.layers import SeenSplits
@@ -63,7 +63,9 @@ def _work(run: Run, options: DiagnoseOptions, header: Header, memory: PosteriorM
     if isinstance(val, Split) and val.content.labels is not None:
         name = "plug-in" if memory.kind in POINTS else default_integrator(header)
         makes_draws = memory.kind not in (*POINTS, "samples", "linear-draws")
-        asked = Asked(load_integrator(name).needs, len(val.content.features), VAL_DRAWS if makes_draws else None)
+        asked = PredictionSizes(
+            load_integrator(name).needs, len(val.content.features), VAL_DRAWS if makes_draws else None
+        )
         found.append(memory.predicting_bytes(device, asked, has_scores=False))
     return max(found)
 

@@ -177,7 +177,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         f"prior precision {metrics['prior_precision']:.4g} ({chosen}){bias}; structure {metrics['structure']}{by_val}, {metrics['num_params']} parameters"
     ]
     lines += span_line(metrics)
-    if "effective_params" in metrics:
+    if "effective_params" in metrics and "subnetwork_size" not in metrics:
         lines.append(
             f"the data determine about {metrics['effective_params']:,.3g} of them (effective number of parameters); all other directions keep the "
             "prior's variance"

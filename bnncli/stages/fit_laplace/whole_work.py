@@ -94,7 +94,7 @@ def fit(
             posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
             told |= drawn
         else:
-            told["effective_params"] = num_effective(target, fit)
+            told["effective_params"] = round(num_effective(target, fit), 6)  # none, and not a rounding error
         metrics = fit_metrics(run, fit, found, criterion, whole, held, posterior=posterior)
     over = {"layers": options.layers, "curvature": options.curvature}
     metrics |= {"center": options.own_center, "structure_nll": None, **over, **told, **_kind_metrics(fit, structure)}

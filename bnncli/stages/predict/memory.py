@@ -21,10 +21,10 @@ def planned_bytes(predictor: Predictor, choice: IntegratorChoice, split: Split, 
     layers = predictor.header.meta.get("layers")
     if layers is None:
         return None
-    from bnncli.run.prediction_memory import Asked, PosteriorMemory, require_prediction
+    from bnncli.run.prediction_memory import PosteriorMemory, PredictionSizes, require_prediction
 
     reader, count = predictor.train.reader, len(split.content.features)
-    asked = Asked(choice.integrator.needs, count, choice.samples, keep_samples)
+    asked = PredictionSizes(choice.integrator.needs, count, choice.samples, keep_samples)
     with reader.recorded.visible():
         memory = PosteriorMemory.of(predictor.header, reader.layout(split, str(layers)))
         what = f"predicting {count:,} examples by {predictor.path.stem} and {choice.variant}"

@@ -24,7 +24,7 @@ from bnncli.theta.recorded import recorded_layout
 
 
 @dataclass(frozen=True)
-class Inputs:
+class StartInputs:
     """What was given to refine.
 
     Attributes:
@@ -57,7 +57,7 @@ class Inputs:
         return recorded_layout((self.header or read_header(find_base(run, self.options, None))).meta)
 
 
-def open_inputs(run: Run, options: RefineOptions) -> Inputs:
+def open_inputs(run: Run, options: RefineOptions) -> StartInputs:
     """The inputs of a run. Raises BnnError where one is missing, or does not fit what is asked for."""
     train = load_split(run, "train").check_labeled()
     val = labeled_val(run)
@@ -73,7 +73,7 @@ def open_inputs(run: Run, options: RefineOptions) -> Inputs:
     options.check_trust()
     if not options.is_last_layer:
         sources += network_sources([split for split in (train, val) if split is not None])
-    return Inputs(options, train, val, base_path, header, span, tuple(sources))
+    return StartInputs(options, train, val, base_path, header, span, tuple(sources))
 
 
 def _with_layers_of(options: RefineOptions, header: Header) -> RefineOptions:

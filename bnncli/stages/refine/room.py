@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bnncli.options import RefineOptions
 from bnncli.run.session import Run
-from bnncli.stages.refine.inputs import Inputs
+from bnncli.stages.refine.inputs import StartInputs
 from bnncli.stages.refine.plan import Sizes, require_network_room, require_room
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Room:
     run: Run
     options: RefineOptions
     sizes: Sizes
-    given: Inputs
+    given: StartInputs
 
     @cached_property
     def num_layer_params(self) -> int:
