@@ -37,7 +37,7 @@ def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: 
     if device.type != "cpu":
         return tensors
     laid_out = num_examples * layout.laid_out_bytes // _LAID_OUT_AT_PEAK
-    return tensors + laid_out + work.of_smaller(num_examples, LARGE_BLOCK)
+    return tensors + laid_out + work.holes(num_examples, LARGE_BLOCK)
 
 
 def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.linearised import noise_size, shared_by
 from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes, prediction_bytes, with_kernels
 from bnncli.lazy import torch
-from bnncli.machine.memory import budget, require
+from bnncli.machine.memory import LARGE_BLOCK, budget, require
 from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.module import ModuleLayout
@@ -163,7 +163,9 @@ class NetworkPlan:
 
         few, more = (max(least, at_once // part) for least, part in zip((1, 2), _PROBED, strict=True))
         work(1)  # what a network keeps from its first call on is no part of it
-        return with_kernels(growth(work, few, more), layout, at_once, device)
+        # A part of the work may take somewhat fewer examples at once than the rest, in blocks just small enough to stay.
+        small = LARGE_BLOCK * 8 / (7 * at_once)
+        return with_kernels(growth(work, few, more, small=small), layout, at_once, device)
 
     def _gradient_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Of a block of examples' gradient."""

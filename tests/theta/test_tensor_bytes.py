@@ -32,15 +32,28 @@ def test_a_sum_in_another_precision_copies_its_input_on_a_cpu() -> None:
     assert peak_bytes(lambda: numbers.sum()) == 4
 
 
+def test_small_storages_that_are_gone_before_the_peak_leave_their_holes() -> None:
+    def work(count: int) -> object:
+        some = [torch.ones(100 * count) for _ in range(3)]  # 400 bytes an example each
+        some.clear()
+        return torch.ones(1000 * count), torch.ones(50 * count)
+
+    found = growth(work, 2, 6, small=401)
+    assert found.of(10) == 42_000
+    assert found.holes(10, 4001) == 12_000 - 2_000
+    assert found.times(2).holes(10, 8001) == 24_000 - 4_000
+    assert growth(work, 2, 6).holes(10, 4001) == 2_000
+
+
 def test_what_lies_in_small_storages_is_told_of_any_number_of_examples() -> None:
     def work(count: int) -> object:
         return [torch.ones(100 * count), torch.ones(300 * count)]  # 400 and 1,200 bytes an example
 
     found = growth(work, 2, 6)
-    assert found.of_smaller(10, 4001) == 4000
-    assert found.of_smaller(10, 4000) == 0
-    assert found.of_smaller(10, 12_001) == found.of(10) == 16_000
-    assert found.times(2).of_smaller(10, 8001) == 8000
+    assert found.holes(10, 4001) == 4000
+    assert found.holes(10, 4000) == 0
+    assert found.holes(10, 12_001) == found.of(10) == 16_000
+    assert found.times(2).holes(10, 8001) == 8000
 
 
 def test_what_autograd_keeps_is_counted() -> None:
