@@ -12,12 +12,10 @@ from bnncli.theta.module import ModuleLayout
 if TYPE_CHECKING:
     from bnncli.theta.tensor_bytes import Growth
 
-_FIRST_USE = (
-    20 * 2**20
-)  # of a process on a CPU: libraries that work loads, their tables, and kernels it uses for the first time
-_LAID_OUT_AT_PEAK = (
-    2  # one part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5)
-)
+# Of a process on a CPU: libraries that work loads, their tables, and kernels that it uses for the first time.
+_FIRST_USE = 20 * 2**20
+# One part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5).
+_LAID_OUT_AT_PEAK = 2
 _TRIED_VECTORS = 6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples twice, and theta
 _TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
 

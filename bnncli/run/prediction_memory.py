@@ -28,9 +28,8 @@ from bnncli.theta.tensor_bytes import Growth
 _READ_COPIES = 2  # of a posterior's file: its bytes, and its tensors
 _DERIVED_VECTORS = 3  # of P numbers, float64, that a covariance makes of its file
 _MADE_VECTORS = 4  # of P numbers, float64, for each draw that is made of its noise
-_PUSHED_BYTES = (
-    20  # of each number of draws that become deviations of theta: float64, the mean taken off, and float32 of both
-)
+# Of each number of draws that become deviations of theta: float64, the mean taken off, and float32 of both.
+_PUSHED_BYTES = 20
 _QUASI_VECTORS = 4  # of P numbers, float64, for each draw of Sobol points: those, their quantiles, theta and products
 _COVARIANCES = 4  # of an example's logits, float64: the sum, what is added, and its root
 
