@@ -11,6 +11,7 @@ import torch
 from problems.command_line import Cli
 from safetensors.torch import load_file
 
+from bnncli.stages.fit_laplace import about
 from bnncli.storage.artifacts import read_header
 
 NETWORK = """
@@ -103,6 +104,14 @@ def test_what_fixes_parameters_is_no_base_and_has_no_density(cli: Cli, checkpoin
     assert entry["doubts"] == ["it fixes all but 5 parameters"]
     assert (entry["elbo"]["value"], entry["val_nll"]["value"] > 0) == (None, True)
     assert "--prior-precision 3" in judged["verdict"]["run"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1634.2, "1,634"), (99.96, "100"), (307.4, "307"), (8.034, "8.03"), (0.0, "0"), (-0.25, "-0.25")],
+)
+def test_numbers_of_directions_are_written_out(count: float, text: str) -> None:
+    assert about(count) == text
 
 
 def test_a_posterior_far_from_its_network_is_told_by_a_first_look(

@@ -179,8 +179,8 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     lines += span_line(metrics)
     if "effective_params" in metrics and "subnetwork_size" not in metrics:
         lines.append(
-            f"the data determine about {metrics['effective_params']:,.3g} of them (effective number of parameters); all other directions keep the "
-            "prior's variance"
+            f"the data determine about {about(metrics['effective_params'])} of them (effective number of parameters); all other directions "
+            "keep the prior's variance"
         )
     if "layer_precisions" in metrics:
         each = ", ".join(f"{name} {value:.4g}" for name, value in metrics["layer_precisions"].items())
@@ -229,6 +229,11 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
     if metrics.get("val") is not None:
         lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     return lines
+
+
+def about(count: float) -> str:
+    """A number that is not whole, as people read it: three digits, and all before the point."""
+    return f"{count:,.0f}" if abs(count) >= 100 else f"{count:.3g}"
 
 
 def _subnetwork(metrics: dict[str, Any]) -> list[str]:
