@@ -177,7 +177,7 @@ def kernels(distances: Distances, bandwidth: float) -> Distances:
     """The kernel in place of each squared distance. Raises DataError for a bandwidth that is not positive."""
     if not bandwidth > 0:
         raise DataError(f"expected a positive bandwidth, got {bandwidth}")
-    return Distances(*(torch.exp(part / -(bandwidth**2)) for part in distances))
+    return Distances(*((part / -(bandwidth**2)).exp_() for part in distances))
 
 
 def _jackknife_error(own_x: Tensor, own_y: Tensor, cross_x: Tensor, cross_y: Tensor) -> float:
@@ -257,7 +257,7 @@ def _squared_distances(x: Tensor, y: Tensor, *, center: Tensor) -> Tensor:
     for begin in range(0, x.shape[1], width):
         block = slice(begin, begin + width)
         a, b = x[:, block].double() - center[block], y[:, block].double() - center[block]
-        squared += a.square().sum(dim=1)[:, None] + b.square().sum(dim=1) - 2 * (a @ b.T)
+        squared.add_(a.square().sum(dim=1)[:, None]).add_(b.square().sum(dim=1)).addmm_(a, b.T, alpha=-2)
     return squared.clamp_(min=0)
 
 
