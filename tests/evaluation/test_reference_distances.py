@@ -38,7 +38,8 @@ def test_the_three_discrepancies_differ_by_estimator_and_bandwidth_alone() -> No
     assert found["mmd2", "unbiased"]["standard_error"] == pytest.approx(own.standard_error, rel=1e-12)
     assert found["mmd2", "biased"]["value"] == pytest.approx(own.biased, rel=1e-12)
     assert found["mmd2", "published"]["value"] == pytest.approx(published.biased, rel=1e-12)
-    assert found["mmd2", "biased"]["bandwidth"] == own.bandwidth != found["mmd2", "published"]["bandwidth"]
+    assert found["mmd2", "biased"]["bandwidth"] == pytest.approx(own.bandwidth, rel=1e-12)
+    assert found["mmd2", "published"]["bandwidth"] == pytest.approx(published.bandwidth, rel=1e-12) != own.bandwidth
     assert "differs by posterior" in found["mmd2", "published"]["bandwidth_rule"]
     assert all(row["n"] == [600, 600] and row["kernel"] == "rbf" for key, row in found.items() if key[0] == "mmd2")
 
