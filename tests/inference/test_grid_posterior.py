@@ -95,7 +95,7 @@ def laplace(num_examples: int, structure: str = "full") -> Gaussian:
     return fit_gaussian(make_target(num_examples), start=torch.zeros(2), structure=structure).gaussian
 
 
-def bent(kind: str, base: Gaussian, seed: int = 0) -> Flow:
+def bent(kind: str, base: Gaussian, seed: int) -> Flow:
     """A flow of two layers whose parameters lie away from their start."""
     layers, generator = build_layers(kind, LAYOUT, seeded(seed), length=2), seeded(seed + 1)
     for parameter in (parameter for layer in layers for parameter in layer.parameters()):
@@ -142,9 +142,8 @@ def test_the_elbo_of_every_gaussian_is_the_evidence_less_the_divergence(structur
 
 
 @every_flow
-@pytest.mark.parametrize("seed", [0, 5])
-def test_the_elbo_of_every_flow_is_the_evidence_less_the_divergence(kind: str, seed: int) -> None:
-    flow = bent(kind, laplace(12), seed)
+def test_the_elbo_of_every_flow_is_the_evidence_less_the_divergence(kind: str) -> None:
+    flow = bent(kind, laplace(12), seed=5)
     assert abs(make_grid(12).kl(flow) - make_grid(12).kl(flow.base)) > 1e-4  # the layers do something
     assert_elbo_is_right(flow, make_target(12), make_grid(12))
 

@@ -44,7 +44,7 @@ def vectors(*cases: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.499, 1.501, 4.0, 100.0])
-@pytest.mark.parametrize("mean", [-50.0, -8.0, -0.7, 0.0])
+@pytest.mark.parametrize("mean", [-50.0, -0.7, 0.0])
 def test_trapezoid_is_exact_to_rounding_on_both_sides(mean: float, scale: float) -> None:
     p, q, expected_entropy = exact(mean, scale)
     probs, entropy = binary_probs(*vectors((mean, scale), (-mean, scale)))
