@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bnncli.theta.module import ModuleNetwork
     from bnncli.theta.tensor_bytes import Growth
 
-_CHANNELS = 16  # that a CPU's convolutions work on at once
+_CHANNELS = {"AVX512": 16}  # that a CPU's convolutions work on at once, float32; 8 on all others
 _FEW, _MORE = 2, 6  # examples that are measured: what does not grow with them is not counted
 
 
@@ -49,14 +49,15 @@ def forward_growth(network: ModuleNetwork, input_shape: Sequence[int]) -> Growth
 
 
 def laid_out_bytes(network: ModuleNetwork, input_shape: Sequence[int]) -> int:
-    """Bytes of the largest output of a convolution that an example has, its channels filled up to sixteens, float32.
+    """Bytes of the largest output of a convolution that an example has, its channels filled up to eights or sixteens, float32.
 
     So a CPU's kernels lay it out anew, beside what the tensors take.
     """
+    together = _CHANNELS.get(torch.backends.cpu.get_cpu_capability(), 8)
     convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
     modules = [module for module in network.module.modules() if isinstance(module, convolutions)]
     shapes = _output_shapes(network, modules, input_shape)
-    return max((4 * -(-shape[0] // _CHANNELS) * _CHANNELS * math.prod(shape[1:]) for shape in shapes), default=0)
+    return max((4 * -(-shape[0] // together) * together * math.prod(shape[1:]) for shape in shapes), default=0)
 
 
 def output_numbers(network: ModuleNetwork, owners: Collection[str], input_shape: Sequence[int]) -> int:
