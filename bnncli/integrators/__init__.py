@@ -166,8 +166,8 @@ class Integrator(Ready, Protocol):
         `logit_root` (mean and a root of the covariance).
         """
 
-    def default_for(self, num_params: int) -> int | None:
-        """How many draws when nobody says, of a posterior over theta (P,); None without draws."""
+    def default_for(self, num_params: int, *, is_last_layer: bool = True) -> int | None:
+        """How many draws when nobody says, of a posterior over theta (P,), of a last layer or of a network; None without draws."""
         return None
 
     def prepare(
@@ -200,8 +200,8 @@ class SamplingIntegrator(Integrator, Protocol):
     def default_samples(self) -> int:
         """How many draws when nobody says."""
 
-    def default_for(self, num_params: int) -> int:
-        """The same, or fewer where draws of so large a theta would be too much."""
+    def default_for(self, num_params: int, *, is_last_layer: bool = True) -> int:
+        """The same, or fewer where draws of so large a theta, or so many passes of a network, would be too much."""
         return self.default_samples
 
     def predict(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MEAN_DRAWS = 256  # for the mean of a posterior without a center: it is then a sixteenth of a standard deviation off
+NETWORK_MEAN_DRAWS = 64  # the same of a network, each a pass of all its layers
 _DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once
 
 
@@ -37,8 +38,8 @@ def mean_theta(posterior: Any, generator: torch.Generator) -> Tensor:
 
 
 def drawn_theta(posterior: Any, generator: torch.Generator) -> Tensor:
-    """Draws of theta (S, P) whose mean logits stand for the posterior: MEAN_DRAWS, or fewer of many parameters."""
-    draws: Tensor = posterior.sample(affordable_draws(MEAN_DRAWS, posterior.layout.num_params), generator)
+    """Draws of a network's theta (S, P) whose mean logits stand for the posterior: NETWORK_MEAN_DRAWS, or fewer of many parameters."""
+    draws: Tensor = posterior.sample(affordable_draws(NETWORK_MEAN_DRAWS, posterior.layout.num_params), generator)
     return draws
 
 

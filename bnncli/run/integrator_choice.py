@@ -109,7 +109,9 @@ class AskedIntegrators:
             return None
         if header.kind == "samples":  # no more than there are
             return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
-        return self.samples or header.meta.get("default_samples") or integrator.default_for(_num_params(header))
+        is_last_layer = header.meta.get("layers") is None
+        by_default = integrator.default_for(_num_params(header), is_last_layer=is_last_layer)
+        return self.samples or header.meta.get("default_samples") or by_default
 
     def _check(self, chosen: set[str]) -> None:
         """Raise UsageError for what none of the chosen integrators has, or one refuses."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from bnncli.inference.network_blocks import first_use_bytes, prediction_bytes, with_kernels
 from bnncli.integrators._averages import chunk_sizes
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
-from bnncli.integrators._mean_logits import MEAN_DRAWS
+from bnncli.integrators._mean_logits import NETWORK_MEAN_DRAWS
 from bnncli.integrators.mc import affordable_draws
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
@@ -104,7 +104,7 @@ class PosteriorMemory:
         elif asked.needs != "center":
             work.append(self._moments(device, num_examples))
         if has_scores and self.kind not in (*LINEARISED, "point"):
-            scored = affordable_draws(MEAN_DRAWS, self.layout.num_params)
+            scored = affordable_draws(NETWORK_MEAN_DRAWS, self.layout.num_params)
             work.append(kept + max(self._made(scored, needs="sample"), self._kept(scored) + block))
         return max(self.reading_bytes, self.held_bytes + max(work))
 

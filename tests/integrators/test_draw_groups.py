@@ -232,3 +232,11 @@ def test_large_heads_are_predicted_with_fewer_draws_by_default() -> None:
     assert all(2**25 < count <= 2**26 for count in counts[:2])
     quasi: Any = load_integrator("mc", qmc=True)
     assert {quasi.default_for(size) for size in (850, 10**6)} == {256, 64}
+
+
+def test_networks_are_predicted_with_fewer_draws_by_default() -> None:
+    plain: Any = load_integrator("mc")
+    quasi: Any = load_integrator("mc", qmc=True)
+    assert [plain.default_for(size, is_last_layer=False) for size in (850, 39_760, 10**6)] == [200, 200, 50]
+    assert [quasi.default_for(size, is_last_layer=False) for size in (850, 10**6)] == [128, 64]
+    assert load_integrator("logit-mc").default_for(10**6, is_last_layer=False) == 256

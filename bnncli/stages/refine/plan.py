@@ -169,5 +169,5 @@ def require_network_room(
             training=training_bytes(options, sizes, num_layer_params),
             num_drawn=_recipe(options).num_draws,
             num_judging=options.num_elbo_draws,
-            num_predicting=Mc().default_for(layout.num_params),
+            num_predicting=Mc().default_for(layout.num_params, is_last_layer=False),
         )
