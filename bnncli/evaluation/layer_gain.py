@@ -33,6 +33,7 @@ class LayerGain:
         low, high: central 95 % interval of it; None for one example, or differences that do not vary.
         p_adjusted: two-sided, of no difference, by Holm over all posteriors over other layers; None where untold.
         margin: a hundredth of the second's NLL.
+        num_compared: posteriors over other layers that p_adjusted allows for; the interval is of this one alone.
     """
 
     posterior: str
@@ -42,6 +43,7 @@ class LayerGain:
     high: float | None
     p_adjusted: float | None
     margin: float
+    num_compared: int = 1
 
     @property
     def finding(self) -> str:
@@ -62,13 +64,15 @@ class LayerGain:
         }[self.finding]
         interval = "no interval" if self.low is None else f"95 % interval {self.low:+.4f} to {self.high:+.4f}"
         shown = "p unknown" if self.p_adjusted is None else f"p {self.p_adjusted:.2g}"
-        return f"{says}: val NLL {self.value:+.4f} ({interval}, {shown}, paired)"
+        allows = f" after Holm for {self.num_compared} posteriors" if self.num_compared > 1 else ""
+        return f"{says}: val NLL {self.value:+.4f} ({interval}, {shown}{allows}, paired)"
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""
         names = {"posterior": self.posterior, "last_layer": self.last_layer}
         numbers = {"value": self.value, "low": self.low, "high": self.high, "p_adjusted": self.p_adjusted}
-        return {**names, **numbers, "margin": self.margin, "finding": self.finding, "sentence": self.sentence}
+        more = {"margin": self.margin, "num_compared": self.num_compared}
+        return {**names, **numbers, **more, "finding": self.finding, "sentence": self.sentence}
 
 
 def layer_gains(
@@ -86,7 +90,8 @@ def layer_gains(
     for (name, gap), p in zip(gaps.items(), holm([_two_sided(gap) for gap in gaps.values()]), strict=True):
         other, theirs = counterparts[name]
         low, high = mean_interval(gap) or (None, None)
-        found.append(LayerGain(name, other, float(gap.mean()), low, high, p, WORSE_SHARE * float(theirs.mean())))
+        margin = WORSE_SHARE * float(theirs.mean())
+        found.append(LayerGain(name, other, float(gap.mean()), low, high, p, margin, len(gaps)))
     return found
 
 

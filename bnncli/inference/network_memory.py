@@ -138,9 +138,12 @@ class NetworkPlan:
 
     def _hessian_bytes(self, structure: str, device: torch.device) -> int:
         """While H is made of a block of examples, what is kept of it with that."""
-        kind = self.known.get(structure)
-        if kind is None:
-            kind = self.known[structure] = self._measured(structure, device)
+        curvature = registry.load_class("network_curvature", structure)
+        steps = structure, getattr(curvature, "begins_with", structure)
+        for step in steps:
+            if step not in self.known:
+                self.known[step] = self._measured(step, device)
+        kind = max(self.known[step] for step in steps)
         size = self.layout.num_params
         basis = min(size, 3 * self.choice.rank + 20) * size if structure == "low-rank" else 0
         return kind + 8 * basis

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.logits._pulled import Pulled
-from bnncli.machine import signals
+from bnncli.machine.between_blocks import between_blocks
 from bnncli.network_curvature._matrices import matrices_of
 from bnncli.network_curvature._scales import scales_of
 from bnncli.network_curvature._uses import Piece, forward, gradients, place_of, tried
@@ -112,7 +112,7 @@ def _rooted(
         taken_places = [place for place, _ in found[0]]
         largest = max(root.num_copies * (place.stop - place.start) for place, root in found[0])
         for some in slices(0, len(inputs), block_size(layout, largest, inputs.device)[0]):
-            signals.raise_if_interrupted("the logits' covariance")
+            between_blocks("the logits' covariance")
             layers = _derivatives(layout, at, inputs[some], known=known, others=others)
             yield (_roots(layers, place, [of[index][1] for of in found]) for index, place in enumerate(taken_places))
 

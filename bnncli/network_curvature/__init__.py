@@ -37,6 +37,9 @@ class NetworkCurvature(Curvature, Protocol):
     def examples_at_once(target: NetworkTarget) -> int:
         """Examples that a block of its work has; a structure may leave it out that has the target's own."""
 
+    begins_with: ClassVar[str]
+    """Another structure, which `hessian` makes first and `one_block` is without; a structure may leave it out that makes none."""
+
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
         """Numbers in one copy of the matrices of H, and of the covariance."""

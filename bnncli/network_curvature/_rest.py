@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.machine import signals
+from bnncli.machine.between_blocks import between_blocks
 from bnncli.network_curvature._columns import Columns
 from bnncli.theta.layout import ParamPart, consecutive
 
@@ -45,7 +45,7 @@ def diagonal_of(target: NetworkTarget, theta: Tensor, parts: list[ParamPart], co
     size = max(1, elements // ((columns.num_drawn or target.layout.num_outputs) * some.num_params))
     size = min(size, target.rows_at_once(1, theta.dtype))
     for start in range(0, target.num_examples, size):
-        signals.raise_if_interrupted("the Hessian")
+        between_blocks("the Hessian")
         rows = slice(start, start + size)
         inputs = target.inputs[rows].to(target.device).reshape(-1, *layout.input_shape)
         with torch.no_grad():

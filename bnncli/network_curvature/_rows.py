@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from bnncli.lazy import torch
-from bnncli.machine import signals
+from bnncli.machine.between_blocks import between_blocks
 from bnncli.targets.curvature_choice import FISHER
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def weighted_rows(target: NetworkTarget, theta: Tensor) -> Iterator[Tensor]:
     is_fisher = target.choice.kind == FISHER
     size = examples_at_once(target)
     for start in range(0, target.num_examples, size):
-        signals.raise_if_interrupted("the Hessian")
+        between_blocks("the Hessian")
         some = slice(start, start + size)
         inputs = target.inputs[some].to(target.device)
         with torch.no_grad():

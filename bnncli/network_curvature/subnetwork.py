@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bnncli.errors import NumericError
 from bnncli.lazy import torch
-from bnncli.network_curvature._rows import weighted_rows
+from bnncli.network_curvature._rows import examples_at_once, weighted_rows
 from bnncli.network_curvature.diag import Diag
 from bnncli.network_curvature.full import hessian_between
+from bnncli.targets.curvature_choice import HESSIAN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,17 +44,27 @@ class Subnetwork:
     kinds: ClassVar[tuple[str, ...]] = ("ggn", "hessian", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
+    begins_with: ClassVar[str] = "diag"
     of_hessian = SubnetworkHessian
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:
         """The parameters and the matrix between them, float64."""
         indices = widest_parameters(target, theta)
-        total = torch.zeros(len(indices), len(indices), dtype=torch.float64, device=target.device)
-        for rows in weighted_rows(target, theta):
-            chosen = rows[:, indices]
-            total += (chosen.T @ chosen).double()
-        return _parts(indices, total * target.likelihood_scale)
+        return _parts(indices, _ggn_between(target, theta, indices))
+
+    @staticmethod
+    def one_block(target: NetworkTarget, theta: Tensor) -> object:
+        """The matrix between any parameters."""
+        indices = torch.arange(min(target.choice.size, len(theta)), device=target.device)
+        if target.choice.kind == HESSIAN:
+            return hessian_between(target, theta, indices)
+        return _ggn_between(target, theta, indices)
+
+    @staticmethod
+    def examples_at_once(target: NetworkTarget) -> int:
+        """As rows have room; of second derivatives the target's own."""
+        return target.rows_at_once(1, torch.float32) if target.choice.kind == HESSIAN else examples_at_once(target)
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:
@@ -61,6 +72,15 @@ class Subnetwork:
         from bnncli.targets.curvature_choice import DEFAULT_SIZE
 
         return min(DEFAULT_SIZE, layout.num_params) ** 2
+
+
+def _ggn_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Tensor:
+    """The same of the rows of all examples, (N, N) float64."""
+    total = torch.zeros(len(indices), len(indices), dtype=torch.float64, device=target.device)
+    for rows in weighted_rows(target, theta):
+        chosen = rows[:, indices]
+        total += (chosen.T @ chosen).double()
+    return total * target.likelihood_scale
 
 
 def widest_parameters(target: NetworkTarget, theta: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
 def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
     """Probabilities (N, C) as predict gives them, and by what."""
     integrator = load_integrator(name)
-    is_last_layer = getattr(posterior.layout, "network", None) is None
+    is_last_layer = posterior.layout.network is None
     size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
     if size is not None:
         size = getattr(posterior, "num_stored", size)

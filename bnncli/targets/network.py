@@ -20,7 +20,7 @@ from torch import Tensor
 from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
-from bnncli.machine import signals
+from bnncli.machine.between_blocks import between_blocks
 from bnncli.machine.memory import CPU_ACTIVATION_BYTES, budget
 from bnncli.shapes import check_shapes
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
@@ -207,7 +207,7 @@ class NetworkTarget:
         """Examples, as many at once as rows_at_once says."""
         size = self.rows_at_once(num_draws, dtype)
         for start in range(0, self.num_examples, size):
-            signals.raise_if_interrupted("the network's examples")
+            between_blocks("the network's examples")
             yield slice(start, min(start + size, self.num_examples))
 
     def _changed(self, **values: object) -> NetworkTarget:

@@ -72,3 +72,11 @@ def test_what_is_found_is_said_plainly(differences: NDArray[np.float64], finding
     found = gain(theirs + differences, theirs)
     assert found.finding == finding
     assert words in found.sentence
+
+
+def test_the_p_of_several_says_that_it_allows_for_them_all() -> None:
+    theirs = np.full(100, 0.5)
+    both = {"one": theirs + np.tile([-0.2, 0.1], 50), "two": theirs + np.tile([-0.1, 0.1], 50)}
+    found = layer_gains(both, dict.fromkeys(both, ("last", theirs)))
+    assert [one.to_json()["num_compared"] for one in found] == [2, 2]
+    assert all("after Holm for 2 posteriors, paired)" in one.sentence for one in found)
