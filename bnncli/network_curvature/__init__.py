@@ -38,7 +38,10 @@ class NetworkCurvature(Curvature, Protocol):
         """Examples that a block of its work has; a structure may leave it out that has the target's own."""
 
     begins_with: ClassVar[str]
-    """Another structure, which `hessian` makes first and `one_block` is without; a structure may leave it out that makes none."""
+    """Another structure, which `hessian` makes first; a structure may leave it out that makes none.
+
+    What each takes is measured on its own: the more of two that grow with the examples does not grow as either of them.
+    """
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

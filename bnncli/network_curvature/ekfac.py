@@ -33,6 +33,7 @@ class Ekfac:
     kinds: ClassVar[tuple[str, ...]] = ("ggn", "fisher")
     is_exact: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
+    begins_with: ClassVar[str] = "kron"
 
     @staticmethod
     def hessian(target: NetworkTarget, theta: Tensor) -> dict[str, Tensor]:

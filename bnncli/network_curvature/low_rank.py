@@ -71,8 +71,9 @@ class LowRank:
 
     @staticmethod
     def one_block(target: NetworkTarget, theta: Tensor) -> object:
-        """One product."""
-        return target.ggn_operator(theta)(theta.unsqueeze(0))
+        """The products of the trace, more than are made at once before."""
+        basis = torch.zeros(1, len(theta), dtype=torch.float64, device=target.device)
+        return _trace_outside(target.ggn_operator(theta), basis, torch.Generator().manual_seed(0))
 
     @staticmethod
     def num_elements(layout: ModuleLayout) -> int:

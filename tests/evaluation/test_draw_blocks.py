@@ -132,7 +132,9 @@ def check_level(p_values: np.ndarray) -> None:
     assert p_values.mean() >= 0.5 - 3 * math.sqrt(1 / 12 / len(p_values))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case[1] == 260 else ()) for case in CASES], ids=str
+)
 def test_equal_distributions_are_told_apart_no_more_often_than_the_level(case: Case) -> None:
     check_level(np.array([found.p_value for found in simulate(case)]))
 

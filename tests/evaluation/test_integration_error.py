@@ -96,7 +96,9 @@ def ratios_of_variances(scores: Sequence[Score], found: list[Any]) -> list[tuple
     return list(zip(ratio.tolist(), error.tolist(), strict=True))
 
 
-@pytest.mark.parametrize(("integrator", "qmc"), [("mc", False), ("logit-mc", False), ("logit-mc", True)])
+@pytest.mark.parametrize(
+    ("integrator", "qmc"), [("mc", False), ("logit-mc", False), pytest.param("logit-mc", True, marks=pytest.mark.long)]
+)
 def test_groups_tell_the_variance_that_fresh_draws_have(integrator: str, qmc: bool) -> None:
     found = ratios_of_variances(list(SCORES.values()), predictions(integrator, qmc, 128 if qmc else 60))
     for name, (ratio, error) in zip(SCORES, found, strict=True):

@@ -64,6 +64,7 @@ def test_the_test_of_chains_goes_by_blocks_of_them() -> None:
     )
 
 
+@pytest.mark.long  # in `.ci/run`; that of blocks is tested in test_draw_blocks.py
 def test_chains_of_correlated_draws_do_not_move_the_unbiased_discrepancy() -> None:
     size, repeats, correlation = 5, 30, 0.95
     values, errors = [], []

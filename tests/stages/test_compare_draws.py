@@ -62,7 +62,7 @@ def is_any_unmarked(samples: list[Sample], *, higher: bool) -> bool:
     )
 
 
-@pytest.mark.parametrize("seeds", [2, 4])
+@pytest.mark.parametrize("seeds", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_same_posterior_with_other_draws_differs_in_alpha_of_the_comparisons(seeds: int) -> None:
     generator, trials = np.random.default_rng(0), 120
     weights = np.concatenate([b[0] for b in Bootstrap(199).weights(("test", 400))]).astype(np.float64)

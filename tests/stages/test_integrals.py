@@ -55,8 +55,9 @@ def test_three_classes_are_exact_by_adaptive_quadrature() -> None:
     assert found.method.startswith("product")
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("scale", [0.5, 3.0])
+@pytest.mark.parametrize(
+    ("size", "scale"), [(3, 0.5), (4, 0.5), (3, 3.0), pytest.param(4, 3.0, marks=pytest.mark.long)]
+)
 def test_product_rule_and_sobol_points_agree(size: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     mean, covariance = torch.linspace(-1, 2, size).double(), random_covariance(size, scale=scale, seed=size)
     product = exact_probs(mean, covariance)
@@ -66,7 +67,7 @@ def test_product_rule_and_sobol_points_agree(size: int, scale: float, monkeypatc
     assert (product.probs - sobol.probs).abs().max() < 4 * sobol.error
 
 
-@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("scale", [0.3, 3.0, pytest.param(30.0, marks=pytest.mark.long)])
 def test_twice_the_nodes_change_nothing(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     mean, covariance = matrix([2.0, 0.0, -1.0]), random_covariance(3, scale=scale, seed=1)
     first = exact_probs(mean, covariance)
