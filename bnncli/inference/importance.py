@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 FIRST_DRAWS = 512
 FIRST_NETWORK_DRAWS = 32  # where a draw is a pass of a network: enough to see weights that are far from equal
+LEAST_NETWORK_DRAWS = 64
+# Numbers that the examples leave on their way through a network in all draws' passes: a quarter of an hour of a small text encoder
+# on a CPU core, seconds of a perceptron.
+_NETWORK_WORK = 2**36
 MOST_DRAWS = 8192
 # The ELBO's standard error is wanted at most this large and at most this share of it, but never below the least.
 WANTED_NATS = 2.0
@@ -73,6 +77,7 @@ def diagnose_importance(
     generator: torch.Generator,
     num_draws: int | None = None,
     first_draws: int = FIRST_DRAWS,
+    enough_draws: int = FIRST_DRAWS,
     progress: Progress = SILENT,
 ) -> ImportanceDiagnostics:
     """Importance diagnostics of posterior on target, all data.
@@ -84,11 +89,13 @@ def diagnose_importance(
         num_draws: S; None doubles S from 512 until the ELBO's standard error is at most 2 nats and 1 %, S is 8192,
             or the log weights spread by more than 50 nats.
         first_draws: looked at before those 512; they are all where the log weights spread by more than 50 nats.
+        enough_draws: at most 512; where there are to be fewer, S is not doubled from there.
         progress: advanced once a draw.
     """
     estimate = elbo(target, posterior, generator=generator, num_samples=num_draws or first_draws, progress=progress)
-    while num_draws is None and _wants_more(estimate):
-        size = max(len(estimate.log_weights), FIRST_DRAWS - len(estimate.log_weights))
+    while num_draws is None and _wants_more(estimate, enough_draws):
+        size = enough_draws - len(estimate.log_weights)
+        size = len(estimate.log_weights) if size <= 0 else size
         more = elbo(target, posterior, generator=generator, num_samples=size, progress=progress)
         estimate = ElboEstimate.of(torch.cat([estimate.log_weights, more.log_weights]))
     return diagnose_weights(estimate.log_weights)
@@ -130,13 +137,25 @@ def k_threshold(num_draws: int) -> float:
     return min(1 - 1 / math.log10(num_draws), 0.7)
 
 
-def _wants_more(estimate: ElboEstimate) -> bool:
+def network_draws(num_examples: int, widest: int) -> int:
+    """Draws that are enough for a posterior over a network: 512, or fewer where as many passes over all data would take long.
+
+    Args:
+        num_examples: of the data.
+        widest: numbers that one leaves on its way through the network.
+    """
+    affordable = _NETWORK_WORK // (num_examples * widest)
+    return min(FIRST_DRAWS, max(LEAST_NETWORK_DRAWS, affordable))
+
+
+def _wants_more(estimate: ElboEstimate, enough: int) -> bool:
     """Whether the ELBO is still too noisy for a q that is not far off, and more draws are allowed."""
     wanted = min(WANTED_NATS, max(LEAST_NATS, WANTED_SHARE * abs(estimate.value)))
     is_far = estimate.log_weight_sd > _FAR_NATS
     is_noisy = estimate.standard_error > wanted  # False where it is NaN
-    has_few = len(estimate.log_weights) < FIRST_DRAWS and math.isfinite(estimate.value)
-    return len(estimate.log_weights) < MOST_DRAWS and (is_noisy or has_few) and not is_far
+    has_few = len(estimate.log_weights) < enough and math.isfinite(estimate.value)
+    most = MOST_DRAWS if enough == FIRST_DRAWS else enough
+    return len(estimate.log_weights) < most and (is_noisy or has_few) and not is_far
 
 
 def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:

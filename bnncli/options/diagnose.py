@@ -21,7 +21,8 @@ class DiagnoseOptions(Checked):
     draws: int | None = option(
         None,
         "Draws for ELBO and Pareto k; by default 512, doubled up to 8192 until the ELBO's standard error is at most 2 nats and 1 %; "
-        "not where the log weights spread by more than 50 nats, which the first 32 show over other layers than the last.",
+        "not where the log weights spread by more than 50 nats, which the first 32 show over other layers than the last, "
+        "and fewer, down to 64, of a network whose passes over the data take long.",
         minimum=2,
     )
     strict: bool = option(False, "Exit 3 unless a posterior is good for its target.")

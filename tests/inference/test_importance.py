@@ -10,7 +10,7 @@ from problems.seeds import seeded
 
 from bnncli.covariances.diag import Diag
 from bnncli.inference import importance
-from bnncli.inference.importance import diagnose_importance, diagnose_weights, k_threshold
+from bnncli.inference.importance import diagnose_importance, diagnose_weights, k_threshold, network_draws
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -149,3 +149,11 @@ def test_few_or_infinite_weights_are_undefined_with_the_reason() -> None:
     assert (few.elbo, few.pareto_k, few.undefined) == (4.0, None, "needs at least 25 draws, got 9")
     bad = diagnose_weights(torch.tensor([0.0, -math.inf, 1.0]))
     assert (bad.elbo, bad.log_weight_sd, bad.undefined) == (None, None, "1 of 3 log weights are not finite")
+
+
+def test_a_network_whose_passes_take_long_gets_fewer_draws_and_no_more() -> None:
+    # 60,000 images of a perceptron, 200 of a ResNet-20, 400 texts of a small encoder, 10,000 images of a ResNet-20
+    sizes = [(60_000, 1_700), (200, 450_000), (400, 1_500_000), (10_000, 450_000)]
+    assert [network_draws(*size) for size in sizes] == [512, 512, 114, 64]
+    found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), first_draws=32, enough_draws=114)
+    assert found.num_draws == 114

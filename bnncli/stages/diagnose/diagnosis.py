@@ -17,7 +17,7 @@ from bnncli.evaluation.draw_blocks import ThinnedDraws, thin_draws
 from bnncli.evaluation.mmd import num_compared
 from bnncli.evaluation.verdict import DENSITIES, LINEAR_DRAWS, POINTS, Judged, doubts
 from bnncli.evaluation.weighted_scores import nll_per_example
-from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance
+from bnncli.inference.importance import FIRST_DRAWS, FIRST_NETWORK_DRAWS, diagnose_importance, network_draws
 from bnncli.integrators import load_integrator
 from bnncli.options import DiagnoseOptions
 from bnncli.run.inputs import Split, open_posterior, open_samples, recorded_prior, require_draws
@@ -142,7 +142,7 @@ def _importance(
         posterior.to(run.device),
         generator=run.stream(f"diagnose/elbo/{name}"),
         num_draws=options.draws,
-        first_draws=FIRST_DRAWS if header.meta.get("layers") is None else FIRST_NETWORK_DRAWS,
+        **_first_draws(header, train.num_examples, posterior.layout.widest),
         progress=run.console,
     )
     reason, no_evidence = found.undefined, found.evidence_undefined
@@ -158,6 +158,14 @@ def _importance(
         "pareto_k": _value(found.pareto_k, reason) | threshold,
         "log_evidence": evidence,
     }
+
+
+def _first_draws(header: Header, num_examples: int, widest: int) -> dict[str, int]:
+    """How many are looked at, and how many are enough, where none were asked for."""
+    if header.meta.get("layers") is None:
+        return {"first_draws": FIRST_DRAWS, "enough_draws": FIRST_DRAWS}
+    enough = network_draws(num_examples, widest)
+    return {"first_draws": FIRST_NETWORK_DRAWS, "enough_draws": enough}
 
 
 def _chains(run: Run, draws: Tensor, content: SampleFile) -> dict[str, Any]:
