@@ -84,7 +84,7 @@ def test_the_floor_is_the_mean_error_of_labels_drawn_from_the_predictions(classe
         assert rows[key]["excess"] == pytest.approx(rows[key]["value"] - rows[key]["floor"])
 
 
-@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("classes", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_the_test_of_calibration_rejects_as_often_as_it_says(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrated, "NUM_DRAWS", 250)
     generator, trials = np.random.default_rng(3), 80

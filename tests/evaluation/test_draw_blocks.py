@@ -132,14 +132,17 @@ def check_level(p_values: np.ndarray) -> None:
     assert p_values.mean() >= 0.5 - 3 * math.sqrt(1 / 12 / len(p_values))
 
 
+SOON = [(16, 75, 0.5, "draws"), (16, 75, -0.5, "chains")]
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long if case[1] == 260 else ()) for case in CASES], ids=str
+    "case", [pytest.param(case, marks=() if case in SOON else pytest.mark.long) for case in CASES], ids=str
 )
 def test_equal_distributions_are_told_apart_no_more_often_than_the_level(case: Case) -> None:
     check_level(np.array([found.p_value for found in simulate(case)]))
 
 
-@pytest.mark.parametrize("is_mended", [True, False])
+@pytest.mark.parametrize("is_mended", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_every_second_draw_of_chains_that_swing_needs_blocks(is_mended: bool) -> None:
     generator, p_values = seeded(1), []
     for seed in range(NUM_REPEATS):
@@ -160,7 +163,7 @@ def test_a_shift_by_a_third_of_a_standard_deviation_is_mostly_seen(case: Case) -
     assert np.mean([each.p_value <= 0.05 for each in found]) > 0.5  # of 100 draws; the level is a tenth of that
 
 
-@pytest.mark.parametrize("correlation", [-0.5, 0.9])
+@pytest.mark.parametrize("correlation", [pytest.param(-0.5, marks=pytest.mark.long), 0.9])
 def test_estimate_is_unbiased_and_its_error_stated_whatever_happens_within_chains(correlation: float) -> None:
     found = simulate((16, 75, correlation, "draws"), shift=0.2)
     generator, exact = seeded(7), []

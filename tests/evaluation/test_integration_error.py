@@ -97,7 +97,12 @@ def ratios_of_variances(scores: Sequence[Score], found: list[Any]) -> list[tuple
 
 
 @pytest.mark.parametrize(
-    ("integrator", "qmc"), [("mc", False), ("logit-mc", False), pytest.param("logit-mc", True, marks=pytest.mark.long)]
+    ("integrator", "qmc"),
+    [
+        ("mc", False),
+        pytest.param("logit-mc", False, marks=pytest.mark.long),
+        pytest.param("logit-mc", True, marks=pytest.mark.long),
+    ],
 )
 def test_groups_tell_the_variance_that_fresh_draws_have(integrator: str, qmc: bool) -> None:
     found = ratios_of_variances(list(SCORES.values()), predictions(integrator, qmc, 128 if qmc else 60))

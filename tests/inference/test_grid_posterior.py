@@ -33,6 +33,9 @@ TWO = Prior(0.3, 2.5)  # an intercept that 12 examples would put elsewhere
 QUADRATURE = 1e-3  # nats; what the grid itself may be off by
 SPREAD = 0.3  # of a flow's parameters: enough to bend it, and to keep its mass on the grid
 every_flow = pytest.mark.parametrize("kind", registry.names("flows"))
+every_flow_trained = pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=pytest.mark.long if name == "spline" else ()) for name in registry.names("flows")]
+)
 every_structure = pytest.mark.parametrize("structure", registry.names("curvature"))
 
 
@@ -148,7 +151,7 @@ def test_the_elbo_of_every_flow_is_the_evidence_less_the_divergence(kind: str) -
     assert_elbo_is_right(flow, make_target(12), make_grid(12))
 
 
-@every_flow
+@every_flow_trained
 def test_refinement_comes_closer_by_what_its_elbo_gains(kind: str) -> None:
     target, grid = make_target(12), make_grid(12)
     base = fit_gaussian(target, start=torch.tensor([1.0, 0.5]), center="checkpoint").gaussian

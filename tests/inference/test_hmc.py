@@ -340,7 +340,7 @@ def nearly_separable_target() -> LastLayerTarget:
     return LastLayerTarget(features, (5 * features[:, :4]).argmax(dim=1), layout, Prior(1e-3))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_no_chain_stays_at_its_over_dispersed_start(seed: int) -> None:
     target = nearly_separable_target()
     base = gaussian_at_mode(target)

@@ -177,7 +177,7 @@ def many_errors(name: str, *, qmc: bool, num_seeds: int = 100) -> Tensor:
     return torch.stack(found).double() - exact
 
 
-@pytest.mark.parametrize("name", ["mc", "logit-mc"])
+@pytest.mark.parametrize("name", [pytest.param("mc", marks=pytest.mark.long), "logit-mc"])
 def test_sobol_draws_are_unbiased_and_err_less(name: str) -> None:
     plain, quasi = many_errors(name, qmc=False), many_errors(name, qmc=True)
     for errors in (plain, quasi):

@@ -177,6 +177,7 @@ def test_several_classes_are_compared_with_their_errors(cli: Cli) -> None:
     assert "class 2" in cli("integrals", *words).stdout
 
 
+@pytest.mark.long
 def test_ten_classes_have_a_standard_error_and_the_seed_decides(cli: Cli) -> None:
     words = ("integrals", "--mean", ",".join(["0"] * 10), "--variance", "4", "--integrator", "mc", "--json")
     first, again, other = (cli(*words, "--seed", seed).json for seed in (0, 0, 1))

@@ -88,6 +88,7 @@ def test_rows_that_are_not_finite_are_found_block_by_block(tmp_path: Path, monke
         read_features(tmp_path / "train.h5")
 
 
+@pytest.mark.long  # in `.ci/run`
 def test_files_of_any_size_take_little_memory(tmp_path: Path) -> None:
     files = []
     for dtype in ("float32", "float16"):
