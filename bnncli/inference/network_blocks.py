@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _FIRST_USE = 20 * 2**20
 # One part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5).
 _LAID_OUT_AT_PEAK = 2
+_OWN_VECTORS = 3  # of P numbers, that a gradient of one draw holds whatever its examples: counted where draws are
 _TRIED_VECTORS = 6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples twice, and theta
 _TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
 
@@ -39,11 +40,12 @@ def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: 
 
 
 def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Of a block's gradient, of so many pairs of a draw and an example in all."""
+    """Of a block's gradient, of so many pairs of a draw and an example in all, less what has the size of theta."""
     from bnncli.targets.network import pairs_at_once
 
     count = min(num_pairs, pairs_at_once(layout, device, dtype))
-    work = replace(layout.working, fixed=0, each=layout.working_bytes)
+    fixed = max(0, layout.working.fixed - _OWN_VECTORS * 4 * layout.num_params)
+    work = replace(layout.working, fixed=fixed, each=layout.working_bytes)
     return with_kernels(work.times(dtype.itemsize // 4), layout, count, device)
 
 
@@ -51,7 +53,7 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
     """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
 
     The places in which Sigma's blocks lie are tried in float64 first, on two examples: their Jacobian, and gradients of the
-    largest block.
+    largest block. On a CPU what comes back to the layers lies in small blocks, which leave holes of about as much.
     """
     from bnncli.logits._by_layer import block_size
     from bnncli.logits._network import is_turned, largest_root
@@ -64,7 +66,8 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
     if is_turned(structure):
         root = root // largest * largest_product(layout)
         each = layout.num_outputs * (layout.own_outputs + root) + 2 * layout.widest
-    return max(4 * each * min(count, num_examples), 8 * (_TRIED_VECTORS * size + _TRIED_PIECES * largest))
+    holes = layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
+    return max(4 * (each + holes) * min(count, num_examples), 8 * (_TRIED_VECTORS * size + _TRIED_PIECES * largest))
 
 
 def largest_product(layout: ModuleLayout) -> int:

@@ -16,6 +16,7 @@ from bnncli.integrators._groups import DrawPartition
 from bnncli.integrators._intervals import central_interval, tail_shares
 from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood
+from bnncli.machine.between_blocks import between_blocks
 from bnncli.progress import SILENT, Progress
 from bnncli.theta.layout import ClassifierLayout
 
@@ -99,6 +100,7 @@ def average(
         block = draws.at(features[rows])
         sums = _Sums(block.center, draws.layout.likelihood, draws.num_draws, groups)
         for some in draw_slices:
+            between_blocks("the predictions")
             sums.add(block.logits(some), some, weights, is_all=len(draw_slices) == 1)
             task.advance()
         means.keep(rows, sums.by_group)
