@@ -54,6 +54,13 @@ def test_more_examples_draws_and_parameters_take_more(structure: str) -> None:
     assert found < plan_of(make_layout(8)).fit_bytes(structure, CPU)
 
 
+@pytest.mark.parametrize(("structure", "first"), [("ekfac", "kron"), ("subnetwork", "diag")])
+def test_a_hessian_takes_at_least_what_it_begins_with(structure: str, first: str) -> None:
+    plan = plan_of(make_layout(), 3000)
+    plan.known[first] = 2**40  # more than anything that is measured
+    assert plan._hessian_bytes(structure, CPU) == 2**40
+
+
 def test_the_search_for_a_mode_takes_its_pairs_besides() -> None:
     layout = make_layout()
     at_checkpoint = plan_of(layout)
