@@ -23,9 +23,8 @@ from bnncli.theta.prior import Prior
 
 MOST_FULL = 2000  # parameters that full is taken for unasked: its factors take seconds
 AUTOMATIC = ("full", "kron", "diag")  # what is taken unasked, the first that is quick and fits
-_COPIES = {
-    "full": 5
-}  # of a structure's matrices, float64, at the peak of the covariance; 6 of others, as of a last layer's
+_COPIES = 6  # of a structure's matrices, float64, at the peak of the covariance: as of a last layer's
+_FEWER_COPIES = {"full": 5}  # of those that hold fewer
 _VECTORS = 6  # of P numbers, float64: theta at the start, the centre, the network's own, a gradient, and products
 _SOLVER_COPIES = 9  # of P numbers for each draw, float64: of conjugate gradients, and what a product and whitening take
 _MOST_TOGETHER = 8  # covariances of a search that are judged together: a grid of whole decades
@@ -67,7 +66,7 @@ class NetworkPlan:
         """At the peak, the inputs with it."""
         elements = self._elements(structure)
         beside = self.input_bytes + 8 * _VECTORS * self.layout.num_params + first_use_bytes(device)
-        covariance = 8 * _COPIES.get(structure, 6) * elements
+        covariance = 8 * _FEWER_COPIES.get(structure, _COPIES) * elements
         if beside + covariance > budget(device):
             return beside + covariance  # too much, before anything is measured
         layout = self.layout
@@ -90,7 +89,7 @@ class NetworkPlan:
             rough = NetworkTarget.rough_structure
             whitening = 8 * self._elements(rough)
             climbing = 8 * CLIMBING_VECTORS * layout.num_params + 2 * whitening
-            work.append(climbing + max(_COPIES.get(rough, 6) * whitening, self._hessian_bytes(rough, device)))
+            work.append(climbing + max(_COPIES * whitening, self._hessian_bytes(rough, device)))
             work.append(climbing + self._gradient_bytes(device, torch.float64))
         return beside + max(work)
 
