@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 FIRST_DRAWS = 512
 FIRST_NETWORK_DRAWS = 32  # where a draw is a pass of a network: enough to see weights that are far from equal
 LEAST_NETWORK_DRAWS = 64
-# Numbers that the examples leave on their way through a network in all draws' passes: a quarter of an hour of a small text encoder
-# on a CPU core, seconds of a perceptron.
-_NETWORK_WORK = 2**36
+# Numbers that the examples leave on their way through a network in all draws' passes.
+_NETWORK_WORK = 2**35
 MOST_DRAWS = 8192
 # The ELBO's standard error is wanted at most this large and at most this share of it, but never below the least.
 WANTED_NATS = 2.0
@@ -94,8 +93,8 @@ def diagnose_importance(
     """
     estimate = elbo(target, posterior, generator=generator, num_samples=num_draws or first_draws, progress=progress)
     while num_draws is None and _wants_more(estimate, enough_draws):
-        size = enough_draws - len(estimate.log_weights)
-        size = len(estimate.log_weights) if size <= 0 else size
+        drawn = len(estimate.log_weights)
+        size = max(enough_draws - drawn, 0) or drawn  # doubled past enough
         more = elbo(target, posterior, generator=generator, num_samples=size, progress=progress)
         estimate = ElboEstimate.of(torch.cat([estimate.log_weights, more.log_weights]))
     return diagnose_weights(estimate.log_weights)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MEAN_DRAWS = 256  # for the mean of a posterior without a center: it is then a sixteenth of a standard deviation off
-NETWORK_MEAN_DRAWS = 64  # the same of a network, each a pass of all its layers
+NETWORK_MEAN_DRAWS = 64  # the same of a network, each a pass of all its layers: an eighth
 _DRAWN_ELEMENTS = 2**24  # of theta that are drawn at once
 
 

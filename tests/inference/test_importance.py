@@ -152,8 +152,8 @@ def test_few_or_infinite_weights_are_undefined_with_the_reason() -> None:
 
 
 def test_a_network_whose_passes_take_long_gets_fewer_draws_and_no_more() -> None:
-    # 60,000 images of a perceptron, 200 of a ResNet-20, 400 texts of a small encoder, 10,000 images of a ResNet-20
-    sizes = [(60_000, 1_700), (200, 450_000), (400, 1_500_000), (10_000, 450_000)]
-    assert [network_draws(*size) for size in sizes] == [512, 512, 114, 64]
-    found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), first_draws=32, enough_draws=114)
-    assert found.num_draws == 114
+    # 5,000 images of a LeNet-5, 200 of a ResNet-20, 400 texts of a small encoder, 10,000 images of a ResNet-20
+    sizes = [(5_000, 8_838), (200, 379_978), (400, 1_195_346), (10_000, 379_978)]
+    assert [network_draws(*size) for size in sizes] == [512, 452, 71, 64]
+    found = diagnose_importance(prior_target(1.0), gaussian(0.5), generator=seeded(), first_draws=32, enough_draws=71)
+    assert found.num_draws == 71

@@ -38,7 +38,15 @@ def fitted(cli: Cli, run: Path, *words: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "estimator"), [((), "lrt"), ((), "mnf"), ((), "concrete"), (("--hidden", "6,4"), "mnf")]
+    ("hidden", "estimator"),
+    [
+        ((), "lrt"),
+        ((), "mnf"),
+        ((), "concrete"),
+        (("--hidden", "6,4"), "mnf"),
+        pytest.param(("--hidden", "6,4"), "lrt", marks=pytest.mark.long),
+        pytest.param(("--hidden", "6,4"), "concrete", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.usefixtures("few_permutations")
 def test_every_estimator_gives_a_posterior_that_every_later_command_takes(

@@ -15,7 +15,10 @@ from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.errors import Interrupted, UsageError
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.machine import signals
+from bnncli.integrators.mc import Mc
+from bnncli.machine import between_blocks, signals
+from bnncli.network_curvature._columns import Columns
+from bnncli.network_curvature._rest import diagonal_of
 from bnncli.targets.curvature_choice import FISHER, GGN, HESSIAN, CurvatureChoice
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
@@ -275,20 +278,32 @@ def test_activations_are_measured_per_example() -> None:
 
 
 @pytest.mark.parametrize("structure", registry.names("network_curvature"))
-def test_a_signal_ends_work_on_a_network_between_blocks(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("between", ["a signal", "holes of the heap"])
+def test_a_signal_ends_work_on_a_network_between_blocks_and_holes_are_looked_for(
+    between: str, structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Heap:
+        def give_back_holes(self) -> None:
+            raise Interrupted(15, "holes were looked for")
+
     target = make_target()
     theta = around(target, 2)
     gaussian = fit_gaussian(target, start=theta[0], structure=structure, center="checkpoint").gaussian
-    monkeypatch.setattr(signals, "_received", [15])
+    if between == "a signal":
+        monkeypatch.setattr(signals, "_received", [15])
+    else:
+        monkeypatch.setattr(between_blocks, "_heap", Heap())
     for work in (
         lambda: target.log_joint(theta),
         lambda: target.log_joint_and_grad(theta),
         lambda: target.hessian_operator(theta[0])(theta),
         lambda: target.held_out(target.inputs, target.labels).losses(theta),
         lambda: target.curvature(structure).hessian(target, theta[0]),
+        lambda: diagonal_of(target, theta[0], target.layout.parts, Columns(target, num_drawn=1, seed=0)),
         lambda: gaussian.logit_root(target.inputs),
+        lambda: Mc().prepare(gaussian, num_samples=2, generator=seeded(0)).predict(gaussian, target.inputs.flatten(1)),
     ):
-        with pytest.raises(Interrupted, match="SIGTERM"):
+        with pytest.raises(Interrupted, match="SIGTERM" if between == "a signal" else "holes"):
             work()
 
 
