@@ -151,6 +151,8 @@ def _checked_code(run: Run, header: Header, named: str) -> str | None:
     if not recorded or recorded == [digest]:
         return digest
     message = f"{place} is not as it was when {header.path} was made from it"
+    if is_kind(named):  # the folder that has all of several files says little
+        message = f"{named!r} has other files than {header.path} was made from, or has them elsewhere"
     if not run.inputs.allow_stale:
         hint = run.remake(header, force=True) or UNKNOWN_MAKER
         raise DataError(message, code="stale_input", hint=hint, path=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.ao import quantization as ao
 
 import bnncli
+from bnncli.errors import DataError
 from bnncli.storage.features import read_features
 
 INPUTS = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
@@ -69,6 +71,9 @@ def test_a_graph_without_a_linear_head_takes_an_identity_layer(form: str, tmp_pa
     np.testing.assert_allclose(features, expected, atol=1e-6)
     opened = bnncli.open(tmp_path / "run", model=f"{form}:{tmp_path / file}")
     np.testing.assert_array_equal(opened.features(INPUTS), features)
+    other = shutil.copy(tmp_path / file, tmp_path / f"other{Path(file).suffix}")
+    with pytest.raises(DataError, match=r"other.*' has other files than .*train.h5 was made from, or has them elsewhere"):
+        bnncli.open(tmp_path / "run", model=f"{form}:{other}").features(INPUTS)
 
 
 class Quantised(nn.Module):
