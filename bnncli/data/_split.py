@@ -152,6 +152,16 @@ class InputSplit:
         """The split of the examples at these positions (n,), in this order."""
         return replace(self, rows=self.rows[positions])
 
+    def longest(self, among: int) -> InputSplit:
+        """The split of one example: of texts the one with most characters of at most so many across the split, of others the first."""
+        if self.items != "texts":
+            return self.take(np.arange(1))
+        some = np.unique(np.linspace(0, len(self) - 1, num=min(among, len(self)), dtype=np.int64))
+        dataset = self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset
+        texts = dataset.read(self.rows[some])[0]
+        lengths = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
+        return self.take(some[[int(np.argmax(lengths))]])
+
     def as_ood(self) -> InputSplit:
         """The same examples, as out-of-distribution, which have no labels."""
         return replace(self, is_labeled=False, is_ood=True)

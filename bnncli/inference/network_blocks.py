@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 _FIRST_USE = 20 * 2**20
 # One part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5).
 _LAID_OUT_AT_PEAK = 2
-_OWN_VECTORS = 3  # of P numbers, that a gradient of one draw holds whatever its examples: counted where draws are
-_TRIED_VECTORS = 6  # of P numbers, float64, where uses of layers are tried: a Jacobian of two examples twice, and theta
+_TRIED_VECTORS = 6  # of P numbers, float64, where layers are tried: a Jacobian of two examples twice, and theta
 _TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
 
 
@@ -44,30 +43,45 @@ def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, d
     from bnncli.targets.network import pairs_at_once
 
     count = min(num_pairs, pairs_at_once(layout, device, dtype))
-    fixed = max(0, layout.working.fixed - _OWN_VECTORS * 4 * layout.num_params)
-    work = replace(layout.working, fixed=fixed, each=layout.working_bytes)
+    work = replace(layout.working, fixed=0, each=layout.working_bytes)
     return with_kernels(work.times(dtype.itemsize // 4), layout, count, device)
 
 
 def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
     """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
 
-    The places in which Sigma's blocks lie are tried in float64 first, on two examples: their Jacobian, and gradients of the
-    largest block. On a CPU what comes back to the layers lies in small blocks, which leave holes of about as much.
+    The places in which Sigma's blocks lie are tried first. On a CPU what comes back to the layers lies in small blocks, which leave
+    holes of about as much.
     """
     from bnncli.logits._by_layer import block_size
     from bnncli.logits._network import is_turned, largest_root
-    from bnncli.theta.modules import module_places
 
-    size = layout.num_params
-    largest = max(place.stop - place.start for place in module_places(layout).values())
+    largest = _largest_module(layout)
     root = largest_root(structure, layout)
     count, each = block_size(layout, root, device)
     if is_turned(structure):
         root = root // largest * largest_product(layout)
         each = layout.num_outputs * (layout.own_outputs + root) + 2 * layout.widest
     holes = layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
-    return max(4 * (each + holes) * min(count, num_examples), 8 * (_TRIED_VECTORS * size + _TRIED_PIECES * largest))
+    return max(4 * (each + holes) * min(count, num_examples), trying_bytes(layout))
+
+
+def trying_bytes(layout: ModuleLayout) -> int:
+    """While it is tried in float64, on two examples, what derivatives the network has, and by which layers they are made.
+
+    The other parameters are held in float64 as long as that takes; beside them a Jacobian, and gradients of the largest module.
+    """
+    assert layout.network is not None
+    every = sum(value.numel() for value in layout.network.module.parameters())
+    tried = _TRIED_VECTORS * layout.num_params + _TRIED_PIECES * _largest_module(layout)
+    return 8 * (every - layout.num_params + tried)
+
+
+def _largest_module(layout: ModuleLayout) -> int:
+    """Parameters of the module that has most of the chosen ones."""
+    from bnncli.theta.modules import module_places
+
+    return max(place.stop - place.start for place in module_places(layout).values())
 
 
 def largest_product(layout: ModuleLayout) -> int:

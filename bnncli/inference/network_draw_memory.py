@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.inference import elbo
-from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes
+from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes, trying_bytes
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once, made_at_once
@@ -44,7 +44,8 @@ class NetworkDraws:
         size = self.layout.num_params
         chains = 8 * _CHAIN_VECTORS * num_chains * size
         moving = chains + gradient_bytes(self.layout, num_chains * self.num_examples, device, torch.float32)
-        return self._beside(device) + max(moving, 8 * num_chains * size) + 4 * num_chains * num_draws * size
+        work = max(moving, 8 * num_chains * size) + 4 * num_chains * num_draws * size
+        return self._beside(device) + max(work, trying_bytes(self.layout))
 
     def require_sampling(self, device: torch.device, *, num_chains: int, num_draws: int) -> int:
         """What chains take. Raises DeviceError, naming how many have room, where that is too much."""
@@ -74,7 +75,7 @@ class NetworkDraws:
         step = training + gradient_bytes(layout, num_drawn * self.num_examples, device, torch.float32)
         block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
         judging = judging_bytes(size, num_draws=num_judging) + block
-        work = [step, judging]
+        work = [step, judging, trying_bytes(layout)]
         if self.num_held:
             noise = min(num_predicting, draws_at_once(size))
             work.append(size * (4 * num_predicting + 8 * noise + 8 * _MADE_VECTORS * min(noise, made_at_once(size))))

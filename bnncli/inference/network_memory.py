@@ -13,7 +13,13 @@ from bnncli import registry
 from bnncli.inference.climb import CLIMBING_VECTORS
 from bnncli.inference.costs import NUM_DRAWS
 from bnncli.inference.linearised import noise_size, shared_by
-from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes, prediction_bytes, with_kernels
+from bnncli.inference.network_blocks import (
+    first_use_bytes,
+    gradient_bytes,
+    prediction_bytes,
+    trying_bytes,
+    with_kernels,
+)
 from bnncli.lazy import torch
 from bnncli.machine.memory import LARGE_BLOCK, budget, require
 from bnncli.targets.curvature_choice import HESSIAN, CurvatureChoice
@@ -70,7 +76,8 @@ class NetworkPlan:
         if beside + covariance > budget(device):
             return beside + covariance  # too much, before anything is measured
         layout = self.layout
-        work = [covariance, self._hessian_bytes(structure, device), self._gradient_bytes(device, torch.float64)]
+        work = [covariance, trying_bytes(layout), self._hessian_bytes(structure, device)]
+        work.append(self._gradient_bytes(device, torch.float64))
         if self.is_search:
             noise = 8 * NUM_DRAWS * noise_size(layout, structure, NUM_DRAWS)
             together = (

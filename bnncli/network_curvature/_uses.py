@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bnncli.lazy import torch
+from bnncli.machine.memory import give_back_freed
 from bnncli.theta.layout import ParamPart
 
 if TYPE_CHECKING:
@@ -125,6 +126,14 @@ def tried(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[
     """The pieces whose gradients at theta (P,), on the first of inputs (n, ...), are what their uses say."""
     inputs, theta = inputs[:_PROBES], theta.detach().double()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
+    assert layout.network is not None
+    with layout.network.briefly(theta.dtype):
+        found = _tried(layout, theta, inputs, pieces)
+    give_back_freed()
+    return found
+
+
+def _tried(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[Piece]) -> list[Piece]:
     logits, noted = forward(layout, theta, inputs, pieces)
     noted = {name: of for name, of in noted.items() if of and all(use.num_examples == len(inputs) for use, _ in of)}
     if not noted:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bnncli.errors import BnnError, DataError
+from bnncli.machine.memory import give_back_freed
 from bnncli.names import listed
 from bnncli.theta.module import ModuleLayout
 
@@ -35,6 +36,7 @@ def check_logits(layout: ModuleLayout, inputs: Tensor, stored: NDArray, *, name:
     with torch.no_grad():
         blocks = inputs[: len(stored)].split(_AT_ONCE)
         found = [layout.logits(block.to(device), theta)[0].cpu().double() for block in blocks]
+    give_back_freed()
     ours, theirs = torch.cat(found).numpy(), np.asarray(stored, dtype=np.float64)
     if layout.likelihood.is_shift_invariant:  # a log-softmax has lost it
         ours, theirs = (one - one.mean(axis=1, keepdims=True) for one in (ours, theirs))
@@ -54,6 +56,13 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         DataError: they do not, something in the network has no derivative or no rule for vmap, or the derivatives differ; or a
             parameter moves logits that have no derivative by it, such as one whose outputs are detached.
     """
+    assert layout.network is not None
+    with layout.network.briefly(torch.float64):
+        _check_derivatives(layout, inputs)
+    give_back_freed()
+
+
+def _check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
     theta = layout.trained()
     inputs = inputs.to(theta.device)
     numbers = torch.arange(1, len(theta) + 1, dtype=theta.dtype, device=theta.device)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from bnncli.posteriors.point import Point
 
+_LOOKED_AT = 1024  # texts, of which the longest stands for all where memory is planned
 _CODE = "py"  # the kind of data that is read by the user's code
 _WHOLE, _APART = (
     "whole",
@@ -203,7 +204,7 @@ class NetworkReader:
         return self.chosen(self.input_split(split, split.content.header), pattern)[0]
 
     def layout(self, split: Split, pattern: str) -> ModuleLayout:
-        """The layout of the parameters that a pattern names, of the split's first example: no other inputs are read.
+        """The layout of the parameters that a pattern names, of one example: no other inputs are read but some texts, for the longest.
 
         Raises:
             DataError: as `split`.
@@ -211,7 +212,7 @@ class NetworkReader:
         assert split.content.header is not None
         example = self.input_split(split, split.content.header)
         network, head = self.chosen(example, pattern)
-        first = read_inputs(example.take(np.arange(1)), network.module)
+        first = read_inputs(example.longest(_LOOKED_AT), network.module)
         return self._layout(split, pattern, network, head, near(first, self.run.device))
 
     def _layout(self, split: Split, pattern: str, network: ModuleNetwork, head: Head, inputs: Tensor) -> ModuleLayout:

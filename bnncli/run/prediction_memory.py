@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from bnncli.inference.network_blocks import first_use_bytes, prediction_bytes, with_kernels
+from bnncli.inference.network_blocks import first_use_bytes, prediction_bytes, trying_bytes, with_kernels
 from bnncli.integrators._averages import chunk_sizes
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._mean_logits import NETWORK_MEAN_DRAWS
@@ -98,7 +98,7 @@ class PosteriorMemory:
         of_theta = asked.needs in OF_THETA or is_pushed
         kept = self._kept(count) if of_theta else 0
         block = self.block_bytes(device, num_examples, count if of_theta else 1)
-        work = [kept + block]
+        work = [kept + block, trying_bytes(self.layout)]
         if of_theta:
             work.append(self._made(count, needs=asked.needs, is_pushed=is_pushed))
         elif asked.needs != "center":

@@ -100,7 +100,7 @@ def _kept_bytes(network: ModuleNetwork, input_shape: Sequence[int], count: int) 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node kept as it is would never be freed
 
     params = {name: value.detach().float().requires_grad_() for name, value in network.module.named_parameters()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

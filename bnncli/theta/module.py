@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -52,7 +53,7 @@ class ModuleNetwork:
     def __call__(self, inputs: Tensor, params: Mapping[str, Tensor]) -> Tensor:
         """Logits (n, K) of inputs (n, ...) under these parameters, in their precision; autograd and vmap pass through."""
         dtype = next(iter(params.values())).dtype
-        state = {**self._state(dtype), **params}
+        state = {**self._frozen(dtype, params), **params}
         inputs = inputs.long() if self.takes_tokens else inputs.to(dtype)
         named = dict(zip(self.names, inputs.unbind(1), strict=True)) if self.names else {}
         functional_call = torch.func.functional_call
@@ -77,14 +78,28 @@ class ModuleNetwork:
             len(features), *((len(self.names), -1) if self.names and self.takes_tokens else input_shape)
         )
 
-    def _state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All parameters and buffers, those that are real numbers in this precision; made once for each."""
-        if dtype not in self._states:
-            every = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-            self._states[dtype] = {
-                name: value.detach().to(dtype) if value.is_floating_point() else value for name, value in every.items()
-            }
-        return self._states[dtype]
+    @contextmanager
+    def briefly(self, dtype: torch.dtype) -> Iterator[None]:
+        """What is not differentiated is held in this precision no longer than within, where it was not before."""
+        is_new = dtype not in self._states
+        try:
+            yield
+        finally:
+            if is_new:
+                self._states.pop(dtype, None)
+
+    def _frozen(self, dtype: torch.dtype, params: Collection[str]) -> dict[str, Tensor]:
+        """All other parameters and buffers, those that are real numbers in this precision; made once for each."""
+        state = self._states.setdefault(dtype, {})
+        for name, value in self._every.items():
+            if name not in params and name not in state:
+                state[name] = value.to(dtype) if value.is_floating_point() else value
+        return state
+
+    @cached_property
+    def _every(self) -> dict[str, Tensor]:
+        found = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: value.detach() for name, value in found.items()}
 
     @cached_property
     def _embeddings(self) -> list[nn.Embedding]:
@@ -240,7 +255,8 @@ class ModuleLayout:
 
     def trained(self) -> Tensor:
         """theta (P,) float64 of the network as it is."""
-        return self.join({name: value.detach().double() for name, value in self._bound.module.named_parameters()})
+        found = dict(self._bound.module.named_parameters())
+        return self.join({part.name: found[part.name].detach().double() for part in self.parts})
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
         """Logits (S, N, K) of inputs (N, D), flat, or (N, ...), under theta (S, P)."""

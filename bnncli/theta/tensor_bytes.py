@@ -86,7 +86,7 @@ def _watched(work: Callable[[], object], small: int = 0) -> _Live:
 
 
 class _Live(TorchDispatchMode):
-    """Sees every tensor that a kernel returns; its storage is counted until that is freed."""
+    """Sees every tensor that a kernel returns; its storage is counted until that is freed, but for views of what was there."""
 
     def __init__(self, small: int = 0) -> None:
         super().__init__()
@@ -99,10 +99,11 @@ class _Live(TorchDispatchMode):
         inside = _copied_bytes(func, args, kwargs or {})
         if inside and self.now + inside > self.peak:
             self.peak, self.at_peak = self.now + inside, (*self.sizes.values(), inside)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
         returned = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(returned):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage())
+        for storage in _storages(returned):
+            if storage._cdata not in given:
+                self._note(storage)
         return returned
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -122,6 +123,10 @@ class _Live(TorchDispatchMode):
         self.now -= size
         if size < self.small:
             self.small_now -= size
+
+
+def _storages(found: object) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tree_iter(found) if isinstance(tensor, torch.Tensor)]
 
 
 def _copied_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

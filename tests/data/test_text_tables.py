@@ -407,3 +407,17 @@ def test_a_file_without_a_kind_is_told_which_it_may_be() -> None:
         with pytest.raises(UsageError, match="expected npz:FILE") as refused:
             load(spec)
         assert refused.value.hint == (kind and f"perhaps {kind}")
+
+
+def test_the_longest_of_some_texts_stands_for_all(tmp_path: Path) -> None:
+    rows = [[text, str(place % 2)] for place, text in enumerate(["a", "b b b", "ccccccccc", "dd", "e e e e e"])]
+    split = load(f"csv:{write(tmp_path / 'a.csv', [['text', 'label'], *rows])}")
+    assert split.longest(5).rows.tolist() == [2]
+    assert split.longest(3).rows.tolist() == [2]
+    assert split.longest(2).rows.tolist() == [4]  # the first and the last are looked at
+    assert split.take(np.array([3, 1, 0])).longest(9).rows.tolist() == [1]
+    pairs = [["a", "b", "label"], ["x" * 5, "y", "0"], ["x", "y" * 6, "1"]]
+    assert load(f"csv:{write(tmp_path / 'b.csv', pairs)}:text=a+b").longest(9).rows.tolist() == [1]
+    np.savez(tmp_path / "c.npz", x=np.ones((3, 2), np.float32), y=[0, 1, 0])
+    arrays = load_split(f"npz:{tmp_path / 'c.npz'}", name="train", preprocess=Preprocess())
+    assert arrays.longest(9).rows.tolist() == [0]

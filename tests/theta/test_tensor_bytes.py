@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from bnncli.theta.activations import laid_out_bytes
+from bnncli.theta.activations import activation_bytes, laid_out_bytes
 from bnncli.theta.module import ModuleLayout, ModuleNetwork
-from bnncli.theta.tensor_bytes import growth, peak_bytes
+from bnncli.theta.tensor_bytes import _Live, growth, peak_bytes
 
 
 def test_the_peak_is_of_what_is_held_at_once() -> None:
@@ -20,6 +20,11 @@ def test_the_peak_is_of_what_is_held_at_once() -> None:
         third.view(2, 250).add_(second.view(2, 250))
 
     assert peak_bytes(work) == 4 * 1000
+
+
+def test_views_of_what_was_there_take_nothing() -> None:
+    there = torch.ones(1000, 10)
+    assert peak_bytes(lambda: torch.ones(2, 10) @ there.T) == 4 * (2 * 10 + 2 * 1000)
 
 
 def test_growth_is_measured_and_extrapolated() -> None:
@@ -62,6 +67,14 @@ def test_what_autograd_keeps_is_counted() -> None:
     layout = ModuleLayout.of(ModuleNetwork(module), num_outputs=3, input_shape=(10,))
     kept = 4 * (10 + 100 + 3)
     assert kept <= layout.working_bytes <= kept + 4 * (100 + 100 + 3)  # what comes back to both sides of tanh, at most
+
+
+def test_nothing_is_held_of_what_was_measured() -> None:
+    module = nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, 3), nn.Sigmoid()).eval()
+    with _Live() as live:
+        activation_bytes(ModuleNetwork(module), (10,))
+    assert live.peak > 0
+    assert not live.sizes
 
 
 @pytest.mark.parametrize(("capability", "filled"), [("AVX512", 16), ("AVX2", 8), ("DEFAULT", 8)])
