@@ -41,14 +41,14 @@ from torch import nn
 
 
 class Transformer(nn.Module):
-    """Sixteen patches of an image of 28 x 28, two layers of attention, and the mean of what comes out."""
+    """Sixteen patches of an image of 28 x 28, layers of attention, and the mean of what comes out."""
 
-    def __init__(self):
+    def __init__(self, width, num_layers):
         super().__init__()
-        self.embed = nn.Linear(49, 64)
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(64, 10)
+        self.embed = nn.Linear(49, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
 
     def forward(self, x):
         patches = x.reshape(-1, 4, 7, 4, 7).transpose(2, 3).reshape(-1, 16, 49)
@@ -56,7 +56,11 @@ class Transformer(nn.Module):
 
 
 def make():
-    return Transformer()
+    return Transformer(64, 2)
+
+
+def large():
+    return Transformer(512, 8)
 '''
 
 
@@ -85,6 +89,7 @@ NETWORKS = {
         ("--model", "resnet20"), "__import__('bnncli.networks.resnet20').networks.resnet20.build()", (32, 32, 3), 500, 200
     ),
     "transformer": Network(("--model", "net.py:make"), "make()", (28, 28), 5_000, 500),
+    "part": Network(("--model", "net.py:large"), "large()", (28, 28), 200, 100),  # 17 million parameters, few of which vary
     "small": Network(
         ("--model", "mlp", "--model-arg", "hidden=20", "--model-arg", "inputs=100"),
         "__import__('bnncli.networks.mlp').networks.mlp.build(hidden=(20,), inputs=100)", (10, 10), 5_000, 500,
@@ -92,6 +97,7 @@ NETWORKS = {
 }  # fmt: skip
 NUMBER = ("--prior-precision", "50")
 FIT = ("fit-laplace", "--layers", "all")
+PART = ("fit-laplace", "--layers", "encoder.layers.7.linear1+head")
 HMC = ("hmc", "--layers", "all", "--prior-precision", "5000", "--warmup", "5", "--draws", "4")
 REFINE = ("refine", "--layers", "all", "--epochs", "2")
 CASES: dict[str, tuple[str, ...]] = {
@@ -127,6 +133,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "transformer kron": (*FIT, *NUMBER, "--structure", "kron"),
     "transformer kron val": (*FIT, "--structure", "kron"),
     "transformer ekfac": (*FIT, *NUMBER, "--structure", "ekfac"),
+    "part diag": (*PART, *NUMBER, "--structure", "diag"),
+    "part kron": (*PART, *NUMBER, "--structure", "kron"),
+    "part kron val": (*PART, "--structure", "kron"),
 }  # fmt: skip
 BASE = (*FIT, *NUMBER, "--structure", "diag")
 # Of a base that is fitted first, unmeasured.
@@ -139,6 +148,7 @@ BASED: dict[str, tuple[str, ...]] = {
     "lenet5 refine": (*REFINE, "--flow", "affine"),
     "resnet20 refine": (*REFINE, "--elbo-draws", "8"),
     "transformer refine": (*REFINE, "--elbo-draws", "16"),
+    "part refine": ("refine", *PART[1:], "--epochs", "2", "--elbo-draws", "4"),
 }
 # Of the base, and what refines it.
 REFINED = (*REFINE[:3], "--epochs", "1", "--elbo-draws", "4")
@@ -155,6 +165,8 @@ JUDGED: dict[str, tuple[str, ...]] = {
     "resnet20 predict": ("predict", "--posterior", "laplace-all"),
     "transformer predict": ("predict", "--posterior", "laplace-all"),
     "transformer diagnose": ("diagnose", "--posterior", "laplace-all", "--draws", "16"),
+    "part predict": ("predict", "--posterior", "laplace-all"),
+    "part diagnose": ("diagnose", "--posterior", "laplace-all", "--draws", "16"),
 }
 
 
@@ -208,7 +220,7 @@ def make_run(path: Path, name: str) -> Folder:
     path.mkdir()
     (path / "net.py").write_text(_TRANSFORMER)
     code = (
-        "import sys, torch, numpy as np; sys.path.insert(0, '.'); from net import make; torch.manual_seed(0)\n"
+        "import sys, torch, numpy as np; sys.path.insert(0, '.'); from net import large, make; torch.manual_seed(0)\n"
         f"torch.save({network.factory}.state_dict(), 'ckpt.pt'); rng = np.random.default_rng(0)\n"
         f"for split, count in (('train', {network.train}), ('val', {network.val})):\n"
         f"    x = rng.integers(0, 256, (count, *{network.shape!r}), dtype=np.uint8)\n"
@@ -227,7 +239,8 @@ def _mib(text: str) -> float:
 def _before(name: str) -> list[tuple[str, ...]]:
     """Commands that make what a case starts from."""
     is_refined = "refine-all" in JUDGED.get(name, ())
-    return [BASE] * (name not in CASES) + [REFINED] * is_refined
+    base = (*PART, *NUMBER, "--structure", "diag", "--name", "laplace-all") if name.startswith("part ") else BASE
+    return [base] * (name not in CASES) + [REFINED] * is_refined
 
 
 def measured_cases(folder: Path, patterns: list[str]) -> dict[str, Peak]:

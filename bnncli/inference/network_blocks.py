@@ -39,12 +39,16 @@ def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: 
 
 
 def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Of a block's gradient, of so many pairs of a draw and an example in all, less what has the size of theta."""
+    """Of a block's gradient, of so many pairs of a draw and an example in all, less what has the size of theta.
+
+    In float64 the parameters that are not differentiated are held in it as long.
+    """
     from bnncli.targets.network import pairs_at_once
 
     count = min(num_pairs, pairs_at_once(layout, device, dtype))
-    work = replace(layout.working, fixed=0, each=layout.working_bytes)
-    return with_kernels(work.times(dtype.itemsize // 4), layout, count, device)
+    work = replace(layout.working, fixed=0)
+    beside = 8 * _num_frozen(layout) if dtype == torch.float64 else 0
+    return beside + with_kernels(work.times(dtype.itemsize // 4), layout, count, device)
 
 
 def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
@@ -71,10 +75,14 @@ def trying_bytes(layout: ModuleLayout) -> int:
 
     The other parameters are held in float64 as long as that takes; beside them a Jacobian, and gradients of the largest module.
     """
-    assert layout.network is not None
-    every = sum(value.numel() for value in layout.network.module.parameters())
     tried = _TRIED_VECTORS * layout.num_params + _TRIED_PIECES * _largest_module(layout)
-    return 8 * (every - layout.num_params + tried)
+    return 8 * (_num_frozen(layout) + tried)
+
+
+def _num_frozen(layout: ModuleLayout) -> int:
+    """Parameters of the network that theta does not have."""
+    assert layout.network is not None
+    return sum(value.numel() for value in layout.network.module.parameters()) - layout.num_params
 
 
 def _largest_module(layout: ModuleLayout) -> int:

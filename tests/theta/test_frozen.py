@@ -1,0 +1,78 @@
+"""What of a network does not vary is held once, and in another precision no longer than it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from problems.seeds import seeded
+from torch import Tensor, nn
+
+from bnncli.inference.network_blocks import trying_bytes
+from bnncli.network_curvature._matrices import matrices_of
+from bnncli.network_curvature._uses import tried
+from bnncli.run.network_checks import check_derivatives
+from bnncli.targets.network import NetworkTarget
+from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.prior import Prior
+from bnncli.theta.tensor_bytes import _Live, peak_bytes
+
+WIDTH = 500
+REST = WIDTH * WIDTH + 11 * WIDTH + 3  # numbers in all but the last layer
+INPUTS = torch.randn(4, 6, generator=seeded(0))
+
+
+def make_layout(pattern: str) -> ModuleLayout:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3), nn.Linear(3, 3)
+        )
+    return ModuleLayout.of(ModuleNetwork(module.eval()), pattern, num_outputs=3, input_shape=(6,))
+
+
+def make_target(layout: ModuleLayout) -> NetworkTarget:
+    return NetworkTarget(INPUTS, torch.arange(4) % 3, layout, Prior(1.0))
+
+
+def gradient(layout: ModuleLayout) -> Tensor:
+    return make_target(layout).log_joint_and_grad(layout.trained().unsqueeze(0), dtype=torch.float64)[1]
+
+
+def uses(layout: ModuleLayout) -> object:
+    return tried(layout, layout.trained(), INPUTS, matrices_of(layout))
+
+
+WORK: list[Callable[[ModuleLayout], object]] = [lambda layout: check_derivatives(layout, INPUTS), gradient, uses]
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_the_rest_of_a_network_is_held_in_float64_only_meanwhile(work: Callable[[ModuleLayout], object]) -> None:
+    layout = make_layout("5")
+    assert layout.working_bytes > 0  # measured here, not while the work is watched
+    with _Live() as live:
+        found = work(layout)
+    del found
+    assert live.peak > 8 * REST
+    assert live.now < REST / 100
+
+
+def test_the_work_in_float64_is_planned() -> None:
+    layout = make_layout("5")
+    peak = peak_bytes(lambda: check_derivatives(layout, INPUTS[:2]))
+    assert 0.8 < trying_bytes(layout) / peak < 1.25
+
+
+def test_parameters_that_vary_are_not_copied_with_the_rest() -> None:
+    for pattern, held in (("all", 0), ("5", 8 * REST)):
+        layout = make_layout(pattern)
+        theta = layout.trained().unsqueeze(0)
+        with _Live() as live:
+            logits = layout.logits(INPUTS.double(), theta)
+        assert live.now == held + logits.nbytes
+
+
+def test_the_weights_that_vary_are_read_alone() -> None:
+    layout = make_layout("5")
+    assert peak_bytes(layout.trained) < 1000
