@@ -157,8 +157,7 @@ class InputSplit:
         if self.items != "texts":
             return self.take(np.arange(1))
         some = np.unique(np.linspace(0, len(self) - 1, num=min(among, len(self)), dtype=np.int64))
-        dataset = self.dataset.opened if isinstance(self.dataset, KnownDataset) else self.dataset
-        texts = dataset.read(self.rows[some])[0]
+        texts = self.dataset.read(self.rows[some])[0]
         lengths = [len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts]
         return self.take(some[[int(np.argmax(lengths))]])
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 _FIRST_USE = 20 * 2**20
 # One part in so many of the largest layer is laid out anew where the tensors are at their own peak (LeNet-5).
 _LAID_OUT_AT_PEAK = 2
+_HOLES = 2  # times what comes back to the layers: one to three (ResNet-20)
 _TRIED_VECTORS = 6  # of P numbers, float64, where layers are tried: a Jacobian of two examples twice, and theta
+_TRIED_PASSES = 8  # of an example, float32, and its gradient: two examples in float64, twice
 _TRIED_PIECES = 8  # of the largest layer's: gradients of two examples, side by side and summed, and their distance
 
 
@@ -39,14 +41,14 @@ def with_kernels(work: Growth, layout: ModuleLayout, num_examples: int, device: 
 
 
 def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Of a block's gradient, of so many pairs of a draw and an example in all, less what has the size of theta.
+    """Of a block's gradient, of so many pairs of a draw and an example in all, less the gradient itself.
 
-    In float64 the parameters that are not differentiated are held in it as long.
+    In float64 the parameters that do not vary are held in it as long.
     """
     from bnncli.targets.network import pairs_at_once
 
     count = min(num_pairs, pairs_at_once(layout, device, dtype))
-    work = replace(layout.working, fixed=0)
+    work = replace(layout.working, fixed=max(0, layout.working.fixed - 4 * layout.num_params))
     beside = 8 * _num_frozen(layout) if dtype == torch.float64 else 0
     return beside + with_kernels(work.times(dtype.itemsize // 4), layout, count, device)
 
@@ -55,7 +57,7 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
     """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
 
     The places in which Sigma's blocks lie are tried first. On a CPU what comes back to the layers lies in small blocks, which leave
-    holes of about as much.
+    holes.
     """
     from bnncli.logits._by_layer import block_size
     from bnncli.logits._network import is_turned, largest_root
@@ -66,7 +68,7 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
     if is_turned(structure):
         root = root // largest * largest_product(layout)
         each = layout.num_outputs * (layout.own_outputs + root) + 2 * layout.widest
-    holes = layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
+    holes = _HOLES * layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
     return max(4 * (each + holes) * min(count, num_examples), trying_bytes(layout))
 
 
@@ -76,7 +78,7 @@ def trying_bytes(layout: ModuleLayout) -> int:
     The other parameters are held in float64 as long as that takes; beside them a Jacobian, and gradients of the largest module.
     """
     tried = _TRIED_VECTORS * layout.num_params + _TRIED_PIECES * _largest_module(layout)
-    return 8 * (_num_frozen(layout) + tried)
+    return 8 * (_num_frozen(layout) + tried) + _TRIED_PASSES * layout.working.each
 
 
 def _num_frozen(layout: ModuleLayout) -> int:

@@ -40,10 +40,11 @@ class _Heap:
         if size > self.level + self.allowed:
             if self.level:
                 give_back_freed()
-                if self.num_blocks < FEW_BLOCKS:
-                    self.allowed *= 2
-            size = resident_bytes()
-            self.level, self.num_blocks = size, 0
+            left = resident_bytes()
+            if self.num_blocks < FEW_BLOCKS and size - left > MOST_HOLES // 2:
+                self.allowed *= 2
+            self.level, self.num_blocks = left, 0
+            size = left
         self.level = min(self.level, size)
 
 

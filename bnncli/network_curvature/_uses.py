@@ -126,8 +126,7 @@ def tried(layout: ModuleLayout, theta: Tensor, inputs: Tensor, pieces: Sequence[
     """The pieces whose gradients at theta (P,), on the first of inputs (n, ...), are what their uses say."""
     inputs, theta = inputs[:_PROBES], theta.detach().double()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
-    assert layout.network is not None
-    with layout.network.briefly(theta.dtype):
+    with layout.briefly(theta.dtype):
         found = _tried(layout, theta, inputs, pieces)
     give_back_freed()
     return found

@@ -34,8 +34,14 @@ def hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Te
 
     By products with unit vectors, in float64.
     """
-    layout, likelihood = target.layout, target.likelihood
     theta = theta.to(target.device).double()
+    with target.layout.briefly(theta.dtype):
+        total = _hessian_between(target, theta, indices)
+    return (total + total.T) * (0.5 * target.likelihood_scale)
+
+
+def _hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Tensor:
+    layout, likelihood = target.layout, target.likelihood
     total = torch.zeros(len(indices), len(indices), dtype=torch.float64, device=target.device)
     for rows in target.row_blocks(_AT_ONCE, theta.dtype):
         inputs, labels = target.inputs[rows].to(target.device), target.labels[rows]
@@ -49,7 +55,7 @@ def hessian_between(target: NetworkTarget, theta: Tensor, indices: Tensor) -> Te
             units = torch.zeros(len(some), len(theta), dtype=torch.float64, device=target.device)
             units.scatter_(1, some.unsqueeze(1), 1.0)
             total[begin : begin + _AT_ONCE] += torch.func.vmap(pull)(units)[0][:, indices]
-    return (total + total.T) * (0.5 * target.likelihood_scale)
+    return total
 
 
 class Full:

@@ -56,8 +56,7 @@ def check_derivatives(layout: ModuleLayout, inputs: Tensor) -> None:
         DataError: they do not, something in the network has no derivative or no rule for vmap, or the derivatives differ; or a
             parameter moves logits that have no derivative by it, such as one whose outputs are detached.
     """
-    assert layout.network is not None
-    with layout.network.briefly(torch.float64):
+    with layout.briefly(torch.float64):
         _check_derivatives(layout, inputs)
     give_back_freed()
 

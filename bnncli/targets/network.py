@@ -117,8 +117,7 @@ class NetworkTarget:
         theta = theta.to(self.device, dtype or self.dtype)
         value = torch.zeros(len(theta), dtype=torch.float64, device=self.device)
         gradient = torch.zeros(theta.shape, dtype=torch.float64, device=self.device)
-        assert self.layout.network is not None
-        with self.layout.network.briefly(theta.dtype):
+        with self.layout.briefly(theta.dtype):
             for draws, rows in self._blocks(theta):
                 some, some_gradient = self._value_and_grad(theta[draws], rows)
                 value[draws] += some

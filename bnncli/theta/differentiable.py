@@ -38,6 +38,11 @@ def differentiable(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
             del one.forward
 
 
+def is_of_transform(tensor: Tensor) -> bool:
+    """Whether a tensor was made within a transform of torch.func, with whose end it ends."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def uneven_embeddings(module: nn.Module) -> list[nn.Embedding]:
     """Embeddings in a module whose backward pass leaves out a row, or weighs rows, where logits depend on all of them alike.
 

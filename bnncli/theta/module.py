@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ from bnncli.lazy import torch
 from bnncli.likelihoods import Likelihood, likelihood_of, name_to_record, recorded_name
 from bnncli.names import listed
 from bnncli.theta.activations import activation_bytes, gradient_growth, laid_out_bytes, output_numbers
-from bnncli.theta.differentiable import differentiable, uneven_embeddings
+from bnncli.theta.differentiable import differentiable, is_of_transform, uneven_embeddings
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitMaker, ParamPart, consecutive, parts_to_json
 
@@ -79,27 +79,30 @@ class ModuleNetwork:
         )
 
     @contextmanager
-    def briefly(self, dtype: torch.dtype) -> Iterator[None]:
-        """What is not differentiated is held in this precision no longer than within, where it was not before."""
+    def briefly(self, dtype: torch.dtype, varying: Collection[str]) -> Iterator[None]:
+        """What of the network does not vary is held in this precision no longer than within, where it was not before."""
         is_new = dtype not in self._states
         try:
+            self._frozen(dtype, varying)
             yield
         finally:
             if is_new:
                 self._states.pop(dtype, None)
 
-    def _frozen(self, dtype: torch.dtype, params: Collection[str]) -> dict[str, Tensor]:
+    def _frozen(self, dtype: torch.dtype, varying: Collection[str]) -> dict[str, Tensor]:
         """All other parameters and buffers, those that are real numbers in this precision; made once for each."""
         state = self._states.setdefault(dtype, {})
-        for name, value in self._every.items():
-            if name not in params and name not in state:
-                state[name] = value.to(dtype) if value.is_floating_point() else value
+        missing = [name for name in self._every if name not in varying and name not in state]
+        found = {name: self._every[name].detach() for name in missing}
+        found = {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+        if any(map(is_of_transform, found.values())):  # it ends with the transform of torch.func that it was made in
+            return {**state, **found}
+        state.update(found)
         return state
 
     @cached_property
     def _every(self) -> dict[str, Tensor]:
-        found = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        return {name: value.detach() for name, value in found.items()}
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     @cached_property
     def _embeddings(self) -> list[nn.Embedding]:
@@ -252,6 +255,10 @@ class ModuleLayout:
             lead = params[part.name].shape[: params[part.name].ndim - len(part.shape)]
             flat.append(params[part.name].reshape(*lead, math.prod(part.shape)))
         return torch.cat(flat, dim=-1)
+
+    def briefly(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Within, what theta does not have is held in this precision too; it is not held longer than that."""
+        return self._bound.briefly(dtype, {part.name for part in self.parts})
 
     def trained(self) -> Tensor:
         """theta (P,) float64 of the network as it is."""

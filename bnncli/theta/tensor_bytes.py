@@ -126,7 +126,9 @@ class _Live(TorchDispatchMode):
 
 
 def _storages(found: object) -> list[torch.UntypedStorage]:
-    return [tensor.untyped_storage() for tensor in tree_iter(found) if isinstance(tensor, torch.Tensor)]
+    """Of all dense tensors in what was found; sparse ones have none of their own."""
+    tensors = [tensor for tensor in tree_iter(found) if isinstance(tensor, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
 
 
 def _copied_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

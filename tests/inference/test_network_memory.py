@@ -8,12 +8,14 @@ import pytest
 import torch
 from problems.seeds import seeded
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from bnncli.curvature import ggn
 from bnncli.errors import DeviceError
 from bnncli.inference import network_memory
 from bnncli.inference.climb import CLIMBING_VECTORS
 from bnncli.inference.laplace import fit_gaussian
+from bnncli.inference.network_blocks import gradient_bytes
 from bnncli.inference.network_draw_memory import NetworkDraws
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.targets.curvature_choice import CurvatureChoice
@@ -125,3 +127,15 @@ def test_a_smaller_budget_makes_smaller_blocks_and_the_same_numbers(
     value, gradient = small.log_joint_and_grad(start[None])
     torch.testing.assert_close(value, target.log_joint_and_grad(start[None])[0], rtol=1e-6, atol=0.0)
     torch.testing.assert_close(gradient, target.log_joint_and_grad(start[None])[1], rtol=1e-6, atol=1e-5)
+
+
+def test_weights_that_are_computed_anew_are_planned_with_the_gradient() -> None:
+    def layout_of(last: nn.Linear) -> ModuleLayout:
+        module = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), last).eval()
+        return ModuleLayout.of(ModuleNetwork(module), "2", num_outputs=300, input_shape=(4,))
+
+    plain, normed = (
+        gradient_bytes(layout_of(last), 3, torch.device("meta"), torch.float32)
+        for last in (nn.Linear(300, 300), parametrizations.weight_norm(nn.Linear(300, 300)))
+    )
+    assert normed - plain > 0.9 * 4 * 300 * 300  # the weight

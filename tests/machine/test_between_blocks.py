@@ -65,3 +65,11 @@ def test_what_each_block_takes_anew_is_given_back_no_more(process: Process) -> N
     assert len(process.trims) <= 3  # one, two, four times MOST_HOLES are left alone
     process.block(4.5)  # holes beside it
     assert process.trims[-1] == 4.5
+
+
+def test_growth_in_use_is_no_reason_to_allow_more(process: Process) -> None:
+    for size in (0, 1.1, 2.2, 3.3, 4.4):
+        process.block(size)
+    process.freed = 1
+    process.block(5.5)
+    assert process.trims == [1.1, 2.2, 3.3, 4.4, 5.5]

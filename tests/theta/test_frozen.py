@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from bnncli.inference.network_blocks import trying_bytes
 from bnncli.network_curvature._matrices import matrices_of
 from bnncli.network_curvature._uses import tried
+from bnncli.network_curvature.full import hessian_between
 from bnncli.run.network_checks import check_derivatives
+from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.module import ModuleLayout, ModuleNetwork
 from bnncli.theta.prior import Prior
@@ -58,10 +60,44 @@ def test_the_rest_of_a_network_is_held_in_float64_only_meanwhile(work: Callable[
     assert live.now < REST / 100
 
 
-def test_the_work_in_float64_is_planned() -> None:
-    layout = make_layout("5")
-    peak = peak_bytes(lambda: check_derivatives(layout, INPUTS[:2]))
+def make_images(pattern: str) -> ModuleLayout:
+    """Of few parameters, whose examples take much."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+    return ModuleLayout.of(ModuleNetwork(module.eval()), pattern, num_outputs=3, input_shape=(3, 40, 40))
+
+
+@pytest.mark.parametrize("layout", [make_layout("5"), make_images("all")])
+def test_the_work_in_float64_is_planned(layout: ModuleLayout) -> None:
+    inputs = torch.randn(2, layout.num_features, generator=seeded(0))
+    peak = peak_bytes(lambda: check_derivatives(layout, inputs))
     assert 0.8 < trying_bytes(layout) / peak < 1.25
+
+
+@pytest.mark.parametrize("pattern", ["7", "all"])
+def test_second_derivatives_are_the_same_block_after_block(pattern: str) -> None:
+    layout = make_images(pattern)
+    inputs = torch.randn(20, layout.num_features, generator=seeded(0))
+    target = NetworkTarget(inputs, torch.arange(20) % 3, layout, Prior(1.0), choice=CurvatureChoice("hessian"))
+    theta, last = layout.trained(), torch.arange(layout.num_params - 5, layout.num_params)
+    check_derivatives(layout, inputs[:2])
+    first, second = (hessian_between(target, theta, last) for _ in range(2))
+    assert torch.equal(first, second)
+    expected = target.second_derivatives(theta)(torch.eye(layout.num_params, dtype=torch.float64)[last])[:, last]
+    torch.testing.assert_close(first, expected - torch.eye(5), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_transform_makes_is_not_kept_longer() -> None:
+    layout = make_layout("5")
+    theta = layout.trained()
+    for _ in range(2):
+
+        def summed(one: Tensor) -> Tensor:
+            return layout.logits(INPUTS.double(), one.unsqueeze(0)).square().sum()
+
+        torch.func.vjp(torch.func.grad(summed), theta)[1](theta)
 
 
 def test_parameters_that_vary_are_not_copied_with_the_rest() -> None:

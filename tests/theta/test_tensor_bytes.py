@@ -27,6 +27,11 @@ def test_views_of_what_was_there_take_nothing() -> None:
     assert peak_bytes(lambda: torch.ones(2, 10) @ there.T) == 4 * (2 * 10 + 2 * 1000)
 
 
+def test_sparse_tensors_are_no_obstacle() -> None:
+    sparse = torch.eye(5).to_sparse()
+    assert peak_bytes(lambda: torch.sparse.mm(sparse, torch.ones(5, 2))) >= 2 * 4 * 10
+
+
 def test_growth_is_measured_and_extrapolated() -> None:
     found = growth(lambda count: torch.ones(10 + 3 * count), 2, 6)
     assert (found.fixed, found.each, found.of(100)) == (40, 12, 1240)
