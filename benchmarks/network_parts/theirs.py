@@ -30,7 +30,8 @@ from bnncli.networks.lenet5 import build as lenet5
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 from network_parts._bench import Bench, LeftOut
 from network_parts._forked import Measured, measured

@@ -16,7 +16,8 @@ from bnncli.theta.layout import ParamPart
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from bnncli.theta.module import ModuleLayout, ModuleNetwork
+    from bnncli.theta.module import ModuleLayout
+    from bnncli.theta.module_network import ModuleNetwork
 
 _PROBES = 2  # examples that gradients are tried on
 _TOLERANCE = 1e-6  # in float64, relative to the largest

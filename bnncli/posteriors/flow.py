@@ -21,7 +21,7 @@ from bnncli.posteriors import made_at_once, sample_from_noise
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.shapes import check_shapes
 from bnncli.theta.layout import ParamLayout
-from bnncli.theta.module import ModuleNetwork
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 

@@ -20,7 +20,8 @@ from bnncli.posteriors import move, sample_from_noise, standard_normal
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.layout import LogitLayout, ParamLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork, bound
+from bnncli.theta.module import ModuleLayout, bound
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 from bnncli.theta.recorded import recorded_layout
 

@@ -17,7 +17,8 @@ from bnncli.errors import UsageError
 from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._drawn import drawn_spread
 from bnncli.shapes import check_shapes
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 

@@ -13,7 +13,8 @@ from bnncli.logits import LogitGaussian, LogitRoot
 from bnncli.logits._asked import logit_gaussian
 from bnncli.shapes import check_shapes
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork, bound
+from bnncli.theta.module import ModuleLayout, bound
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.recorded import recorded_layout
 
 

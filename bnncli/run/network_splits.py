@@ -35,7 +35,8 @@ from bnncli.run.session import Run
 from bnncli.storage.features import CHECK_ROWS
 from bnncli.storage.headers import Header
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork, chosen_parameters
+from bnncli.theta.module import ModuleLayout, chosen_parameters
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:

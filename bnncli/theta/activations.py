@@ -11,7 +11,7 @@ from bnncli.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bnncli.theta.module import ModuleNetwork
+    from bnncli.theta.module_network import ModuleNetwork
     from bnncli.theta.tensor_bytes import Growth
 
 _CHANNELS = {"AVX512": 16}  # that a CPU's convolutions work on at once, float32; 8 on all others

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bnncli.theta.head import HeadLayout
-    from bnncli.theta.module import ModuleNetwork
+    from bnncli.theta.module_network import ModuleNetwork
 
 
 class ParamPart(NamedTuple):

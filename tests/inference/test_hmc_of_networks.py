@@ -16,7 +16,8 @@ from bnncli.inference.nuts import sample_nuts
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import HeldOutInputs, NetworkTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 POINTS = torch.tensor([[-1.5], [-0.4], [0.3], [2.0]], dtype=torch.float64)

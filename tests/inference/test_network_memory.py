@@ -20,7 +20,8 @@ from bnncli.inference.network_draw_memory import NetworkDraws
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 from bnncli.theta.tensor_bytes import peak_bytes
 

@@ -20,7 +20,8 @@ from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 N = 30

@@ -17,7 +17,8 @@ from bnncli.logits import LogitRoot
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.samples import Samples
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 STEP = 1e-5

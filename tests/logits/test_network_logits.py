@@ -14,7 +14,8 @@ from bnncli.curvature import ggn
 from bnncli.logits import _by_layer
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 K, N = 3, 7

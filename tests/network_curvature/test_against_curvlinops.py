@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from bnncli import registry
 from bnncli.curvature import ggn
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 curvlinops = pytest.importorskip("curvlinops")

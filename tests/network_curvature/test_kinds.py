@@ -20,7 +20,8 @@ from bnncli.network_curvature import _rows
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 every_output = pytest.mark.parametrize("outputs", [3, 1])

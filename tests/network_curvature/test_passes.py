@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from bnncli.curvature import ggn
 from bnncli.network_curvature import _columns
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 N = 60

@@ -8,7 +8,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from bnncli.targets.curvature_choice import USUAL, CurvatureChoice
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 from problems.seeds import seeded
 

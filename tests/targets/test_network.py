@@ -24,7 +24,8 @@ from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.targets.network import NetworkTarget
 from bnncli.theta.activations import activation_bytes
 from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout, ModuleNetwork, chosen_parameters
+from bnncli.theta.module import ModuleLayout, chosen_parameters
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 K, N = 3, 40

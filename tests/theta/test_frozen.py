@@ -16,7 +16,8 @@ from bnncli.network_curvature.full import hessian_between
 from bnncli.run.network_checks import check_derivatives
 from bnncli.targets.curvature_choice import CurvatureChoice
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 from bnncli.theta.tensor_bytes import _Live, peak_bytes
 

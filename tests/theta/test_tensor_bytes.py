@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from bnncli.theta.activations import activation_bytes, laid_out_bytes
-from bnncli.theta.module import ModuleLayout, ModuleNetwork
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.tensor_bytes import _Live, growth, peak_bytes
 
 

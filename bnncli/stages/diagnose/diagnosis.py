@@ -27,7 +27,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 from bnncli.storage.samples import SampleFile
 from bnncli.targets.target import CurvedTarget
-from bnncli.theta.module import ModuleNetwork
+from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
 VAL_DRAWS = 200
