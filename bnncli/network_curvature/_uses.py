@@ -118,6 +118,8 @@ def gradients(logits: Tensor, noted: Noted, cotangent: Tensor, *, is_last: bool)
         is_last: whether no other cotangent of the same logits follows.
     """
     edges = [edge for of in noted.values() for _, edge in of]
+    if not edges:  # autograd refuses to look for nothing
+        return {name: [] for name in noted}
     found = iter(torch.autograd.grad(logits, edges, cotangent, retain_graph=not is_last, allow_unused=True))
     pairs = {name: [(use, next(found)) for use, _ in of] for name, of in noted.items()}
     return {name: [(use, one) for use, one in of if one is not None] for name, of in pairs.items()}

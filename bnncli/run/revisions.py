@@ -78,6 +78,8 @@ def _in_span_today(header: Header, structure: str) -> set[bool]:
 
 
 def _laplace_today(header: Header) -> set[int]:
+    if header.meta.get("layers") is not None:  # not of features, but of a network's inputs
+        return {of_laplace(in_span=False)}
     return {of_laplace(in_span=in_span) for in_span in _in_span_today(header, "structure")}
 
 

@@ -140,6 +140,25 @@ def test_networks_without_derivatives_are_refused_in_a_line(cli: Cli, made: None
     assert (refused.code, why in refused.stderr, len(refused.stderr.splitlines())) == (65, True, 1), refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("layers", "structure", "num_train"),
+    [("body.bias+head.bias", "kron", 20), ("body.bias+head", "ekfac", 20), ("all", "block", 4)],
+)
+def test_what_was_just_made_is_no_other_revisions(
+    cli: Cli, made: None, layers: str, structure: str, num_train: int
+) -> None:
+    with np.load("data.npz") as file:
+        np.savez("data.npz", x=file["x"][: num_train + 10], y=file["y"][: num_train + 10])
+    extract(cli, "Plain")
+    words = ("--layers", layers, "--trust-code", "--prior-precision", "3")
+    done = cli("fit-laplace", "ckpt.pt", *words, "--structure", structure, "--name", "q")
+    assert done.code == 0, done.stderr
+    for later in (("predict", "--posterior", "q"), ("refine", *words[:3], "--base", "q", "--epochs", "1")):
+        done = cli(later[0], "ckpt.pt", *later[1:], "--trust-code")
+        assert done.code == 0, done.stderr
+    assert "stale" not in cli("status", "ckpt.pt").stdout
+
+
 def test_parameters_that_the_logits_do_not_see_are_refused(cli: Cli, made: None) -> None:
     extract(cli, "Plain")
     refused = cli("fit-laplace", "ckpt.pt", "--layers", "other", *FIT[2:])
