@@ -56,8 +56,8 @@ def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, d
 def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
     """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
 
-    The places in which Sigma's blocks lie are tried first. On a CPU what comes back to the layers lies in small blocks, which leave
-    holes.
+    The places in which Sigma's blocks lie are tried first, which takes trying_bytes. On a CPU what comes back to the layers lies in
+    small blocks, which leave holes.
     """
     from bnncli.logits._by_layer import block_size
     from bnncli.logits._network import is_turned, largest_root
@@ -69,7 +69,7 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
         root = root // largest * largest_product(layout)
         each = layout.num_outputs * (layout.own_outputs + root) + 2 * layout.widest
     holes = _HOLES * layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
-    return max(4 * (each + holes) * min(count, num_examples), trying_bytes(layout))
+    return 4 * (each + holes) * min(count, num_examples)
 
 
 def trying_bytes(layout: ModuleLayout) -> int:

@@ -88,6 +88,7 @@ class NetworkPlan:
             )
             work.append(16 * elements + noise + together + judged)
         if self.num_held:
+            work.append(16 * elements + trying_bytes(layout))
             work.append(16 * elements + prediction_bytes(layout, self.num_held, structure, device))
         if self.num_drawn:
             drawn = 8 * _SOLVER_COPIES * self.num_drawn * layout.num_params
