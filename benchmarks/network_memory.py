@@ -148,7 +148,7 @@ BASED: dict[str, tuple[str, ...]] = {
     "lenet5 refine": (*REFINE, "--flow", "affine"),
     "resnet20 refine": (*REFINE, "--elbo-draws", "8"),
     "transformer refine": (*REFINE, "--elbo-draws", "16"),
-    "part refine": ("refine", *PART[1:], "--epochs", "2", "--elbo-draws", "4"),
+    "part refine": ("refine", *PART[1:], "--base", "laplace-all", "--epochs", "2", "--elbo-draws", "4"),
 }
 # Of the base, and what refines it.
 REFINED = (*REFINE[:3], "--epochs", "1", "--elbo-draws", "4")
