@@ -10,6 +10,7 @@ from bnncli.machine.memory import LARGE_BLOCK
 from bnncli.theta.module import ModuleLayout
 
 if TYPE_CHECKING:
+    from bnncli.network_curvature._uses import Piece
     from bnncli.theta.tensor_bytes import Growth
 
 # Of a process on a CPU: libraries that work loads, their tables, and kernels that it uses for the first time.
@@ -56,8 +57,8 @@ def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, d
 def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
     """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
 
-    The places in which Sigma's blocks lie are tried first, which takes trying_bytes. On a CPU what comes back to the layers lies in
-    small blocks, which leave holes.
+    The places in which Sigma's blocks lie are tried first, which takes trying_bytes. Parameters that no layer's derivatives tell of have
+    a Jacobian, made by a pass back for each output. On a CPU what comes back to the layers lies in small blocks, which leave holes.
     """
     from bnncli.logits._by_layer import block_size
     from bnncli.logits._network import is_turned, largest_root
@@ -69,7 +70,9 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
         root = root // largest * largest_product(layout)
         each = layout.num_outputs * (layout.own_outputs + root) + 2 * layout.widest
     holes = _HOLES * layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
-    return 4 * (each + holes) * min(count, num_examples)
+    num_others = _num_beside_layers(layout)
+    jacobian = layout.num_outputs * (num_others + layout.widest) if num_others else 0
+    return 4 * (each + holes + jacobian) * min(count, num_examples)
 
 
 def trying_bytes(layout: ModuleLayout) -> int:
@@ -79,6 +82,16 @@ def trying_bytes(layout: ModuleLayout) -> int:
     """
     tried = _TRIED_VECTORS * layout.num_params + _TRIED_PIECES * _largest_module(layout)
     return 8 * (_num_frozen(layout) + tried) + _TRIED_PASSES * layout.working.each
+
+
+def _num_beside_layers(layout: ModuleLayout) -> int:
+    """Parameters of theta that are those of no linear layer, convolution or norm, such as attention's own."""
+    from bnncli.network_curvature._matrices import matrices_of
+    from bnncli.network_curvature._scales import scales_of
+
+    pieces: list[Piece] = [*matrices_of(layout), *scales_of(layout)]
+    taken = {part.name for piece in pieces for part in piece.parts}
+    return sum(part.place.stop - part.place.start for part in layout.parts if part.name not in taken)
 
 
 def _num_frozen(layout: ModuleLayout) -> int:

@@ -15,7 +15,7 @@ from bnncli.errors import DeviceError
 from bnncli.inference import network_memory
 from bnncli.inference.climb import CLIMBING_VECTORS
 from bnncli.inference.laplace import fit_gaussian
-from bnncli.inference.network_blocks import gradient_bytes
+from bnncli.inference.network_blocks import gradient_bytes, prediction_bytes
 from bnncli.inference.network_draw_memory import NetworkDraws
 from bnncli.inference.network_memory import NetworkPlan
 from bnncli.targets.curvature_choice import CurvatureChoice
@@ -140,3 +140,21 @@ def test_weights_that_are_computed_anew_are_planned_with_the_gradient() -> None:
         for last in (nn.Linear(300, 300), parametrizations.weight_norm(nn.Linear(300, 300)))
     )
     assert normed - plain > 0.9 * 4 * 300 * 300  # the weight
+
+
+def test_parameters_of_no_layer_are_planned_with_their_jacobian() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(400, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    own, layer = (
+        prediction_bytes(
+            ModuleLayout.of(ModuleNetwork(module.eval()), num_outputs=3, input_shape=(400,)), 5, "diag", torch.device("meta")
+        )
+        for module in (Product(), nn.Linear(400, 3, bias=False))
+    )  # fmt: skip
+    assert own - layer >= 4 * 5 * 3 * 1200
