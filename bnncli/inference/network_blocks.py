@@ -71,8 +71,8 @@ def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, de
         each = layout.num_outputs * (layout.own_outputs + root) + 2 * layout.widest
     holes = _HOLES * layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
     num_others = _num_beside_layers(layout)
-    jacobian = layout.num_outputs * (2 * num_others + layout.widest) if num_others else 0  # of each parameter, and joined
-    return 4 * (each + holes + jacobian) * min(count, num_examples)
+    rows = 2 * num_others + layout.widest if num_others else 0  # of each parameter, and joined
+    return 4 * (each + holes + layout.num_outputs * rows) * min(count, num_examples)
 
 
 def trying_bytes(layout: ModuleLayout) -> int:
