@@ -57,22 +57,19 @@ def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, d
 def prediction_bytes(layout: ModuleLayout, num_examples: int, structure: str, device: torch.device) -> int:
     """While the logits' covariances of so many examples are made a layer at a time, beside the posterior.
 
-    The places in which Sigma's blocks lie are tried first, which takes trying_bytes. Parameters that no layer's derivatives tell of have
-    a Jacobian, made by a pass back for each output. On a CPU what comes back to the layers lies in small blocks, which leave holes.
+    The places in which Sigma's blocks lie are tried first, which takes trying_bytes. On a CPU what comes back to the layers lies in
+    small blocks, which leave holes.
     """
     from bnncli.logits._by_layer import block_size
     from bnncli.logits._network import is_turned, largest_root
 
-    largest = _largest_module(layout)
-    root = largest_root(structure, layout)
-    count, each = block_size(layout, root, device)
+    num_others, root = _num_beside_layers(layout), largest_root(structure, layout)
+    count, each = block_size(layout, root, device, num_others)
     if is_turned(structure):
-        root = root // largest * largest_product(layout)
-        each = layout.num_outputs * (layout.own_outputs + root) + 2 * layout.widest
+        root = root // _largest_module(layout) * largest_product(layout)
+        each = block_size(layout, root, device, num_others)[1]
     holes = _HOLES * layout.num_outputs * layout.own_outputs if device.type == "cpu" else 0
-    num_others = _num_beside_layers(layout)
-    rows = 2 * num_others + layout.widest if num_others else 0  # of each parameter, and joined
-    return 4 * (each + holes + layout.num_outputs * rows) * min(count, num_examples)
+    return 4 * (each + holes) * min(count, num_examples)
 
 
 def trying_bytes(layout: ModuleLayout) -> int:

@@ -111,7 +111,8 @@ def _rooted(
         found = [list(blocks(places)) for blocks in candidates]
         taken_places = [place for place, _ in found[0]]
         largest = max(root.num_copies * (place.stop - place.start) for place, root in found[0])
-        for some in slices(0, len(inputs), block_size(layout, largest, inputs.device)[0]):
+        num_others = sum(math.prod(part.shape) for part in others)
+        for some in slices(0, len(inputs), block_size(layout, largest, inputs.device, num_others)[0]):
             between_blocks("the logits' covariance")
             layers = _derivatives(layout, at, inputs[some], known=known, others=others)
             yield (_roots(layers, place, [of[index][1] for of in found]) for index, place in enumerate(taken_places))
@@ -119,9 +120,15 @@ def _rooted(
     return roots
 
 
-def block_size(layout: ModuleLayout, largest: int, device: torch.device) -> tuple[int, int]:
-    """Examples of a block, and the numbers that each takes, where the largest block of Sigma takes so many of each output."""
-    each = layout.num_outputs * (layout.own_outputs + largest) + 2 * layout.widest
+def block_size(layout: ModuleLayout, largest: int, device: torch.device, num_others: int) -> tuple[int, int]:
+    """Examples of a block, and the numbers that each takes.
+
+    Args:
+        largest: numbers of each output in the largest block of Sigma.
+        num_others: parameters that no layer's derivatives tell of: they have a Jacobian, of each and joined, by a pass back for each output.
+    """
+    rows = 2 * num_others + layout.widest if num_others else 0
+    each = layout.num_outputs * (layout.own_outputs + largest + rows) + 2 * layout.widest
     return max(1, _ELEMENTS.get(device.type, 2**24) // each), each
 
 
