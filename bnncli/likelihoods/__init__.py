@@ -132,7 +132,8 @@ class Likelihood(Protocol):
 
 
 MULTILABEL = str(Multilabel.name)
-TASKS = ("multiclass", "binary", MULTILABEL)  # what people call the kinds of labels
+BINARY = "binary"  # what a run without a network records of two classes that one logit tells apart
+TASKS = ("multiclass", BINARY, MULTILABEL)  # what people call the kinds of labels
 
 
 @cache
@@ -160,7 +161,7 @@ def why_unfit(task: str, num_outputs: int) -> str | None:
     """Why so many outputs cannot be for one of TASKS; None where they can."""
     expected = {
         "multiclass": (num_outputs > 1, "at least 2; a single one tells two classes apart: \0task\0 binary"),
-        "binary": (num_outputs <= 2, "1 or 2"),
+        BINARY: (num_outputs <= 2, "1 or 2"),
         MULTILABEL: (num_outputs > 1, "one for each of at least 2 labels"),
     }
     fits, wanted = expected[task]

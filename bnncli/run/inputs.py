@@ -15,7 +15,7 @@ from bnncli import registry
 from bnncli.errors import DataError, MissingInput
 from bnncli.inference import memory
 from bnncli.lazy import torch
-from bnncli.likelihoods import recorded_name
+from bnncli.likelihoods import BINARY, recorded_name
 from bnncli.machine.devices import available_memory
 from bnncli.numerics.digests import json_sha256
 from bnncli.posteriors.samples import Samples
@@ -57,8 +57,10 @@ class Split:
 
     @property
     def layout(self) -> HeadLayout:
-        """The head's layout; without a head, one output a class, with a bias."""
+        """The head's layout; without a head, one output a class, or one for two where the run says binary, with a bias."""
         weight, name = self.content.head_weight, self.content.likelihood
+        if name == BINARY:
+            return HeadLayout(1, self.content.features.shape[1])
         if weight is None:
             return HeadLayout(len(self.content.classes), self.content.features.shape[1], likelihood_name=name)
         return HeadLayout(weight.shape[0], weight.shape[1], self.content.head_bias is not None, name)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bnncli.errors import DataError
-from bnncli.likelihoods import MULTILABEL, has_exclusive_classes, name_to_record, recorded_name
+from bnncli.likelihoods import BINARY, MULTILABEL, has_exclusive_classes, name_to_record, recorded_name
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.hdf5 import Array, check_digest, header_of, open_hdf5, read_contents, read_texts, write_hdf5
 from bnncli.storage.headers import Header
@@ -153,7 +153,7 @@ def check_split(path: Path, split: FeatureFile) -> None:
         raise DataError(f"{path}: expected features in float32 or float16, got {split.features.dtype}", path=path)
     if split.names is not None and (split.names.shape != (rows,) or split.names.dtype.kind != "S"):
         raise DataError(f"{path}: expected a name for each of {rows} rows", code="bad_shape", path=path)
-    if split.likelihood not in (None, MULTILABEL):
+    if split.likelihood not in (None, MULTILABEL, *([BINARY] if split.head_weight is None else [])):
         raise DataError(f"{path}: unknown likelihood {split.likelihood!r}", code="damaged", path=path)
     bad = _rows_not_finite(split.features)
     if len(bad):

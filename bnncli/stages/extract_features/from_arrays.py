@@ -9,6 +9,7 @@ import numpy as np
 
 from bnncli import data
 from bnncli.errors import BnnError
+from bnncli.likelihoods import BINARY
 from bnncli.numerics.digests import json_sha256
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.produce import Computed
@@ -25,7 +26,7 @@ from bnncli.stages.extract_features.one_split import (
 )
 from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, open_ready_splits, splits_of_npz
 from bnncli.stages.extract_features.same_head import check_same_head
-from bnncli.stages.extract_features.splits import check_outputs, likelihood_of_run
+from bnncli.stages.extract_features.splits import check_outputs, check_two_classes, likelihood_beside
 from bnncli.stages.extract_features.trained_map import make_map
 from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
 from bnncli.storage.provenance import Source
@@ -43,9 +44,12 @@ def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
     else:
         head = ReadyHead(arrays.head_weight, arrays.head_bias)
     names = [split.name for split in splits]
-    is_told = options.task is not None or any(split.is_labeled for split in splits)
-    likelihood = arrays.likelihood if is_told else likelihood_of_run(run, names)
+    likelihood = arrays.likelihood
+    if options.task is None:
+        likelihood = likelihood_beside(run, likelihood, names, [split for split in splits if split.is_labeled])
     widths = [split.num_labels for split in splits if split.num_labels is not None]
+    if head is None and options.task == BINARY:
+        likelihood = BINARY
     if head is not None:
         check_outputs(options.task, likelihood, len(head.weight))
         num_classes = head.num_classes
@@ -53,6 +57,7 @@ def from_arrays(run: Run, options: ExtractFeaturesOptions) -> Result:
         num_classes = widths[0]
     else:
         num_classes = max([2, *(int(one.labels.max()) + 1 for one in arrays.splits.values() if one.labels is not None)])
+    check_two_classes(likelihood, num_classes)
     requests = []
     for split in splits:
         params = {

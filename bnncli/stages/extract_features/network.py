@@ -19,7 +19,7 @@ from bnncli.run.network import Network
 from bnncli.run.produce import Request
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
-from bnncli.stages.extract_features.splits import check_outputs, class_names, transform_json
+from bnncli.stages.extract_features.splits import check_outputs, check_two_classes, class_names, transform_json
 from bnncli.storage.features import FeatureFile, encoded_names
 
 if TYPE_CHECKING:
@@ -85,6 +85,12 @@ class NetworkFeatures:
                     f"classes have the names of those of the published weights: {listed(names, limit=3)}"
                 )
             return names
+        names = self._classes_shown()
+        check_two_classes(self.likelihood, len(names))
+        return names
+
+    def _classes_shown(self) -> list[str]:
+        """As many as the labels show."""
         named = [split for split in self.splits if split.classes and not split.is_ood]
         if named:
             return class_names(self.splits, len(named[0].classes or ()), None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.errors import DataError
-from bnncli.likelihoods import recorded_name
+from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name
 from bnncli.run.classes import run_classes
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.feature_set import differences
 from bnncli.storage.features import FeatureFile, head_digest
+
+_TOLD = {None: "one class an example", MULTILABEL: "several labels an example", BINARY: "two classes of one logit"}
 
 
 def check_same_head(
@@ -26,12 +28,9 @@ def check_same_head(
         path = run.folder.features(name)
         header = read_header(path)
         if header.weights_digest == weights_digest and recorded_name(header.meta) != content.likelihood:
-            there, here = (
-                "several labels" if one is not None else "one class"
-                for one in (recorded_name(header.meta), content.likelihood)
-            )
+            there, here = (_TOLD[one] for one in (recorded_name(header.meta), content.likelihood))
             raise DataError(
-                f"split {name!r} of this run has {there} an example, those now given {here}",
+                f"split {name!r} of this run has {there}, those now given {here}",
                 code="mixed_options",
                 path=path,
                 hint="say --task, give all splits in one command with --force, or another --run-dir",

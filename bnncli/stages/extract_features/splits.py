@@ -11,11 +11,12 @@ import numpy as np
 
 from bnncli import data
 from bnncli.errors import NOT_OF_CONTENT, BnnError, DataError, UsageError
-from bnncli.likelihoods import MULTILABEL, recorded_name, why_unfit
+from bnncli.likelihoods import BINARY, MULTILABEL, recorded_name, why_unfit
 from bnncli.machine import user_code
 from bnncli.models import Published, SavedModel, is_kind
 from bnncli.numerics.digests import file_sha256
 from bnncli.options import ExtractFeaturesOptions
+from bnncli.options.extract_features import NO_NETWORK
 from bnncli.run.model_files import ModelFiles, opened_model
 from bnncli.run.session import Run
 from bnncli.stages.extract_features.no_model import no_model
@@ -184,7 +185,9 @@ def likelihood_of_splits(
         for split in splits:
             unreadable(split.name, error)
         raise
-    return found if labels or task is not None else likelihood_of_run(run, [split.name for split in splits])
+    if task == BINARY and options.model == NO_NETWORK:
+        return BINARY
+    return found if task is not None else likelihood_beside(run, found, [split.name for split in splits], labels)
 
 
 def _check_model_is_for(told: str, labels: Mapping[str, np.ndarray | None]) -> None:
@@ -202,6 +205,12 @@ def _check_model_is_for(told: str, labels: Mapping[str, np.ndarray | None]) -> N
                 hint=f"add \0task\0 {MULTILABEL} to take each of its outputs for a label by itself",
                 code="bad_labels",
             )
+
+
+def likelihood_beside(run: Run, found: str | None, names: Collection[str], labels: Collection[object]) -> str | None:
+    """What splits of these names are of by their labels, if they have any, and by what the run's others are: nobody said a task."""
+    of_run = likelihood_of_run(run, names)
+    return found if labels and of_run != BINARY else of_run
 
 
 def likelihood_of_run(run: Run, without: Collection[str]) -> str | None:
@@ -233,6 +242,12 @@ def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) ->
     if task is None:
         raise DataError(f"an example has several labels, and {why}", code="bad_labels")
     raise UsageError(f"\0task\0 {task}: {why}")
+
+
+def check_two_classes(likelihood: str | None, num_classes: int) -> None:
+    """Raise UsageError where one logit is to tell apart other than two classes."""
+    if likelihood == BINARY and num_classes != 2:
+        raise UsageError(f"\0task\0 binary: expected labels 0 and 1, got {num_classes} classes")
 
 
 def shared_params(options: ExtractFeaturesOptions, saved: SavedModel | None, likelihood: str | None) -> dict[str, Any]:
