@@ -193,8 +193,8 @@ class _LogTask:
         share = (self._done - self._last_done) / self._total if self._total else 1.0
         is_first = self._last_time == self._start and now - self._start >= FIRST_LOG_SECONDS
         is_due = is_first or (now - self._last_time >= LOG_EVERY_SECONDS and share >= LOG_EVERY_SHARE)
-        if not is_last and not is_due:
-            return
+        if not is_last and (not is_due or (self._total and not self._done)):
+            return  # of nothing that is done yet no end can be told
         elapsed = now - self._start
         if is_last and elapsed < FIRST_LOG_SECONDS:
             return  # too short a loop to be worth a line

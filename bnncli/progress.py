@@ -14,7 +14,7 @@ class Task(Protocol):
     """One running loop."""
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        """Report `amount` more units done; `note` is shown beside the bar. Raises Interrupted after a signal."""
+        """Report `amount` more units done, 0 to be stopped in the midst of one; `note` is shown beside the bar. Raises Interrupted after a signal."""
 
 
 class Progress(Protocol):

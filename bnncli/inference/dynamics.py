@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bnncli.covariances import Covariance
 from bnncli.posteriors import move, standard_normal
-from bnncli.targets.target import Target
+from bnncli.targets.target import WholeTarget
 
 DYNAMICS = ("split", "leapfrog")
 # Turns of the Gaussian just above a quarter land opposite the start more often than not, which doubles the effective
@@ -51,7 +51,7 @@ class WhitenedPotential:
             its end, which decides about it, is the target's.
     """
 
-    target: Target
+    target: WholeTarget
     mode: Tensor
     covariance: Covariance
     coarse: Callable[[Tensor], Tensor] | None = None

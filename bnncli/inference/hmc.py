@@ -24,7 +24,7 @@ from bnncli.inference.step_size import StepSizeAdaptation, adaptation_statistic
 from bnncli.inference.trajectory_graph import GraphMover
 from bnncli.posteriors import standard_normal
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.target import Target
+from bnncli.targets.target import WholeTarget
 
 # The first part of the warm-up only brings the chains from their over-dispersed starts to where the posterior is.
 SETTLING_SHARE = 0.4
@@ -59,7 +59,7 @@ class HmcRun:
 
 
 def sample_hmc(
-    target: Target,
+    target: WholeTarget,
     *,
     mode: Tensor,
     covariance: Covariance,

@@ -42,4 +42,5 @@ from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
 from bnncli.options.predict import PredictOptions as PredictOptions
 from bnncli.options.prune import PruneOptions as PruneOptions
 from bnncli.options.refine import RefineOptions as RefineOptions
+from bnncli.options.sbc import SbcOptions as SbcOptions
 from bnncli.options.status import StatusOptions as StatusOptions

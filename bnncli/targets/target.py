@@ -23,10 +23,10 @@ class LogJoint(Protocol):
         """Log joint (S,), nats, and its gradient (S, P), for theta (S, P)."""
 
 
-class Target(LogJoint, Protocol):
-    """An unnormalised log posterior over theta (P,): the log likelihood of N examples plus the log prior.
+class WholeTarget(LogJoint, Protocol):
+    """An unnormalised log posterior over theta (P,) as samplers see it, all data at once: the log likelihood of N examples plus the log prior.
 
-    Values and gradients of the whole are float64.
+    Values and gradients are float64.
     """
 
     @property
@@ -55,6 +55,10 @@ class Target(LogJoint, Protocol):
 
     def log_joint(self, theta: Tensor) -> Tensor:
         """Log likelihood plus log prior, (S,), nats, for theta (S, P); autograd may pass through it."""
+
+
+class Target(WholeTarget, Protocol):
+    """The same with its examples, of which a minibatch can be taken."""
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
         """What a minibatch reads of the examples in index (B,): tensors (B, ...) on the device."""

@@ -106,6 +106,9 @@ LINES = (
     "fit-lbbnn v --epochs 2 --batch-size 8 --slab-sd 1",
     "predict v --integrator all --samples 6 --posterior laplace --split test",
     "predict v --samples 6 --posterior refine --posterior hmc --posterior lbbnn --split test",
+    "sbc s --simulations 20 --draws 9 --posterior hmc --truth hmc",
+    "sbc s --simulations 20 --draws 9 --posterior refine --truth laplace",
+    "sbc b --simulations 20 --draws 9 --posterior laplace",
     "integrals --mean 1,2,0 --variance 1,1,1 --samples 9",
     "integrals --grid-size 2 --samples 9",
 )

@@ -47,6 +47,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "config-show": ["config", "show", "refine"],
         "integrals": [name, "--mean", "1.7", "--variance", "4"],
         "fit-lbbnn": [name, run, "--epochs", 50, "--inclusion-rate", 0.1],
+        "sbc": [name, run, "--simulations", 20, "--draws", 9],
     }.get(name, [name, run])
 
 

@@ -182,6 +182,13 @@ LINES = {
             (_MC,),
         ),
         Line("integrals", ("--plot", "map.png", "--grid-size", "3", "--integrator", "probit"), ("map.png",)),
+        Line(
+            "sbc",
+            ("small", "--simulations", "20", "--draws", "9", "--plot", "ranks.png"),
+            ("ranks.png",),
+            None,
+            (_TRAIN, _LAPLACE),
+        ),
         Line("convert", ("net.pt", "plain.safetensors"), ("plain.safetensors",), ("other.pt", "plain.safetensors"), ("net.pt",)),
         Line("clean", ("small",), force=()),
         Line("demo", ("--dir", "demo"), ("demo/*.npz", "demo/*.pt"), force=()),

@@ -1,0 +1,50 @@
+"""Options of sbc."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.options.declaration import Checked, check_suffix, option
+
+PRIOR = "prior"
+
+
+@dataclass(frozen=True)
+class SbcOptions(Checked):
+    """Options of sbc."""
+
+    posterior: str = option(
+        "laplace",
+        "Posterior whose fit is tried, by name or file: of fit-laplace, refine or hmc, over the last layer. Its method, options and prior "
+        "are taken, not its numbers.",
+        metavar="NAME|FILE",
+    )
+    truth: str = option(
+        PRIOR,
+        "Where the parameters come from that labels are simulated by: prior, or a posterior of this run, by name or file; then the observed "
+        "labels are kept beside the simulated ones. Its draws must be exact for ranks to be uniform: take hmc.",
+        metavar="prior|NAME|FILE",
+    )
+    simulations: int = option(500, "Data sets simulated and fitted.", minimum=20)
+    draws: int = option(100, "Draws of each fit, among which the truth is ranked.", minimum=9, maximum=10_000)
+    examples: int = option(
+        500, "Training examples, chosen at random, that get simulated labels; all where there are fewer.", minimum=1
+    )
+    level: float = option(
+        0.05,
+        "Probability that a fit with nothing wrong is said to be wrong, all quantities together.",
+        minimum=1e-6,
+        maximum=0.5,
+    )
+    strict: bool = option(False, "Exit 3 where the fit is not calibrated.")
+    plot: str | None = option(
+        None,
+        "Draw the ranks' distribution functions less that of uniform ranks, with their bands, as .png, .svg or .pdf.",
+        metavar="FILE",
+    )
+    force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plot is not None:
+            check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))

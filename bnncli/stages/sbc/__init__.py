@@ -1,0 +1,155 @@
+"""sbc: a fit of the run tried on labels simulated from known parameters; a verdict on whether its posteriors are what they claim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bnncli.errors import CheckFailed, UsageError
+from bnncli.options import ComputeOptions, InputOptions, SbcOptions
+from bnncli.options.command import READ, Command
+from bnncli.options.sbc import PRIOR
+from bnncli.run.inputs import load_split, posterior_source, recorded_prior
+from bnncli.run.named_posterior import find_named
+from bnncli.run.session import Result, Run, Table, source_json
+from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
+from bnncli.storage.figures import check_figure_path, write_figure
+from bnncli.storage.headers import Header
+
+COMMAND = Command(
+    "Try a fit on simulated labels: are its posteriors what they claim to be?",
+    "Simulation-based calibration (Talts et al. 2018) on the run's own features: parameters are drawn from the prior, labels simulated by them, "
+    "the fit is made anew for each set of labels, and the truth ranked among its draws: the log joint, a few weights and biases, logits of "
+    "held-out inputs. Ranks of an exact fit are uniform. All quantities and all ranks are judged together: a fit with nothing wrong is "
+    "called wrong with probability --level at most. Nothing is written but --plot.",
+    (SbcOptions, InputOptions, ComputeOptions, *READ),
+    (
+        "bnncli sbc ckpt.pt --posterior hmc",
+        "bnncli sbc ckpt.pt --posterior laplace --truth hmc --strict --plot ranks.png",
+    ),
+    place=115,
+)
+
+METHODS = ("laplace", "refine", "hmc")
+
+
+def run(run: Run, options: SbcOptions) -> Result:
+    """Simulate, fit, rank and judge; nothing is written but a figure."""
+    train = load_split(run, "train")
+    path = find_named(
+        run, options.posterior, flag="--posterior", otherwise=run.suggest("fit-laplace", name=options.posterior)
+    )
+    header, source = posterior_source(run, path, "posterior")
+    _check_can_be_tried(path, header)
+    sources = [train.source, source]
+    truth = None
+    if options.truth != PRIOR:
+        train.check_labeled()
+        truth = find_named(run, options.truth, flag="--truth", otherwise=run.suggest("hmc", name=options.truth))
+        truth_header, truth_source = posterior_source(run, truth, "truth")
+        _check_is_truth(run, truth, truth_header, header)
+        sources.append(truth_source)
+    if options.plot is not None:
+        check_figure_path(
+            Path(options.plot),
+            "--plot",
+            force=options.force,
+            others=[run.checkpoint_path, *(one.path for one in sources)],
+        )
+    from bnncli.stages.sbc import work  # slow to import
+
+    ranked = work.ranked(run, options, train, header, truth)
+    verdict = verdict_of(ranked, path.stem, options)
+    result = Result(
+        extra={
+            "posterior": path.stem,
+            "truth": options.truth,
+            "simulations": options.simulations,
+            "draws": options.draws,
+            "level": options.level,
+            "quantities": [one.to_json() for one in ranked],
+            "verdict": {"is_calibrated": verdict.is_calibrated, "sentence": verdict.sentence},
+            "inputs": [source_json(one) for one in sources],
+            "environment": run.environment(),
+        },
+        tables=[_table(ranked, options)],
+        lines=[verdict.sentence],
+        failure=None if verdict.is_calibrated or not options.strict else _failure(verdict.sentence),
+    )
+    if options.plot is not None:
+        result.outputs = _plot(Path(options.plot), ranked, options)
+        result.action = "computed"
+        result.tables[0].notes.append(f"drawn: {options.plot}")
+    return result
+
+
+def _check_can_be_tried(path: Path, header: Header) -> None:
+    """Raise UsageError for a posterior whose fit cannot be made anew from labels and features alone."""
+    method = header.meta.get("method")
+    if method not in METHODS:
+        raise UsageError(f"--posterior: expected one of {', '.join(METHODS)}; {path.stem} is of {method}")
+    if header.meta.get("layers") is not None:
+        raise UsageError(
+            f"--posterior: {path.stem} is over --layers {header.meta['layers']}; sbc tries fits of the last layer"
+        )
+    if header.meta.get("center") == "checkpoint":
+        raise UsageError(
+            f"--posterior: {path.stem} is centred on the checkpoint's weights, which simulated labels do not move; "
+            "one at the mode can be tried"
+        )
+    if recorded_prior(header) is None:
+        raise UsageError(f"--posterior: {path.stem} records no prior")
+
+
+def _check_is_truth(run: Run, path: Path, truth: Header, tried: Header) -> None:
+    """Raise UsageError where the parameters are of another target; warn where they are no exact draws of it."""
+    if truth.meta.get("layers") is not None or truth.meta.get("method") not in METHODS:
+        raise UsageError(
+            f"--truth: expected prior, or a posterior over the last layer by {', '.join(METHODS)}; got {path.stem}"
+        )
+    if recorded_prior(truth) != recorded_prior(tried):
+        raise UsageError(
+            f"--truth: {path.stem} has the prior {recorded_prior(truth)}, the posterior tried has {recorded_prior(tried)}",
+            hint=run.suggest("hmc", base=str(run.arguments.get("posterior") or "laplace"), name="truth"),
+        )
+    if truth.meta.get("type") != "samples":
+        run.console.warn(
+            f"--truth {path.stem} is an approximation: ranks of an exact fit are not uniform where it is not exact; take hmc"
+        )
+
+
+def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
+    cells = [
+        [
+            one.name,
+            f"{one.p_value:.3g}",
+            f"{one.mean_rank:.3f}",
+            f"{one.spread:.2f}",
+            f"{one.coverage(0.5):.1%}",
+            f"{one.coverage(0.9):.1%}",
+        ]
+        for one in ranked
+    ]
+    notes = [
+        f"{options.simulations} simulations, each ranked among {options.draws} draws; p of uniform ranks, each to be held against "
+        f"{options.level:g} / {len(ranked)} = {options.level / len(ranked):.3g}",
+        "mean rank: 0.5 where draws are not shifted; spread of ranks: 1 where they are as wide as they should be, above where too "
+        "narrow, below where too wide; 50 % and 90 %: how often these intervals of the draws hold the truth",
+    ]
+    return Table(["quantity", "p", "mean rank", "spread", "50 %", "90 %"], cells, notes=notes)
+
+
+def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions) -> list[dict[str, Any]]:
+    """The figure, published; as the result's outputs."""
+    from bnncli.evaluation.rank_uniformity import RankLaw
+    from bnncli.figures import render
+    from bnncli.figures.ranks import draw
+
+    law = RankLaw(options.simulations, options.draws)
+    figure = draw({one.name: one.ranks for one in ranked}, law, level=options.level / len(ranked))
+    digest = write_figure(path, render(figure, path.suffix[1:].lower()))
+    return [{"role": "sbc.plot", "path": str(path), "content_digest": digest}]
+
+
+def _failure(sentence: str) -> CheckFailed:
+    return CheckFailed(f"--strict: {sentence}", code="not_calibrated")

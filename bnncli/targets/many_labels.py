@@ -1,0 +1,101 @@
+"""Log posteriors of the same examples under many sets of labels, as one target: batched refits of simulated data.
+
+The label term of a last layer is linear in theta (see last_layer.py), so that sets of labels differ by an inner product alone, and
+one pass over the features serves all. Each set's theta is told in coordinates whitened by a Gaussian of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bnncli.shapes import check_shapes
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+
+
+@dataclass(frozen=True)
+class ManyLabels:
+    """The log posteriors of M targets over z (C, P), theta = mean + L z; row c is of target c % M.
+
+    Args:
+        targets: M, of the same features, layout and prior; their labels differ.
+        means: (M, P) float64.
+        roots: (M, P, P) float64, L.
+    """
+
+    targets: Sequence[LastLayerTarget]
+    means: Tensor
+    roots: Tensor
+    is_capturable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        num_sets, num_params = len(self.targets), self.layout.num_params
+        check_shapes(means=(self.means, f"{num_sets} {num_params}"))
+        check_shapes(roots=(self.roots, f"{num_sets} {num_params} {num_params}"))
+        if any(one.features is not self.targets[0].features for one in self.targets):
+            raise ValueError("the targets have features of their own")
+
+    @property
+    def layout(self) -> HeadLayout:
+        """How each theta lies."""
+        return self.targets[0].layout
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done."""
+        return self.targets[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the products."""
+        return self.targets[0].dtype
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.targets[0].num_examples
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the features lie on the device."""
+        return self.targets[0].is_resident
+
+    @cached_property
+    def _own_statistics(self) -> Tensor:
+        """By how much each set's label statistic differs from the first's, (M, P)."""
+        statistics = torch.stack([one.label_statistic for one in self.targets])
+        return (statistics - statistics[0]) * self.targets[0].likelihood_scale
+
+    def theta(self, z: Tensor) -> Tensor:
+        """theta (C, P) float64 at z (C, P)."""
+        return (self._means_of(z) + self._by_set(z) @ self.roots.mT).transpose(0, 1).reshape(z.shape)
+
+    def log_joint(self, theta: Tensor) -> Tensor:
+        """(C,) float64 nats at z (C, P), called theta as targets have it."""
+        at = self.theta(theta)
+        return self.targets[0].log_joint(at) + self._labels_term(at)
+
+    def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with the gradient by z, (C, P)."""
+        at = self.theta(theta)
+        value, gradient = self.targets[0].log_joint_and_grad(at)
+        pulled = (self._by_set(gradient) + self._own_statistics.unsqueeze(1)) @ self.roots
+        return value + self._labels_term(at), pulled.transpose(0, 1).reshape(theta.shape)
+
+    def _by_set(self, rows: Tensor) -> Tensor:
+        """Rows (C, P) by their target, (M, C / M, P)."""
+        return rows.double().unflatten(0, (-1, len(self.targets))).transpose(0, 1)
+
+    def _means_of(self, rows: Tensor) -> Tensor:
+        return self.means.unsqueeze(1).expand(-1, len(rows) // len(self.targets), -1)
+
+    def _labels_term(self, theta: Tensor) -> Tensor:
+        """What the sets' own labels add to the log joint of the first's, (C,), at theta (C, P)."""
+        terms = (self._by_set(theta) * self._own_statistics.unsqueeze(1)).sum(dim=2)
+        return terms.transpose(0, 1).reshape(-1)

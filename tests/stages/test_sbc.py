@@ -1,0 +1,92 @@
+"""sbc on the command line: the verdict, its exit code, its figure, and what cannot be tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems.command_line import Cli
+
+from bnncli.options import SbcOptions
+from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
+
+FEW = ("--simulations", 80, "--draws", 19, "--examples", 60)
+
+
+def test_exact_draws_pass_and_a_diagonal_gaussian_does_not(cli: Cli, small_run: Path) -> None:
+    exact = cli("sbc", small_run, "--posterior", "hmc", *FEW, "--strict", "--json")
+    assert exact.code == 0, exact.stdout
+    assert exact.json["verdict"]["is_calibrated"]
+    assert cli("fit-laplace", small_run, "--structure", "diag", "--prior-precision", 0.1, "--name", "diag").code == 0
+    rough = cli("sbc", small_run, "--posterior", "diag", *FEW, "--strict", "--json")
+    assert (rough.code, rough.json["error"]["code"]) == (3, "not_calibrated")
+    worst = min(rough.json["quantities"], key=lambda one: one["p_value"])
+    assert worst["p_value"] < 1e-4
+    assert worst["name"] in rough.json["verdict"]["sentence"]
+
+
+def test_the_table_and_the_sentence_are_printed_and_the_figure_drawn(cli: Cli, small_run: Path) -> None:
+    figure = small_run.with_name("ranks.svg")
+    done = cli(
+        "sbc", small_run, "--posterior", "refine", "--truth", "hmc", "--simulations", 20, "--draws", 9, "--plot", figure
+    )
+    assert (done.code, done.stderr.count("approximation")) == (0, 0)
+    assert done.stdout.splitlines()[-1].startswith("the fit of refine is ")
+    assert done.stdout.count("held-out input") == 4
+    assert figure.read_text().count("uniform") + figure.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--posterior", "map"), "--posterior: expected one of laplace, refine, hmc; map is of map"),
+        (("--posterior", "beside"), "--posterior: beside is centred on the checkpoint's weights"),
+        (("--truth", "map"), "--truth: expected prior, or a posterior over the last layer"),
+        (("--truth", "beside"), "--truth: beside has the prior 3, the posterior tried has 10"),
+        (("--posterior", "absent"), "absent"),
+        (("--simulations", 3), "--simulations"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_tried_is_refused(cli: Cli, small_run: Path, words: tuple[object, ...], message: str) -> None:
+    assert cli("fit-laplace", small_run, "--center", "checkpoint", "--prior-precision", 3, "--name", "beside").code == 0
+    done = cli("sbc", small_run, *words)
+    assert done.code in (2, 66)
+    assert message in done.stderr
+
+
+def test_a_truth_that_is_no_exact_draw_is_warned_of(cli: Cli, small_run: Path) -> None:
+    done = cli("sbc", small_run, "--truth", "laplace", "--simulations", 20, "--draws", 9)
+    assert done.code == 0
+    assert "--truth laplace is an approximation" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault"),
+    [
+        ((2.5, 2.5), "too wide"),
+        ((0.5, 0.5), "too narrow"),
+        ((1.5, 1.0), "too low"),
+        ((1.0, 1.5), "too high"),
+        ((1.0, 1.0), None),
+    ],
+)
+def test_it_is_said_how_draws_are_off(shape: tuple[float, float], fault: str | None) -> None:
+    """A truth that ranks high lies above draws that are too low."""
+    ranks = (np.random.default_rng(0).beta(*shape, size=600) * 101).astype(np.int64)
+    assert RankedQuantity("one", ranks, 100, 0.0).fault == fault
+
+
+def test_a_right_fit_is_doubted_no_more_often_than_the_level_says() -> None:
+    from bnncli.evaluation.rank_uniformity import RankLaw
+
+    generator, law, options = np.random.default_rng(0), RankLaw(40, 19), SbcOptions(simulations=40, draws=19, level=0.2)
+    doubted = 0
+    for _ in range(300):
+        ranks = generator.integers(0, 20, size=(3, 40))
+        doubted += not verdict_of(
+            [RankedQuantity("one", one, 19, law.p_value(one)) for one in ranks], "x", options
+        ).is_calibrated
+    assert doubted / 300 < 0.2 + 3 * (0.2 * 0.8 / 300) ** 0.5
+    assert doubted / 300 > 0.05
