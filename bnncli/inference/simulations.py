@@ -160,9 +160,9 @@ def simulated_labels(layout: HeadLayout, features: Tensor, theta: Tensor, genera
     if not likelihood.is_exclusive:
         unit = torch.rand(probabilities.shape, generator=generator, dtype=torch.float64)
         return (unit.to(probabilities.device) < probabilities).to(torch.uint8)
-    unit = torch.rand(len(probabilities), 1, generator=generator, dtype=torch.float64).to(probabilities.device)
-    below = (probabilities.cumsum(dim=1) < unit).sum(dim=1)
-    return below.clamp(max=likelihood.num_classes - 1)
+    unit = torch.rand(probabilities.shape, generator=generator, dtype=torch.float64)
+    gumbel = -torch.log(-torch.log(unit)).to(probabilities.device)
+    return (likelihood.log_class_probabilities(logits, dim=1) + gumbel).argmax(dim=1)
 
 
 def _name_of(place: int, layout: HeadLayout) -> str:
