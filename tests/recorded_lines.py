@@ -58,6 +58,7 @@ COMPUTING = {
     "diagnose",
     "integrals",
     "sbc",
+    "auto",
 }
 
 
@@ -255,6 +256,8 @@ LINES = (
     Line("compare net.pt --bootstrap 100 --format markdown", SOLVED),
     Line("diagnose small --posterior laplace --posterior refine --posterior hmc --posterior map --draws 128", TRAINED),
     Line("diagnose small --posterior laplace --posterior lbbnn --draws 128 --strict --json", TRAINED),
+    Line("auto wide", TRAINED),
+    Line("predict wide --split test", TRAINED),
     Line("sbc small --posterior laplace --simulations 20 --draws 9", SOLVED),
     Line("integrals --mean 2,0,-1 --covariance '2,1,0;1,2,0;0,0,1'", SOLVED),
     Line("integrals --grid-size 3 --samples 20 --json", SOLVED),

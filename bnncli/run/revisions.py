@@ -12,6 +12,7 @@ from collections.abc import Callable
 from bnncli import registry
 from bnncli.options.evaluate import FEATURES_NAME
 from bnncli.storage.headers import Header, interpreting
+from bnncli.storage.run_folder import RECOMMENDED
 
 EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
@@ -20,6 +21,7 @@ PRUNE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
 EVALUATE = 2
 EVALUATE_FEATURES = 1
+AUTO = 1
 
 
 def of_laplace(*, in_span: bool) -> int:
@@ -95,6 +97,8 @@ def _refine_today(header: Header) -> set[int]:
 
 
 def _metrics_today(header: Header) -> set[int]:
+    if header.path.name == RECOMMENDED:
+        return {AUTO}
     is_of_features = header.path.name.startswith(f"{FEATURES_NAME}.")
     return {EVALUATE_FEATURES if is_of_features else EVALUATE}
 

@@ -188,6 +188,25 @@ def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, nam
     return found
 
 
+def predictive_on_val(run: Run, posterior: Any, val: Split, integrator: str, *, key: str) -> Scored:
+    """A posterior by an integrator, as predict gives it, scored on val under a name."""
+    from bnncli.evaluation.excess import score
+
+    assert val.content.labels is not None
+    return score(key, _predicted(run, posterior, val, integrator)[0], val.content.labels)
+
+
+def temperature_on_val(run: Run, val: Split) -> Scored | None:
+    """The network at the temperature that val prefers, by its losses held out; None where val sets no lower bound."""
+    from bnncli.posteriors.point import Point
+
+    head = val.head()
+    if head is None:
+        return None
+    best = _at_best_temperature(run, Point(head.to(run.device), val.layout), val, "temperature")
+    return None if best is None else best[0]
+
+
 def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray, dict[str, Any]]:
     """Probabilities (N, C) as predict gives them, and by what."""
     integrator = load_integrator(name)

@@ -15,6 +15,7 @@ from bnncli.options.evaluate import FEATURES_NAME
 
 POSTERIOR_SUFFIXES = (".safetensors", ".nc")
 FEATURES_SUFFIX = ".h5"
+RECOMMENDED = "recommended.json"
 MAX_NAME_BYTES = 255
 # How a folder with this file is named.
 _MODELS = {
@@ -118,6 +119,11 @@ class RunFolder:
     def prediction_files(self) -> list[Path]:
         """Every prediction file of the run."""
         return sorted((self.root / "predictions").glob("[!.]*/[!.]*.h5"))
+
+    @property
+    def recommended(self) -> Path:
+        """recommended.json: which posterior to predict with, by which integrator."""
+        return self.root / RECOMMENDED
 
     def metrics_files(self) -> list[Path]:
         """Every metrics file of the run."""

@@ -106,6 +106,7 @@ LINES = (
     "fit-lbbnn v --epochs 2 --batch-size 8 --slab-sd 1",
     "predict v --integrator all --samples 6 --posterior laplace --split test",
     "predict v --samples 6 --posterior refine --posterior hmc --posterior lbbnn --split test",
+    "auto s",
     "sbc s --simulations 20 --draws 9 --posterior hmc --truth hmc",
     "sbc s --simulations 20 --draws 9 --posterior refine --truth laplace",
     "sbc v --simulations 20 --draws 9 --posterior hmc",

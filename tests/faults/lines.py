@@ -182,6 +182,7 @@ LINES = {
             (_MC,),
         ),
         Line("integrals", ("--plot", "map.png", "--grid-size", "3", "--integrator", "probit"), ("map.png",)),
+        Line("auto", ("small",), ("small.bnn/recommended.json",), None, (_VAL, _LAPLACE)),
         Line(
             "sbc",
             ("small", "--simulations", "20", "--draws", "9", "--plot", "ranks.png"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from bnncli.run.layers_selection import over_layers
 from bnncli.run.named_posterior import find_named
 from bnncli.run.predictor import Predictor, TrainData, warn, warn_of_default, warn_of_few_draws
 from bnncli.run.produce import Computed, Request, produce
+from bnncli.run.recommendation import recommended
 from bnncli.run.session import Result, Run
 from bnncli.stages.predict.memory import planned_bytes
 from bnncli.stages.predict.stored import facts_of, predict_split
@@ -56,6 +57,7 @@ class PosteriorFile:
 def run(run: Run, options: PredictOptions) -> Result:
     """Predict what was asked for; what cannot be used is skipped with a warning unless it was named."""
     options.check_together()
+    options = _as_recommended(run, options)
     splits = [load_split(run, name) for name in _split_names(run, options)]
     posteriors = _posteriors(run, options)
     asked = AskedIntegrators.of(options, [posterior.header for posterior in posteriors])
@@ -99,6 +101,17 @@ def run(run: Run, options: PredictOptions) -> Result:
         columns: dict[str, Any] = {"merges": merges, "classes": classes, "probabilities": options.probabilities}
         total.add(make_table(run, Path(options.table), files, names=names, **columns))
     return total
+
+
+def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
+    """The options with the posterior and the integrator that auto recommends, where neither they nor layers were named."""
+    if options.posterior or options.integrator or options.layers is not None:
+        return options
+    found = recommended(run)
+    if found is None:
+        return options
+    run.console.info(f"{found.posterior} by {found.integrator}, as auto recommends; --posterior NAME takes others")
+    return replace(options, posterior=[found.posterior], integrator=[found.integrator])
 
 
 def _refuse_of_labels(options: PredictOptions) -> None:

@@ -1,0 +1,37 @@
+"""Options of auto."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from bnncli.errors import UsageError
+from bnncli.options.declaration import Checked, option
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class AutoOptions(Checked):
+    """Options of auto."""
+
+    budget: str | None = option(
+        None,
+        "Time for all fits together, as 90s, 5m or 1h: a fit that is not done by then is left out. No limit by default.",
+        metavar="TIME",
+    )
+    full: bool = option(False, "Climb all rungs, also where a simpler posterior is good for its target already.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.budget_seconds
+
+    @property
+    def budget_seconds(self) -> float | None:
+        """Seconds; None without a limit."""
+        if self.budget is None:
+            return None
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", self.budget)
+        if found is None or float(found[1]) == 0:
+            raise UsageError(f"\0budget\0: expected a time as 90s, 5m or 1h; got {self.budget!r}")
+        return float(found[1]) * _SECONDS[found[2]]

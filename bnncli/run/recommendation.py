@@ -1,0 +1,33 @@
+"""What `auto` recommends of a run: written by it, taken by predict where nothing else is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bnncli.errors import DataError
+from bnncli.run.session import Run
+from bnncli.storage.metrics import read_metrics
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """A posterior and the integrator to predict with."""
+
+    posterior: str
+    integrator: str
+
+
+def recommended(run: Run) -> Recommended | None:
+    """The run's recommendation; None without one, or with a warning where it is stale or damaged."""
+    path = run.folder.recommended
+    if not path.is_file():
+        return None
+    try:
+        header = read_metrics(path)
+        run.use(header)
+        row = next(row for row in header.meta["rows"] if row["is_recommended"])
+        return Recommended(str(row["posterior"]), str(row["integrator"]))
+    except (DataError, KeyError, StopIteration, TypeError) as error:
+        why = error.message if isinstance(error, DataError) else "it recommends nothing"
+        run.console.warn(f"the recommendation of auto is not used: {why}; run {run.suggest('auto')} again")
+        return None

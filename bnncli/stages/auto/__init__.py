@@ -1,0 +1,96 @@
+"""auto: the ladder as one command, from features to a recommended posterior: temperature, laplace, refine, hmc."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from bnncli.errors import MissingInput, UsageError
+from bnncli.options import AutoOptions, InputOptions
+from bnncli.options.command import COMPUTE, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import load_split
+from bnncli.run.produce import Request, produce
+from bnncli.run.session import Result, Run, Table
+from bnncli.run.val_report import has_labeled_val
+from bnncli.stages.auto.budget import LimitedVoice
+from bnncli.stages.auto.ladder import Rung, climb
+
+COMMAND = Command(
+    "Climb from the network to the posterior that pays, and recommend one.",
+    "Fits one temperature, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
+    "is not either, hmc. Every posterior is judged on the labelled val split by every integrator that it supports. Recommended is the "
+    "simplest posterior that is good for its target by its best integrator, unless another one is better on val beyond chance; never "
+    "one whose NLL there is above that of the network at one temperature, which is recommended where no posterior pays. predict takes "
+    "the recommendation where nothing else is named. Writes recommended.json.",
+    (AutoOptions, InputOptions, *COMPUTE),
+    ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m && bnncli predict ckpt.pt"),
+    place=15,
+)
+
+
+def run(run: Run, options: AutoOptions) -> Result:
+    """Climb, judge, recommend; what is fitted stays as the posteriors of the run."""
+    if run.write.dry_run:
+        raise UsageError(
+            "--dry-run: what auto fits depends on what it finds; dry runs of fit-laplace, refine and hmc say what each would do"
+        )
+    train = load_split(run, "train").check_labeled()
+    if not has_labeled_val(run):
+        raise MissingInput(
+            f"{run.checkpoint_path} has no labelled val split; what to recommend is judged on data that the network was not trained on",
+            hint="extract again with a val split, such as --hold-out val=test:2000, with --force",
+            path=run.folder.features("val"),
+        )
+    val = load_split(run, "val")
+    run.require_device()
+    seconds = options.budget_seconds
+    voice = LimitedVoice(run.console, None if seconds is None else time.monotonic() + seconds)
+    rungs = climb(run, voice, climbs_all=options.full, has_network=train.content.head_weight is not None)
+    sources = [val.source, *(rung.source for rung in rungs if rung.source is not None)]
+    request = Request(
+        run.folder.recommended,
+        "metrics",
+        "recommended",
+        {"seed": run.compute.seed},
+        _revisions.AUTO,
+        sources,
+        train.checkpoint,
+        lambda: 1 << 16,
+    )
+    from bnncli.stages.auto import judged  # the work: slow to import
+
+    result = produce(run, request, lambda: judged.compute(run, request, rungs, val), when_fresh=judged.when_fresh)
+    rows = result.metrics.pop("rows")
+    result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
+    result.tables = [_table(rungs, rows, val.content.labels)]
+    result.lines = [str(result.metrics["sentence"])]
+    result.summary = []
+    return result
+
+
+def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
+    """A row for each rung by its best integrator."""
+    cells = []
+    for rung in rungs:
+        own = [row for row in rows if row["posterior"] == rung.posterior]
+        best = min(own, key=lambda row: float(row["nll"]), default=None)
+        mark = "*" if any(row["is_recommended"] for row in own) else ""
+        shown = next((row for row in own if row["is_recommended"]), best)
+        if shown is None:
+            cells.append([rung.name, "-", "-", "-", "-", "-", f"{rung.seconds:.1f}", rung.note])
+            continue
+        gain = shown["gain"]
+        told = "-" if gain is None else f"{gain['value']:+.4f} +- {gain['standard_error']:.4f}"
+        good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
+        cells.append(
+            [f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", f"{shown['ece']:.1%}", told, good,
+             f"{rung.seconds:.1f}", rung.note]
+        )  # fmt: skip
+    notes = [
+        f"NLL and ECE of {len(labels)} examples of val; gain in NLL over the network at its best temperature (held out), paired; * recommended",
+        "good: whether the posterior is good for its target, as diagnose judges; the prior precision was chosen on the same val split, "
+        "which favours posteriors a little",
+    ]
+    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good", "seconds", ""]
+    return Table(columns, cells, notes=notes)

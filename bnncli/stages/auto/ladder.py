@@ -1,0 +1,134 @@
+"""The rungs: each a command as a user would type it, and whether the posterior that it leaves is good for its target."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bnncli import options as o
+from bnncli.errors import DeviceError, NumericError, OutputExists
+from bnncli.options.command_line import CommandLine
+from bnncli.options.declaration import Checked
+from bnncli.run.inputs import posterior_source
+from bnncli.run.session import Result, Run
+from bnncli.stages.auto.budget import BudgetSpent, LimitedVoice
+from bnncli.storage.provenance import Source
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What a step of the ladder left.
+
+    Args:
+        name: of the step.
+        posterior: its name in the run; of a step that ended without one, the name it would have had.
+        source: the posterior's file; None where there is none.
+        is_good: for its target; None where that was not asked.
+        seconds: that the step took, the judgement with it.
+        note: why there is no posterior, or no more of it is known.
+    """
+
+    name: str
+    posterior: str
+    source: Source | None
+    is_good: bool | None
+    seconds: float
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As --json has it."""
+        return {
+            "name": self.name,
+            "posterior": self.posterior,
+            "is_there": self.source is not None,
+            "is_good": self.is_good,
+            "seconds": round(self.seconds, 3),
+            "note": self.note,
+        }
+
+
+def climb(run: Run, voice: LimitedVoice, *, climbs_all: bool, has_network: bool) -> list[Rung]:
+    """The rungs that were climbed, the network as trained first where there is one.
+
+    Args:
+        voice: ends fits when the budget is spent.
+        climbs_all: go on where a posterior is good already.
+    """
+    rungs = []
+    if has_network:
+        network = run.folder.posterior("map")
+        rungs.append(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
+        rungs.append(_step(run, voice, "fit-temperature", o.FitTemperatureOptions(), "temperature", is_judged=False))
+    base = _step(run, voice, "fit-laplace", o.FitLaplaceOptions(), "laplace")
+    rungs.append(base)
+    if base.source is None or (base.is_good and not climbs_all):
+        return rungs
+    refined = _step(run, voice, "refine", o.RefineOptions(base=base.posterior), "refine")
+    rungs.append(refined)
+    if refined.is_good and not climbs_all:
+        return rungs
+    rungs.append(_step(run, voice, "hmc", o.HmcOptions(base=base.posterior), "hmc"))
+    return rungs
+
+
+def _as_command(run: Run, voice: LimitedVoice, command: str, options: Checked, *, name: str | None = None) -> Run:
+    """The run as another command sees it."""
+    naming = o.NameOptions(name=name)
+    line = CommandLine.of(command, str(run.arguments["ckpt"]), options, run.compute, naming, run.run_options)
+    return replace(
+        run,
+        command=command,
+        line=line,
+        naming=naming,
+        console=voice,
+        started=time.monotonic(),
+    )
+
+
+def _step(run: Run, voice: LimitedVoice, command: str, options: Checked, name: str, *, is_judged: bool = True) -> Rung:
+    """One command, and the judgement of what it left; a posterior of that name by other options stays, and another is made beside it."""
+    start = time.monotonic()
+
+    def seconds() -> float:
+        return time.monotonic() - start
+
+    try:
+        voice.check()
+        path, name = _made(run, voice, command, options, name)
+        source = posterior_source(run, path, name)[1]
+        is_good = _is_good(run, voice, name) if is_judged else None
+    except BudgetSpent as spent:
+        hint = f": {spent.hint}" if spent.hint else ""
+        return Rung(command, name, None, None, seconds(), f"left out, the budget is spent{hint}")
+    except (NumericError, DeviceError) as error:
+        run.console.warn(f"{command} is left out: {error.message}{error.advice}")
+        return Rung(command, name, None, None, seconds(), f"left out: {error.message}")
+    return Rung(command, name, source, is_good, seconds())
+
+
+def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: str) -> tuple[Path, str]:
+    """The posterior's file and its name."""
+    stage = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}")
+    for tried in (None, f"{name}-auto"):
+        step = _as_command(run, voice, command, options, name=tried)
+        try:
+            run.console.info("$ " + step.line.pasted())
+            result: Result = stage.run(step, options)
+        except OutputExists:
+            if tried is not None:
+                raise
+            continue
+        for text in result.summary:
+            run.console.info("  " + text)
+        return Path(result.outputs[0]["path"]), tried or name
+    raise AssertionError("unreachable")
+
+
+def _is_good(run: Run, voice: LimitedVoice, name: str) -> bool:
+    """Whether a posterior is good for its target, as diagnose judges it alone."""
+    options = o.DiagnoseOptions(posterior=[name])
+    found = importlib.import_module("bnncli.stages.diagnose").run(_as_command(run, voice, "diagnose", options), options)
+    return bool(found.extra["verdict"]["is_good"])

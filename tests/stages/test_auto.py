@@ -1,0 +1,105 @@
+"""auto: the ladder climbed as far as it is needed, one recommendation, and predict that takes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from problems.command_line import Cli, new_run
+
+from bnncli.storage.metrics import read_metrics
+
+
+def separable(num_train: int, num_features: int, *, scale: float, seed: int = 0) -> dict[str, np.ndarray]:
+    """Classes by a head that a network has learnt with too large weights."""
+    generator = np.random.default_rng(seed)
+    weight = generator.normal(size=(3, num_features))
+    arrays: dict[str, np.ndarray] = {
+        "head_weight": (scale * weight).astype(np.float32),
+        "head_bias": np.zeros(3, np.float32),
+    }
+    for split, count in (("train", num_train), ("val", 400), ("test", 50)):
+        features = generator.normal(size=(count, num_features)).astype(np.float32)
+        noise = generator.gumbel(size=(count, 3))
+        arrays |= {f"features_{split}": features, f"labels_{split}": (features @ weight.T + noise).argmax(axis=1)}
+    return arrays
+
+
+def auto(cli: Cli, run: Path, *words: object) -> dict[str, Any]:
+    done = cli("auto", run, "--json", *words)
+    assert done.code == 0, done.stderr
+    return done.json
+
+
+def test_where_a_gaussian_is_good_nothing_above_it_is_fitted_and_predict_takes_what_is_recommended(
+    cli: Cli, tmp_path: Path
+) -> None:
+    run = new_run(cli, tmp_path / "run", separable(2000, 4, scale=6.0))
+    found = auto(cli, run)
+    assert [rung["name"] for rung in found["rungs"]] == ["network", "fit-temperature", "fit-laplace"]
+    chosen = [row for row in found["rows"] if row["is_recommended"]]
+    temperature = next(row for row in found["rows"] if row["posterior"] == "temperature")
+    assert len(chosen) == 1
+    assert chosen[0]["nll"] <= temperature["nll"]
+    assert cli("predict", run, "--split", "test").code == 0
+    made = [path.name for path in (tmp_path / "run.bnn/predictions").iterdir()]
+    assert made == [f"{chosen[0]['posterior']}.{chosen[0]['integrator']}"]
+    assert auto(cli, run)["action"] == "up_to_date"
+    assert cli("status", run, "--check").code == 0
+
+
+def test_a_network_at_its_best_temperature_is_recommended_where_posteriors_are_worse(cli: Cli, tmp_path: Path) -> None:
+    arrays = separable(12, 30, scale=1.0)  # the head is the truth, which twelve examples do not tell
+    run = new_run(cli, tmp_path / "run", arrays)
+    found = auto(cli, run)
+    assert "Bayes does not pay here" in found["metrics"]["sentence"]
+    assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] in ("temperature", "map")
+
+
+def test_the_ladder_is_climbed_where_the_gaussian_is_no_good(cli: Cli, tmp_path: Path) -> None:
+    arrays = separable(40, 6, scale=3.0, seed=1)
+    run = new_run(cli, tmp_path / "run", arrays)
+    assert (
+        cli("fit-laplace", run, "--prior-precision", 0.02, "--structure", "full").code == 0
+    )  # a weak prior, as the user wants it
+    found = auto(cli, run, "--full")
+    names = {rung["posterior"]: rung["is_good"] for rung in found["rungs"]}
+    assert {"laplace-auto", "refine", "hmc"} <= names.keys()  # what the user fitted stays
+    assert names["hmc"]
+
+
+def test_a_budget_that_is_spent_leaves_fits_out_and_says_so(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+    found = auto(cli, run, "--budget", "0.001s")
+    assert all("the budget is spent" in rung["note"] for rung in found["rungs"][1:])
+    assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] == "map"
+
+
+@pytest.mark.parametrize("words", [("--budget", "soon"), ("--budget", "0s"), ("--dry-run",)], ids=" ".join)
+def test_what_cannot_be_asked_is_refused(cli: Cli, small_run: Path, words: tuple[str, ...]) -> None:
+    done = cli("auto", small_run, *words)
+    assert (done.code, words[0] in done.stderr) == (2, True)
+
+
+def test_a_run_without_val_labels_is_refused(cli: Cli, tmp_path: Path) -> None:
+    arrays = separable(40, 3, scale=1.0)
+    del arrays["labels_val"]
+    done = cli("auto", new_run(cli, tmp_path / "run", arrays))
+    assert (done.code, "no labelled val split" in done.stderr) == (66, True)
+
+
+def test_a_damaged_or_stale_recommendation_is_not_used(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+    found = auto(cli, run)
+    path = Path(found["outputs"][0]["path"])
+    assert read_metrics(path).meta["rows"]
+    document = json.loads(path.read_text())
+    document["rows"][0]["nll"] = 0.0
+    path.write_text(json.dumps(document, sort_keys=True, indent=1) + "\n")
+    done = cli("predict", run, "--split", "test")
+    assert done.code == 0
+    assert "the recommendation of auto is not used" in done.stderr
+    assert len(list((tmp_path / "run.bnn/predictions").iterdir())) > 1
