@@ -22,7 +22,7 @@ from bnncli.options.declaration import flag_of, made
 
 VALUES = {int: "3", float: "0.5", bool: None, str: "x", list: "x"}
 SPECIAL = {
-    "curvature": "fisher", "precision-per": "layer", "simulations": "50",
+    "curvature": "fisher", "precision-per": "layer", "simulations": "50", "budget": "5m",
     "metric": "nll", "score": "knn", "assert": "ece<=0.02", "log-format": "json", "progress": "none", "device": "cpu", "flow": "planar", "scale": "low-rank", "structure": "kron",
     "center": "checkpoint", "space": "weight", "integrator": "mc", "projection": "sum-zero", "rule": "trapezoid", "predict top-k": "best", "table": "t.csv", "merge": "a=0,1", "sampler": "nuts", "dynamics": "leapfrog", "gradients": "tf32", "dtype": "float16", "autocast": "bf16", "task": "multiclass",
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",

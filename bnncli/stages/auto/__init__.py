@@ -24,7 +24,7 @@ COMMAND = Command(
     "one whose NLL there is above that of the network at one temperature, which is recommended where no posterior pays. predict takes "
     "the recommendation where nothing else is named. Writes recommended.json.",
     (AutoOptions, InputOptions, *COMPUTE),
-    ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m && bnncli predict ckpt.pt"),
+    ("bnncli auto ckpt.pt", "bnncli auto ckpt.pt --budget 5m"),
     place=15,
 )
 
@@ -65,7 +65,8 @@ def run(run: Run, options: AutoOptions) -> Result:
     result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
     result.tables = [_table(rungs, rows, val.content.labels)]
     result.lines = [str(result.metrics["sentence"])]
-    result.summary = []
+    took = ", ".join(f"{rung.name} {rung.seconds:.1f}" for rung in rungs if rung.seconds)
+    result.summary = [f"seconds: {took}"]
     return result
 
 
@@ -78,19 +79,26 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
         mark = "*" if any(row["is_recommended"] for row in own) else ""
         shown = next((row for row in own if row["is_recommended"]), best)
         if shown is None:
-            cells.append([rung.name, "-", "-", "-", "-", "-", f"{rung.seconds:.1f}", rung.note])
+            cells.append([rung.name, "-", "-", "-", "-", "-", rung.note])
             continue
         gain = shown["gain"]
         told = "-" if gain is None else f"{gain['value']:+.4f} +- {gain['standard_error']:.4f}"
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
         cells.append(
-            [f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", f"{shown['ece']:.1%}", told, good,
-             f"{rung.seconds:.1f}", rung.note]
-        )  # fmt: skip
+            [
+                f"{rung.posterior}{mark}",
+                shown["integrator"],
+                f"{shown['nll']:.4f}",
+                f"{shown['ece']:.1%}",
+                told,
+                good,
+                rung.note,
+            ]
+        )
     notes = [
         f"NLL and ECE of {len(labels)} examples of val; gain in NLL over the network at its best temperature (held out), paired; * recommended",
         "good: whether the posterior is good for its target, as diagnose judges; the prior precision was chosen on the same val split, "
         "which favours posteriors a little",
     ]
-    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good", "seconds", ""]
+    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good", ""]
     return Table(columns, cells, notes=notes)

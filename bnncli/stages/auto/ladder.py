@@ -83,6 +83,7 @@ def _as_command(run: Run, voice: LimitedVoice, command: str, options: Checked, *
         command=command,
         line=line,
         naming=naming,
+        write=replace(run.write, force=False),  # what somebody fitted stays: another is made beside it
         console=voice,
         started=time.monotonic(),
     )
