@@ -42,4 +42,5 @@ from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
 from bnncli.options.predict import PredictOptions as PredictOptions
 from bnncli.options.prune import PruneOptions as PruneOptions
 from bnncli.options.refine import RefineOptions as RefineOptions
+from bnncli.options.score import ScoreOptions as ScoreOptions
 from bnncli.options.status import StatusOptions as StatusOptions
