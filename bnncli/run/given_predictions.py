@@ -46,7 +46,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GivenSplit:
+class GivenPredictions:
     """Predictions of a split that scores are made of.
 
     Args:
@@ -103,11 +103,11 @@ class GivenSplit:
         """The scores of these names of each example, or why there are none."""
         return example_scores(names, self.examples, self.arrays.get)
 
-    def named(self, name: str) -> GivenSplit:
+    def named(self, name: str) -> GivenPredictions:
         """The same, of a split of this name."""
         return replace(self, name=name)
 
-    def of_rows(self, rows: NDArray[np.int64], name: str) -> GivenSplit:
+    def of_rows(self, rows: NDArray[np.int64], name: str) -> GivenPredictions:
         """Some of its examples (n,), under another name."""
         arrays = {key: array[rows] for key, array in self.arrays.items()}
         labels = None if self.labels is None else self.labels[rows]
@@ -116,7 +116,7 @@ class GivenSplit:
 
 def open_given(
     place: str, said: Said, *, name: str | None = None, labels: str | None = None, is_labeled: bool = True
-) -> GivenSplit:
+) -> GivenPredictions:
     """The predictions in `FILE[:probs=COLUMN,label=COLUMN]`, or `FILE:ARRAY[,LABELS]`.
 
     Args:
@@ -142,7 +142,7 @@ def open_given(
     return found if is_labeled else replace(found, labels=None)
 
 
-def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenSplit:
+def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredictions:
     if said.holds == LOGITS:
         raise UsageError(
             f"\0logits\0: {quoted(path, limit=300)} holds probabilities: it is a prediction file of bnncli"
@@ -155,13 +155,13 @@ def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenSplit:
         raise UsageError(f"\0task\0 {said.task}: {quoted(path, limit=300)} says otherwise")
     names = ("mutual_info", "energy", "max_logit", "log_concentration", "top_k")
     arrays = {key: array for key in names if (array := getattr(file, key)) is not None}
-    return GivenSplit(
+    return GivenPredictions(
         name or str(meta["split"]), path, file.probs, file.labels, tuple(file.classes), True, is_exclusive, arrays,
         meta.get("top_k"), file.header,
     )  # fmt: skip
 
 
-def _of_file(given: GivenFile, said: Said, name: str) -> GivenSplit:
+def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
     where, num_outputs = quoted(given.path, limit=300), given.values.shape[1]
     likelihood = _likelihood(given.labels, num_outputs, said, where)
     holds = said.holds or _found(given, likelihood, where)
@@ -180,7 +180,7 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenSplit:
             probs = np.concatenate([1 - probs, probs], axis=1)
     has_names = given.classes is not None and len(given.classes) == likelihood.num_classes
     classes = given.classes if has_names and given.classes else tuple(map(str, range(likelihood.num_classes)))
-    found = GivenSplit(name, given.path, probs, None, classes, has_names, likelihood.is_exclusive, arrays)
+    found = GivenPredictions(name, given.path, probs, None, classes, has_names, likelihood.is_exclusive, arrays)
     return found if given.labels is None else _with_labels(found, given.labels, said, where)
 
 
@@ -191,12 +191,13 @@ def _likelihood(labels: NDArray | None, num_outputs: int, said: Said, where: str
         name = MULTILABEL
     if name == MULTILABEL and num_outputs < 2:
         raise DataError(f"{where}: several labels an example need a column each, got one", code="bad_shape")
-    if said.task == "binary" and num_outputs > 2:
+    likelihood = likelihood_of(num_outputs, name)
+    if said.task == "binary" and likelihood.num_classes > 2:
         raise DataError(f"{where}: \0task\0 binary needs one column or two, got {num_outputs}", code="bad_shape")
-    return likelihood_of(num_outputs, name)
+    return likelihood
 
 
-def _with_labels(split: GivenSplit, labels: NDArray, said: Said, where: str) -> GivenSplit:
+def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: str) -> GivenPredictions:
     """The predictions with these labels. Raises DataError where they do not fit."""
     num_rows, num_classes = split.probs.shape
     if len(labels) != num_rows:
@@ -285,7 +286,7 @@ def _from_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[N
     return probs, {"energy": energy, "max_logit": largest}
 
 
-def check_together(one: GivenSplit, other: GivenSplit) -> None:
+def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
     """Raise DataError unless the predictions are of the same classes."""
     shown = [quoted(split.path, limit=300) for split in (one, other)]
     if len(one.classes) != len(other.classes):
@@ -301,7 +302,7 @@ def check_together(one: GivenSplit, other: GivenSplit) -> None:
         raise DataError(message, code="other_classes")
 
 
-def artifact_names(split: GivenSplit) -> dict[str, Any]:
+def artifact_names(split: GivenPredictions) -> dict[str, Any]:
     """What a row says of the predictions: those of predict by their posterior and integrator, others by their file."""
     if split.header is not None:
         meta = split.header.meta

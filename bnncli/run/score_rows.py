@@ -87,7 +87,7 @@ def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
     return Bootstrap(options.bootstrap, options.level, run.compute.seed)
 
 
-class ScoredSplit(Protocol):
+class Scorable(Protocol):
     """Predictions of a split that scores are made of, whatever file they lie in."""
 
     @property
@@ -192,7 +192,7 @@ def num_draws(group: PredictionGroup, header: Header) -> int | None:
 
 
 def split_rows(
-    split: ScoredSplit, settings: Mapping[str, Any], bootstrap: Bootstrap | None, *, poll: Callable[[], None]
+    split: Scorable, settings: Mapping[str, Any], bootstrap: Bootstrap | None, *, poll: Callable[[], None]
 ) -> list[Row]:
     """The rows of one split's own scores, set by the options that these bring."""
     from bnncli.evaluation.metric_rows import score_rows
@@ -202,9 +202,7 @@ def split_rows(
     return score_rows(scores, (split.name, len(split.examples)), bootstrap)
 
 
-def detection_rows(
-    split: ScoredSplit, other: ScoredSplit, names: Sequence[str], bootstrap: Bootstrap | None
-) -> list[Row]:
+def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], bootstrap: Bootstrap | None) -> list[Row]:
     """The rows of telling one split from another by these scores, and of how sure the predictions of the other are."""
     from bnncli.evaluation import split_detection
 

@@ -16,7 +16,15 @@ from bnncli.options import CommonOptions, ScoreOptions
 from bnncli.options.command import Argument, Command
 from bnncli.options.declaration import check_split_name, spelled
 from bnncli.run.class_table import class_facts, class_table, without_classes
-from bnncli.run.given_predictions import LOGITS, PROBS, GivenSplit, Said, artifact_names, check_together, open_given
+from bnncli.run.given_predictions import (
+    LOGITS,
+    PROBS,
+    GivenPredictions,
+    Said,
+    artifact_names,
+    check_together,
+    open_given,
+)
 from bnncli.run.score_assertions import check_names, failure_text, hold_against
 from bnncli.run.score_rows import detection_rows, rare_class_warnings, split_rows
 from bnncli.run.score_table import score_table
@@ -80,14 +88,14 @@ def run(run: Run, options: ScoreOptions) -> Result:
     return result
 
 
-def _opened(place: str, said: Said, options: ScoreOptions) -> GivenSplit:
+def _opened(place: str, said: Said, options: ScoreOptions) -> GivenPredictions:
     given = open_given(place, said, labels=options.labels)
     return given if given.header is not None else given.named(options.split)
 
 
-def _outside(given: GivenSplit, said: Said, options: ScoreOptions) -> list[GivenSplit]:
+def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list[GivenPredictions]:
     """The predictions outside the distribution. Raises UsageError for two of one name, DataError for the same ones again."""
-    found: list[GivenSplit] = []
+    found: list[GivenPredictions] = []
     for text in options.ood:
         name, equals, place = text.partition("=")
         is_named = bool(equals) and not Path(text).expanduser().exists() and "/" not in name and ":" not in name
@@ -107,11 +115,11 @@ def _outside(given: GivenSplit, said: Said, options: ScoreOptions) -> list[Given
     return found
 
 
-def _task(given: GivenSplit, said: Said) -> str | None:
+def _task(given: GivenPredictions, said: Said) -> str | None:
     return said.task if given.is_exclusive else "multilabel"
 
 
-def _groups(given: GivenSplit, place: str, options: ScoreOptions) -> dict[str, Any]:
+def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[str, Any]:
     """The rows of each group, by its name, in order.
 
     Raises:
@@ -158,12 +166,12 @@ def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | No
     return Bootstrap(replicates, options.level, options.seed)
 
 
-def _described(given: GivenSplit) -> Row:
+def _described(given: GivenPredictions) -> Row:
     """What a row says of the predictions."""
     return {**artifact_names(given), "split": given.name, **name_to_record(given.likelihood)}
 
 
-def _group_row(run: Run, options: ScoreOptions, given: GivenSplit, name: str, members: Any) -> Row:
+def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
     """The row of one group: all scores of its examples, without detection."""
     own = given.of_rows(members, f"{given.name}/{name}")
     bootstrap = _bootstrap(run, options, len(members))
@@ -173,7 +181,7 @@ def _group_row(run: Run, options: ScoreOptions, given: GivenSplit, name: str, me
     return found
 
 
-def _shown(options: ScoreOptions, given: GivenSplit, rows: list[Row]) -> list[Row]:
+def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> list[Row]:
     """The rows with the scores that were asked for, and those of every class or not."""
     if options.per_class:
         rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
