@@ -84,6 +84,9 @@ def calibration_scores(examples: ExampleStatistics, *, num_bins: int = NUM_BINS)
 
 def bin_sums(weights: NDArray, index: NDArray, values: NDArray, *, num_bins: int) -> Floats:
     """Weighted sums (b, num_bins, m) of values (N, m) over the examples of each bin; index (N,), weights (b, N)."""
+    if len(weights) == 1:  # a product with one row is all spreading out
+        own = (np.bincount(index, weights[0] * column, minlength=num_bins) for column in values.T)
+        return np.stack([*own], axis=1)[None].astype(np.float64)
     sums = np.zeros((len(weights), num_bins * values.shape[1]))
     for start in range(0, len(index), _AT_ONCE):
         rows = slice(start, start + _AT_ONCE)
