@@ -126,10 +126,10 @@ def mutual_info_correlation(pair: PredictionPair) -> ScoreGroup:
             "neither has" if ours is theirs else "the predictions have no" if ours is None else "the reference has no"
         )
         return ScoreGroup([form], None, f"{whose} mutual information")
-    ranks = [_Ranks(np.asarray(values, dtype=np.float64)) for values in (ours, theirs)]
+    first, second = (_Ranks(np.asarray(values, dtype=np.float64)) for values in (ours, theirs))
 
     def statistic(weights: NDArray) -> Floats:
-        return _correlation(*(one.of(weights) for one in ranks), weights)[:, None]
+        return _correlation(first.of(weights), second.of(weights), weights)[:, None]
 
     return ScoreGroup([form], statistic, cost=_CORRELATION_COST)
 

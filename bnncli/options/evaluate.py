@@ -93,11 +93,14 @@ class EvaluateOptions(ShownScores):
         choices=_scores,
     )
     detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
-    reference: str = option(
-        "hmc",
-        "Sample posterior that MMD^2 and other distances are measured to; by default, of posteriors over other layers, that which "
-        "hmc makes of the same layers (hmc-all).",
-        metavar="NAME",
+    reference: str | None = option(
+        None,
+        "Hold all predictions against those of this posterior of the run (hmc, or hmc.mc), or of a file as score takes it (FILE:ARRAY): "
+        "agreement, total variation, Jensen-Shannon divergence, rank correlation of mutual information. Draws of it are what MMD^2 and "
+        "other distances are measured to; without this option, or where it has none, those of hmc (of posteriors over other layers "
+        "those that hmc makes of the same layers, hmc-all).",
+        metavar="NAME|FILE[:ARRAY]",
+        numeric=False,
     )
     settings: dict[str, Any] = collected(of_scores)
     bootstrap: int = option(

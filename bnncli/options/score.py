@@ -49,6 +49,12 @@ class ScoreOptions(ShownScores):
     score: list[str] = option(
         [], "Tell \0ood\0 apart by this score of each example (max_prob otherwise). Repeatable.", choices=_scores
     )
+    reference: str | None = option(
+        None,
+        "Hold the predictions against those of this file, of the same rows in the same order: agreement, total variation, "
+        "Jensen-Shannon divergence, rank correlation of mutual information. Soft labels are a reference too.",
+        metavar="FILE[:ARRAY]",
+    )
     split: str = option(
         "test",
         "What the split is called, in assertions; prediction files of predict say it themselves.",

@@ -24,7 +24,7 @@ from bnncli.lazy import torch
 from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, recorded_name
 from bnncli.names import quoted
 from bnncli.storage.headers import Header
-from bnncli.storage.predictions import read_predictions
+from bnncli.storage.predictions import PredictionFile, read_predictions
 
 if TYPE_CHECKING:
     from bnncli.evaluation.scored_predictions import ScoredPredictions
@@ -56,7 +56,7 @@ class GivenPredictions:
         classes: names.
         arrays: what else detectors take, by the names that prediction files have.
         ranking: rule, threshold and cap of the uncertainty-aware ranking, where there is one.
-        header: of a prediction file of predict.
+        header: of a prediction file of predict. file: what it holds.
     """
 
     name: str
@@ -69,6 +69,7 @@ class GivenPredictions:
     arrays: Mapping[str, NDArray] = field(default_factory=dict)
     ranking: Mapping[str, Any] | None = None
     header: Header | None = None
+    file: PredictionFile | None = None
 
     @cached_property
     def examples(self) -> ExampleStatistics:
@@ -83,6 +84,15 @@ class GivenPredictions:
             elif hint is not None and "sum to 1" in hint:
                 hint = f"{hint}; \0task\0 multilabel, where each class is a label by itself"
             raise DataError(f"{quoted(self.path, limit=300)}: {error.message}", hint=hint, path=self.path) from None
+
+    def check(self) -> None:
+        """Pass when its probabilities are such. Raises DataError as `examples` does."""
+        _ = self.examples
+
+    @property
+    def samples(self) -> int | None:
+        """How many draws it is the mean of, where it says so."""
+        return None if self.header is None else self.header.meta["samples"]
 
     @property
     def likelihood(self) -> str | None:
@@ -157,7 +167,7 @@ def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredic
     arrays = {key: array for key in names if (array := getattr(file, key)) is not None}
     return GivenPredictions(
         name or str(meta["split"]), path, file.probs, file.labels, tuple(file.classes), True, is_exclusive, arrays,
-        meta.get("top_k"), file.header,
+        meta.get("top_k"), file.header, file,
     )  # fmt: skip
 
 

@@ -140,7 +140,10 @@ def _absent_of_all(
     if not set(of_features()).isdisjoint(left.choices):
         return []
     others = {right.posterior} if isinstance(right, Quantity) else set()
-    others |= {*references} if declared()[left.metric].of_draws is not None else set()  # there is none to itself
+    score = declared()[left.metric]
+    others |= (
+        {*references} if score.of_draws is not None or score.of_reference is not None else set()
+    )  # there is none to itself
     chosen = _named(left, rows)
     kept = {_name(row) for row in _of_split(left, chosen, None)}
     split = _of_split(left, chosen, None)[0]["split"]

@@ -105,8 +105,17 @@ class Scorable(Protocol):
         """The scores of these names of each example, or why there are none."""
 
 
-def group_rows(run: Run, options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
-    """A row for each in-distribution split, test first, with detection against every out-of-distribution split."""
+def group_rows(
+    run: Run,
+    options: EvaluateOptions,
+    group: PredictionGroup,
+    further: Callable[[PredictedSplit], list[Row]] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each in-distribution split, test first, with detection against every out-of-distribution split.
+
+    Args:
+        further: other metrics of a split's predictions.
+    """
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     inside = [PredictedSplit(header) for header in group.splits(is_ood=False).values()]
     rows = []
@@ -117,6 +126,7 @@ def group_rows(run: Run, options: EvaluateOptions, group: PredictionGroup) -> li
             _check_differs(split, other)
             metrics += detection_rows(split, other, options.prediction_scores, bootstrap)
             run.console.poll()
+        metrics += further(split) if further is not None else []
         rows.append({**_described(group, split.header), "metrics": metrics})
     return rows
 

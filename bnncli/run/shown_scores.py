@@ -36,7 +36,7 @@ def legend(
     scores = declared()
     names = options.metric or [name for name, score in scores.items() if score.is_shown]
     metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
-    if any("floor" in metric for metric in metrics):
+    if any("floor" in metric and "reference" not in metric for metric in metrics):
         lines.append(
             "floor: what a calibrated model with the same confidences scores on so many examples, by chance alone"
         )

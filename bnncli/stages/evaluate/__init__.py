@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,15 @@ from bnncli.run.class_table import class_table, with_classes, without_classes
 from bnncli.run.prediction_groups import PredictionGroup, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_assertions import Absent, check_names, failure_text, hold_against
-from bnncli.run.score_rows import group_rows, warn_of_rare_classes
+from bnncli.run.score_rows import PredictedSplit, group_rows, warn_of_rare_classes
 from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
 from bnncli.run.shown_scores import legend, with_metrics
 from bnncli.scores import further_names
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.features import evaluate_features, row_name
-from bnncli.stages.evaluate.reference import Reference, References
+from bnncli.stages.evaluate.fidelity import FidelityReference, draws_name, find_fidelity
+from bnncli.stages.evaluate.reference import USUAL, Reference, References
 from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_latent
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -57,11 +60,13 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
     warn_of_rare_classes(run, options, groups)
-    references = References.of(run, options.reference, [group.posterior_path for group in groups])
+    fidelity = find_fidelity(run, options, groups)
+    name = draws_name(run, options, USUAL)
+    references = References.of(run, name, [group.posterior_path for group in groups])
     total = Result()
     rows: list[dict[str, Any]] = []
     for group in groups:
-        result = _evaluate(run, options, group, references.for_posterior(group.posterior_path))
+        result = _evaluate(run, options, group, references.for_posterior(group.posterior_path), fidelity)
         total.add(result)
         own = result.metrics["rows"] if result.metrics else []
         rows += _with_curves(run, options, group, own) if options.curves or plots else own
@@ -71,7 +76,8 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         rows += result.metrics["rows"] if result.metrics else []
     if not run.write.dry_run:
         used = {one.name: one for one in (references.for_posterior(group.posterior_path) for group in groups)}
-        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, references=[*used])
+        against = [*used, *([fidelity.name] if fidelity is not None else [])]
+        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, references=against)
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
@@ -126,7 +132,13 @@ def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> li
     return with_metrics(chosen, options.metric)
 
 
-def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, reference: Reference) -> Result:
+def _evaluate(
+    run: Run,
+    options: EvaluateOptions,
+    group: PredictionGroup,
+    reference: Reference,
+    fidelity: FidelityReference | None,
+) -> Result:
     sources = [
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
     ]
@@ -136,8 +148,14 @@ def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, refere
         sources.append(Source("reference", reference.path, reference.header.content_digest))
     if posterior is not None and (reference.path is not None or is_thinned):
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
+    beside: Callable[[PredictedSplit], list[dict[str, Any]]] | None = None
+    if fidelity is not None:
+        splits = group.splits(is_ood=False) if group.name != fidelity.group else {}
+        sources += dict.fromkeys(fidelity.sources[split] for split in splits if split in fidelity.sources)
+        beside = partial(fidelity.rows, run, options, group)
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
     params["reference"] = reference.name
+    params |= fidelity.to_params() if fidelity is not None else {}
     if further := further_names():
         params["further_scores"] = further
     target = run.folder.metrics(group.name)
@@ -150,7 +168,9 @@ def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, refere
         from bnncli.stages.evaluate.distances import distance_rows
 
         distance = distance_rows(run, reference, posterior)
-        rows = [{**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group))]
+        rows = [
+            {**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group, beside))
+        ]
         if is_thinned and posterior is not None:
             from bnncli.stages.evaluate.density import density_metrics, selection_metrics
 

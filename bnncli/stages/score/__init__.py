@@ -25,6 +25,7 @@ from bnncli.run.given_predictions import (
     check_together,
     open_given,
 )
+from bnncli.run.reference_predictions import Compared, rows_against
 from bnncli.run.score_assertions import check_names, failure_text, hold_against
 from bnncli.run.score_rows import detection_rows, rare_class_warnings, split_rows
 from bnncli.run.score_table import score_table
@@ -71,6 +72,7 @@ def run(run: Run, options: ScoreOptions) -> Result:
     for other in outside:
         metrics += detection_rows(given, other, options.made_scores, bootstrap)
         run.console.poll(f"detection of {other.name}")
+    metrics += _fidelity(run, given, said, options.reference, bootstrap)
     rows = spelled([{**_described(given), "metrics": metrics}])
     of_groups = [_group_row(run, options, given, name, members) for name, members in groups.items()]
     checks = hold_against(options.assertions, [*rows, *({**row, "split": row["group"]} for row in of_groups)])
@@ -113,6 +115,22 @@ def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list
             )
         found.append(one)
     return found
+
+
+def _fidelity(
+    run: Run, given: GivenPredictions, said: Said, place: str | None, bootstrap: Bootstrap | None
+) -> list[Row]:
+    """The rows of how near the predictions come to those of the reference."""
+    if place is None:
+        return []
+    reference = open_given(place, Said(task=_task(given, said)))
+    check_together(given, reference)
+    column = divide_given(place)[1].get("")
+    name = reference.path.name + ("" if column is None else f".{column}")
+    ids = None if given.file is None else given.file.sample_id
+    info = given.arrays.get("mutual_info")
+    ours = Compared(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
+    return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
 
 
 def _task(given: GivenPredictions, said: Said) -> str | None:
