@@ -28,7 +28,7 @@ NO_DRAWS = "probabilities alone have no draws that could be halved"
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Forecasts:
     """Predictions that are compared.
 
     Args:
@@ -50,8 +50,8 @@ class ReferencePredictions:
     """
 
     name: str
-    predicted: Predicted
-    halves: tuple[Predicted, Predicted] | None = None
+    predicted: Forecasts
+    halves: tuple[Forecasts, Forecasts] | None = None
     why_no_halves: str = NO_DRAWS
 
 
@@ -65,7 +65,7 @@ class PredictionPair:
         DataError: they differ in their rows or classes.
     """
 
-    def __init__(self, ours: Predicted, theirs: Predicted, *, is_exclusive: bool = True) -> None:
+    def __init__(self, ours: Forecasts, theirs: Forecasts, *, is_exclusive: bool = True) -> None:
         if ours.probs.shape != theirs.probs.shape:
             raise DataError(f"expected two predictions of one shape, got {ours.probs.shape} and {theirs.probs.shape}")
         self.ours, self.theirs, self.is_exclusive = ours, theirs, is_exclusive
@@ -138,7 +138,7 @@ Maker = Callable[[PredictionPair], ScoreGroup]
 
 
 def fidelity_rows(
-    ours: Predicted,
+    ours: Forecasts,
     reference: ReferencePredictions,
     makers: Sequence[Maker],
     *,
@@ -165,7 +165,7 @@ def fidelity_rows(
 
 def undefined_fidelity(makers: Sequence[Maker], *, reference: str, reason: str) -> list[Row]:
     """The rows of every score, undefined for this reason."""
-    nothing = Predicted(np.empty((0, 1)))
+    nothing = Forecasts(np.empty((0, 1)))
     rows = score_rows([make(PredictionPair(nothing, nothing)) for make in makers], ("", 0))
     return [{**row, "n": None, "undefined": reason, "reference": reference} for row in rows]
 

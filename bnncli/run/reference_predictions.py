@@ -17,14 +17,14 @@ from bnncli.storage.predictions import PredictionFile
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
-    from bnncli.evaluation.fidelity import Predicted, ReferencePredictions
+    from bnncli.evaluation.fidelity import Forecasts, ReferencePredictions
 
 Row = dict[str, Any]
 _OLD = "the reference's predictions keep no groups of draws; predict again"
 
 
 @dataclass(frozen=True)
-class Compared:
+class MatchedForecasts:
     """Predictions that are held against a reference.
 
     Args:
@@ -41,7 +41,12 @@ class Compared:
 
 
 def rows_against(
-    ours: Compared, reference: GivenPredictions, *, name: str, bootstrap: Bootstrap | None, tell: Callable[[str], None]
+    ours: MatchedForecasts,
+    reference: GivenPredictions,
+    *,
+    name: str,
+    bootstrap: Bootstrap | None,
+    tell: Callable[[str], None],
 ) -> list[Row]:
     """The rows of how near predictions are to a reference's.
 
@@ -52,7 +57,7 @@ def rows_against(
     Raises:
         DataError: the reference has other rows, labels or classes.
     """
-    from bnncli.evaluation.fidelity import Predicted, fidelity_rows
+    from bnncli.evaluation.fidelity import Forecasts, fidelity_rows
 
     if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
         what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that do not exclude each other")
@@ -62,7 +67,7 @@ def rows_against(
     reference.check()
     rows = matching_rows(ours, reference, tell=tell)
     found = fidelity_rows(
-        Predicted(ours.probs, ours.mutual_info),
+        Forecasts(ours.probs, ours.mutual_info),
         _of_rows(reference, rows, name),
         fidelities(),
         split=(ours.split, len(ours.probs)),
@@ -73,7 +78,7 @@ def rows_against(
 
 
 def matching_rows(
-    ours: Compared, reference: GivenPredictions, *, tell: Callable[[str], None]
+    ours: MatchedForecasts, reference: GivenPredictions, *, tell: Callable[[str], None]
 ) -> NDArray[np.int64] | None:
     """The rows (N,) of the reference that are the examples, None where these are all of them in their order.
 
@@ -120,7 +125,7 @@ def _places(ids: NDArray, theirs: NDArray) -> NDArray[np.int64] | None:
     return order[at] if is_found else None
 
 
-def _check_labels(ours: Compared, reference: GivenPredictions, rows: NDArray | None) -> None:
+def _check_labels(ours: MatchedForecasts, reference: GivenPredictions, rows: NDArray | None) -> None:
     """Raise DataError where both have labels, and they differ."""
     if ours.labels is None or reference.labels is None:
         return
@@ -136,28 +141,28 @@ def _check_labels(ours: Compared, reference: GivenPredictions, rows: NDArray | N
 
 def _of_rows(reference: GivenPredictions, rows: NDArray[np.int64] | None, name: str) -> ReferencePredictions:
     """The reference's predictions of these rows, and those of halves of its draws."""
-    from bnncli.evaluation.fidelity import NO_DRAWS, Predicted, ReferencePredictions
+    from bnncli.evaluation.fidelity import NO_DRAWS, Forecasts, ReferencePredictions
 
     info = reference.arrays.get("mutual_info")
     taken: Any = slice(None) if rows is None else rows
-    predicted = Predicted(reference.probs[taken], None if info is None else np.asarray(info)[taken])
+    predicted = Forecasts(reference.probs[taken], None if info is None else np.asarray(info)[taken])
     halves = None if reference.file is None else halves_of(reference.file, rows)
     has_draws = reference.file is not None and reference.samples is not None
     return ReferencePredictions(name, predicted, halves, _OLD if has_draws else NO_DRAWS)
 
 
-def halves_of(file: PredictionFile, rows: NDArray[np.int64] | None) -> tuple[Predicted, Predicted] | None:
+def halves_of(file: PredictionFile, rows: NDArray[np.int64] | None) -> tuple[Forecasts, Forecasts] | None:
     """What each half of the draws predicts, of as many of these rows as the file tells; None where it does not tell.
 
     Every draw that is kept tells mutual information as well; else of the groups of draws every other one is a half.
     """
-    from bnncli.evaluation.fidelity import Predicted
+    from bnncli.evaluation.fidelity import Forecasts
 
     if file.probs_samples is not None and len(file.probs_samples) > 1:
         taken: Any = slice(None) if rows is None else rows
         parts = [np.asarray(file.probs_samples[start::2, taken], dtype=np.float64) for start in (0, 1)]
         first, second = (
-            Predicted(part.mean(axis=0), _mutual_info(part) if file.is_exclusive else None) for part in parts
+            Forecasts(part.mean(axis=0), _mutual_info(part) if file.is_exclusive else None) for part in parts
         )
         return first, second
     if file.group_probs is None or file.group_rows is None or file.group_weights is None:
@@ -172,7 +177,7 @@ def halves_of(file: PredictionFile, rows: NDArray[np.int64] | None) -> tuple[Pre
         if own.sum() <= 0:
             return None
         means = np.asarray(file.group_probs[start::2])[:, kept].astype(np.float64)
-        sums.append(Predicted(np.tensordot(own / own.sum(), means, axes=1)))
+        sums.append(Forecasts(np.tensordot(own / own.sum(), means, axes=1)))
     return sums[0], sums[1]
 
 

@@ -209,7 +209,7 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
         raise UsageError(f"\0assert_\0: {_label(row)} has no score {label} (there: {choices})")
     if len(found) > 1:
         raise UsageError(f"\0assert_\0: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")
-    if wanted.posterior is None and found[0].get("reference") == row["posterior"]:
+    if wanted.posterior is None and found[0].get("reference") in (row["posterior"], _name(row)):
         return None, None  # a distance to itself
     return _part(found[0], wanted.part)
 

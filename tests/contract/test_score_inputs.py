@@ -40,7 +40,7 @@ ARRAYS: dict[str, tuple[dict[str, Any], tuple[str, ...], int, str]] = {
     "NaN among logits": ({"logits": with_value(np.inf)}, ("--logits",), 65, "row 4 has NaN or infinity"),
     "log-probabilities as probabilities": ({"probs": LOG}, (), 65, "got log-probabilities down to"),
     "log-probabilities, unnamed": ({"a": LOG}, (), 65, "these are log-probabilities; add --logits"),
-    "log of zero": ({"probs": np.log(np.eye(3)[LABELS])}, (), 65, "add --logits"),
+    "log of zero": ({"probs": np.where(np.eye(3)[LABELS] == 1, 0, -np.inf)}, (), 65, "add --logits"),
     "logits as probabilities": ({"probs": LOG + 3}, (), 65, "if they are logits"),
     "percentages": ({"probs": PROBS * 100}, (), 65, "divide by 100"),
     "neither": ({"a": PROBS * 7}, (), 65, "neither probabilities nor surely logits"),

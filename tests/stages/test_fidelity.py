@@ -43,6 +43,9 @@ def test_a_posterior_of_the_run_is_a_reference_whose_halves_are_the_floor(cli: C
     assert found["total_variation"]["floor"] == pytest.approx(np.abs(first - second).sum(1).mean() / 2, rel=1e-5)
     assert found["mutual_info_correlation"]["floor"] is None
     assert {m["undefined"] for m in rows["hmc", "test"].values()} == {"it is the reference itself"}
+    words = ("evaluate", small_run, *QUICK, "--reference", "hmc", "--assert")
+    assert cli(*words, "agreement-excess>=-0.5").code == 0  # of the reference itself nothing is asked
+    assert cli(*words, "map.agreement:hmc.mc>=2").code == 3
     assert rows["map", "test"]["mutual_info_correlation"]["undefined"] == "the predictions have no mutual information"
 
 

@@ -16,7 +16,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.options import EvaluateOptions
 from bnncli.run.given_predictions import GivenPredictions, Said, open_given
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
-from bnncli.run.reference_predictions import Compared, rows_against
+from bnncli.run.reference_predictions import MatchedForecasts, rows_against
 from bnncli.run.score_rows import PredictedSplit, bootstrap_of
 from bnncli.run.session import Run
 from bnncli.scores import fidelities
@@ -31,7 +31,7 @@ class FidelityReference:
     """The predictions of the reference, by split.
 
     Args:
-        name: in rows: of the posterior, or of the file.
+        name: in rows: of the predictions, as hmc.mc, or of the file.
         group: of the reference's own predictions; "" for a file.
         places: where those of each split are, as `open_given` takes them.
         why_not: the reason for other splits.
@@ -61,7 +61,7 @@ class FidelityReference:
             self.opened[split.name] = open_given(self.places[split.name], Said())
         file = split.file
         labels = None if file.labels is None else np.asarray(file.labels)
-        ours = Compared(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
+        ours = MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
         return rows_against(
             ours, self.opened[split.name], name=self.name, bootstrap=bootstrap_of(run, options), tell=run.console.info
         )
@@ -99,12 +99,11 @@ def draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:
 
 
 def _of_posterior(run: Run, name: str) -> FidelityReference:
-    posterior = name.partition(".")[0]
     try:
         found = open_groups(run, posteriors=[name])
     except MissingInput as error:
         run.console.warn(f"{name} has not predicted: nothing is held against it{error.advice}")
-        return FidelityReference(posterior, name, {}, f"no predictions of {name}{error.advice}", {})
+        return FidelityReference(name, name, {}, f"no predictions of {name}{error.advice}", {})
     named = [group for group in found if group.name == name or f"{group.posterior}.{group.variant}" == name]
     chosen = named or [group for group in found if group.variant == _USUAL_INTEGRATOR] or found
     if len(chosen) > 1:
@@ -115,9 +114,7 @@ def _of_posterior(run: Run, name: str) -> FidelityReference:
     sources = {split: Source(f"reference.{split}", one.path, one.content_digest) for split, one in headers.items()}
     hint = run.suggest("predict", posterior=group.posterior, integrator=group.integrator)
     places = {split: str(one.path) for split, one in headers.items()}
-    return FidelityReference(
-        group.posterior, group.name, places, f"no predictions of {group.name}; run: {hint}", sources
-    )
+    return FidelityReference(group.name, group.name, places, f"no predictions of {group.name}; run: {hint}", sources)
 
 
 def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference:

@@ -25,7 +25,7 @@ from bnncli.run.given_predictions import (
     check_together,
     open_given,
 )
-from bnncli.run.reference_predictions import Compared, rows_against
+from bnncli.run.reference_predictions import MatchedForecasts, rows_against
 from bnncli.run.score_assertions import check_names, failure_text, hold_against
 from bnncli.run.score_rows import detection_rows, rare_class_warnings, split_rows
 from bnncli.run.score_table import score_table
@@ -129,7 +129,7 @@ def _fidelity(
     name = reference.path.name + ("" if column is None else f".{column}")
     ids = None if given.file is None else given.file.sample_id
     info = given.arrays.get("mutual_info")
-    ours = Compared(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
+    ours = MatchedForecasts(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
     return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
 
 
