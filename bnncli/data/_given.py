@@ -236,7 +236,8 @@ def _of_columns(
 
 def _named_labels(values: Sequence[Any], classes: tuple[str, ...] | None, where: str) -> np.ndarray | None:
     """Labels out of texts or numbers: names where all are such, else numbers."""
-    texts = {str(value).strip() for value in values if isinstance(value, str | int) and not isinstance(value, bool)}
+    kinds = {type(value) for value in values}
+    texts = {str(value).strip() for value in {*values}} if kinds and kinds <= {str, int} else set()
     if classes is not None and texts and texts <= {*classes, ""}:
         named = [str(value) if isinstance(value, int) else value for value in values]
         return labels_of(named, classes, where=where).numbers
