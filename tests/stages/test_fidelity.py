@@ -137,7 +137,8 @@ def test_a_reference_of_other_rows_labels_or_classes_is_refused(
 ) -> None:
     own = predictions(small_run, "laplace.mc")
     np.savez(tmp_path / "ref.npz", **change(np.asarray(own.probs), own.labels))  # type: ignore[operator]
-    done = cli("evaluate", small_run, *QUICK, *LAPLACE, "--reference", tmp_path / "ref.npz")
+    own_file = f"{small_run}.bnn/predictions/laplace.mc/test.h5"
+    done = cli("score", own_file, "--bootstrap", 0, "--reference", tmp_path / "ref.npz")
     assert (done.code, said in done.stderr) == (65, True), done.stderr
 
 
