@@ -74,8 +74,20 @@ def make_inputs() -> None:
             np.savez(f"coarse-{split}.npz", x=arrays["x"][:count, ::5, ::5], y=arrays["y"][:count])
     Path("net.pt").write_bytes((FIXTURES / "lenet5-fmnist.pt").read_bytes())
     _save_tiny_network()
+    _save_predictions()
     Path("bad.toml").write_text("[refine]\nepoks = 3\n")
     Path("good.toml").write_text('[common]\nquiet = true\n[refine]\nflow = "radial"\nlength = 3\n')
+
+
+def _save_predictions() -> None:
+    """Those of three classes that somebody made, as a table and as an archive of two."""
+    generator = np.random.default_rng(5)
+    probs = generator.dirichlet(np.ones(3), size=(2, 90))
+    labels = [generator.choice(["cat", "dog", "elk"], p=row) for row in probs[0]]
+    sites = ["north" if number % 3 else "south" for number in range(90)]
+    rows = [",".join([*map(repr, row.tolist()), *names]) for row, *names in zip(probs[0], labels, sites, strict=True)]
+    Path("mine.csv").write_text("\n".join(["p_cat,p_dog,p_elk,label,site", *rows]) + "\n")
+    np.savez("mine.npz", own=probs[0], other=probs[1])
 
 
 def _save_tiny_network() -> None:
@@ -244,6 +256,17 @@ LINES = (
         SOLVED,
     ),
     Line(f"{SCORES} --score all --assert 'laplace.mc.nll<=0.01'"),
+    Line(
+        "evaluate small --posterior laplace --integrator probit --reference laplace.mc --split test --bootstrap 50 --json --assert 'agreement-excess>=-0.1'",
+        SOLVED,
+    ),
+    Line(
+        "score small.bnn/predictions/laplace.mc/test.h5 --ood small.bnn/predictions/laplace.mc/far.h5 --score all --bootstrap 50 --json",
+        SOLVED,
+    ),
+    Line(
+        "score mine.csv --groups site --intervals --per-class --assert 'accuracy@north>=0.1' --reference mine.npz:other"
+    ),
     Line("compare small --bootstrap 100", TRAINED),
     Line(
         "compare small --bootstrap 100 --posterior map --posterior laplace --integrator plug-in --integrator probit --baseline map --metric nll --metric auroc:far --json",
@@ -285,6 +308,8 @@ LINES = (
     Line("predict small --integrator spiral"),
     Line("fit-laplace small --structure spiral"),
     Line("evaluate small --score spiral"),
+    Line("score mine.npz"),
+    Line("score mine.csv --labels mine.npz:own"),
     Line("fit-lbbnn small --estimator spiral"),
     Line("refine small --epochs 0"),
     Line("predict pair --posterior laplace --integrator mean"),

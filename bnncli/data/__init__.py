@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bnncli.data._classes import columns_of_classes, matched_to
 from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
+from bnncli.data._given import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels, read_texts
+from bnncli.data._given_columns import divide as divide_given
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
 from bnncli.data._known import Memory
 from bnncli.data._labels import common_task, shows_several
@@ -14,8 +16,10 @@ from bnncli.data._split import Batch, Inputs, InputSplit
 from bnncli.data._transform import Transform, Transformed
 
 __all__ = [
+    "HDF5_MAGIC",
     "Batch",
     "FeatureArrays",
+    "GivenFile",
     "InputSplit",
     "Inputs",
     "Memory",
@@ -27,14 +31,19 @@ __all__ = [
     "clip_of",
     "columns_of_classes",
     "common_task",
+    "divide_given",
     "feature_splits",
     "hold_out",
     "hold_out_rows",
     "is_clip",
     "load_split",
+    "magic_of",
     "matched_to",
     "parse_hold_out",
     "parse_split",
     "read_feature_arrays",
+    "read_given",
+    "read_labels",
+    "read_texts",
     "shows_several",
 ]

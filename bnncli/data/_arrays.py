@@ -165,6 +165,20 @@ def npz_names(path: Path) -> list[str]:
     return names
 
 
+def npz_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and type of every array in an npz file; none is read. Raises MissingInput or DataError."""
+    found = {}
+    names = npz_names(path)
+    with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
+        for name in names:
+            try:
+                shape, _, dtype, _ = _header_of(archive, f"{name}.npy")
+            except _DAMAGE as error:
+                raise _damaged(error, name, path) from error
+            found[name] = shape, dtype
+    return found
+
+
 def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """The named arrays of an npz file; pickled objects in it are never loaded.
 
@@ -185,11 +199,15 @@ def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
             try:
                 arrays[name] = _read_member(archive, f"{name}.npy", path)
             except _DAMAGE as error:
-                if is_failure(error):
-                    raise
-                where = f"{quoted(path, limit=300)}: array {quoted(name)}"
-                raise DataError(f"{where} is truncated or damaged ({error})", path=path) from error
+                raise _damaged(error, name, path) from error
     return arrays
+
+
+def _damaged(error: Exception, name: str, path: Path) -> DataError:
+    """The error for an array that cannot be read. Raises what the system is to blame for."""
+    if is_failure(error):
+        raise error
+    return DataError(f"{quoted(path, limit=300)}: array {quoted(name)} is truncated or damaged ({error})", path=path)
 
 
 def can_hold(compressed: int, size: int) -> bool:
@@ -207,14 +225,18 @@ def check_memory(size: int, what: str) -> None:
         )  # fmt: skip
 
 
-def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
-    """One array, after its header was checked against the archive."""
-    info = archive.getinfo(name)
+def _header_of(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, whether it is in Fortran's order, type, and where the numbers begin in a member."""
     with archive.open(name) as member:
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(member)
-        start = member.tell()
+        return (*read_header(member), member.tell())
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
+    """One array, after its header was checked against the archive."""
+    info = archive.getinfo(name)
+    shape, is_fortran, dtype, start = _header_of(archive, name)
     if dtype.hasobject:
         raise Untrusted(
             f"{quoted(path, limit=300)}: array {quoted(name.removesuffix('.npy'))} holds Python objects, which only a pickle can",

@@ -27,7 +27,7 @@ _FILE_NAMES = ("path", "file", "filename", "file_name")
 _AUDIO_NAMES = ("audio", "sound", "wav", "clip", "audio_path", "audio_file", *_FILE_NAMES)
 _IMAGE_NAMES = ("image", "img", "picture", "photo", "image_path", "image_file", *_FILE_NAMES)
 _NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]+)?")
-_LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
+LABEL_NAMES = ("label", "labels", "target", "targets", "class", "category", "sentiment", "y")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _labels(columns: Mapping[str, str], named: Mapping[str, str], where: str, sp
         if twice is not None:
             raise UsageError(f"\0data\0 {spelled}: label= names the column {quoted(twice)} twice")
         return names
-    found = [name for name in columns if name.casefold() in _LABEL_NAMES]
+    found = [name for name in columns if name.casefold() in LABEL_NAMES]
     if len(found) > 1:
         raise UsageError(
             f"\0data\0 {spelled}: several columns of {where} could be the label: {listed(found)}",

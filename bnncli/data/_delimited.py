@@ -155,14 +155,23 @@ class DelimitedTable:
 
     def _parsed(self, lines: Iterator[str] | list[str]) -> Iterator[list[str]]:
         csv.field_size_limit(sys.maxsize)  # texts are longer than its default
-        kept = (_without_returns(line) if "\r" in line else line for line in lines)
+        has_returns = False
+
+        def kept() -> Iterator[str]:
+            nonlocal has_returns
+            for line in lines:
+                if "\r" in line:
+                    line = _without_returns(line)
+                    has_returns = has_returns or _RETURN in line
+                yield line
+
         for fields in csv.reader(
-            kept,
+            kept(),
             delimiter=self._delimiter,
             quoting=csv.QUOTE_MINIMAL if self._is_quoted else csv.QUOTE_NONE,
             strict=True,
         ):
-            if any(_RETURN in field for field in fields):
+            if has_returns and any(_RETURN in field for field in fields):
                 fields = [field.replace(_RETURN, "\r") for field in fields]
             yield fields if self._is_quoted else [_unquoted(field) for field in fields]
 

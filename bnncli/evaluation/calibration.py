@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from bnncli.evaluation.calibrated import CalibrationError, against_chance, drawn_gaps, floor_of, largest_gap
 from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup
+from bnncli.lazy import sparse
 
 NUM_BINS = 15  # the usual choice since Guo et al. (2017)
 PUBLISHED_BINS = 100
-_AT_ONCE = 1 << 14  # examples of one matrix product, so that no (N, B) array is made and float32 sums stay short
+_AT_ONCE = 1 << 14  # examples of one matrix product, so that no second copy of all weights is made
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,16 @@ def calibration_scores(examples: ExampleStatistics, *, num_bins: int = NUM_BINS)
 
 def bin_sums(weights: NDArray, index: NDArray, values: NDArray, *, num_bins: int) -> Floats:
     """Weighted sums (b, num_bins, m) of values (N, m) over the examples of each bin; index (N,), weights (b, N)."""
-    sums = np.zeros((len(weights), num_bins * values.shape[1]))
+    num_values = values.shape[1]
+    sums = np.zeros((num_bins * num_values, len(weights)))
     for start in range(0, len(index), _AT_ONCE):
         rows = slice(start, start + _AT_ONCE)
-        bins = index[rows]
-        spread = np.zeros((len(bins), num_bins, values.shape[1]), dtype=weights.dtype)
-        spread[np.arange(len(bins)), bins] = values[rows]
-        sums += weights[:, rows] @ spread.reshape(len(bins), -1)
-    return sums.reshape(len(weights), num_bins, -1)
+        columns = index[rows, None] * num_values + np.arange(num_values)
+        starts = np.arange(0, columns.size + 1, num_values)
+        shape = len(columns), len(sums)
+        spread = sparse.csr_array((values[rows].ravel(), columns.ravel(), starts), shape=shape)
+        sums += spread.T @ np.ascontiguousarray(weights[:, rows].T, dtype=np.float64)
+    return np.ascontiguousarray(sums.T).reshape(len(weights), num_bins, -1)
 
 
 def _plain(confidence: NDArray, is_right: NDArray, num_bins: int, strategy: str) -> ScoreGroup:

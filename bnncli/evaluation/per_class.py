@@ -8,6 +8,7 @@ others; the average precision is that of scikit-learn, where tied probabilities 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +82,16 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
     size, num_classes = probs.shape
     present = np.unique(labels)
 
+    @cache
+    def areas_of_all() -> list[Floats]:
+        return computed(np.ones((1, size)))
+
     def areas(weights: NDArray) -> list[Floats]:
         """AUROC and average precision (b, C); NaN of a class that has no examples, or all of them."""
+        # Sorting is what takes long: with every example once it is done once for the mean and for every class.
+        return areas_of_all() if len(weights) == 1 and (weights == 1).all() else computed(weights)
+
+    def computed(weights: NDArray) -> list[Floats]:
         values = np.asarray(probs)
         found = np.full((2, len(weights), num_classes), np.nan)
         for k in present:
@@ -102,7 +111,7 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
 
 def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
     """AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
-    order = np.argsort(-scores, kind="stable")
+    order = np.argsort(-scores)  # tied scores in any order: the sums of whole weights at their end are exact
     ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of tied scores
     sorted_weights = weights.take(order, axis=1).astype(np.float64)
     total = sorted_weights.cumsum(axis=1).take(ends, axis=1)

@@ -57,8 +57,10 @@ def _harmonic(largest: int) -> Floats:
 def _cumulative(weights: NDArray, starts: NDArray, ends: NDArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Sums (b, J) of weights (b, N), whole numbers, before each start and before each end."""
     num_examples = weights.shape[1]
-    inner = np.union1d(starts, ends[ends < num_examples])
-    edges = np.union1d([0], inner)  # reduceat takes what is between two of them, and these all differ
+    edges = np.sort(np.concatenate([[0], starts, ends[ends < num_examples]]), kind="stable")  # ascending parts: a merge
+    edges = edges[
+        np.append(True, np.diff(edges) > 0)
+    ]  # reduceat takes what is between two of them, and these all differ
     sums = np.zeros((len(weights), len(edges) + 1), dtype=np.int64)
     sums[:, 1:] = np.cumsum(np.rint(np.add.reduceat(weights, edges, axis=1)).astype(np.int64), axis=1)
     places = np.append(edges, num_examples)

@@ -44,4 +44,5 @@ from bnncli.options.predict import PredictOptions as PredictOptions
 from bnncli.options.prune import PruneOptions as PruneOptions
 from bnncli.options.refine import RefineOptions as RefineOptions
 from bnncli.options.sbc import SbcOptions as SbcOptions
+from bnncli.options.score import ScoreOptions as ScoreOptions
 from bnncli.options.status import StatusOptions as StatusOptions

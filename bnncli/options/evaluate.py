@@ -1,4 +1,4 @@
-"""Options of evaluate."""
+"""Options of evaluate, and those of them that score has too."""
 
 from __future__ import annotations
 
@@ -27,18 +27,9 @@ FEATURES_NAME = "features"  # stands where a posterior's name does, for scores o
 
 
 @dataclass(frozen=True)
-class EvaluateOptions(Checked):
-    """Options of evaluate, `settings` being those that scores bring, `detector_settings` those that scores of examples do."""
+class ShownScores(Checked):
+    """Options of commands that score: what they show and assert."""
 
-    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
-    layers: str | None = chosen_layers_option()
-    integrator: list[str] = option(
-        [],
-        "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
-        metavar="NAME",
-        numeric=False,
-    )
-    split: list[str] = option([], "Only this in-distribution split. Repeatable.", metavar="SPLIT", numeric=False)
     metric: list[str] = option(
         [],
         "Show only this score, in all its forms, and fail (65) where it is undefined for every posterior. Repeatable.",
@@ -51,6 +42,43 @@ class EvaluateOptions(Checked):
         metavar="ASSERTION",
         numeric=False,
     )
+    per_class: bool = option(
+        False,
+        "Show the scores of every class in a table of their own, and in the rows of \0json\0: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest; of several labels an example, NLL, Brier score, ECE and share of errors of each too.",
+        numeric=False,
+    )
+    intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
+    level: float = option(0.95, "Level of the bootstrap intervals, between 0 and 1.", minimum=0, maximum=1)
+
+    def check_intervals(self, replicates: int | None) -> None:
+        """Raise UsageError for a wrong assertion or level, or where intervals are asked for and there are none."""
+        sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
+        if self.level in (0, 1):
+            raise UsageError(f"\0level\0: expected a number between 0 and 1; got {self.level}")
+        if replicates == 0 and any(side.part in ("low", "high") for side in sides):
+            raise UsageError("\0assert_\0: there are no intervals with \0bootstrap\0 0")
+        if self.intervals and replicates == 0:
+            raise UsageError("\0intervals\0: there are none with \0bootstrap\0 0")
+
+    @property
+    def assertions(self) -> list[Assertion]:
+        """What \0assert_\0 asks for."""
+        return [parse_assertion(text, "\0assert_\0", _metrics()) for text in self.assert_]
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(ShownScores):
+    """Options of evaluate, `settings` being those that scores bring, `detector_settings` those that scores of examples do."""
+
+    posterior: list[str] = option([], "Only this posterior's predictions. Repeatable.", metavar="NAME", numeric=False)
+    layers: str | None = chosen_layers_option()
+    integrator: list[str] = option(
+        [],
+        "Only this integrator's predictions: a name (mc), or one with its settings (mc-qmc). Repeatable.",
+        metavar="NAME",
+        numeric=False,
+    )
+    split: list[str] = option([], "Only this in-distribution split. Repeatable.", metavar="SPLIT", numeric=False)
     plot: str | None = option(
         None,
         "Draw reliability diagrams, risk-coverage and ROC curves into this folder, a PNG for each split.",
@@ -58,12 +86,6 @@ class EvaluateOptions(Checked):
         numeric=False,
     )
     curves: bool = option(False, "Add these curves to the rows of \0json\0, at most 200 points each.", numeric=False)
-    per_class: bool = option(
-        False,
-        "Show the scores of every class in a table of their own, and in the rows of \0json\0: recall (of balanced_accuracy), F1, precision, and the AUROC and average precision of the class against the rest; of several labels an example, NLL, Brier score, ECE and share of errors of each too.",
-        numeric=False,
-    )
-    intervals: bool = option(False, "Show each score with its bootstrap interval: value [low, high].", numeric=False)
     score: list[str] = option(
         [],
         "Detect out-of-distribution splits by this score of the predictions (max_prob otherwise), or of the features, "
@@ -71,28 +93,23 @@ class EvaluateOptions(Checked):
         choices=_scores,
     )
     detector_settings: dict[str, Any] = collected(of_detectors, numeric=False)
-    reference: str = option(
-        "hmc",
-        "Sample posterior that MMD^2 and other distances are measured to; by default, of posteriors over other layers, that which "
-        "hmc makes of the same layers (hmc-all).",
-        metavar="NAME",
+    reference: str | None = option(
+        None,
+        "Hold all predictions against those of this posterior of the run (hmc, or hmc.mc), or of a file as score takes it (FILE:ARRAY): "
+        "agreement, total variation, Jensen-Shannon divergence, rank correlation of mutual information. Draws of it are what MMD^2 and "
+        "other distances are measured to; without this option, or where it has none, those of hmc (of posteriors over other layers "
+        "those that hmc makes of the same layers, hmc-all).",
+        metavar="NAME|FILE[:ARRAY]",
+        numeric=False,
     )
     settings: dict[str, Any] = collected(of_scores)
     bootstrap: int = option(
         1000, "Bootstrap replicates of standard errors and intervals, over examples; 0 for none.", minimum=0
     )
-    level: float = option(0.95, "Level of the bootstrap intervals, between 0 and 1.", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.assertions  # wrong ones are told before any work
-        if self.level in (0, 1):
-            raise UsageError(f"\0level\0: expected a number between 0 and 1; got {self.level}")
-        sides = [side for one in self.assertions for side in (one.left, one.right) if isinstance(side, Quantity)]
-        if self.bootstrap == 0 and any(side.part in ("low", "high") for side in sides):
-            raise UsageError("\0assert_\0: there are no intervals with \0bootstrap\0 0")
-        if self.intervals and self.bootstrap == 0:
-            raise UsageError("\0intervals\0: there are none with \0bootstrap\0 0")
+        self.check_intervals(self.bootstrap)
         families = registry.names("integrators")
         for name in self.integrator:
             if not any(name == family or name.startswith(f"{family}-") for family in families):
@@ -116,8 +133,3 @@ class EvaluateOptions(Checked):
     def needs_features(self) -> bool:
         """Whether a score of the features is to be shown."""
         return not set(detectors.of_features()).isdisjoint(self.shown_scores)
-
-    @property
-    def assertions(self) -> list[Assertion]:
-        """What --assert asks for."""
-        return [parse_assertion(text, "\0assert_\0", _metrics()) for text in self.assert_]

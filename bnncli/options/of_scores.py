@@ -18,6 +18,13 @@ def of_scores() -> Declared:
 
 
 @cache
+def of_predicted_scores() -> Declared:
+    """Those of scores that are made of predictions alone, in score."""
+    names = {name for score in scores.declared().values() if score.of_split is not None for name in score.options}
+    return _declared({name: one for name, one in scores.options().items() if name in names})
+
+
+@cache
 def of_detectors() -> Declared:
     """Those of detectors, in evaluate."""
     return _declared(detectors.options())

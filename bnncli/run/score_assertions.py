@@ -140,7 +140,10 @@ def _absent_of_all(
     if not set(of_features()).isdisjoint(left.choices):
         return []
     others = {right.posterior} if isinstance(right, Quantity) else set()
-    others |= {*references} if declared()[left.metric].of_draws is not None else set()  # there is none to itself
+    score = declared()[left.metric]
+    others |= (
+        {*references} if score.of_draws is not None or score.of_reference is not None else set()
+    )  # there is none to itself
     chosen = _named(left, rows)
     kept = {_name(row) for row in _of_split(left, chosen, None)}
     split = _of_split(left, chosen, None)[0]["split"]
@@ -206,7 +209,7 @@ def _value(wanted: Quantity, row: Row, rows: Sequence[Row]) -> tuple[float | Non
         raise UsageError(f"\0assert_\0: {_label(row)} has no score {label} (there: {choices})")
     if len(found) > 1:
         raise UsageError(f"\0assert_\0: {label} of {_label(row)} may mean {', '.join(forms(found))}; name one")
-    if wanted.posterior is None and found[0].get("reference") == row["posterior"]:
+    if wanted.posterior is None and found[0].get("reference") in (row["posterior"], _name(row)):
         return None, None  # a distance to itself
     return _part(found[0], wanted.part)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bnncli.detectors import example_scores
 from bnncli.errors import DataError
@@ -86,17 +87,46 @@ def bootstrap_of(run: Run, options: EvaluateOptions) -> Bootstrap | None:
     return Bootstrap(options.bootstrap, options.level, run.compute.seed)
 
 
-def group_rows(run: Run, options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
-    """A row for each in-distribution split, test first, with detection against every out-of-distribution split."""
+class Scorable(Protocol):
+    """Predictions of a split that scores are made of, whatever file they lie in."""
+
+    @property
+    def name(self) -> str:
+        """The split's name."""
+
+    @property
+    def examples(self) -> ExampleStatistics:
+        """The numbers of each example."""
+
+    def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
+        """What scores of the split are made of, set by the options that they bring."""
+
+    def detection_scores(self, names: Sequence[str]) -> ExampleScores:
+        """The scores of these names of each example, or why there are none."""
+
+
+def group_rows(
+    run: Run,
+    options: EvaluateOptions,
+    group: PredictionGroup,
+    further: Callable[[PredictedSplit], list[Row]] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each in-distribution split, test first, with detection against every out-of-distribution split.
+
+    Args:
+        further: other metrics of a split's predictions.
+    """
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     inside = [PredictedSplit(header) for header in group.splits(is_ood=False).values()]
     rows = []
     for split in sorted(inside, key=lambda split: (split.name != "test", split.name)):
-        metrics = _split_rows(run, options, split)
+        bootstrap = bootstrap_of(run, options)
+        metrics = split_rows(split, options.settings, bootstrap, poll=run.console.poll)
         for other in outside:
             _check_differs(split, other)
-            metrics += _detection_rows(run, options, split, other)
+            metrics += detection_rows(split, other, options.prediction_scores, bootstrap)
             run.console.poll()
+        metrics += further(split) if further is not None else []
         rows.append({**_described(group, split.header), "metrics": metrics})
     return rows
 
@@ -108,29 +138,34 @@ def warn_of_rare_classes(run: Run, options: EvaluateOptions, groups: Sequence[Pr
         if not header.meta.get("is_labeled") or (options.split and name not in options.split):
             continue
         file = PredictedSplit(header).file
-        if file.labels is None or len(file.labels) == 0:
-            continue
-        if not file.is_exclusive:
-            _warn_of_one_sided_labels(run, name, file)
-            continue
-        check_labels(file.labels, (len(file.labels), len(file.classes)))
-        absent, few = rare_classes(file.labels, file.classes)
-        if absent:
-            run.console.warn(f"split {name} has no examples of {_listed(absent)}: means over classes leave them out")
-        if few:
-            run.console.warn(f"split {name} has few examples of {_listed(few)}: scores of single classes say little")
+        for text in rare_class_warnings(name, file.labels, file.classes, is_exclusive=file.is_exclusive):
+            run.console.warn(text)
 
 
-def _warn_of_one_sided_labels(run: Run, split: str, file: PredictionFile) -> None:
-    """Warn of labels that none, or all, of a split's examples have."""
-    assert file.labels is not None
-    check_label_sets(file.labels, (len(file.labels), len(file.classes)))
-    for names, who in zip(one_sided_labels(file.labels, file.classes), ("no example", "every example"), strict=True):
+def rare_class_warnings(
+    split: str, labels: NDArray | None, classes: Sequence[str], *, is_exclusive: bool
+) -> Iterator[str]:
+    """What is to be warned of in a split of which classes are missing or rare, or that none or all have a label."""
+    if labels is None or len(labels) == 0:
+        return
+    if not is_exclusive:
+        yield from _one_sided_warnings(split, labels, classes)
+        return
+    check_labels(labels, (len(labels), len(classes)))
+    absent, few = rare_classes(labels, list(classes))
+    if absent:
+        yield f"split {split} has no examples of {_listed(absent)}: means over classes leave them out"
+    if few:
+        yield f"split {split} has few examples of {_listed(few)}: scores of single classes say little"
+
+
+def _one_sided_warnings(split: str, labels: NDArray, classes: Sequence[str]) -> Iterator[str]:
+    """What is to be warned of where none, or all, of a split's examples have a label."""
+    check_label_sets(labels, (len(labels), len(classes)))
+    for names, who in zip(one_sided_labels(labels, list(classes)), ("no example", "every example"), strict=True):
         if names:
             text = _listed(names).replace("class", "label", 1).replace("labeles", "labels", 1)
-            run.console.warn(
-                f"split {split}: {who} has {text}: means over labels leave them out where they are undefined"
-            )
+            yield f"split {split}: {who} has {text}: means over labels leave them out where they are undefined"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -166,22 +201,25 @@ def num_draws(group: PredictionGroup, header: Header) -> int | None:
     return stored if asked is None else min(asked, stored)
 
 
-def _split_rows(run: Run, options: EvaluateOptions, split: PredictedSplit) -> list[Row]:
-    """The rows of one split's own scores."""
+def split_rows(
+    split: Scorable, settings: Mapping[str, Any], bootstrap: Bootstrap | None, *, poll: Callable[[], None]
+) -> list[Row]:
+    """The rows of one split's own scores, set by the options that these bring."""
     from bnncli.evaluation.metric_rows import score_rows
 
-    scores = split_scores(split.scored(options.settings))
-    run.console.poll()
-    return score_rows(scores, (split.name, len(split.examples)), bootstrap_of(run, options))
+    scores = split_scores(split.scored(settings))
+    poll()
+    return score_rows(scores, (split.name, len(split.examples)), bootstrap)
 
 
-def _detection_rows(run: Run, options: EvaluateOptions, split: PredictedSplit, other: PredictedSplit) -> list[Row]:
-    """The rows of telling one split from another, and of how sure the predictions of the other are."""
-    from bnncli.evaluation.split_detection import detection_rows
+def detection_rows(split: Scorable, other: Scorable, names: Sequence[str], bootstrap: Bootstrap | None) -> list[Row]:
+    """The rows of telling one split from another by these scores, and of how sure the predictions of the other are."""
+    from bnncli.evaluation import split_detection
 
-    bootstrap, names = bootstrap_of(run, options), options.prediction_scores
     inside, outside = (side.detection_scores(names) for side in (split, other))
-    rows = detection_rows(inside, outside, detection_forms(), split=split.name, ood=other.name, bootstrap=bootstrap)
+    rows = split_detection.detection_rows(
+        inside, outside, detection_forms(), split=split.name, ood=other.name, bootstrap=bootstrap
+    )
     return [*rows, *other_split_rows(other.examples, other.name, bootstrap)]
 
 

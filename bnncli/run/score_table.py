@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bnncli.likelihoods import recorded_name
@@ -10,9 +10,10 @@ from bnncli.names import posterior_title
 from bnncli.run.session import Table
 from bnncli.scores import declared
 
-_FIRST = ["split", "posterior", "integrator", "draws"]
+_FIRST = ("split", "posterior", "integrator", "draws")
 
 Form = tuple[str, str | None, tuple[str | None, ...]]
+Head = Callable[[Mapping[str, Any]], list[str]]  # what a row of the table begins with, of a row of scores
 
 
 def score_table(
@@ -22,6 +23,8 @@ def score_table(
     chosen: Sequence[str] = (),
     scores: Sequence[str] = ("max_prob",),
     intervals: bool = False,
+    first: Sequence[str] = _FIRST,
+    head: Head | None = None,
 ) -> Table:
     """The rows of evaluate as a Table; an undefined score is a dash.
 
@@ -29,6 +32,8 @@ def score_table(
         chosen: names of the scores to show, in all their forms; none: the usual ones.
         scores: by which detection is shown.
         intervals: whether each score is followed by its interval, where it has one.
+        first: the columns before the scores, three or more, of which the first is the split.
+        head: what stands in them; None: the names of a run's predictions.
     """
     ordered = sorted(rows, key=lambda row: (row["split"] != "test", row["split"]))
     shown = [
@@ -41,10 +46,10 @@ def score_table(
     ]
     forms = _columns(shown)
     cells = [
-        [*_head(row), *(_cell(found.get(form), intervals) for form in forms)]
+        [*(head or run_head)(row), *(_cell(found.get(form), intervals) for form in forms)]
         for row, found in zip(ordered, shown, strict=True)
     ]
-    columns = [*_FIRST, *_titles(forms, shown)]
+    columns = [*first, *_titles(forms, shown)]
     return Table(columns, cells, notes=notes, narrow=_turned(columns, cells))
 
 
@@ -105,7 +110,8 @@ def _turned(columns: list[str], cells: list[list[str]]) -> list[Table]:
     return tables
 
 
-def _head(row: Mapping[str, Any]) -> list[str]:
+def run_head(row: Mapping[str, Any]) -> list[str]:
+    """Split, posterior, integrator and number of draws."""
     title = posterior_title(row["posterior"], row["variant"], row.get("name"))
     return [row["split"], title, row["variant"], "-" if row["samples"] is None else str(row["samples"])]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
     from bnncli.evaluation.detection import DetectionForm
     from bnncli.evaluation.example_statistics import ExampleStatistics
+    from bnncli.evaluation.fidelity import PredictionPair
     from bnncli.evaluation.metric_rows import Row
     from bnncli.evaluation.reference_distances import Distance
     from bnncli.evaluation.scored_predictions import ScoredPredictions
@@ -28,7 +29,8 @@ LAST = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What one score declares; one of `of_split`, `of_two_splits`, `of_other_split`, `of_draws` and `computed_by` makes it.
+    """What one score declares; one of `of_split`, `of_two_splits`, `of_other_split`, `of_draws`, `of_reference` and
+    `computed_by` makes it.
 
     None of them: the score tells of a posterior's network, and rows of it come from where those are made.
 
@@ -41,7 +43,8 @@ class Score:
         usual: choices that are meant where a form is not named.
         told_by: choices in which its forms differ, in the order in which a title names them.
         facts: further fields of its rows that tell of the number, and no form from another.
-        has_floor: a calibrated model scores above 0 by chance: its rows have `floor` and `excess`.
+        has_floor: a calibrated model scores above 0 by chance: its rows have `floor` and `excess`. So have those of
+            `of_reference`, of which the floor is another.
         note: a line below the table that has it among the usual ones.
         options: those that set it, by their names; their values are in the `settings` of a scored split.
         of_split: the score of one split's predictions.
@@ -50,6 +53,7 @@ class Score:
         of_two_splits: its forms, of how well a score of each example tells two splits apart.
         of_other_split: the row of what predictions of an out-of-distribution split (named) say by themselves.
         of_draws: the distance between draws of theta and those of a reference.
+        of_reference: how near predictions come to those of a reference; its `floor` is what halves of its draws have.
         computed_by: the score whose file computes this one as well.
     """
 
@@ -69,6 +73,7 @@ class Score:
     of_two_splits: Callable[[], Sequence[DetectionForm]] | None = None
     of_other_split: Callable[[ExampleStatistics, str, Bootstrap | None], Row] | None = None
     of_draws: Callable[[], Distance] | None = None
+    of_reference: Callable[[PredictionPair], ScoreGroup] | None = None
     computed_by: str | None = None
 
     @property
@@ -124,3 +129,8 @@ def other_split_rows(examples: ExampleStatistics, ood: str, bootstrap: Bootstrap
 def distances() -> dict[str, Distance]:
     """Every distance between draws, by its name."""
     return {name: score.of_draws() for name, score in declared().items() if score.of_draws is not None}
+
+
+def fidelities() -> list[Callable[[PredictionPair], ScoreGroup]]:
+    """Every score of how near predictions come to a reference's."""
+    return [score.of_reference for score in declared().values() if score.of_reference is not None]

@@ -63,7 +63,7 @@ NOTHING_TO_DO = (
     "config show refine",
 )
 # These work whenever they are called, or their work is to read every byte.
-ALWAYS_WORK = {"compare", "diagnose", "integrals", "sbc", "auto", "verify", "demo", "convert"}
+ALWAYS_WORK = {"compare", "diagnose", "integrals", "sbc", "auto", "verify", "demo", "convert", "score"}
 MISSING = {"convert": "out.safetensors", "extract-features": "--model net.py:make --data train=npz:data.npz"}
 
 # In a process of its own, so that nothing is imported yet: each line with its code, and what it printed.

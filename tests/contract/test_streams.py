@@ -45,6 +45,7 @@ def words_of(name: str, run: Path) -> list[object]:
         "verify": [name, *sorted((folder / "features").glob("*.h5")), *sorted((folder / "posteriors").iterdir())],
         "convert": [name, run.with_name("net.pt"), run.with_name("out.safetensors")],
         "config-show": ["config", "show", "refine"],
+        "score": [name, folder / "predictions" / "laplace.mc" / "test.h5", "--bootstrap", 20],
         "integrals": [name, "--mean", "1.7", "--variance", "4"],
         "fit-lbbnn": [name, run, "--epochs", 50, "--inclusion-rate", 0.1],
         "sbc": [name, run, "--simulations", 20, "--draws", 9],

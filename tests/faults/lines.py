@@ -181,6 +181,12 @@ LINES = {
             None,
             (_MC,),
         ),
+        Line(
+            "score",
+            ("predictions.npz", "--labels", "labels.csv", "--ood", "far.npy", "--bootstrap", "0"),
+            inputs=("predictions.npz", "labels.csv", "far.npy"),
+            is_read_only=True,
+        ),
         Line("integrals", ("--plot", "map.png", "--grid-size", "3", "--integrator", "probit"), ("map.png",)),
         Line("auto", ("small",), ("small.bnn/recommended.json",), None, (_VAL, _LAPLACE)),
         Line(
@@ -217,6 +223,10 @@ def prepare(folder: Path) -> None:
     np.savez(folder / "other.npz", **{**arrays, "features_test": -arrays["features_test"]})
     for split in ("train", "test"):
         np.savez(folder / f"{split}.npz", x=arrays[f"features_{split}"], y=arrays[f"labels_{split}"])
+    probs = np.random.default_rng(0).dirichlet(np.ones(3), size=60)
+    np.savez(folder / "predictions.npz", probs=probs[:40])
+    (folder / "labels.csv").write_text("\n".join(["label", *map(str, probs[:40].argmax(axis=1))]) + "\n")
+    np.save(folder / "far.npy", probs[40:])
     shutil.copy(folder / "net.pt", folder / "whole.pt")
     for line in (
         ["fit-lbbnn", "small", "--epochs", "1"],

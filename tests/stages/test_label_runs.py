@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bnncli.stages.evaluate.class_table import class_table
 from problems.command_line import Cli
 from problems.label_sets import NUM_LABELS, label_arrays
 from problems.outputs import table_rows
 
 import bnncli
 from bnncli.run.inputs import open_posterior
-from bnncli.stages.evaluate.class_table import class_table
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import CheckFailed, DataError, MissingInput
-from bnncli.likelihoods import recorded_name
+from bnncli.errors import CheckFailed, MissingInput
 from bnncli.options import EvaluateOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import spelled
 from bnncli.run import revisions as _revisions
+from bnncli.run.class_table import class_table, with_classes, without_classes
 from bnncli.run.prediction_groups import PredictionGroup, Skipped, open_groups
 from bnncli.run.produce import Computed, Request, produce
 from bnncli.run.score_assertions import Absent, check_names, failure_text, hold_against
-from bnncli.run.score_rows import group_rows, warn_of_rare_classes
+from bnncli.run.score_rows import PredictedSplit, group_rows, warn_of_rare_classes
 from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
-from bnncli.scores import declared, further_names
-from bnncli.stages.evaluate.class_table import class_table, with_classes
+from bnncli.run.shown_scores import legend, with_metrics
+from bnncli.scores import further_names
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.features import evaluate_features, row_name
-from bnncli.stages.evaluate.reference import Reference, References
+from bnncli.stages.evaluate.fidelity import FidelityReference, draws_name, find_fidelity
+from bnncli.stages.evaluate.reference import USUAL, Reference, References
 from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_latent
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
@@ -57,11 +60,13 @@ def run(run: Run, options: EvaluateOptions) -> Result:
     check_names(options.assertions, [row for group in groups for row in _row_names(options, group)], absent)
     plots = planned_plots(run, groups, options.split, Path(options.plot)) if options.plot is not None else []
     warn_of_rare_classes(run, options, groups)
-    references = References.of(run, options.reference, [group.posterior_path for group in groups])
+    fidelity = find_fidelity(run, options, groups)
+    name = draws_name(run, options, USUAL)
+    references = References.of(run, name, [group.posterior_path for group in groups])
     total = Result()
     rows: list[dict[str, Any]] = []
     for group in groups:
-        result = _evaluate(run, options, group, references.for_posterior(group.posterior_path))
+        result = _evaluate(run, options, group, references.for_posterior(group.posterior_path), fidelity)
         total.add(result)
         own = result.metrics["rows"] if result.metrics else []
         rows += _with_curves(run, options, group, own) if options.curves or plots else own
@@ -71,13 +76,17 @@ def run(run: Run, options: EvaluateOptions) -> Result:
         rows += result.metrics["rows"] if result.metrics else []
     if not run.write.dry_run:
         used = {one.name: one for one in (references.for_posterior(group.posterior_path) for group in groups)}
-        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, references=[*used])
+        against = [*used, *([fidelity.name] if fidelity is not None else [])]
+        total.extra["checks"] = checks = hold_against(options.assertions, rows, absent, references=against)
         total.add(draw_plots(run, plots, rows))
         if not options.curves:
             rows = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
-        rows = with_classes(rows, groups) if options.per_class else [_without_classes(row) for row in rows]
+        rows = with_classes(rows, groups) if options.per_class else [without_classes(row) for row in rows]
         rows = _shown(run, options, rows)
-        notes = [*_legend(options, rows), *(text for one in used.values() for text in one.doubts())]
+        notes = [
+            *legend(rows, options, options.shown_scores, options.bootstrap),
+            *(text for one in used.values() for text in one.doubts()),
+        ]
         notes.append(f"all scores with their definitions: {run.folder.root / 'metrics'}")
         total.tables.append(
             score_table(rows, notes, chosen=options.metric, scores=options.shown_scores, intervals=options.intervals)
@@ -100,53 +109,12 @@ def _with_curves(
     return [{**row, "curves": found[row["split"]]} if row["split"] in found else row for row in rows]
 
 
-def _without_classes(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without the values of every class."""
-    metrics = [{key: value for key, value in metric.items() if key != "per_class"} for metric in row["metrics"]]
-    return {**row, "metrics": metrics}
-
-
 def _row_names(options: EvaluateOptions, group: PredictionGroup) -> list[dict[str, Any]]:
     """What the rows of a group, and those of its features, are called, before their scores are known."""
     names = {"name": group.name, "posterior": group.posterior, "integrator": group.integrator, "variant": group.variant}
     splits = list(group.splits(is_ood=False))
     own = [{**names, "split": split} for split in splits]
     return own + [row_name(split) for split in splits if options.needs_features]
-
-
-def _legend(options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[str]:
-    """What the numbers of the table mean."""
-    if options.metric:
-        lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.settings['bins']}"]
-    else:
-        lines = [
-            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.settings['bins']} equal-width bins; detection by "
-            f"{', '.join(options.shown_scores)}, in-distribution positive; MMD^2: unbiased"
-        ]
-    scores = declared()
-    names = options.metric or [name for name, score in scores.items() if score.is_shown]
-    metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
-    if any("floor" in metric for metric in metrics):
-        lines.append(
-            "floor: what a calibrated model with the same confidences scores on so many examples, by chance alone"
-        )
-    if any(metric.get("p_value") is not None for metric in metrics):
-        lines.append(
-            "MMD^2 +- standard error; p: of a permutation test, small where the draws are not from the reference's distribution"
-        )
-    there = {metric["name"] for metric in metrics} if not options.metric else set()
-    lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
-    if any(recorded_name(row) is not None for row in rows):
-        lines.append(
-            "several labels an example: accuracy is of examples with every label right (at 0.5); NLL, Brier score and ECE are of "
-            "each label's decision; class AUROC and average precision are means over labels; max_prob is of the likeliest label"
-        )
-    if options.intervals:
-        lines.append(
-            f"[low, high]: {100 * options.level:g} % intervals by a bootstrap over examples ({options.bootstrap} replicates); "
-            "those of ECE, from inverted tests, and of MCE are of the error without the floor, and may lie below the value"
-        )
-    return lines
 
 
 def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,33 +129,16 @@ def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> li
     chosen = [row for row in rows if not options.split or row["split"] in options.split]
     if not options.metric:
         return chosen
-    kept = [{**row, "metrics": [m for m in row["metrics"] if m["name"] in options.metric]} for row in chosen]
-    _check_defined(options, kept)
-    return kept
+    return with_metrics(chosen, options.metric)
 
 
-def _check_defined(options: EvaluateOptions, rows: list[dict[str, Any]]) -> None:
-    """Raise DataError when a score that was asked for by name is undefined for every posterior on a split."""
-    for split in dict.fromkeys(row["split"] for row in rows):
-        for name in options.metric:
-            found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
-            if all(m["value"] is None for m in found):
-                reason = found[0]["undefined"] if found else _why_absent(name, rows)
-                raise DataError(f"--metric {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
-
-
-def _why_absent(name: str, rows: list[dict[str, Any]]) -> str:
-    """Why no row has a score."""
-    score = declared()[name]
-    makers = (score, *([declared()[score.computed_by]] if score.computed_by else []))
-    is_of_split = any(one.of_split is not None for one in makers)
-    if is_of_split:
-        has_labels = any(recorded_name(row) is not None for row in rows)
-        return "it is not for several labels an example" if has_labels else "it is for several labels an example"
-    return "there is no out-of-distribution split"
-
-
-def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, reference: Reference) -> Result:
+def _evaluate(
+    run: Run,
+    options: EvaluateOptions,
+    group: PredictionGroup,
+    reference: Reference,
+    fidelity: FidelityReference | None,
+) -> Result:
     sources = [
         Source(f"predictions.{header.meta['split']}", header.path, header.content_digest) for header in group.headers
     ]
@@ -197,8 +148,14 @@ def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, refere
         sources.append(Source("reference", reference.path, reference.header.content_digest))
     if posterior is not None and (reference.path is not None or is_thinned):
         sources.append(Source("posterior", posterior, read_header(posterior).content_digest))
+    beside: Callable[[PredictedSplit], list[dict[str, Any]]] | None = None
+    if fidelity is not None:
+        splits = group.splits(is_ood=False) if group.name != fidelity.group else {}
+        sources += dict.fromkeys(fidelity.sources[split] for split in splits if split in fidelity.sources)
+        beside = partial(fidelity.rows, run, options, group)
     params = {**options.params(), "score": options.prediction_scores, "seed": run.compute.seed}
     params["reference"] = reference.name
+    params |= fidelity.to_params() if fidelity is not None else {}
     if further := further_names():
         params["further_scores"] = further
     target = run.folder.metrics(group.name)
@@ -211,7 +168,9 @@ def _evaluate(run: Run, options: EvaluateOptions, group: PredictionGroup, refere
         from bnncli.stages.evaluate.distances import distance_rows
 
         distance = distance_rows(run, reference, posterior)
-        rows = [{**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group))]
+        rows = [
+            {**row, "metrics": row["metrics"] + distance} for row in spelled(group_rows(run, options, group, beside))
+        ]
         if is_thinned and posterior is not None:
             from bnncli.stages.evaluate.density import density_metrics, selection_metrics
 

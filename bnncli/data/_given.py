@@ -1,0 +1,321 @@
+"""Predictions that people have: probabilities or logits, labels and names, out of npz, npy, csv and Parquet files.
+
+What a file is, its first bytes say, not its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli.data._arrays import npz_shapes, read_npz
+from bnncli.data._arrow_tables import BlockTable, ParquetBlocks
+from bnncli.data._columns import LIST
+from bnncli.data._delimited import DelimitedTable
+from bnncli.data._given_columns import LABEL, Chosen, divide, find_arrays, find_columns, find_labels
+from bnncli.data._label_values import Labels, labels_of, several_labels
+from bnncli.data._labels import check_labels
+from bnncli.data._table import StoredTable
+from bnncli.errors import DataError, Untrusted
+from bnncli.machine.input_files import is_failure, open_regular
+from bnncli.names import quoted
+
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+_ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
+_BLOCK_VALUES = 1 << 20  # of a table, read at once
+_MUTUAL_INFO = "mutual_info"
+_CLASSES = "classes"  # an array of their names
+
+
+@dataclass(frozen=True)
+class GivenFile:
+    """What a file holds of predictions.
+
+    Attributes:
+        path: the file. column: what the predictions are called in it, for messages.
+        values: (N, C) real numbers as they are stored; (N, 1) of a single column.
+        holds: probs or logits, as it says itself; None where it does not.
+        classes: their names, where the file has them.
+        labels: (N,) int64, (N, L) uint8 of several labels an example, or None.
+        mutual_info: (N,) nats, or None.
+    """
+
+    path: Path
+    column: str
+    values: np.ndarray
+    holds: str | None
+    classes: tuple[str, ...] | None
+    labels: np.ndarray | None
+    mutual_info: np.ndarray | None = None
+
+
+def read_given(place: str, *, wanted: str | None = None, has_labels: bool = True) -> GivenFile:
+    """The predictions in `FILE[:probs=COLUMN,label=COLUMN]`, or `FILE:ARRAY[,LABELS]`.
+
+    Args:
+        wanted: probs or logits, where the user says which.
+        has_labels: whether labels are looked for, where none are named.
+
+    Raises:
+        MissingInput: no such file. UsageError: the columns are not of that form.
+        DataError: damaged, no or several columns that could be meant, numbers or labels that break a rule.
+        Untrusted: an array of Python objects.
+    """
+    path, named = divide(place)
+    magic = magic_of(path)
+    if magic.startswith(_NPY_MAGIC):
+        return GivenFile(path, path.name, _two_axes(_read_npy(path), quoted(path, limit=300)), wanted, None, None)
+    if magic.startswith(_ZIP_MAGIC):
+        return _of_archive(path, named, wanted, has_labels=has_labels)
+    return _of_table(_table(path, magic), named, wanted, has_labels=has_labels)
+
+
+def read_labels(place: str, classes: tuple[str, ...] | None) -> np.ndarray:
+    """Labels (N,), or (N, L) of several an example, in `FILE[:COLUMN]`.
+
+    Args:
+        classes: the names of the classes, where they are known: labels may be such names.
+
+    Raises:
+        MissingInput, UsageError, DataError, Untrusted: as read_given; and where there are no labels.
+    """
+    path, named = divide(place)
+    magic, where = magic_of(path), quoted(path, limit=300)
+    if magic.startswith(_NPY_MAGIC):
+        labels = _checked(_read_npy(path), classes, where)
+    elif magic.startswith(_ZIP_MAGIC):
+        (name,) = _single(find_labels(list(npz_shapes(path)), named, where, is_alone=True), where)
+        labels = _checked(read_npz(path, [name])[name], classes, f"{where}: array {quoted(name)}")
+    else:
+        table = _table(path, magic)
+        names = find_labels(list(table.columns), named, where, is_alone=True)
+        labels = _of_columns(table, names, table.values(names)[1], classes, where)
+    if labels is None:
+        raise DataError(f"{where}: no row has a label", code="bad_labels", path=path)
+    return labels
+
+
+def read_texts(path: Path, column: str) -> list[str]:
+    """The values (N,) of a column or array as texts. Raises as read_given does; DataError where there is no such column."""
+    magic, where = magic_of(path), quoted(path, limit=300)
+    if magic.startswith(_ZIP_MAGIC):
+        array = read_npz(path, [column])[column]
+        if array.ndim != 1:
+            raise DataError(f"{where}: array {quoted(column)} has shape {array.shape}, expected (N,)", path=path)
+        return [str(value) for value in array.tolist()]
+    table = _table(path, magic)
+    (name,) = find_labels(list(table.columns), {LABEL: column}, where)
+    return ["" if value is None else str(value) for value in table.values([name])[1][0]]
+
+
+def magic_of(path: Path) -> bytes:
+    """The first bytes of a file. Raises MissingInput, or DataError for an empty one."""
+    with open_regular(path) as stream:
+        found = stream.read(8)
+    if not found:
+        raise DataError(f"{quoted(path, limit=300)} is empty", code="truncated", path=path)
+    return found
+
+
+def _table(path: Path, magic: bytes) -> StoredTable:
+    if magic.startswith(_PARQUET_MAGIC):
+        return BlockTable(path, [path], ParquetBlocks, "parquet")
+    if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
+        raise DataError(
+            f"{quoted(path, limit=300)} is none of npz, npy, csv, Parquet or a prediction file of bnncli", path=path,
+            hint="save them as np.savez(FILE, probs=..., label=...)", code="wrong_kind",
+        )  # fmt: skip
+    return DelimitedTable(path, delimiter=",")
+
+
+def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
+    shapes, where = npz_shapes(path), quoted(path, limit=300)
+    if named.keys() & {""} and named[""] in shapes and shapes[named[""]][1].kind not in "fiub":
+        raise DataError(
+            f"{where}: array {quoted(named[''])} has type {shapes[named['']][1]}, expected numbers", path=path
+        )
+    if not shapes:
+        raise DataError(f"{where} has no arrays: it is no npz file", path=path)
+    is_named = {name for key, name in named.items() if key != LABEL}
+    real = {name: shape for name, (shape, dtype) in shapes.items() if dtype.kind == "f" or name in is_named}
+    chosen = find_arrays(real, named, wanted, where)
+    (name,) = chosen.names
+    labels = find_labels(list(shapes), named, where) if has_labels or LABEL in named else ()
+    others = [one for one in (_CLASSES, _MUTUAL_INFO) if one in shapes and shapes[one][1].kind in "Uf" and one != name]
+    arrays = read_npz(path, [name, *_single(labels, where), *others])
+    values = _two_axes(arrays[name], f"{where}: array {quoted(name)}")
+    classes = _class_names(arrays.get(_CLASSES), values.shape[1])
+    own = _checked(arrays[labels[0]], classes, f"{where}: array {quoted(labels[0])}") if labels else None
+    return GivenFile(path, name, values, chosen.holds, classes, own, _as_long(arrays.get(_MUTUAL_INFO), len(values)))
+
+
+def _of_table(table: StoredTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
+    where = quoted(table.path, limit=300)
+    chosen = find_columns(table.columns, named, wanted, where)
+    _check_one_origin(table, where)
+    label_names = find_labels(list(table.columns), named, where) if has_labels or LABEL in named else ()
+    if has_labels and not label_names and chosen.classes is not None:
+        of_each = [f"label_{name}" for name in chosen.classes]
+        label_names = tuple(of_each) if set(of_each) <= table.columns.keys() else ()
+    further = [name for name in table.columns if name == _MUTUAL_INFO and name not in chosen.names]
+    num_rows, raw = table.values([*label_names, *further])
+    if num_rows == 0:
+        raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
+    values = _numbers(table, chosen, num_rows, where)
+    labels = _of_columns(table, label_names, raw[: len(label_names)], chosen.classes, where) if label_names else None
+    mutual_info = _real(raw[-1]) if further else None
+    return GivenFile(table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info)
+
+
+def _check_one_origin(table: StoredTable, where: str) -> None:
+    """Raise DataError for a table of `predict` that has several predictions of one example."""
+    names = [name for name in ("split", "posterior", "variant") if name in table.columns]
+    if len(names) < 3:
+        return
+    origins = sorted(set(zip(*table.values(names)[1], strict=True)))
+    if len(origins) > 1:
+        shown = ", ".join(" ".join(map(str, one)) for one in origins[:4])
+        raise DataError(
+            f"{where} has the predictions of {len(origins)} splits, posteriors or integrators: {shown}", code="several_splits",
+            hint="score one at a time", path=table.path,
+        )  # fmt: skip
+
+
+def _numbers(table: StoredTable, chosen: Chosen, num_rows: int, where: str) -> np.ndarray:
+    """(N, C) float64 of columns of numbers, or of one column of lists."""
+    names, size = list(chosen.names), max(1, _BLOCK_VALUES // max(8, len(chosen.names)))
+    is_list = len(names) == 1 and table.columns[names[0]] == LIST
+    found = []
+    for start in range(0, num_rows, size):
+        columns = table.read(np.arange(start, min(start + size, num_rows)), names)
+        try:
+            block = np.array(columns[0] if is_list else columns, dtype=np.float64)
+        except (ValueError, TypeError):
+            raise _odd_number(columns, names, start, where, is_list=is_list) from None
+        found.append(block if is_list else block.T)
+        if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
+            raise DataError(f"{where}: the lists of column {quoted(names[0])} differ in length", path=table.path)
+    return np.concatenate(found)
+
+
+def _odd_number(
+    columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
+) -> DataError:
+    for name, column in zip(names, columns, strict=True):
+        for place, value in enumerate(column):
+            if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
+                return DataError(
+                    f"{where}: row {start + place}: column {quoted(name)} has {len(value)} numbers, the first row {len(column[0])}"
+                )
+            try:
+                np.float64(value) if not is_list else np.array(value, np.float64)
+            except (ValueError, TypeError):
+                came = quoted(value) if value not in ("", None) else "nothing"
+                return DataError(f"{where}: row {start + place}, column {quoted(name)}: expected a number, got {came}")
+    return DataError(f"{where}: column {quoted(names[0])} has values that are no numbers")
+
+
+def _of_columns(
+    table: StoredTable,
+    names: Sequence[str],
+    values: Sequence[Sequence[Any]],
+    classes: tuple[str, ...] | None,
+    where: str,
+) -> np.ndarray | None:
+    """The labels in one column, or several labels an example in one each."""
+    if len(names) > 1:
+        return several_labels(dict(zip(names, values, strict=True)), where=where).numbers
+    column = f"{where}: column {quoted(names[0])}"
+    known = table.class_names.get(names[0]) or classes
+    return _named_labels(values[0], known, column)
+
+
+def _named_labels(values: Sequence[Any], classes: tuple[str, ...] | None, where: str) -> np.ndarray | None:
+    """Labels out of texts or numbers: names where all are such, else numbers."""
+    kinds = {type(value) for value in values}
+    texts = {str(value).strip() for value in {*values}} if kinds and kinds <= {str, int} else set()
+    if classes is not None and texts and texts <= {*classes, ""}:
+        named = [str(value) if isinstance(value, int) else value for value in values]
+        return labels_of(named, classes, where=where).numbers
+    found: Labels = labels_of(values, None, where=where)
+    if found.classes is None:
+        return found.numbers
+    if classes is None:
+        raise DataError(
+            f"{where}: the labels are names, as {quoted(found.classes[0])}, and which column of the predictions is which class is not known",
+            code="bad_labels", hint="save the numbers of the classes from 0 on, or call the columns p_NAME",
+        )  # fmt: skip
+    return labels_of(values, classes, where=where).numbers  # which tells the row that has none of the names
+
+
+def _checked(array: np.ndarray, classes: tuple[str, ...] | None, where: str) -> np.ndarray | None:
+    """The labels of an array; None where all are -1, as files of unlabelled examples have it."""
+    if array.dtype.kind in "US" and array.ndim == 1:
+        return _named_labels([str(value) for value in array.astype(str).tolist()], classes, where)
+    if array.dtype.kind in "if" and array.ndim == 1 and len(array) and (array == -1).all():
+        return None
+    return check_labels(np.asarray(array), num_rows=len(array) if array.ndim else 0, where=where)
+
+
+def _two_axes(array: np.ndarray, where: str) -> np.ndarray:
+    """(N, C) numbers; a vector is a single column. Raises DataError otherwise."""
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{where}: has type {array.dtype}, expected numbers")
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.ndim != 2 or array.shape[1] == 0:
+        draws = ": of draws save their mean" if array.ndim == 3 else ""
+        raise DataError(f"{where}: expected shape (N, C), got {array.shape}{draws}", code="bad_shape")
+    if len(array) == 0:
+        raise DataError(f"{where} has no rows", code="empty_split")
+    if array.dtype.kind != "f":
+        array = array.astype(np.float64)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _class_names(array: np.ndarray | None, num_classes: int) -> tuple[str, ...] | None:
+    is_there = array is not None and array.dtype.kind == "U" and array.shape == (num_classes,)
+    return tuple(map(str, array.tolist())) if is_there and array is not None else None
+
+
+def _as_long(array: np.ndarray | None, num_rows: int) -> np.ndarray | None:
+    """Finite numbers (N,) of the examples, or None."""
+    return array if array is not None and array.shape == (num_rows,) and np.isfinite(array).all() else None
+
+
+def _real(values: Sequence[Any]) -> np.ndarray | None:
+    try:
+        return _as_long(np.array(values, np.float64), len(values))
+    except (ValueError, TypeError):
+        return None
+
+
+def _single(names: tuple[str, ...], where: str) -> tuple[str, ...]:
+    if len(names) > 1:
+        raise DataError(f"{where}: labels of an npz file are one array; got {', '.join(map(quoted, names))}")
+    return names
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    """The array of an npy file. Raises DataError, or Untrusted for one of Python objects."""
+    where = quoted(path, limit=300)
+    with open_regular(path) as stream:
+        try:
+            array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
+        except (ValueError, EOFError, OSError, SyntaxError) as error:
+            if is_failure(error):
+                raise
+            if "allow_pickle" in str(error):
+                raise Untrusted(
+                    f"{where} holds Python objects, which only a pickle can",
+                    hint="save it as a plain array of numbers",
+                    path=path,
+                ) from None
+            raise DataError(
+                f"{where} is truncated or damaged ({' '.join(str(error).split())[:120]})", path=path
+            ) from error
+    return array

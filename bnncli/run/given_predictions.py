@@ -1,0 +1,335 @@
+"""Predictions that were given as a file, whoever made them: probabilities, or logits made into such, as scores see them.
+
+Prediction files of predict keep what else they have; of logits energies and largest logits are told, as predict tells them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bnncli.data import HDF5_MAGIC, GivenFile, common_task, divide_given, magic_of, read_given, read_labels
+from bnncli.detectors import example_scores
+from bnncli.errors import DataError, UsageError
+from bnncli.evaluation.example_statistics import ExampleStatistics, examples_of
+from bnncli.evaluation.probabilities import ROW_SUM_TOLERANCE, row_blocks
+from bnncli.lazy import torch
+from bnncli.likelihoods import MULTILABEL, Likelihood, has_exclusive_classes, likelihood_of, recorded_name
+from bnncli.names import quoted
+from bnncli.storage.headers import Header
+from bnncli.storage.predictions import PredictionFile, read_predictions
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.scored_predictions import ScoredPredictions
+    from bnncli.evaluation.split_detection import ExampleScores
+
+PROBS, LOGITS = "probs", "logits"
+
+
+class Said(NamedTuple):
+    """What a user says of predictions.
+
+    Args:
+        holds: PROBS or LOGITS; None: to be found.
+        task: one of TASKS; None: to be found.
+    """
+
+    holds: str | None = None
+    task: str | None = None
+
+
+@dataclass(frozen=True)
+class GivenPredictions:
+    """Predictions of a split that scores are made of.
+
+    Args:
+        name: of the split. path: of the file.
+        probs: (N, C); rows sum to one where the classes exclude each other.
+        labels: (N,) int64, (N, C) uint8 of several labels an example, or None.
+        classes: names.
+        arrays: what else detectors take, by the names that prediction files have.
+        ranking: rule, threshold and cap of the uncertainty-aware ranking, where there is one.
+        header: of a prediction file of predict. file: what it holds.
+    """
+
+    name: str
+    path: Path
+    probs: NDArray
+    labels: NDArray | None
+    classes: tuple[str, ...]
+    has_names: bool
+    is_exclusive: bool = True
+    arrays: Mapping[str, NDArray] = field(default_factory=dict)
+    ranking: Mapping[str, Any] | None = None
+    header: Header | None = None
+    file: PredictionFile | None = None
+
+    @cached_property
+    def examples(self) -> ExampleStatistics:
+        """The numbers of each example. Raises DataError for what is no probability."""
+        size = len(self.classes)
+        try:
+            return examples_of(self.probs, self.labels, num_classes=size, is_exclusive=self.is_exclusive)
+        except DataError as error:
+            hint = error.hint
+            if hint is not None and "these look like" in hint and "percent" not in hint:
+                hint = "if they are logits (or log-probabilities, which have the same softmax), add \0logits\0"
+            elif hint is not None and "sum to 1" in hint:
+                hint = f"{hint}; \0task\0 multilabel, where each class is a label by itself"
+            raise DataError(f"{quoted(self.path, limit=300)}: {error.message}", hint=hint, path=self.path) from None
+
+    def check(self) -> None:
+        """Pass when its probabilities are such. Raises DataError as `examples` does."""
+        _ = self.examples
+
+    @property
+    def samples(self) -> int | None:
+        """How many draws it is the mean of, where it says so."""
+        return None if self.header is None else self.header.meta["samples"]
+
+    @property
+    def likelihood(self) -> str | None:
+        """The name that rows record of it."""
+        return None if self.is_exclusive else MULTILABEL
+
+    def scored(self, settings: Mapping[str, Any]) -> ScoredPredictions:
+        """What scores of the split are made of, set by the options that they bring."""
+        from bnncli.evaluation.scored_predictions import ScoredPredictions
+
+        lengths = self.arrays.get("top_k")
+        mutual_info = self.arrays.get("mutual_info")
+        return ScoredPredictions(
+            self.probs, self.examples, mutual_info, lengths=lengths, ranking=self.ranking, settings=settings
+        )
+
+    def detection_scores(self, names: Sequence[str]) -> ExampleScores:
+        """The scores of these names of each example, or why there are none."""
+        return example_scores(names, self.examples, self.arrays.get)
+
+    def named(self, name: str) -> GivenPredictions:
+        """The same, of a split of this name."""
+        return replace(self, name=name)
+
+    def of_rows(self, rows: NDArray[np.int64], name: str) -> GivenPredictions:
+        """Some of its examples (n,), under another name."""
+        arrays = {key: array[rows] for key, array in self.arrays.items()}
+        labels = None if self.labels is None else self.labels[rows]
+        return replace(self, name=name, probs=np.asarray(self.probs[rows]), labels=labels, arrays=arrays)
+
+
+def open_given(
+    place: str, said: Said, *, name: str | None = None, labels: str | None = None, is_labeled: bool = True
+) -> GivenPredictions:
+    """The predictions in `FILE[:probs=COLUMN,label=COLUMN]`, or `FILE:ARRAY[,LABELS]`.
+
+    Args:
+        name: of the split; None: what a prediction file says, or the file's stem.
+        labels: where they are, if not with the predictions.
+        is_labeled: whether labels are wanted.
+
+    Raises:
+        MissingInput, UsageError, DataError, Untrusted: as read_given; predictions that are neither clearly probabilities nor
+            clearly logits; labels that do not fit.
+    """
+    path, named = divide_given(place)
+    if magic_of(path) == HDF5_MAGIC:
+        if named:
+            raise UsageError(f"{place!r}: a prediction file of bnncli has no columns to name")
+        found = _of_prediction_file(path, name, said)
+    else:
+        given = read_given(place, wanted=said.holds, has_labels=is_labeled and labels is None)
+        found = _of_file(given, said, name or path.name.partition(".")[0])
+    if labels is not None:
+        own = read_labels(labels, found.classes if found.has_names else None)
+        found = _with_labels(found, own, said, quoted(divide_given(labels)[0], limit=300))
+    return found if is_labeled else replace(found, labels=None)
+
+
+def _of_prediction_file(path: Path, name: str | None, said: Said) -> GivenPredictions:
+    if said.holds == LOGITS:
+        raise UsageError(
+            f"\0logits\0: {quoted(path, limit=300)} holds probabilities: it is a prediction file of bnncli"
+        )
+    file = read_predictions(path)
+    assert file.header is not None
+    meta = file.header.meta
+    is_exclusive = has_exclusive_classes(recorded_name(meta))
+    if said.task is not None and (said.task == MULTILABEL) == is_exclusive:
+        raise UsageError(f"\0task\0 {said.task}: {quoted(path, limit=300)} says otherwise")
+    names = ("mutual_info", "energy", "max_logit", "log_concentration", "top_k")
+    arrays = {key: array for key in names if (array := getattr(file, key)) is not None}
+    return GivenPredictions(
+        name or str(meta["split"]), path, file.probs, file.labels, tuple(file.classes), True, is_exclusive, arrays,
+        meta.get("top_k"), file.header, file,
+    )  # fmt: skip
+
+
+def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
+    where, num_outputs = quoted(given.path, limit=300), given.values.shape[1]
+    likelihood = _likelihood(given.labels, num_outputs, said, where)
+    holds = said.holds or _found(given, likelihood, where)
+    arrays = {} if given.mutual_info is None else {"mutual_info": given.mutual_info}
+    if holds == LOGITS:
+        probs, of_logits = _from_logits(given.values, likelihood, f"{where}: {given.column}")
+        arrays |= of_logits
+    else:
+        if given.holds == LOGITS and said.holds is None:
+            raise DataError(
+                f"{where}: {quoted(given.column)} is called logits, and its rows are probabilities", code="which",
+                hint="say which: \0probabilities\0 or \0logits\0", path=given.path,
+            )  # fmt: skip
+        probs = given.values
+        if num_outputs < likelihood.num_classes:
+            probs = np.concatenate([1 - probs, probs], axis=1)
+    has_names = given.classes is not None and len(given.classes) == likelihood.num_classes
+    classes = given.classes if has_names and given.classes else tuple(map(str, range(likelihood.num_classes)))
+    found = GivenPredictions(name, given.path, probs, None, classes, has_names, likelihood.is_exclusive, arrays)
+    return found if given.labels is None else _with_labels(found, given.labels, said, where)
+
+
+def _likelihood(labels: NDArray | None, num_outputs: int, said: Said, where: str) -> Likelihood:
+    """What so many outputs are, as the task that is named and the labels say it."""
+    name = common_task({where: labels}, said.task)
+    if said.task == MULTILABEL:
+        name = MULTILABEL
+    if name == MULTILABEL and num_outputs < 2:
+        raise DataError(f"{where}: several labels an example need a column each, got one", code="bad_shape")
+    likelihood = likelihood_of(num_outputs, name)
+    if said.task == "binary" and likelihood.num_classes > 2:
+        raise DataError(f"{where}: \0task\0 binary needs one column or two, got {num_outputs}", code="bad_shape")
+    return likelihood
+
+
+def _with_labels(split: GivenPredictions, labels: NDArray, said: Said, where: str) -> GivenPredictions:
+    """The predictions with these labels. Raises DataError where they do not fit."""
+    num_rows, num_classes = split.probs.shape
+    if len(labels) != num_rows:
+        raise DataError(
+            f"{where} has {len(labels)} labels, {quoted(split.path, limit=300)} has {num_rows} predictions",
+            code="bad_labels",
+        )
+    task = said.task if split.is_exclusive else MULTILABEL
+    common_task({where: labels}, task or "multiclass")
+    if labels.ndim == 2 and labels.shape[1] != num_classes:
+        raise DataError(
+            f"{where}: {labels.shape[1]} labels an example, the predictions have {num_classes}", code="bad_labels"
+        )
+    if labels.ndim == 1 and labels.max(initial=0) >= num_classes:
+        row = int(labels.argmax())
+        raise DataError(
+            f"{where}: row {row} has label {labels[row]}, expected 0 to {num_classes - 1}: there are {num_classes} classes",
+            code="bad_labels", hint="are they counted from 1? They must be from 0" if labels.min() == 1 else None,
+        )  # fmt: skip
+    return replace(split, labels=labels)
+
+
+def _found(given: GivenFile, likelihood: Likelihood, where: str) -> str:
+    """Whether the values are probabilities or logits, as their name and they themselves say.
+
+    Raises:
+        DataError: NaN or infinity; log-probabilities; what may be either.
+    """
+    values, column = given.values, f"{where}: {quoted(given.column)}"
+    smallest, largest = float(values.min()), float(values.max())
+    if not np.isfinite([smallest, largest]).all():
+        row = next(
+            int(np.argmin(np.isfinite(np.asarray(values[r])).all(axis=1))) + r.start
+            for r in row_blocks(*values.shape)
+            if not np.isfinite(np.asarray(values[r])).all()
+        )
+        raise DataError(
+            f"{column}: expected finite numbers; row {row} has NaN or infinity",
+            hint=_LOG_HINT if largest <= 0 else None,
+            code="not_finite",
+            path=given.path,
+        )
+    is_within = smallest >= -ROW_SUM_TOLERANCE and largest <= 1 + ROW_SUM_TOLERANCE
+    sums_to_one = likelihood.is_exclusive and values.shape[1] > 1 and is_within and _sum_to_one(values)
+    if given.holds == PROBS or (is_within and (sums_to_one or (given.holds is None))):
+        return PROBS  # what is wrong with them the check of probabilities tells
+    if given.holds == LOGITS:
+        return LOGITS
+    if largest <= 0 and likelihood.is_exclusive and values.shape[1] > 1 and _sum_to_one(values, np.exp):
+        raise DataError(f"{column}: these are log-probabilities", hint=_LOG_HINT, code="which", path=given.path)
+    if smallest < 0:
+        return LOGITS
+    raise DataError(
+        f"{column}: neither probabilities nor surely logits, from {smallest:g} to {largest:g}", code="which", path=given.path,
+        hint="say \0logits\0 if they are; percentages must be divided by 100",
+    )  # fmt: skip
+
+
+_LOG_HINT = "add \0logits\0, whose softmax is the same, or exponentiate them first"
+
+
+def _sum_to_one(values: NDArray, made: Any = np.asarray) -> bool:
+    """Whether the rows, of what is made of the values, sum to one within the tolerance of probabilities."""
+    blocks = (made(np.asarray(values[rows], dtype=np.float64)) for rows in row_blocks(*values.shape))
+    return all(np.abs(block.sum(axis=1) - 1).max(initial=0) <= ROW_SUM_TOLERANCE for block in blocks)
+
+
+def _from_logits(logits: NDArray, likelihood: Likelihood, where: str) -> tuple[NDArray, dict[str, NDArray]]:
+    """Probabilities (N, C), computed in float64 and kept in the logits' type, float32 at least; energy and largest logit (N,).
+
+    Raises:
+        DataError: a logit that is not finite.
+    """
+    size = len(logits)
+    kept = np.promote_types(logits.dtype, np.float32)
+    probs = np.empty((size, likelihood.num_classes), dtype=np.float64 if kept.itemsize > 8 else kept)
+    energy, largest = np.empty(size), np.empty(size)
+    for rows in row_blocks(*logits.shape):
+        block = torch.from_numpy(np.array(logits[rows], dtype=np.float64))
+        if not bool(torch.isfinite(block).all()):
+            row = rows.start + int((~torch.isfinite(block)).any(dim=1).int().argmax())
+            raise DataError(f"{where}: expected finite logits; row {row} has NaN or infinity", code="not_finite")
+        probs[rows] = likelihood.class_probabilities(block, dim=1).numpy()
+        energy[rows] = -likelihood.log_partitions(block).numpy()
+        largest[rows] = likelihood.balanced_class_logits(block, dim=1).amax(dim=1).numpy()
+    return probs, {"energy": energy, "max_logit": largest}
+
+
+def check_together(one: GivenPredictions, other: GivenPredictions) -> None:
+    """Raise DataError unless the predictions are of the same classes."""
+    shown = [quoted(split.path, limit=300) for split in (one, other)]
+    if len(one.classes) != len(other.classes):
+        raise DataError(
+            f"{shown[0]} has {len(one.classes)} classes, {shown[1]} has {len(other.classes)}", code="other_classes"
+        )
+    if one.is_exclusive != other.is_exclusive:
+        raise DataError(f"only one of {' and '.join(shown)} has several labels an example", code="other_classes")
+    if one.has_names and other.has_names and one.classes != other.classes:
+        place = next(k for k, pair in enumerate(zip(one.classes, other.classes, strict=True)) if pair[0] != pair[1])
+        same = "the same classes in another order" if {*one.classes} == {*other.classes} else "other classes"
+        message = f"{shown[1]} has {same} than {shown[0]}: class {place} is {quoted(other.classes[place])}, not {quoted(one.classes[place])}"
+        raise DataError(message, code="other_classes")
+
+
+def artifact_names(split: GivenPredictions) -> dict[str, Any]:
+    """What a row says of the predictions: those of predict by their posterior and integrator, others by their file."""
+    if split.header is not None:
+        meta = split.header.meta
+        variant = str(meta.get("variant", meta["integrator"]))
+        settings = dict(meta.get("settings", {}))
+        named = {
+            "name": split.path.parent.name,
+            "posterior": str(meta["posterior"]),
+            "integrator": str(meta["integrator"]),
+        }
+        return {**named, "variant": variant, "settings": settings, "samples": meta["samples"]}
+    stem = re.sub(r"[^A-Za-z0-9_-]", "-", split.path.name.partition(".")[0]) or "given"
+    return {
+        "name": f"{stem}.none",
+        "posterior": stem,
+        "integrator": "none",
+        "variant": "none",
+        "settings": {},
+        "samples": None,
+    }

@@ -1,0 +1,86 @@
+"""What commands that score show of their rows: the scores that were asked for, and what the numbers of the table mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bnncli.errors import DataError
+from bnncli.likelihoods import recorded_name
+from bnncli.options import EvaluateOptions, ScoreOptions
+from bnncli.scores import declared
+
+Row = dict[str, Any]
+
+
+def legend(
+    rows: Sequence[Row], options: EvaluateOptions | ScoreOptions, detectors: Sequence[str], replicates: int
+) -> list[str]:
+    """What the numbers of the table mean.
+
+    Args:
+        detectors: the scores of examples by which detection is shown.
+        replicates: of the bootstrap.
+    """
+    if options.metric:
+        lines = [f"accuracy, calibration errors, AUROC and FPR95 are fractions; bins: {options.settings['bins']}"]
+    else:
+        every = [metric for row in rows for metric in row["metrics"]]
+        has_draws = any(metric["name"] == "mmd2" for metric in every)
+        detection = f"; detection by {', '.join(detectors)}, in-distribution positive"
+        lines = [
+            f"accuracy, ECE, AUROC and FPR95 are fractions; ECE: {options.settings['bins']} equal-width bins"
+            + (detection if has_draws or any("ood" in metric for metric in every) else "")
+            + ("; MMD^2: unbiased" if has_draws else "")
+        ]
+    scores = declared()
+    names = options.metric or [name for name, score in scores.items() if score.is_shown]
+    metrics = [m for row in rows for m in row["metrics"] if m["value"] is not None and m["name"] in names]
+    if any("floor" in metric and "reference" not in metric for metric in metrics):
+        lines.append(
+            "floor: what a calibrated model with the same confidences scores on so many examples, by chance alone"
+        )
+    if any(metric.get("p_value") is not None for metric in metrics):
+        lines.append(
+            "MMD^2 +- standard error; p: of a permutation test, small where the draws are not from the reference's distribution"
+        )
+    there = {metric["name"] for metric in metrics} if not options.metric else set()
+    lines += [score.note for name, score in scores.items() if name in there and score.note is not None]
+    if any(recorded_name(row) is not None for row in rows):
+        lines.append(
+            "several labels an example: accuracy is of examples with every label right (at 0.5); NLL, Brier score and ECE are of "
+            "each label's decision; class AUROC and average precision are means over labels; max_prob is of the likeliest label"
+        )
+    if options.intervals:
+        lines.append(
+            f"[low, high]: {100 * options.level:g} % intervals by a bootstrap over examples ({replicates} replicates); "
+            "those of ECE, from inverted tests, and of MCE are of the error without the floor, and may lie below the value"
+        )
+    return lines
+
+
+def with_metrics(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """The rows with the scores of these names alone. Raises DataError for one that is undefined in all rows of a split."""
+    kept = [{**row, "metrics": [m for m in row["metrics"] if m["name"] in names]} for row in rows]
+    _check_defined(kept, names)
+    return kept
+
+
+def _check_defined(rows: Sequence[Row], names: Sequence[str]) -> None:
+    for split in dict.fromkeys(row["split"] for row in rows):
+        for name in names:
+            found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
+            if all(m["value"] is None for m in found):
+                reason = found[0]["undefined"] if found else _why_absent(name, rows)
+                raise DataError(f"\0metric\0 {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
+
+
+def _why_absent(name: str, rows: Sequence[Row]) -> str:
+    """Why no row has a score."""
+    score = declared()[name]
+    makers = (score, *([declared()[score.computed_by]] if score.computed_by else []))
+    is_of_split = any(one.of_split is not None for one in makers)
+    if is_of_split:
+        has_labels = any(recorded_name(row) is not None for row in rows)
+        return "it is not for several labels an example" if has_labels else "it is for several labels an example"
+    return "there is no out-of-distribution split"

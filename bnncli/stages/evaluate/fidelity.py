@@ -1,0 +1,130 @@
+"""The predictions that evaluate holds others against, of a posterior of the run or in a file, and the rows of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnncli.data import divide_given
+from bnncli.errors import MissingInput, UsageError
+from bnncli.machine.input_files import open_regular
+from bnncli.numerics.digests import file_sha256
+from bnncli.options import EvaluateOptions
+from bnncli.run.given_predictions import GivenPredictions, Said, open_given
+from bnncli.run.prediction_groups import PredictionGroup, open_groups
+from bnncli.run.reference_predictions import MatchedForecasts, rows_against
+from bnncli.run.score_rows import PredictedSplit, bootstrap_of
+from bnncli.run.session import Run
+from bnncli.scores import fidelities
+from bnncli.storage.provenance import Source
+
+Row = dict[str, Any]
+_USUAL_INTEGRATOR = "mc"
+
+
+@dataclass(frozen=True)
+class FidelityReference:
+    """The predictions of the reference, by split.
+
+    Args:
+        name: in rows: of the predictions, as hmc.mc, or of the file.
+        group: of the reference's own predictions; "" for a file.
+        places: where those of each split are, as `open_given` takes them.
+        why_not: the reason for other splits.
+        sources: of each split.
+        opened: what was read, by split; all posteriors share it.
+    """
+
+    name: str
+    group: str
+    places: Mapping[str, str]
+    why_not: str
+    sources: Mapping[str, Source]
+    opened: dict[str, GivenPredictions] = field(default_factory=dict)
+
+    def to_params(self) -> dict[str, Any]:
+        """What a metrics file records of it."""
+        return {"fidelity": {"reference": self.name, "splits": sorted(self.places)}}
+
+    def rows(self, run: Run, options: EvaluateOptions, group: PredictionGroup, split: PredictedSplit) -> list[Row]:
+        """How near the predictions of a split come to the reference's; undefined rows say why."""
+        from bnncli.evaluation.fidelity import undefined_fidelity
+
+        if group.name == self.group or split.name not in self.places:
+            reason = "it is the reference itself" if group.name == self.group else self.why_not
+            return undefined_fidelity(fidelities(), reference=self.name, reason=reason)
+        if split.name not in self.opened:
+            self.opened[split.name] = open_given(self.places[split.name], Said())
+        file = split.file
+        labels = None if file.labels is None else np.asarray(file.labels)
+        ours = MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
+        return rows_against(
+            ours, self.opened[split.name], name=self.name, bootstrap=bootstrap_of(run, options), tell=run.console.info
+        )
+
+
+def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference | None:
+    """What \0reference\0 names; None where it is not given.
+
+    Raises:
+        MissingInput: neither a posterior of the run nor a file. UsageError: predictions by several integrators.
+    """
+    place = options.reference
+    if place is None:
+        return None
+    there = {path.stem for path in run.folder.posteriors()} | {
+        path.parent.name for path in run.folder.prediction_files()
+    }
+    if place in there:
+        return _of_posterior(run, place)
+    path, _ = divide_given(place)
+    if not path.exists():
+        raise MissingInput(
+            f"--reference: {place!r} is no posterior of the run (there: {', '.join(sorted(there))}), and no such file is there",
+            hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
+        )
+    return _of_file(place, path, options, groups)
+
+
+def draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:
+    """The posterior whose draws distances are measured to: the reference where it has draws, else the usual one."""
+    for name in (options.reference or usual, (options.reference or usual).partition(".")[0]):
+        if run.folder.posterior(name, suffix=".nc").is_file():
+            return name
+    return usual
+
+
+def _of_posterior(run: Run, name: str) -> FidelityReference:
+    try:
+        found = open_groups(run, posteriors=[name])
+    except MissingInput as error:
+        run.console.warn(f"{name} has not predicted: nothing is held against it{error.advice}")
+        return FidelityReference(name, name, {}, f"no predictions of {name}{error.advice}", {})
+    named = [group for group in found if group.name == name or f"{group.posterior}.{group.variant}" == name]
+    chosen = named or [group for group in found if group.variant == _USUAL_INTEGRATOR] or found
+    if len(chosen) > 1:
+        choices = ", ".join(group.name for group in chosen)
+        raise UsageError(f"--reference: {name} may mean {choices}; name one")
+    group = chosen[0]
+    headers = group.splits(is_ood=False)
+    sources = {split: Source(f"reference.{split}", one.path, one.content_digest) for split, one in headers.items()}
+    hint = run.suggest("predict", posterior=group.posterior, integrator=group.integrator)
+    places = {split: str(one.path) for split, one in headers.items()}
+    return FidelityReference(group.name, group.name, places, f"no predictions of {group.name}; run: {hint}", sources)
+
+
+def _of_file(place: str, path: Path, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference:
+    """A file is of one split: of those that were asked for, or test."""
+    with open_regular(path) as stream:
+        digest = f"sha256:{file_sha256(stream)}"
+    there = list(dict.fromkeys(name for group in groups for name in group.splits(is_ood=False)))
+    splits = options.split or (["test"] if "test" in there else there[:1])
+    column = divide_given(place)[1].get("")
+    name = path.name + ("" if column is None else f".{column}")
+    source = Source("reference", path, digest, is_artifact=False)
+    why = f"{name} is held to be of split {', '.join(splits)} (add \0split\0)"
+    return FidelityReference(name, "", dict.fromkeys(splits, place), why, dict.fromkeys(splits, source))

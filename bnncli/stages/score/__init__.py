@@ -1,0 +1,222 @@
+"""score: predictions that anybody made in, every score of evaluate out; no checkpoint, no run, nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bnncli.data import divide_given, read_texts
+from bnncli.errors import CheckFailed, DataError, UsageError
+from bnncli.likelihoods import name_to_record
+from bnncli.names import quoted
+from bnncli.options import CommonOptions, ScoreOptions
+from bnncli.options.command import Argument, Command
+from bnncli.options.declaration import check_split_name, spelled
+from bnncli.run.class_table import class_facts, class_table, without_classes
+from bnncli.run.given_predictions import (
+    LOGITS,
+    PROBS,
+    GivenPredictions,
+    Said,
+    artifact_names,
+    check_together,
+    open_given,
+)
+from bnncli.run.reference_predictions import MatchedForecasts, rows_against
+from bnncli.run.score_assertions import check_names, failure_text, hold_against
+from bnncli.run.score_rows import detection_rows, rare_class_warnings, split_rows
+from bnncli.run.score_table import score_table
+from bnncli.run.session import Result, Run
+from bnncli.run.shown_scores import legend, with_metrics
+
+if TYPE_CHECKING:
+    from bnncli.evaluation.bootstrap import Bootstrap
+
+COMMAND = Command(
+    "Score predictions that you have: a file of probabilities or logits, with labels; no checkpoint.",
+    "FILE is an npz, npy, csv or Parquet file, or a prediction file of predict. Its probabilities or logits (N, C) are "
+    "found by their names (probs, logits, columns p_NAME or logit_NAME), so are labels (label, y, target); "
+    "FILE:probs=COLUMN,label=COLUMN names them (several columns joined by +, or prefix*), FILE:ARRAY one array of an npz. "
+    "One column is the probability, or the logit, of class 1 of two. Scores are those of evaluate, to the last bit, and so "
+    "are assertions; a group is named as a split is (accuracy@GROUP>=0.8).",
+    (ScoreOptions, CommonOptions),
+    (
+        "bnncli score predictions.npz",
+        "bnncli score logits.npy --labels test.csv:label --ood far=far.npy --logits",
+        "bnncli score predictions.csv --groups hospital --assert 'accuracy@north>=0.8' --assert 'ece<=0.02'",
+    ),
+    (Argument("file", "The predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
+    place=105,
+)
+_FIRST = ("split", "predictions", "examples")
+_OF_GROUPS = ("split", "group", "examples")
+Row = dict[str, Any]
+
+
+def run(run: Run, options: ScoreOptions) -> Result:
+    """Read, score, print."""
+    said = Said(LOGITS if options.logits else PROBS if options.probabilities else None, options.task)
+    place = str(run.arguments["file"])
+    given = _opened(place, said, options)
+    outside = _outside(given, said, options)
+    groups = _groups(given, place, options)
+    names = [_described(given), *({**_described(given), "split": name} for name in groups)]
+    check_names(options.assertions, names)
+    bootstrap = _bootstrap(run, options, len(given.probs))
+    for text in rare_class_warnings(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
+        run.console.warn(text)
+    metrics = split_rows(given, options.settings, bootstrap, poll=run.console.poll)
+    for other in outside:
+        metrics += detection_rows(given, other, options.made_scores, bootstrap)
+        run.console.poll(f"detection of {other.name}")
+    metrics += _fidelity(run, given, said, options.reference, bootstrap)
+    rows = spelled([{**_described(given), "metrics": metrics}])
+    of_groups = [_group_row(run, options, given, name, members) for name, members in groups.items()]
+    checks = hold_against(options.assertions, [*rows, *({**row, "split": row["group"]} for row in of_groups)])
+    rows, of_groups = (_shown(options, given, some) for some in (rows, of_groups))
+    result = Result(extra={"rows": rows, **({"groups": of_groups} if of_groups else {}), "checks": checks})
+    notes = legend(rows, options, options.shown_scores, 0 if bootstrap is None else bootstrap.num_replicates)
+    shown: Row = {"chosen": options.metric, "scores": options.shown_scores, "intervals": options.intervals}
+    result.tables.append(score_table(rows, [] if of_groups else notes, **shown, first=_FIRST, head=_head))
+    if of_groups:
+        result.tables.append(score_table(of_groups, notes, **shown, first=_OF_GROUPS, head=_group_head))
+    of_classes = class_table(rows, first=_FIRST[:2], head=lambda row: _head(row)[:2]) if options.per_class else None
+    result.tables += [] if of_classes is None else [of_classes]
+    failed = failure_text(checks)
+    result.failure = CheckFailed(failed, code="assertion_failed") if failed else None
+    return result
+
+
+def _opened(place: str, said: Said, options: ScoreOptions) -> GivenPredictions:
+    given = open_given(place, said, labels=options.labels)
+    return given if given.header is not None else given.named(options.split)
+
+
+def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list[GivenPredictions]:
+    """The predictions outside the distribution. Raises UsageError for two of one name, DataError for the same ones again."""
+    found: list[GivenPredictions] = []
+    for text in options.ood:
+        name, equals, place = text.partition("=")
+        is_named = bool(equals) and not Path(text).expanduser().exists() and "/" not in name and ":" not in name
+        if is_named:
+            check_split_name(name, "--ood")
+        # What the columns of the other file are called is what the first one's are, where nothing else is said.
+        one = open_given(place if is_named else text, said._replace(task=_task(given, said)), is_labeled=False)
+        one = one.named(name) if is_named else one
+        if one.name in (given.name, *(other.name for other in found)):
+            raise UsageError(f"--ood: there are two splits called {one.name!r}", hint=f"name it: --ood NAME={text}")
+        check_together(given, one)
+        if one.probs.shape == given.probs.shape and np.array_equal(one.probs, given.probs):
+            raise DataError(
+                f"{quoted(one.path, limit=300)} has the same predictions as {given.path}", code="same_split"
+            )
+        found.append(one)
+    return found
+
+
+def _fidelity(
+    run: Run, given: GivenPredictions, said: Said, place: str | None, bootstrap: Bootstrap | None
+) -> list[Row]:
+    """The rows of how near the predictions come to those of the reference."""
+    if place is None:
+        return []
+    reference = open_given(place, Said(task=_task(given, said)))
+    check_together(given, reference)
+    column = divide_given(place)[1].get("")
+    name = reference.path.name + ("" if column is None else f".{column}")
+    ids = None if given.file is None else given.file.sample_id
+    info = given.arrays.get("mutual_info")
+    ours = MatchedForecasts(given.name, given.probs, given.labels, info, ids, given.is_exclusive)
+    return rows_against(ours, reference, name=name, bootstrap=bootstrap, tell=run.console.info)
+
+
+def _task(given: GivenPredictions, said: Said) -> str | None:
+    return said.task if given.is_exclusive else "multilabel"
+
+
+def _groups(given: GivenPredictions, place: str, options: ScoreOptions) -> dict[str, Any]:
+    """The rows of each group, by its name, in order.
+
+    Raises:
+        DataError: other numbers of rows, a row without a group. UsageError: a group is called as the split is.
+    """
+    if options.groups is None:
+        return {}
+    path, named = divide_given(options.groups)
+    if not named:
+        path, named = divide_given(place)[0], {"": options.groups}
+    where = f"{quoted(path, limit=300)}: column {quoted(named[''])}" if "" in named else ""
+    if not where:
+        raise UsageError(f"--groups: expected COLUMN or FILE:COLUMN; got {options.groups!r}")
+    if given.header is not None and path == given.path:
+        raise UsageError(
+            "--groups: a prediction file of bnncli has no such column", hint="name a file: --groups FILE:COLUMN"
+        )
+    values = read_texts(path, named[""])
+    if len(values) != len(given.probs):
+        raise DataError(f"{where} has {len(values)} rows, there are {len(given.probs)} predictions", code="bad_groups")
+    if "" in values:
+        raise DataError(f"{where}: row {values.index('')} has no group", code="bad_groups")
+    names, place_of = np.unique(np.array(values), return_inverse=True)
+    if len(names) > _MOST_GROUPS:
+        raise DataError(f"{where} has {len(names)} groups, expected at most {_MOST_GROUPS}", code="bad_groups")
+    if given.name in names:
+        raise UsageError(
+            f"--groups: a group is called {given.name!r}, as the split is", hint="call that another name: --split NAME"
+        )
+    return {str(name): np.flatnonzero(place_of == k) for k, name in enumerate(names)}
+
+
+_MOST_GROUPS = 1000
+
+
+def _bootstrap(run: Run, options: ScoreOptions, num_rows: int) -> Bootstrap | None:
+    from bnncli.evaluation.bootstrap import Bootstrap
+
+    replicates = options.replicates(num_rows)
+    if replicates == 0:
+        if options.bootstrap is None:
+            run.console.info(f"{num_rows} rows: no bootstrap intervals (--bootstrap 1000 makes them, in minutes)")
+        return None
+    return Bootstrap(replicates, options.level, options.seed)
+
+
+def _described(given: GivenPredictions) -> Row:
+    """What a row says of the predictions."""
+    return {**artifact_names(given), "split": given.name, **name_to_record(given.likelihood)}
+
+
+def _group_row(run: Run, options: ScoreOptions, given: GivenPredictions, name: str, members: Any) -> Row:
+    """The row of one group: all scores of its examples, without detection."""
+    own = given.of_rows(members, f"{given.name}/{name}")
+    bootstrap = _bootstrap(run, options, len(members))
+    metrics = split_rows(own, options.settings, bootstrap, poll=run.console.poll)
+    described: Row = {**_described(given), "group": name, "num_examples": len(members), "metrics": metrics}
+    found: Row = spelled(described)
+    return found
+
+
+def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> list[Row]:
+    """The rows with the scores that were asked for, and those of every class or not."""
+    if options.per_class:
+        rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
+    else:
+        rows = [without_classes(row) for row in rows]
+    return with_metrics(rows, options.metric) if options.metric else rows
+
+
+def _head(row: Mapping[str, Any]) -> list[str]:
+    name = row["posterior"] if row["integrator"] == "none" else row["name"]
+    return [row["split"], name, str(_size(row))]
+
+
+def _group_head(row: Mapping[str, Any]) -> list[str]:
+    return [row["split"], row["group"], str(row["num_examples"])]
+
+
+def _size(row: Mapping[str, Any]) -> int | str:
+    """How many examples a row is of."""
+    return next((metric["n"] for metric in row["metrics"] if isinstance(metric.get("n"), int)), "-")

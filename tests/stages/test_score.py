@@ -1,0 +1,265 @@
+"""score against evaluate and against itself: the same predictions in every form give the same numbers."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from problems.command_line import Cli
+from problems.label_sets import label_arrays
+
+QUICK = ("--bootstrap", "0")
+CLASSES = ("cat", "dog", "elk")
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return raised / raised.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture
+def logits() -> np.ndarray:
+    return np.random.default_rng(0).normal(scale=2, size=(60, 3))
+
+
+@pytest.fixture
+def probs(logits: np.ndarray) -> np.ndarray:
+    return softmax(logits)
+
+
+@pytest.fixture
+def labels(probs: np.ndarray) -> np.ndarray:
+    return (probs.cumsum(axis=1) > np.random.default_rng(1).random((60, 1))).argmax(axis=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probs: np.ndarray, labels: np.ndarray) -> Path:
+    """The current folder, with p.npz."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("p.npz", probs=probs, label=labels)
+    return tmp_path
+
+
+def write_csv(path: str, columns: dict[str, Any]) -> None:
+    with open(path, "w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def values_of(cli: Cli, *words: object) -> dict[str, float | None]:
+    """Every score by its name and choices."""
+    done = cli("score", *words, *QUICK, "--json")
+    assert done.code == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    return {
+        json.dumps([m[key] for key in ("name", "strategy", "norm", "estimator", "score", "ood") if key in m]): m[
+            "value"
+        ]
+        for m in row["metrics"]
+    }
+
+
+def same(one: dict[str, float | None], other: dict[str, float | None]) -> bool:
+    assert one.keys() == other.keys()
+    pairs = [(one[name], other[name]) for name in one]
+    return all(a is b is None or (a is not None and b is not None and abs(a - b) < 1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("option", [(), ("--bootstrap", 30, "--seed", 3), ("--score", "all", "--bootstrap", 20)])
+def test_the_numbers_are_those_of_evaluate_to_the_last_bit(
+    cli: Cli, small_run: Path, option: tuple[object, ...]
+) -> None:
+    if not option:
+        option = QUICK
+    done = cli("evaluate", small_run, "--posterior", "laplace", "--split", "test", "--force", "--json", *option)
+    theirs = json.loads(done.stdout)["rows"][0]
+    own = Path(f"{small_run}.bnn/predictions/laplace.mc")
+    done = cli("score", own / "test.h5", "--ood", own / "far.h5", "--json", *option)
+    (ours,) = json.loads(done.stdout)["rows"]
+    expected = [metric for metric in theirs["metrics"] if "reference" not in metric]
+    shown = [metric for metric in expected if metric.get("score") not in ("mahalanobis", "relative_mahalanobis", "knn")]
+    assert ours["metrics"] == shown
+    assert ours | {"metrics": 0} == {key: theirs[key] for key in ours} | {"metrics": 0}
+
+
+def test_the_same_arrays_in_an_npz_file_give_the_same_bits(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    from bnncli.storage.predictions import read_predictions
+
+    path = Path(f"{small_run}.bnn/predictions/map.plug-in/test.h5")
+    file = read_predictions(path)
+    np.savez(tmp_path / "p.npz", probs=file.probs, y=file.labels)
+    done = [cli("score", one, "--bootstrap", "25", "--json") for one in (path, tmp_path / "p.npz")]
+    ours, theirs = (json.loads(one.stdout)["rows"][0]["metrics"] for one in done)
+    assert ours == theirs
+
+
+def test_every_kind_of_file_gives_the_same_scores(
+    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    named = {f"p_{name}": [repr(value) for value in probs[:, k].tolist()] for k, name in enumerate(CLASSES)}
+    write_csv("p.csv", {**named, "label": [CLASSES[k] for k in labels]})
+    Path("p.csv.gz").write_bytes(gzip.compress(Path("p.csv").read_bytes()))
+    np.save("p.npy", probs)
+    np.save("y.npy", labels)
+    write_csv("y.csv", {"target": labels})
+    parquet.write_table(pyarrow.table({"probs": probs.tolist(), "y": labels}), "lists.parquet")
+    columns = {f"prob_{name}": probs[:, k] for k, name in enumerate(CLASSES)}
+    parquet.write_table(pyarrow.table({**columns, "y": [CLASSES[k] for k in labels]}), "columns.parquet")
+    expected = values_of(cli, "p.npz")
+    lines = (["p.csv"], ["p.csv.gz"], ["p.npy", "--labels", "y.npy"], ["p.npy", "--labels", "y.csv"],
+             ["p.npy", "--labels", "p.npz"], ["lists.parquet"], ["columns.parquet"],
+             ["p.csv:probs=p_cat+p_dog+p_elk,label=label"], ["p.csv:probs=p_*"], ["p.npz:probs,label"])  # fmt: skip
+    for words in lines:
+        assert same(values_of(cli, *words), expected), words
+
+
+def test_columns_that_are_numbered_stand_in_the_order_of_their_numbers(cli: Cli, folder: Path) -> None:
+    probs = softmax(np.random.default_rng(2).normal(size=(40, 12)))
+    labels = np.random.default_rng(3).integers(12, size=40)
+    np.savez("many.npz", probs=probs, y=labels)
+    order = sorted(range(12), key=str)  # p_0, p_1, p_10, p_11, p_2
+    write_csv("many.csv", {**{f"p_{k}": [repr(v) for v in probs[:, k].tolist()] for k in order}, "y": labels})
+    assert same(values_of(cli, "many.csv"), values_of(cli, "many.npz"))
+
+
+@pytest.mark.parametrize("words", [(), ("--logits",)])
+def test_logits_are_found_or_said(
+    cli: Cli, folder: Path, logits: np.ndarray, labels: np.ndarray, words: tuple[str]
+) -> None:
+    np.savez("l.npz", **{"a" if words else "logits": logits}, y=labels)
+    assert same(values_of(cli, "l.npz", *words), values_of(cli, "p.npz"))
+
+
+def test_logits_bring_energies(cli: Cli, folder: Path, logits: np.ndarray, labels: np.ndarray) -> None:
+    far = logits[:30] / 3
+    np.savez("l.npz", logits=logits, y=labels)
+    np.savez("far.npz", logits=far)
+    found = values_of(cli, "l.npz", "--ood", "far.npz", "--score", "energy", "--score", "max_logit")
+    for name, ours, theirs in (
+        ("energy", np.log(np.exp(logits).sum(1)), np.log(np.exp(far).sum(1))),
+        ("max_logit", logits.max(1), far.max(1)),
+    ):
+        pairs = (ours[:, None] > theirs).mean() + (ours[:, None] == theirs).mean() / 2
+        assert found[json.dumps(["auroc", name, "far"])] == pytest.approx(pairs)
+
+
+def test_one_column_is_class_1_of_two(cli: Cli, folder: Path) -> None:
+    scores = np.random.default_rng(4).normal(size=50)
+    labels = (scores + np.random.default_rng(5).normal(size=50) > 0).astype(int)
+    one = 1 / (1 + np.exp(-scores))
+    np.savez("two.npz", probs=np.stack([1 - one, one], axis=1), y=labels)
+    np.savez("one.npz", probs=one, y=labels)
+    np.savez("logit.npz", logit=scores[:, None], y=labels)
+    write_csv("one.csv", {"prob": [repr(value) for value in one.tolist()], "y": labels})
+    expected = values_of(cli, "two.npz")
+    assert expected['["miscalibration"]'] is not None
+    for file in ("one.npz", "logit.npz", "one.csv"):
+        assert same(values_of(cli, file), expected), file
+
+
+def test_several_labels_an_example(cli: Cli, folder: Path) -> None:
+    generator = np.random.default_rng(6)
+    logits = generator.normal(size=(50, 3))
+    probs = 1 / (1 + np.exp(-logits))
+    labels = (generator.random((50, 3)) < probs).astype(int)
+    np.savez("several.npz", probs=probs, label=labels)
+    np.savez("logits.npz", logits=logits, label=labels)
+    columns = {f"p_{name}": [repr(v) for v in probs[:, k].tolist()] for k, name in enumerate(CLASSES)}
+    write_csv("several.csv", {**columns, **{f"label_{name}": labels[:, k] for k, name in enumerate(CLASSES)}})
+    found = values_of(cli, "several.npz")
+    losses = -np.log(np.where(labels == 1, probs, 1 - probs))
+    assert found['["nll"]'] == pytest.approx(losses.mean())
+    assert found['["hamming_loss"]'] == pytest.approx(((probs >= 0.5) != labels).mean())
+    assert same(values_of(cli, "logits.npz"), found)
+    assert same(values_of(cli, "several.csv"), found)
+
+
+def test_several_labels_as_evaluate_has_them(cli: Cli, tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", **label_arrays())
+    name = tmp_path / "several"
+    assert cli("extract-features", name, "--from-npz", tmp_path / "f.npz").code == 0
+    assert cli("predict", name, "--posterior", "map", "--split", "test").code == 0
+    done = cli("evaluate", name, *QUICK, "--json")
+    (theirs,) = json.loads(done.stdout)["rows"]
+    done = cli("score", f"{name}.bnn/predictions/map.plug-in/test.h5", *QUICK, "--json")
+    (ours,) = json.loads(done.stdout)["rows"]
+    assert ours["likelihood"] == theirs["likelihood"]
+    assert ours["metrics"] == [metric for metric in theirs["metrics"] if "reference" not in metric]
+
+
+def test_groups_have_the_scores_of_their_rows(cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray) -> None:
+    sites = np.where(np.arange(60) % 3 == 0, "north", "south")
+    np.savez("g.npz", probs=probs, label=labels, site=sites)
+    np.savez("north.npz", probs=probs[::3], label=labels[::3])
+    done = cli("score", "g.npz", "--groups", "site", *QUICK, "--json")
+    groups = {row["group"]: row for row in json.loads(done.stdout)["groups"]}
+    (alone,) = json.loads(cli("score", "north.npz", *QUICK, "--json").stdout)["rows"]
+    assert [row["num_examples"] for row in groups.values()] == [20, 40]
+    ours, theirs = (
+        {m["name"]: m["value"] for m in row["metrics"] if m["name"] != "ece"} for row in (groups["north"], alone)
+    )
+    assert ours == theirs
+    write_csv("sites.csv", {"site": sites})
+    text = cli("score", "g.npz", "--groups", "sites.csv:site", *QUICK).stdout
+    assert [line.split("|")[1].strip() for line in text.splitlines() if "|" in line][3:] == ["north", "south"]
+
+
+def test_assertions_are_of_all_rows_or_of_a_group(
+    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
+) -> None:
+    np.savez("g.npz", probs=probs, label=labels, site=np.where(probs.argmax(1) == labels, "right", "wrong"))
+    words = ("score", "g.npz", "--groups", "site", *QUICK, "--assert")
+    assert cli(*words, "accuracy@right==1").code == 0
+    assert cli(*words, "accuracy<1").code == 0
+    done = cli(*words, "accuracy@wrong>=0.5")
+    assert done.code == 3
+    assert "accuracy of g (none, wrong) is 0, asserted accuracy@wrong>=0.5" in done.stderr
+    assert cli(*words, "accuracy@middle>0").code == 66
+
+
+def test_scores_of_every_class_and_curtailed_rows(
+    cli: Cli, folder: Path, probs: np.ndarray, labels: np.ndarray
+) -> None:
+    done = cli("score", "p.npz", *QUICK, "--per-class", "--json")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["class_counts"] == np.bincount(labels).tolist()
+    recall = next(metric["per_class"] for metric in row["metrics"] if metric["name"] == "balanced_accuracy")
+    assert recall == pytest.approx([float((probs.argmax(1) == k)[labels == k].mean()) for k in range(3)])
+    (row,) = json.loads(cli("score", "p.npz", "--metric", "nll", *QUICK, "--json").stdout)["rows"]
+    assert [metric["name"] for metric in row["metrics"]] == ["nll"]
+    assert "per_class" not in row["metrics"][0]
+
+
+def test_many_rows_have_no_bootstrap_unless_it_is_asked_for(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bnncli.options import score
+
+    monkeypatch.setattr(score, "MOST_ROWS", 50)
+    done = cli("score", "p.npz", "--json")
+    assert "interval" not in json.loads(done.stdout)["rows"][0]["metrics"][0]
+    assert "60 rows: no bootstrap intervals" in done.stderr
+    done = cli("score", "p.npz", "--bootstrap", "20", "--json")
+    assert json.loads(done.stdout)["rows"][0]["metrics"][0]["interval"]["replicates"] == 20
+
+
+def test_a_table_of_predict_is_scored_as_its_predictions_are(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    words = ("predict", small_run, "--posterior", "laplace", "--split", "test", "--probabilities", "--table")
+    h5 = Path(f"{small_run}.bnn/predictions/laplace.mc/test.h5")
+    expected = values_of(cli, h5, "--metric", "nll", "--metric", "mean_mutual_info")
+    for name in ("t.csv", "t.npz"):
+        assert cli(*words, tmp_path / name).code == 0
+        found = values_of(cli, tmp_path / name, "--metric", "nll", "--metric", "mean_mutual_info")
+        assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-7)
+    assert cli(*words[:4], "--probabilities", "--table", tmp_path / "all.csv").code == 0
+    done = cli("score", tmp_path / "all.csv")
+    assert done.code == 65
+    assert "has the predictions of 3 splits, posteriors or integrators" in done.stderr
