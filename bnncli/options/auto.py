@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
-from bnncli.options.declaration import Checked, option
+from bnncli.options.declaration import Checked, option, parse_positive
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -20,11 +20,16 @@ class AutoOptions(Checked):
         "Time for all fits together, as 90s, 5m or 1h: a fit that is not done by then is left out. No limit by default.",
         metavar="TIME",
     )
+    prior_precision: str = option(
+        "auto", "As fit-laplace has it: auto is what val prefers.", metavar="NUMBER|val|marglik|auto"
+    )
     full: bool = option(False, "Climb all rungs, also where a simpler posterior is good for its target already.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.budget_seconds
+        if self.prior_precision not in ("auto", "val", "marglik"):
+            parse_positive(self.prior_precision, "\0prior_precision\0", "auto, val, marglik or a positive number")
 
     @property
     def budget_seconds(self) -> float | None:

@@ -46,13 +46,13 @@ def run(run: Run, options: AutoOptions) -> Result:
     run.require_device()
     seconds = options.budget_seconds
     voice = LimitedVoice(run.console, None if seconds is None else time.monotonic() + seconds)
-    rungs = climb(run, voice, climbs_all=options.full, has_network=train.content.head_weight is not None)
+    rungs = climb(run, voice, options=options, has_network=train.content.head_weight is not None)
     sources = [val.source, *(rung.source for rung in rungs if rung.source is not None)]
     request = Request(
         run.folder.recommended,
         "metrics",
         "recommended",
-        {"seed": run.compute.seed},
+        {"seed": run.compute.seed, "prior_precision": options.prior_precision},
         _revisions.AUTO,
         sources,
         train.checkpoint,

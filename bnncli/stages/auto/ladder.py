@@ -50,25 +50,25 @@ class Rung:
         }
 
 
-def climb(run: Run, voice: LimitedVoice, *, climbs_all: bool, has_network: bool) -> list[Rung]:
+def climb(run: Run, voice: LimitedVoice, *, options: o.AutoOptions, has_network: bool) -> list[Rung]:
     """The rungs that were climbed, the network as trained first where there is one.
 
     Args:
         voice: ends fits when the budget is spent.
-        climbs_all: go on where a posterior is good already.
+        options: `full` goes on where a posterior is good already; `prior_precision` is that of all fits.
     """
     rungs = []
     if has_network:
         network = run.folder.posterior("map")
         rungs.append(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
         rungs.append(_step(run, voice, "fit-temperature", o.FitTemperatureOptions(), "temperature", is_judged=False))
-    base = _step(run, voice, "fit-laplace", o.FitLaplaceOptions(), "laplace")
+    base = _step(run, voice, "fit-laplace", o.FitLaplaceOptions(prior_precision=options.prior_precision), "laplace")
     rungs.append(base)
-    if base.source is None or (base.is_good and not climbs_all):
+    if base.source is None or (base.is_good and not options.full):
         return rungs
     refined = _step(run, voice, "refine", o.RefineOptions(base=base.posterior), "refine")
     rungs.append(refined)
-    if refined.is_good and not climbs_all:
+    if refined.is_good and not options.full:
         return rungs
     rungs.append(_step(run, voice, "hmc", o.HmcOptions(base=base.posterior), "hmc"))
     return rungs
