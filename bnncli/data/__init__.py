@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bnncli.data._augment import Augmentation
 from bnncli.data._classes import columns_of_classes, matched_to
 from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
 from bnncli.data._hold_out import hold_out, hold_out_rows, parse_hold_out
@@ -14,6 +15,7 @@ from bnncli.data._split import Batch, Inputs, InputSplit
 from bnncli.data._transform import Transform, Transformed
 
 __all__ = [
+    "Augmentation",
     "Batch",
     "FeatureArrays",
     "InputSplit",

@@ -43,3 +43,4 @@ from bnncli.options.predict import PredictOptions as PredictOptions
 from bnncli.options.prune import PruneOptions as PruneOptions
 from bnncli.options.refine import RefineOptions as RefineOptions
 from bnncli.options.status import StatusOptions as StatusOptions
+from bnncli.options.train import TrainOptions as TrainOptions

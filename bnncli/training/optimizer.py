@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class Optimizer(Protocol):
         state: of each parameter that has had a gradient; `step` counts its updates.
     """
 
-    name: str
+    name: ClassVar[str]
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Tensor]]
 
@@ -56,9 +56,11 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
         parameter.data.copy_(state[f"parameter.{index}"])
         prefix = f"{optimizer.name}.{index}."
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        # The step counter lies on the CPU unless the optimizer is captured in a graph.
-        places = dict.fromkeys(own, parameter.device)
-        if parameter.device.type != "cuda":
-            places["step"] = torch.device("cpu")
         if own:
-            optimizer.state[parameter] = {name: own[name].clone().to(places[name]) for name in own}
+            # The step counter lies on the CPU unless the optimizer is captured in a graph.
+            counter = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
+            # The others lie as the parameter does, channels last perhaps: fused kernels do not look.
+            optimizer.state[parameter] = {
+                name: value.clone().to(counter) if name == "step" else torch.empty_like(parameter.detach()).copy_(value)
+                for name, value in own.items()
+            }

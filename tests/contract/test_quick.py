@@ -37,6 +37,7 @@ MADE = (
         else ()
     ),
     "extract-features ready --from-npz features.npz --ood far --hold-out some=test:9",
+    "train new.safetensors --model net.py:make --data train=npz:data.npz --epochs 1",
     "fit-laplace small --prior-precision 10",
     "fit-laplace net.pt --structure diag --prior-precision 10",
     "fit-laplace net.pt --layers all --structure diag --prior-precision 10 --trust-code",
@@ -138,7 +139,7 @@ def test_every_command_that_may_have_nothing_to_do_is_tried() -> None:
 
 
 def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
-    commands = [one for one in COMMANDS if one.arguments and one.name != "config-show"]
+    commands = [one for one in COMMANDS if one.arguments and one.name not in ("config-show", "train")]
     lines = [f"{one.name} absent.pt {MISSING.get(one.name, '')}" for one in commands]
     for line, (code, _, stderr) in zip(lines, results_of(folder, lines), strict=True):
         assert code == 66, f"{line}: {stderr}"
@@ -148,6 +149,8 @@ def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
 def test_missing_data_and_code_are_told_without_slow_imports(folder: Path) -> None:
     kinds = ("npz:absent", "idx:absent,data.npz", "images:absent")
     lines = [f"extract-features net.pt --model net.py:make --data more={kind}" for kind in kinds]
+    lines += [f"train new.safetensors --model net.py:make --data train={kind}" for kind in kinds]
+    lines.append("train other.safetensors --model absent.py:make --data train=npz:data.npz")
     lines.append("extract-features small --from-npz absent")
     network = "--model absent.py:make --data more=npz:data.npz"
     lines += [f"extract-features net.pt {network}", f"extract-features net.pt --run-dir fresh {network}"]

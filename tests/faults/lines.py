@@ -59,6 +59,8 @@ _COMPUTING = _computing()
 _FIT = ("--epochs", "1", "--save-every", "0")
 _TWO = ("--model", "net.py:make", "--data", "train=npz:train.npz", "--data", "test=npz:test.npz")
 _HMC = ("--chains", "8", "--warmup", "8", "--save-every", "0")
+_MLP = ("--model", "mlp", "--model-arg", "inputs=5", "--model-arg", "hidden=4", "--model-arg", "classes=3")
+_TRAINED = (*_MLP, "--data", "train=npz:train.npz", "--batch-size", "64", "--save-every", "0")
 _TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "val", "test"))
 _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
@@ -117,6 +119,20 @@ LINES = {
             ("whole.pt.bnn/predictions/new/*.h5",),
             (*_ALL, "--name", "new", "--posterior", "laplace-all", "--seed", "1"),
             ("whole.pt", "net.py", "test.npz", "whole.pt.bnn/features/test.h5", _LAPLACE_ALL),
+        ),
+        Line(
+            "train",
+            ("new.safetensors", *_TRAINED, "--epochs", "2"),
+            ("new.safetensors",),
+            ("new.safetensors", *_TRAINED, "--epochs", "1"),
+            ("train.npz",),
+        ),
+        Line(
+            "train/seeds",
+            ("many.safetensors", *_TRAINED, "--epochs", "2", "--seeds", "2"),
+            ("many-0.safetensors", "many-1.safetensors"),
+            ("many.safetensors", *_TRAINED, "--epochs", "1", "--seeds", "2"),
+            ("train.npz",),
         ),
         Line(
             "fit-temperature",
