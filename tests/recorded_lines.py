@@ -47,6 +47,7 @@ class Line:
 
 COMPUTING = {
     "train",
+    "fit-ensemble",
     "extract-features",
     "fit-laplace",
     "fit-temperature",
@@ -297,6 +298,12 @@ LINES = (
     Line(f"train some.safetensors {TRAIN} --seeds 2 --ema 0.9 --optimizer nesterov --learning-rate 0.1", TRAINED),
     Line("extract-features new.safetensors --data train=npz:coarse-train.npz", TRAINED),
     Line("extract-features some-1.safetensors --data train=npz:coarse-train.npz --state ema", TRAINED),
+    Line(
+        "extract-features some-0.safetensors --data train=npz:coarse-train.npz --data test=npz:coarse-test.npz", TRAINED
+    ),
+    Line("fit-ensemble some-0.safetensors some-1.safetensors", TRAINED),
+    Line("fit-ensemble some-0.safetensors some-0.safetensors"),
+    Line("predict some-0.safetensors --posterior ensemble --split test", TRAINED),
     Line("train new.pt --model mlp --data train=npz:coarse-train.npz"),
     Line("inspect new.safetensors", TRAINED),
 )

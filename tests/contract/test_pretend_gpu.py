@@ -114,6 +114,8 @@ LINES = (
     "predict b --integrator all --samples 6 --posterior laplace --split test",
     "predict m.pt --samples 6 --posterior n-diag --posterior n-full --posterior some --integrator logit-mc --integrator mc --split val",
     "predict m.pt --samples 6 --layers all --posterior hmc-all --split val",
+    "fit-ensemble m.pt n.pt",
+    "predict m.pt --posterior ensemble --split val",
     "predict m.pt --posterior drawn --integrator logit-mc --integrator probit --split val",
     "diagnose m.pt --draws 16 --layers all --posterior n-diag --posterior some --posterior drawn",
     "evaluate s --bootstrap 5 --score all --integrator mc",
@@ -185,7 +187,8 @@ def make_inputs(folder: Path) -> None:
     (folder / "file-net.py").write_text(NETWORK)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        torch.save(mlp.build(inputs=4, hidden=(3,), classes=3).state_dict(), folder / "m.pt")
+        for name in ("m.pt", "n.pt"):
+            torch.save(mlp.build(inputs=4, hidden=(3,), classes=3).state_dict(), folder / name)
 
 
 @dataclass(frozen=True)

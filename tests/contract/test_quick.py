@@ -41,6 +41,7 @@ MADE = (
     "fit-laplace small --prior-precision 10",
     "fit-laplace net.pt --structure diag --prior-precision 10",
     "fit-laplace net.pt --layers all --structure diag --prior-precision 10 --trust-code",
+    "fit-ensemble net.pt more.pt --trust-code",
     "fit-temperature small",
     "refine small --epochs 1 --length 2",
     "refine small --flow planar --epochs 1 --elbo-draws 64 --name planar",
@@ -65,7 +66,11 @@ NOTHING_TO_DO = (
 )
 # These work whenever they are called, or their work is to read every byte.
 ALWAYS_WORK = {"compare", "diagnose", "integrals", "verify", "demo", "convert"}
-MISSING = {"convert": "out.safetensors", "extract-features": "--model net.py:make --data train=npz:data.npz"}
+MISSING = {
+    "convert": "out.safetensors",
+    "extract-features": "--model net.py:make --data train=npz:data.npz",
+    "fit-ensemble": "more.pt",
+}
 
 # In a process of its own, so that nothing is imported yet: each line with its code, and what it printed.
 RUN = f"""
@@ -111,7 +116,8 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         parquet.write_table(importlib.import_module("pyarrow").table(columns), folder / "rows.parquet")
     (folder / "net.py").write_text(NETWORK)
     shapes = {"1.weight": (3, 4), "1.bias": (3,), "3.weight": (3, 3), "3.bias": (3,)}
-    torch.save({name: torch.from_numpy(rng.random(shape)).float() for name, shape in shapes.items()}, folder / "net.pt")
+    for file in ("net.pt", "more.pt"):
+        torch.save({name: torch.from_numpy(rng.random(shape)).float() for name, shape in shapes.items()}, folder / file)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for words in MADE:

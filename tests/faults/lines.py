@@ -135,6 +135,13 @@ LINES = {
             ("train.npz",),
         ),
         Line(
+            "fit-ensemble",
+            ("whole.pt", "other.pt", "--name", "new", "--trust-code"),
+            ("whole.pt.bnn/posteriors/new.safetensors",),
+            ("whole.pt", "other.pt", "third.pt", "--name", "new", "--trust-code"),
+            (*_WHOLE, "other.pt"),
+        ),
+        Line(
             "fit-temperature",
             ("small", "--name", "new"),
             ("small.bnn/posteriors/new.safetensors",),
@@ -217,7 +224,7 @@ def prepare(folder: Path) -> None:
     """What the lines need beside a finished run: a posterior of fit-lbbnn, networks, data, leftovers."""
     torch.manual_seed(0)
     (folder / "net.py").write_text(NETWORK)
-    for name in ("net.pt", "other.pt"):
+    for name in ("net.pt", "other.pt", "third.pt"):
         shapes = {"1.weight": (4, 5), "1.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
         torch.save({key: torch.randn(shape) for key, shape in shapes.items()}, folder / name)
     with np.load(folder / "features.npz") as file:
