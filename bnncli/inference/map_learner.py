@@ -68,7 +68,7 @@ class Streams(NamedTuple):
 
 
 @dataclass
-class History:
+class EpochScores:
     """What each epoch gave of each network: of the training batches as they came, and of val where it is there."""
 
     loss: list[list[float]] = field(default_factory=list)
@@ -109,7 +109,7 @@ class MapLearner:
         generator: torch.Generator,
         val: Examples | None = None,
         is_capturable: bool = False,
-        report: Callable[[int, History], object] = lambda epoch, history: None,
+        report: Callable[[int, EpochScores], object] = lambda epoch, history: None,
     ) -> None:
         self.networks, self.train, self.val, self.likelihood = networks, train, val, likelihood
         self.settings, self.streams, self.generator, self.report = settings, streams, generator, report
@@ -119,7 +119,7 @@ class MapLearner:
         self.is_capturable = is_capturable
         step_bytes = len(networks) * (self.batch_size or 1) * train.inputs[0].numel() * train.inputs.element_size()
         self.steps_at_once = steps_at_once(step_bytes, self.device, most=num_batches(self))
-        self.history = History()
+        self.history = EpochScores()
         self.averages = {name: one.detach().clone() for name, one in self._averaged().items()}
         self._order = self._drawn = torch.empty(0)
 
@@ -251,7 +251,7 @@ class MapLearner:
         for place, one in enumerate(self.streams):
             for name, stream in one._asdict().items():
                 stream.set_state(state[f"stream.{place}.{name}"].cpu())
-        self.history = History(**{name: state[f"history.{name}"].tolist() for name in vars(self.history)})
+        self.history = EpochScores(**{name: state[f"history.{name}"].tolist() for name in vars(self.history)})
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """-log p of labels (S, n), against smoothed ones where they are, of logits (S, n, K)."""

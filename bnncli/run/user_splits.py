@@ -17,7 +17,7 @@ from bnncli.run.model_files import ModelFiles
 from bnncli.storage.provenance import Source
 
 
-class InputOptions(Protocol):
+class InputSpecs(Protocol):
     """Options that name a network and what goes into it."""
 
     @property
@@ -54,7 +54,7 @@ class InputOptions(Protocol):
 
 
 def open_splits(
-    options: InputOptions,
+    options: InputSpecs,
     saved: SavedModel | None,
     *,
     seed: int,
@@ -118,7 +118,7 @@ def check_outputs(task: str | None, likelihood: str | None, num_outputs: int) ->
     raise UsageError(f"\0task\0 {task}: {why}")
 
 
-def check_network_file(options: InputOptions) -> None:
+def check_network_file(options: InputSpecs) -> None:
     """Raise what building the network would where the file of its code is missing, before PyTorch is imported for it.
 
     Raises:
@@ -134,7 +134,7 @@ def check_network_file(options: InputOptions) -> None:
         user_code.load_factory(model, option="\0model\0")
 
 
-def user_sources(options: InputOptions, split: data.InputSplit, saved: SavedModel | None) -> list[Source]:
+def user_sources(options: InputSpecs, split: data.InputSplit, saved: SavedModel | None) -> list[Source]:
     """What of the user's own the features of a split are made from: the examples, and the files of the network."""
     place = Path(split.spec.partition(":")[2])
     sources = [Source(f"data.{split.name}", place, split.order_digest, is_artifact=False)]

@@ -175,3 +175,12 @@ def test_a_member_that_changed_makes_the_ensemble_anew(cli: Cli) -> None:
     assert "member.2 has changed" in done.stderr
     assert done.code == 0
     assert cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").code == 73
+
+
+def test_a_stale_ensemble_is_made_again_of_the_same_members(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    assert cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").code == 0
+    assert cli("extract-features", "0.pt", *OWN, *DATA, "--mean", 0.5, "--force").code == 0
+    found = cli("status", "0.pt", "--json").json["artifacts"]
+    (entry,) = [one for one in found if one["name"] == "posteriors/ensemble.safetensors"]
+    assert (entry["state"], entry["remake"]) == ("stale", "bnncli fit-ensemble 0.pt 1.pt 2.pt --trust-code")

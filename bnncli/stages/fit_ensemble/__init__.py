@@ -15,7 +15,6 @@ from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_sources import network_sources
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
-from bnncli.run.recorded_network import network_header
 from bnncli.run.session import Result, Run
 from bnncli.run.val_report import labeled_val
 from bnncli.storage.freshness import is_same_file
@@ -39,8 +38,7 @@ COMMAND = Command(
 def run(run: Run, options: FitEnsembleOptions) -> Result:
     """Publish the ensemble; the result's metrics say what it cost and what it is worth on val."""
     members = [Path(one) for one in run.arguments["member"]]
-    network_header(run)  # of a split that is no longer true is told which
-    first, val = load_split(run, run.folder.splits()[0]), labeled_val(run)
+    first, val = load_split(run, (run.folder.splits() or ["train"])[0]), labeled_val(run)
     if first.content.head_weight is None or first.checkpoint is None:
         raise UsageError("this run has no network, only features: an ensemble is of checkpoints")
     _check_apart(run, members)

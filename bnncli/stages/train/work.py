@@ -17,7 +17,7 @@ from bnncli.data import Augmentation, InputSplit
 from bnncli.errors import DataError, NumericError, UsageError
 from bnncli.extraction.autocast import AUTOCAST
 from bnncli.extraction.head import forward, logits_of
-from bnncli.inference.map_learner import Examples, History, MapLearner, MapSettings, Streams, evaluate
+from bnncli.inference.map_learner import EpochScores, Examples, MapLearner, MapSettings, Streams, evaluate
 from bnncli.inference.stacked_networks import StackedNetworks
 from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.machine.user_code import running
@@ -236,7 +236,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _report(run: Run, epoch: int, history: History) -> None:
+def _report(run: Run, epoch: int, history: EpochScores) -> None:
     """A line on an epoch for whoever asked for more."""
     said = [
         ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in history.last(place).items())
