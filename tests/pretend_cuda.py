@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bnncli
 from bnncli.training.adam import Adam
+from bnncli.training.optimizer import Optimizer
+from bnncli.training.sgd import Sgd
 from bnncli.training.step_graph import _side_stream
 
 _PACKAGE = str(Path(bnncli.__file__).parent) + "/"
@@ -806,10 +808,10 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
     for name, value in cuda.items():
         replace(torch.cuda, name, value)
     replace(torch, "Generator", Generator)
-    fork_rng, step = torch.random.fork_rng, Adam.step
+    fork_rng = torch.random.fork_rng
     replace(torch.random, "fork_rng", lambda devices=None, **options: fork_rng(devices=[], **options))
 
-    def adam_step(optimizer: Adam) -> None:
+    def plain_step(step: Callable[[Any], None], optimizer: Optimizer) -> None:
         """torch groups tensors by device where nothing pretends, and would fetch the rates to the CPU."""
         parameter = optimizer.param_groups[0]["params"][0]
         with ExitStack() as inner:
@@ -818,7 +820,9 @@ def _install(pretend_: Pretend, stack: ExitStack) -> None:
             with torch._C.DisableTorchFunction():
                 step(optimizer)
 
-    replace(Adam, "step", adam_step)
+    for kind in (Adam, Sgd):
+        step = kind.step
+        replace(kind, "step", lambda optimizer, step=step: plain_step(step, optimizer))
 
 
 @contextmanager

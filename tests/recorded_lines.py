@@ -46,6 +46,8 @@ class Line:
 
 
 COMPUTING = {
+    "train",
+    "fit-ensemble",
     "extract-features",
     "fit-laplace",
     "fit-temperature",
@@ -138,6 +140,7 @@ def _leave_a_temporary() -> None:
 
 SCORES = "evaluate small --posterior laplace --integrator mc --bootstrap 50 --neighbors 5"
 REFINE = "refine small --epochs 2 --elbo-draws 64"
+TRAIN = "--recipe mlp-fmnist --model-arg inputs=36 --data train=npz:coarse-train.npz --epochs 2"
 LBBNN = "fit-lbbnn small --epochs 2 --slab-sd 1"
 
 LINES = (
@@ -319,4 +322,18 @@ LINES = (
     Line("verify wide.bnn", before=_cut_short),
     Line("fit-temperature wide"),
     Line("clean wide --json", before=_leave_a_temporary),
+    Line(f"train new.safetensors {TRAIN} --hold-out val=train:20", TRAINED),
+    Line(f"train new.safetensors {TRAIN} --hold-out val=train:20 --json", TRAINED),
+    Line(f"train new.safetensors {TRAIN}"),
+    Line(f"train some.safetensors {TRAIN} --seeds 2 --ema 0.9 --optimizer nesterov --learning-rate 0.1", TRAINED),
+    Line("extract-features new.safetensors --data train=npz:coarse-train.npz", TRAINED),
+    Line("extract-features some-1.safetensors --data train=npz:coarse-train.npz --state ema", TRAINED),
+    Line(
+        "extract-features some-0.safetensors --data train=npz:coarse-train.npz --data test=npz:coarse-test.npz", TRAINED
+    ),
+    Line("fit-ensemble some-0.safetensors some-1.safetensors", TRAINED),
+    Line("fit-ensemble some-0.safetensors some-0.safetensors"),
+    Line("predict some-0.safetensors --posterior ensemble --split test", TRAINED),
+    Line("train new.pt --model mlp --data train=npz:coarse-train.npz"),
+    Line("inspect new.safetensors", TRAINED),
 )

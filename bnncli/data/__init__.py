@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bnncli.data._augment import Augmentation
 from bnncli.data._classes import columns_of_classes, matched_to
 from bnncli.data._feature_arrays import FeatureArrays, feature_splits, read_feature_arrays
 from bnncli.data._given import HDF5_MAGIC, GivenFile, magic_of, read_given, read_labels, read_texts
@@ -17,6 +18,7 @@ from bnncli.data._transform import Transform, Transformed
 
 __all__ = [
     "HDF5_MAGIC",
+    "Augmentation",
     "Batch",
     "FeatureArrays",
     "GivenFile",

@@ -122,6 +122,8 @@ class Mc(SamplingIntegrator):
             theta, ends = quasi_sample(posterior, size, generator), scramble_ends(size)
             return DrawnMc(posterior.layout, theta, DrawPartition.of(ends), warning=balance_warning(size, len(ends)))
         theta, starts = sample_in_runs(posterior, num_samples, generator)
+        if hasattr(posterior, "sample_whole") and posterior.sample_whole(num_samples):
+            return DrawnMc(posterior.layout, theta, DrawPartition.of([len(theta)]))  # of all there is no error to tell
         return DrawnMc(posterior.layout, theta, DrawPartition.of(group_ends(len(theta), starts=starts)))
 
 

@@ -35,6 +35,7 @@ from bnncli.options.demo import DemoOptions as DemoOptions
 from bnncli.options.diagnose import DiagnoseOptions as DiagnoseOptions
 from bnncli.options.evaluate import EvaluateOptions as EvaluateOptions
 from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFeaturesOptions
+from bnncli.options.fit_ensemble import FitEnsembleOptions as FitEnsembleOptions
 from bnncli.options.fit_laplace import FitLaplaceOptions as FitLaplaceOptions
 from bnncli.options.fit_lbbnn import FitLbbnnOptions as FitLbbnnOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions as FitTemperatureOptions
@@ -46,3 +47,4 @@ from bnncli.options.refine import RefineOptions as RefineOptions
 from bnncli.options.sbc import SbcOptions as SbcOptions
 from bnncli.options.score import ScoreOptions as ScoreOptions
 from bnncli.options.status import StatusOptions as StatusOptions
+from bnncli.options.train import TrainOptions as TrainOptions

@@ -116,7 +116,7 @@ def own_command(words: Sequence[object], commands: Mapping[str, Groups], argumen
     Args:
         words: as they are recorded; anything.
         commands: the options of each command that makes artifacts.
-        argument: stands where the record has the command's own argument, CKPT.
+        argument: stands where the record has the command's own argument, CKPT; others behind it are kept.
     """
     texts = [word for word in words if isinstance(word, str) and word.isprintable()]
     if len(texts) != len(words) or len(texts) < 3 or sum(map(len, texts)) > MAX_LENGTH:
@@ -125,11 +125,18 @@ def own_command(words: Sequence[object], commands: Mapping[str, Groups], argumen
         return None
     try:
         line = CommandLine.parse(texts[1], texts[2:], commands[texts[1]])
-        _check(line)
+        _check(line, is_of_many=_takes_many(line.command))
     except (UsageError, ValueError, LookupError, TypeError):
         return None
-    parts = [(None, argument) if name is None else (name, text) for name, text in line.parts if name not in _NOT_SHOWN]
-    return replace(line, parts=tuple(parts))
+    first = next(place for place, (name, _) in enumerate(line.parts) if name is None)
+    parts = [(None, argument) if place == first else part for place, part in enumerate(line.parts)]
+    return replace(line, parts=tuple(part for part in parts if part[0] not in _NOT_SHOWN))
+
+
+def _takes_many(command: str) -> bool:
+    """Whether a command takes further arguments behind its own."""
+    arguments = declaration("stages", command, "COMMAND").arguments
+    return len(arguments) > 1 and bool(arguments[-1].is_many)
 
 
 def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[Part]:
@@ -158,9 +165,10 @@ def _parse(words: Sequence[str], groups: tuple[type[Checked], ...]) -> Iterator[
             yield name, value if equals else rest.pop(0)
 
 
-def _check(line: CommandLine) -> None:
-    """Raise unless there is one argument, and the options accept their values, alone and together."""
-    if sum(name is None for name, _ in line.parts) != 1:
+def _check(line: CommandLine, *, is_of_many: bool) -> None:
+    """Raise unless there is one argument, or more where there may be, and the options accept their values, alone and together."""
+    count = sum(name is None for name, _ in line.parts)
+    if count < 1 or (count > 1 and not is_of_many):
         raise LookupError("one argument")
     values = line.values()
     for group in line.groups:

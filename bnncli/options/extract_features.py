@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bnncli.errors import UsageError
-from bnncli.likelihoods import TASKS
+from bnncli.options import network_inputs
 from bnncli.options.declaration import Checked, option
 from bnncli.options.parts import declaration, forms
 from bnncli.registry import check_name, has_name, names
@@ -25,12 +25,6 @@ def _model_help() -> str:
     )
 
 
-def _data_help() -> str:
-    return (
-        f"A split whose labels are the network's classes: {', '.join(forms())}; @N takes the first N rows. Repeatable."
-    )
-
-
 @dataclass(frozen=True)
 class ExtractFeaturesOptions(Checked):
     """Options of extract-features."""
@@ -40,7 +34,7 @@ class ExtractFeaturesOptions(Checked):
         _model_help,
         metavar="MODEL",
     )
-    model_arg: list[str] = option([], "Argument of the network, as key=value; repeatable.", metavar="KEY=VALUE")
+    model_arg: list[str] = network_inputs.model_arg()
     base_model: str | None = option(
         None, "Folder of the model that an adapter (\0model\0 peft:DIR) was trained on.", metavar="DIR"
     )
@@ -52,32 +46,19 @@ class ExtractFeaturesOptions(Checked):
     allow_download: bool = option(
         False, "Let \0model\0 fetch what is not on this machine; never done otherwise.", numeric=False
     )
-    data: list[str] = option(
-        [],
-        _data_help,
-        metavar="SPLIT=SPEC",
-    )
+    data: list[str] = network_inputs.data()
     ood: list[str] = option(
         [],
         "An out-of-distribution split, stored without labels; SPEC as for \0data\0 (with \0from_npz\0 the name alone). Repeatable.",
         metavar="SPLIT=SPEC",
     )
-    hold_out: list[str] = option(
-        [],
-        "Move N random rows (seeded) of one split into another, as val=test:2000. Validation rows must be rows that the network was not trained on.",
-        metavar="NEW=OLD:N",
-    )
+    hold_out: list[str] = network_inputs.hold_out()
     from_npz: str | None = option(
         None,
         "Arrays of your own extractor: features_<split>, labels_<split>, head_weight, head_bias. CKPT is then just the run's name.",
         metavar="FILE",
     )
-    task: str | None = option(
-        None,
-        "What labels are: multiclass, binary, or multilabel, zeros and ones (N, L) of which each column is a label by itself. "
-        "Found where labels are zeros and ones with several ones in a row.",
-        choices=TASKS,
-    )
+    task: str | None = network_inputs.task()
     last_layer: str | None = option(
         None,
         "Name of the last linear layer, when it is not the last one called; or identity, for networks whose logits are not "
@@ -94,10 +75,10 @@ class ExtractFeaturesOptions(Checked):
         "Which weights of a checkpoint that has several, by the dotted key that inspect lists, or ema for the averaged ones.",
         metavar="NAME",
     )
-    mean: str | None = option(None, "Mean of each channel, to normalise inputs in [0, 1].", metavar="M[,M,M]")
-    std: str | None = option(None, "Standard deviation of each channel.", metavar="S[,S,S]")
-    resize: int | None = option(None, "Resize the shorter side of images to this many pixels.", minimum=1)
-    crop: int | None = option(None, "Crop the centre square of this many pixels.", minimum=1)
+    mean: str | None = network_inputs.mean()
+    std: str | None = network_inputs.std()
+    resize: int | None = network_inputs.resize()
+    crop: int | None = network_inputs.crop()
     dtype: str = option("float32", "Type the features are stored in.", choices=("float32", "float16"))
     autocast: str | None = option(
         None,
@@ -106,7 +87,7 @@ class ExtractFeaturesOptions(Checked):
         choices=("bf16", "fp16"),
     )
     batch_size: int = option(256, "Inputs a batch.", minimum=1, numeric=False)
-    num_workers: int = option(0, "Processes that read, decode images and tokenise texts.", minimum=0, numeric=False)
+    num_workers: int = network_inputs.num_workers()
 
     resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
     save_every: float = option(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import Checked, option
-from bnncli.theta.module import LAST
+from bnncli.theta.module import LAST, STATE
 
 
 def trust_code_option(*, is_recorded: bool = True) -> Any:
@@ -19,8 +19,14 @@ def trust_code_option(*, is_recorded: bool = True) -> Any:
     return option(False, text, numeric=not is_recorded)
 
 
-def check_layers(layers: str | None, where: str = "\0layers\0") -> None:
-    """Raise UsageError unless it is last, all or patterns, or was not given."""
+def check_layers(layers: str | None, where: str = "\0layers\0", *, is_read: bool = True) -> None:
+    """Raise UsageError unless it is last, all or patterns, or was not given.
+
+    Args:
+        is_read: whether it chooses among posteriors that are there.
+    """
+    if layers == STATE and not is_read:
+        raise UsageError(f"{where}: {STATE} is what fit-ensemble makes; buffers have no posterior of another kind")
     if layers is not None and not all(layers.split("+")):
         raise UsageError(f"{where}: expected last, all or patterns with + between them, got {layers!r}")
 
@@ -57,7 +63,7 @@ class LayersOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layers(self.layers)
+        check_layers(self.layers, is_read=False)
         if not self.may_follow_base:
             self.check_trust()
 

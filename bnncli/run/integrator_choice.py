@@ -13,12 +13,14 @@ from typing import Any
 from bnncli.errors import UsageError
 from bnncli.integrators import NO_LABELS, Integrator, does_classes, load_integrator, settings_of, variant
 from bnncli.likelihoods import has_exclusive_classes, recorded_name
+from bnncli.names import with_article
 from bnncli.numerics.top_k import ranked_lengths
 from bnncli.options import PredictOptions
 from bnncli.registry import has_attribute, names
 from bnncli.storage.headers import Header
 
 ALL = "all"
+ENSEMBLE = "ensemble"
 PLUG_IN_METHODS = ("map", "temperature", "prune")
 
 
@@ -107,7 +109,7 @@ class AskedIntegrators:
     def _samples(self, integrator: Integrator, header: Header) -> int | None:
         if not integrator.is_sampling:
             return None
-        if header.kind == "samples":  # no more than there are
+        if is_of_draws(header):  # no more than there are
             return None if self.samples is None or self.samples >= (num_stored(header) or math.inf) else self.samples
         is_last_layer = header.meta.get("layers") is None
         by_default = integrator.default_for(_num_params(header), is_last_layer=is_last_layer)
@@ -153,9 +155,16 @@ def type_of(header: Header) -> str:
     return "samples" if header.kind == "samples" else str(header.meta.get("type"))
 
 
+def is_of_draws(header: Header) -> bool:
+    """Whether a posterior is draws, or networks, that predictions use as they are."""
+    return type_of(header) in ("samples", ENSEMBLE)
+
+
 def num_stored(header: Header) -> int:
     """How many draws a posterior that is draws has; 0 where its header does not say."""
     metrics = header.meta.get("metrics", {})
+    if type_of(header) == ENSEMBLE:
+        return int(metrics.get("num_members", 0))
     return int(metrics.get("chains", 0) * metrics.get("draws", 0))
 
 
@@ -179,7 +188,7 @@ def _why_unfit(name: str, integrator: Integrator, header: Header, num_classes: i
     """Why the integrator cannot predict with this posterior; None where it can."""
     posterior_type = type_of(header)
     if not has_attribute("posteriors", posterior_type, integrator.needs):
-        return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for a {posterior_type} posterior ({header.path.stem})"
+        return f"\0integrator\0 {variant(name, settings_of(integrator))} does not work for {with_article(posterior_type)} posterior ({header.path.stem})"
     if posterior_type == "samples" and integrator.needs == "center" and header.meta.get("layers") is not None:
         why = "draws of other layers than the last may lie in several modes, and their mean is no network of these"
         return f"\0integrator\0 {name} does not work for {header.path.stem}: {why}"
@@ -195,7 +204,9 @@ def _refusal(why: str, header: Header, num_classes: int) -> UsageError:
     every = {name: load_integrator(name) for name in names("integrators")}
     fitting = [name for name, one in every.items() if _why_unfit(name, one, header, num_classes) is None]
     return UsageError(
-        why, hint=f"integrators for a {type_of(header)} posterior: {', '.join(fitting)}", code="unsupported_integrator"
+        why,
+        hint=f"integrators for {with_article(type_of(header))} posterior: {', '.join(fitting)}",
+        code="unsupported_integrator",
     )
 
 

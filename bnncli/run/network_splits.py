@@ -35,7 +35,7 @@ from bnncli.run.session import Run
 from bnncli.storage.features import CHECK_ROWS
 from bnncli.storage.headers import Header
 from bnncli.targets.network import NetworkTarget
-from bnncli.theta.module import ModuleLayout, chosen_parameters
+from bnncli.theta.module import STATE, ModuleLayout, chosen_parameters
 from bnncli.theta.module_network import ModuleNetwork
 from bnncli.theta.prior import Prior
 
@@ -225,7 +225,8 @@ class NetworkReader:
             input_shape=tuple(inputs.shape[1:]),
             likelihood_name=split.content.likelihood,
         )
-        check_derivatives(layout, inputs[:2].flatten(1))
+        if pattern != STATE:  # nobody differentiates by buffers
+            check_derivatives(layout, inputs[:2].flatten(1))
         return layout
 
     def split(self, split: Split, pattern: str) -> NetworkSplit:

@@ -17,7 +17,7 @@ from bnncli.integrators._groups import DrawPartition, kept_rows
 from bnncli.integrators._mean_logits import drawn_theta, energy_and_max_logit, mean_theta
 from bnncli.lazy import torch
 from bnncli.run.inputs import Split, feature_blocks, load_split, open_posterior, posterior_prior, require_draws
-from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, num_stored
+from bnncli.run.integrator_choice import IntegratorChoice, default_integrator, is_of_draws, num_stored
 from bnncli.run.session import Run
 from bnncli.run.val_report import note_on_default
 from bnncli.storage.headers import Header
@@ -206,9 +206,10 @@ def warn(run: Run, posterior: str, notes: dict[str, Any]) -> None:
 
 def warn_of_few_draws(run: Run, path: Path, header: Header, samples: int | None) -> None:
     """Say so when more draws are asked for than a posterior that is draws has."""
-    there = num_stored(header) if header.kind == "samples" else 0
+    there = num_stored(header) if is_of_draws(header) else 0
     if samples is not None and 0 < there < samples:
-        run.console.warn(f"{path.stem} has {there} draws, fewer than \0samples\0 {samples}: all are used")
+        what = "draws" if header.kind == "samples" else "members"
+        run.console.warn(f"{path.stem} has {there} {what}, fewer than \0samples\0 {samples}: all are used")
 
 
 def warn_of_default(run: Run, path: Path, header: Header) -> None:

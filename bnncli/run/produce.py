@@ -18,6 +18,7 @@ from bnncli.storage.freshness import Decision, decide, is_same_file
 from bnncli.storage.headers import Header, interpreting
 from bnncli.storage.locks import artifact_lock
 from bnncli.storage.provenance import Source, build_provenance
+from bnncli.storage.trained import KIND as CHECKPOINT
 
 Publish = Callable[[dict[str, Any], bool], str]
 
@@ -165,7 +166,7 @@ def expected(memory: int | None) -> str:
 
 
 def _decide(run: Run, request: Request) -> Decision:
-    if is_same_file(request.target, run.checkpoint_path):
+    if request.kind != CHECKPOINT and is_same_file(request.target, run.checkpoint_path):
         raise UsageError(f"the output {request.target} is the checkpoint; choose another with \0name\0 or \0out\0")
     return decide(
         request.target,

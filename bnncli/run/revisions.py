@@ -18,6 +18,8 @@ EXTRACT_FEATURES = 1
 FIT_TEMPERATURE = 1
 HMC_OF_LAYERS = 1  # other than the last
 PRUNE = 1
+TRAIN = 1
+FIT_ENSEMBLE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
 EVALUATE = 2
 EVALUATE_FEATURES = 1
@@ -111,9 +113,11 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "lbbnn": lambda header: {FIT_LBBNN},
     "temperature": lambda header: {FIT_TEMPERATURE},
     "prune": lambda header: {PRUNE},
+    "ensemble": lambda header: {FIT_ENSEMBLE},
 }
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},
+    "checkpoint": lambda header: {TRAIN},
     "predictions": lambda header: {of_predict(0), of_predict(sys.maxsize)},  # their header does not say how long
     "metrics": _metrics_today,
 }

@@ -28,6 +28,8 @@ def run(run: Run, options: Any) -> Result:
     if not root.is_dir():
         raise MissingInput(f"{run.checkpoint_path} has no run folder (looked for {root})", path=root)
     states = resume.leftovers(root)
+    trained = resume.state_path(run.checkpoint_path)  # of train, which writes the checkpoint itself
+    states += [trained] if trained.is_file() else []
     leftovers = temporaries(root) + [path for path in states if not _is_in_use(run, path)]
     for path in leftovers:
         try:
@@ -40,7 +42,7 @@ def run(run: Run, options: Any) -> Result:
 
 def _is_in_use(run: Run, leftover: Path) -> bool:
     """True when a live process is making the artifact that a resume state belongs to."""
-    for suffix in (*POSTERIOR_SUFFIXES, FEATURES_SUFFIX):
+    for suffix in (*POSTERIOR_SUFFIXES, FEATURES_SUFFIX):  # a checkpoint of train's has the first
         lock = run.folder.lock(leftover.with_name(resume.artifact_stem(leftover) + suffix))
         try:
             if lock.exists():

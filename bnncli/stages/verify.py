@@ -16,6 +16,7 @@ from bnncli.storage.features import read_features
 from bnncli.storage.headers import Header
 from bnncli.storage.metrics import read_metrics
 from bnncli.storage.predictions import read_predictions
+from bnncli.storage.trained import read_trained
 
 COMMAND = Command(
     "Check artifacts in full: digest and every invariant. Exit 65 when one is bad.",
@@ -79,6 +80,8 @@ def check_artifact(path: Path) -> Header:
                 check_probabilities(group, len(content.classes), is_exclusive=content.is_exclusive)
     elif header.kind == "metrics":
         read_metrics(path)
+    elif header.kind == "checkpoint":
+        read_trained(path)
     else:
         posterior, _ = open_posterior(path)
         if _places(posterior.layout.to_json()) != _places(header.meta.get("param_layout")):

@@ -21,7 +21,11 @@ from bnncli.storage.headers import Header
 from bnncli.storage.newer_request import newer_request
 from bnncli.storage.provenance import Source, params_hash
 
-_KEEP_BOTH = {"features": ", or \0run_dir\0 DIR to keep both", "metrics": ""}  # they have no --name
+_KEEP_BOTH = {
+    "features": ", or \0run_dir\0 DIR to keep both",
+    "metrics": "",
+    "checkpoint": ", or give another CKPT to keep both",
+}  # they have no --name
 _ANOTHER_REVISION = "made by another revision of the algorithm"
 _MARKS = ((0, b"\x89HDF\r\n\x1a\n", b"bnncli_"), (8, b"{", b'"bnncli"'), (0, b"{", b'"bnncli.'))
 _MARK_WINDOW = 1 << 20
@@ -88,15 +92,20 @@ def _header_or_refuse(target: Path, kind: str, force: bool) -> Header | None:
     except BnnError as error:
         if force and carries_our_mark(target):
             return None
-        hint = "add \0force\0 to replace it" if carries_our_mark(target) else "move it away, or use \0name\0 or \0out\0"
+        hint = "add \0force\0 to replace it" if carries_our_mark(target) else f"move it away, or {_elsewhere(kind)}"
         raise OutputExists(f"{target} exists and cannot be used: {error.message}", hint=hint, path=target) from None
     if header.kind != kind:
         raise OutputExists(
             f"{target} exists and is of kind {header.kind}, not {kind}",
-            hint="use \0name\0 or \0out\0",
+            hint=_elsewhere(kind),
             path=target,
         )
     return header
+
+
+def _elsewhere(kind: str) -> str:
+    """How an artifact of a kind goes to another place."""
+    return "give another CKPT" if kind == "checkpoint" else "use \0name\0 or \0out\0"
 
 
 def carries_our_mark(target: Path) -> bool:

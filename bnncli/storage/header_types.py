@@ -93,11 +93,13 @@ _PROVENANCE_IF_THERE: dict[str, Check] = {
     "seconds": _is_number,
 }
 _META: dict[str, dict[str, Check]] = {
+    "checkpoint": {"gradient_passes": _is_count},
     "predictions": {"posterior": is_text, "integrator": is_text, "split": is_text, "num_examples": _is_count},
 }
 _META_IF_THERE: dict[str, Check] = {
     "split": is_text,
     "num_examples": _is_count,
+    "gradient_passes": _or_none(_is_count),
     "num_features": _is_count,
     "num_outputs": _is_count,
     "is_labeled": _is_flag,

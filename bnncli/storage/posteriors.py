@@ -40,12 +40,25 @@ def write_posterior(
         tensors: everything numeric, any device; stored on the CPU, contiguous.
         meta: type, method, param_layout and the numbers of the fit.
     """
+    return write_tensors(target, tensors, kind="posterior", meta=meta, provenance=provenance, may_replace=may_replace)
+
+
+def write_tensors(
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    kind: str,
+    meta: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    may_replace: bool,
+) -> str:
+    """Publish a safetensors artifact of any kind and return its content digest; the rest as of write_posterior."""
     from safetensors.torch import save
 
     stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     digest = _digest(stored, meta)
     document = {
-        "kind": "posterior",
+        "kind": kind,
         "schema": SCHEMA,
         "content_digest": digest,
         "provenance": dict(provenance),
@@ -64,13 +77,20 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
         MissingInput: no such file.
         DataError: truncated, duplicate names, wrong digest, values that are not finite, two priors.
     """
+    tensors, header = read_tensors(path, kind="posterior")
+    _check_prior(path, tensors, header)
+    return tensors, header
+
+
+def read_tensors(path: Path, *, kind: str) -> tuple[dict[str, Tensor], Header]:
+    """Tensors and header of a safetensors artifact of one kind, after a full check of both; raises as read_posterior."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     header = read_posterior_header(path)
-    if header.kind != "posterior":
-        raise DataError(f"{path}: expected a posterior, got {header.kind}", code="wrong_kind", path=path)
+    if header.kind != kind:
+        raise DataError(f"{path}: expected a {kind}, got {header.kind}", code="wrong_kind", path=path)
     with reading(path):
         content = path.read_bytes()
     try:
@@ -87,7 +107,6 @@ def read_posterior(path: Path) -> tuple[dict[str, Tensor], Header]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DataError(f"{path}: {name!r} has values that are not finite", code="not_finite", path=path)
-    _check_prior(path, tensors, header)
     return tensors, header
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bnncli.theta.tensor_bytes import Growth
 
 ALL, LAST = "all", "last"
+STATE = "all+buffers"  # of networks that were trained apart: buffers of real numbers beside all parameters
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ModuleLayout:
         """The layout of the parameters that a pattern names.
 
         Args:
-            pattern: all, or shell patterns of parameter names with + between them (`fc2.*+*.bias`); a module's name stands
+            pattern: all, STATE, or shell patterns of parameter names with + between them (`fc2.*+*.bias`); a module's name stands
                 for all parameters in it.
 
         Raises:
@@ -152,8 +153,8 @@ class ModuleLayout:
         return cls(parts, int(meta["num_outputs"]), shape, recorded_name(meta))
 
     def bound_to(self, network: ModuleNetwork) -> ModuleLayout:
-        """The same with a network to compute logits by. Raises ValueError where the network has not these parameters."""
-        there = {name: tuple(value.shape) for name, value in network.module.named_parameters()}
+        """The same with a network to compute logits by. Raises ValueError where the network has not these parameters, or buffers."""
+        there = {name: tuple(value.shape) for name, value in _named_tensors(network.module).items()}
         odd = [part.name for part in self.parts if there.get(part.name) != part.shape]
         if odd:
             raise ValueError(f"the network has no parameters {listed(odd)} of these shapes")
@@ -179,7 +180,7 @@ class ModuleLayout:
 
     def trained(self) -> Tensor:
         """theta (P,) float64 of the network as it is."""
-        found = dict(self._bound.module.named_parameters())
+        found = _named_tensors(self._bound.module)
         return self.join({part.name: found[part.name].detach().double() for part in self.parts})
 
     def logits(self, features: Tensor, theta: Tensor) -> Tensor:
@@ -257,7 +258,12 @@ def is_bias(name: str) -> bool:
     return name.rpartition(".")[2].endswith("bias")
 
 
-def chosen_parameters(module: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def chosen_parameters(module: nn.Module, pattern: str) -> Mapping[str, Tensor]:
     """The parameters that a pattern names, in the module's order; see ModuleLayout.of. Raises UsageError for none.
 
     One that several modules share goes by the first of its names, and any of them names it.
@@ -270,8 +276,14 @@ def chosen_parameters(module: nn.Module, pattern: str) -> dict[str, nn.Parameter
     def is_named(first: str, pattern: str) -> bool:
         return any(_matches(name, pattern) for name in shared[id(every[first])])
 
-    if pattern == ALL:
-        chosen = every
+    chosen: dict[str, Tensor]
+    if pattern in (ALL, STATE):
+        stored = {*module.state_dict()} if pattern == STATE else {*every}
+        chosen = {
+            name: value
+            for name, value in _named_tensors(module).items()
+            if name in stored and value.is_floating_point()
+        }
     else:
         wanted = pattern.split("+")
         for one in wanted:

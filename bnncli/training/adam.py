@@ -1,13 +1,15 @@
-"""Adam (Kingma and Ba 2015, arXiv:1412.6980), and what it has learnt of its parameters, as tensors of a resume state."""
+"""Adam (Kingma and Ba 2015, arXiv:1412.6980), and with its weight decay apart AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+
+from bnncli.training.optimizer import parameters_of, with_gradients
 
 _BETAS = (0.9, 0.999)  # Algorithm 1's own settings, which torch has too
 _EPSILON = 1e-8
@@ -19,9 +21,21 @@ class Adam:
     Args:
         groups: of parameters, each with a learning rate of its own, which every step is to set.
         device: of the parameters; there the rates and counts of steps lie, so that a step can be captured.
+        weight_decay: of the parameters themselves, added to their gradients.
+        is_decoupled: whether it is not, but takes its share off the parameters in each step: AdamW.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], device: torch.device) -> None:
+    name: ClassVar[str] = "adam"
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        *,
+        weight_decay: float = 0.0,
+        is_decoupled: bool = False,
+    ) -> None:
+        self.weight_decay, self.is_decoupled = weight_decay, is_decoupled
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(group), "lr": torch.zeros((), device=device)} for group in groups
         ]
@@ -29,19 +43,15 @@ class Adam:
 
     def zero_grad(self) -> None:
         """Forget the gradients, and their memory."""
-        for parameter in _parameters(self):
+        for parameter in parameters_of(self):
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
-            found, gradients, states = [], [], []
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    found.append(parameter)
-                    gradients.append(parameter.grad)
-                    states.append(self._state_of(parameter))
+            found, gradients = with_gradients(group)
+            states = [self._state_of(parameter) for parameter in found]
             adam(
                 found,
                 gradients,
@@ -53,7 +63,8 @@ class Adam:
                 beta1=_BETAS[0],
                 beta2=_BETAS[1],
                 eps=_EPSILON,
-                weight_decay=0.0,
+                weight_decay=self.weight_decay,
+                decoupled_weight_decay=self.is_decoupled,
                 amsgrad=False,
                 maximize=False,
                 fused=True,
@@ -66,31 +77,3 @@ class Adam:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         return state
-
-
-def adam_tensors(optimizer: Adam) -> dict[str, Tensor]:
-    """Copies of the parameters and of Adam's state for each, named by their place."""
-    tensors = {}
-    for index, parameter in enumerate(_parameters(optimizer)):
-        tensors[f"parameter.{index}"] = parameter.detach().clone()
-        for name, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"adam.{index}.{name}"] = value.clone()
-    return tensors
-
-
-def load_adam(optimizer: Adam, state: Mapping[str, Tensor]) -> None:
-    """Take up what adam_tensors gave; everything goes where the parameters are."""
-    for index, parameter in enumerate(_parameters(optimizer)):
-        parameter.data.copy_(state[f"parameter.{index}"])
-        prefix = f"adam.{index}."
-        own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        # The step counter lies on the CPU unless the optimizer is captured in a graph.
-        places = dict.fromkeys(own, parameter.device)
-        if parameter.device.type != "cuda":
-            places["step"] = torch.device("cpu")
-        if own:
-            optimizer.state[parameter] = {name: own[name].clone().to(places[name]) for name in own}
-
-
-def _parameters(optimizer: Adam) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

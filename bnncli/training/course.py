@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 STANDSTILL_ERRORS = 1.5  # standard errors that the objective must have risen by to be rising
+STEP_SHARES = (0.5, 0.75)  # of the planned steps: where He et al. (2016, arXiv:1512.03385, 4.2) divide the rate by ten
 ANNEALING_SHARE = 0.15  # of the steps so far: how long the learning rate falls after a standstill
 
 
@@ -24,7 +25,8 @@ class Course:
     Args:
         epochs: passes over the data, at most.
         num_batches: steps an epoch.
-        schedule: of the learning rates: constant, or falling to zero along a cosine.
+        schedule: of the learning rates: constant, falling to zero along a cosine, or a tenth (step) from half of the steps on and
+            a hundredth from three quarters on.
         patience: rounds compared with as many before to tell a standstill; 0 never ends early.
         round_steps: that a round takes at least, in whole epochs.
 
@@ -62,6 +64,8 @@ class Course:
         if self.schedule == "constant":
             return first
         start, end = self.annealing_start, self.num_epochs * self.num_batches
+        if self.schedule == "step":
+            return first * 0.1 ** sum(step >= share * end for share in STEP_SHARES)
         if start is None:
             return first * _cosine(step / end)
         planned_end = self.epochs * self.num_batches

@@ -8,14 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bnncli.training.adam import Adam
+from bnncli.training.optimizer import Optimizer
 
 
 class Learner(Protocol):
     """Parameters, and one update of them on a batch.
 
     Attributes:
-        optimizer: from bnncli.training.adam: the learning rate of each group is a tensor on the device.
         generator: of shuffles and draws. A capture that fails puts another in its place, in the same state.
         batch_size: examples a step; None where each step takes all data, which have no order then.
         shuffles: whether batches are drawn anew each epoch; else they are blocks of consecutive examples.
@@ -25,7 +24,6 @@ class Learner(Protocol):
         is_capturable: whether an update may be captured as a graph, where the device has graphs.
     """
 
-    optimizer: Adam
     generator: torch.Generator
     batch_size: int | None
     shuffles: bool
@@ -33,6 +31,10 @@ class Learner(Protocol):
     seen_shape: tuple[int, ...]
     draws_in_steps: bool
     is_capturable: bool
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates the parameters."""
 
     @property
     def device(self) -> torch.device:

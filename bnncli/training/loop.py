@@ -9,9 +9,9 @@ from torch import Tensor
 
 from bnncli.errors import Interrupted
 from bnncli.progress import SILENT, Progress, Task
-from bnncli.training.adam import adam_tensors, load_adam
 from bnncli.training.course import Course
 from bnncli.training.learner import Learner
+from bnncli.training.optimizer import load_optimizer, optimizer_tensors
 from bnncli.training.steps import Rates, Steps
 
 State = Mapping[str, Tensor]
@@ -90,11 +90,11 @@ class _Training:
         """Copies of everything, on the device."""
         learner = self.learner
         own = {"generator": learner.generator.get_state(), **self.course.state(), **learner.state()}
-        return own | adam_tensors(learner.optimizer)
+        return own | optimizer_tensors(learner.optimizer)
 
     def load(self, state: State) -> None:
         """Take up a state."""
         self.learner.generator.set_state(state["generator"].cpu())
         self.course.load(state)
         self.learner.load(state)
-        load_adam(self.learner.optimizer, state)
+        load_optimizer(self.learner.optimizer, state)

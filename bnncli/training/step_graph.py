@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from bnncli.training.adam import Adam
+from bnncli.training.optimizer import Optimizer
 
 _WARM_UP_STEPS = 3  # that torch wants to see before a capture; they are ordinary steps
 _REGISTERING_ENDS = "2.14"  # the release of torch from which graphs find the generators they draw from
@@ -27,7 +27,7 @@ class Drawing(Protocol):
     generator: torch.Generator
 
 
-def num_updates(optimizer: Adam) -> int:
+def num_updates(optimizer: Optimizer) -> int:
     """How many updates an optimizer has counted on the device."""
     return int(next(iter(optimizer.state.values()))["step"])
 

@@ -30,6 +30,7 @@ from bnncli.numerics import seeds
 from bnncli.options import CommonOptions, ComputeOptions, EvaluateOptions, FitLbbnnOptions
 from bnncli.options.command import Command
 from bnncli.options.declaration import choices_of, declared, flag_of
+from bnncli.options.train import AUGMENTATIONS, OPTIMIZERS, SCHEDULES
 from bnncli.stages.fit_lbbnn import report
 from bnncli.storage.artifacts import read_header
 from bnncli.targets.last_layer import LastLayerTarget
@@ -43,6 +44,10 @@ def choices(group: type, name: str) -> list[str]:
 EXTRACT = "extract-features s --from-npz features.npz --ood far"
 LAPLACE = "fit-laplace s --structure diag --prior-precision 5"
 SMALL = "--epochs 2 --length 2 --num-draws 2 --elbo-draws 4 --patience 0"  # eight steps of batches, two of all data
+TRAIN = (
+    "--model mlp --model-arg inputs=4 --model-arg hidden=3 --model-arg classes=3 --data train=npz:raw.npz --hold-out val=train:9 "
+    "--batch-size 4 --epochs 2"
+)
 LINES = (
     EXTRACT,
     "extract-features b --from-npz binary.npz --dtype float16 --task binary",
@@ -64,6 +69,20 @@ LINES = (
         for name in ("full", "kron")
     ),
     "hmc m.pt --layers all --base n-full --chains 2 --warmup 6 --draws 8",
+    *(
+        f"train t-{name}.safetensors {TRAIN} --optimizer {name} --schedule {schedule} --learning-rate 0.01"
+        for name, schedule in zip(OPTIMIZERS, (*SCHEDULES, "cosine"), strict=True)
+    ),
+    *(
+        f"train a-{name}.safetensors --recipe lenet-fmnist --model-arg classes=3 --data train=npz:images.npz --batch-size 8 --epochs 1 "
+        f"--augment {name}"
+        for name in AUGMENTATIONS
+    ),
+    "train own.safetensors --model file-net.py:make --data train=npz:images.npz --epochs 3 --augment crop+flip",
+    f"train several.safetensors {TRAIN} --seeds 2 --ema 0.9 --label-smoothing 0.1",
+    "train p.safetensors --recipe mlp-fmnist --model-arg inputs=4 --data train=npz:raw.npz --batch-size 8 --epochs 1 --task multiclass",
+    "train b.safetensors --model mlp --model-arg inputs=4 --model-arg classes=1 --data train=npz:pair.npz --epochs 1 --task binary",
+    "train v.safetensors --model mlp --model-arg inputs=4 --model-arg classes=3 --data train=npz:several.npz --epochs 1 --task multilabel",
     "fit-laplace s --structure kron --bias-precision 2",
     "fit-laplace b --center checkpoint --prior-precision marglik",
     "fit-temperature s",
@@ -95,6 +114,8 @@ LINES = (
     "predict b --integrator all --samples 6 --posterior laplace --split test",
     "predict m.pt --samples 6 --posterior n-diag --posterior n-full --posterior some --integrator logit-mc --integrator mc --split val",
     "predict m.pt --samples 6 --layers all --posterior hmc-all --split val",
+    "fit-ensemble m.pt n.pt",
+    "predict m.pt --posterior ensemble --split val",
     "predict m.pt --posterior drawn --integrator logit-mc --integrator probit --split val",
     "diagnose m.pt --draws 16 --layers all --posterior n-diag --posterior some --posterior drawn",
     "evaluate s --bootstrap 5 --score all --integrator mc",
@@ -121,9 +142,20 @@ WITHOUT_LINE = {
     ("extract-features", "--autocast", "bf16"): "torch.autocast asks the driver itself what the device can do",
     ("extract-features", "--autocast", "fp16"): "as bf16",
     ("refine", "--scale", "kron"): "what affine does without --scale",
+    ("train", "--autocast", "bf16"): "as that of extract-features",
+    ("train", "--recipe", "wrn-16-4-cifar"): "large; every setting of it is in a line",
+    ("train", "--recipe", "resnet20-cifar"): "as that",
     ("fit-lbbnn", "--variance", "exact"): "what lrt and mnf do without --variance",
 }
 LEFT_OUT = {"demo": "runs other commands, for a minute"}
+
+
+NETWORK = """
+import torch
+def make():
+    layers = torch.nn.Conv2d(1, 2, 5, stride=4), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(72, 3)
+    return torch.nn.Sequential(*layers)
+"""
 
 
 def make_arrays(num_outputs: int) -> dict[str, np.ndarray]:
@@ -152,9 +184,15 @@ def make_inputs(folder: Path) -> None:
     several = {name: label_sets(array) for name, array in arrays.items() if name.startswith("labels")}
     np.savez(folder / "labels.npz", **(arrays | several))
     np.savez(folder / "raw.npz", x=arrays["features_train"], y=arrays["labels_train"])
+    np.savez(folder / "pair.npz", x=arrays["features_train"], y=arrays["labels_train"] % 2)
+    np.savez(folder / "several.npz", x=arrays["features_train"], y=several["labels_train"])
+    images = np.random.default_rng(2).integers(0, 256, (36, 28, 28), dtype=np.uint8)
+    np.savez(folder / "images.npz", x=images, y=arrays["labels_train"])
+    (folder / "file-net.py").write_text(NETWORK)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        torch.save(mlp.build(inputs=4, hidden=(3,), classes=3).state_dict(), folder / "m.pt")
+        for name in ("m.pt", "n.pt"):
+            torch.save(mlp.build(inputs=4, hidden=(3,), classes=3).state_dict(), folder / name)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,11 @@ MADE = (
         else ()
     ),
     "extract-features ready --from-npz features.npz --ood far --hold-out some=test:9",
+    "train new.safetensors --model net.py:make --data train=npz:data.npz --epochs 1",
     "fit-laplace small --prior-precision 10",
     "fit-laplace net.pt --structure diag --prior-precision 10",
     "fit-laplace net.pt --layers all --structure diag --prior-precision 10 --trust-code",
+    "fit-ensemble net.pt more.pt --trust-code",
     "fit-temperature small",
     "refine small --epochs 1 --length 2",
     "refine small --flow planar --epochs 1 --elbo-draws 64 --name planar",
@@ -64,7 +66,11 @@ NOTHING_TO_DO = (
 )
 # These work whenever they are called, or their work is to read every byte.
 ALWAYS_WORK = {"compare", "diagnose", "integrals", "sbc", "auto", "verify", "demo", "convert", "score"}
-MISSING = {"convert": "out.safetensors", "extract-features": "--model net.py:make --data train=npz:data.npz"}
+MISSING = {
+    "convert": "out.safetensors",
+    "extract-features": "--model net.py:make --data train=npz:data.npz",
+    "fit-ensemble": "more.pt",
+}
 
 # In a process of its own, so that nothing is imported yet: each line with its code, and what it printed.
 RUN = f"""
@@ -110,7 +116,8 @@ def folder(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         parquet.write_table(importlib.import_module("pyarrow").table(columns), folder / "rows.parquet")
     (folder / "net.py").write_text(NETWORK)
     shapes = {"1.weight": (3, 4), "1.bias": (3,), "3.weight": (3, 3), "3.bias": (3,)}
-    torch.save({name: torch.from_numpy(rng.random(shape)).float() for name, shape in shapes.items()}, folder / "net.pt")
+    for file in ("net.pt", "more.pt"):
+        torch.save({name: torch.from_numpy(rng.random(shape)).float() for name, shape in shapes.items()}, folder / file)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for words in MADE:
@@ -138,7 +145,7 @@ def test_every_command_that_may_have_nothing_to_do_is_tried() -> None:
 
 
 def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
-    commands = [one for one in COMMANDS if one.arguments and one.name != "config-show"]
+    commands = [one for one in COMMANDS if one.arguments and one.name not in ("config-show", "train")]
     lines = [f"{one.name} absent.pt {MISSING.get(one.name, '')}" for one in commands]
     for line, (code, _, stderr) in zip(lines, results_of(folder, lines), strict=True):
         assert code == 66, f"{line}: {stderr}"
@@ -148,6 +155,8 @@ def test_a_missing_input_is_told_without_slow_imports(folder: Path) -> None:
 def test_missing_data_and_code_are_told_without_slow_imports(folder: Path) -> None:
     kinds = ("npz:absent", "idx:absent,data.npz", "images:absent")
     lines = [f"extract-features net.pt --model net.py:make --data more={kind}" for kind in kinds]
+    lines += [f"train new.safetensors --model net.py:make --data train={kind}" for kind in kinds]
+    lines.append("train other.safetensors --model absent.py:make --data train=npz:data.npz")
     lines.append("extract-features small --from-npz absent")
     network = "--model absent.py:make --data more=npz:data.npz"
     lines += [f"extract-features net.pt {network}", f"extract-features net.pt --run-dir fresh {network}"]

@@ -59,6 +59,8 @@ _COMPUTING = _computing()
 _FIT = ("--epochs", "1", "--save-every", "0")
 _TWO = ("--model", "net.py:make", "--data", "train=npz:train.npz", "--data", "test=npz:test.npz")
 _HMC = ("--chains", "8", "--warmup", "8", "--save-every", "0")
+_MLP = ("--model", "mlp", "--model-arg", "inputs=5", "--model-arg", "hidden=4", "--model-arg", "classes=3")
+_TRAINED = (*_MLP, "--data", "train=npz:train.npz", "--batch-size", "64", "--save-every", "0")
 _TRAIN, _VAL, _TEST = (f"small.bnn/features/{split}.h5" for split in ("train", "val", "test"))
 _LAPLACE, _LBBNN = (f"small.bnn/posteriors/{name}.safetensors" for name in ("laplace", "lbbnn"))
 _MC = "small.bnn/predictions/laplace.mc/test.h5"
@@ -117,6 +119,27 @@ LINES = {
             ("whole.pt.bnn/predictions/new/*.h5",),
             (*_ALL, "--name", "new", "--posterior", "laplace-all", "--seed", "1"),
             ("whole.pt", "net.py", "test.npz", "whole.pt.bnn/features/test.h5", _LAPLACE_ALL),
+        ),
+        Line(
+            "train",
+            ("new.safetensors", *_TRAINED, "--epochs", "2"),
+            ("new.safetensors",),
+            ("new.safetensors", *_TRAINED, "--epochs", "1"),
+            ("train.npz",),
+        ),
+        Line(
+            "train/seeds",
+            ("many.safetensors", *_TRAINED, "--epochs", "2", "--seeds", "2"),
+            ("many-0.safetensors", "many-1.safetensors"),
+            ("many.safetensors", *_TRAINED, "--epochs", "1", "--seeds", "2"),
+            ("train.npz",),
+        ),
+        Line(
+            "fit-ensemble",
+            ("whole.pt", "other.pt", "--name", "new", "--trust-code"),
+            ("whole.pt.bnn/posteriors/new.safetensors",),
+            ("whole.pt", "other.pt", "third.pt", "--name", "new", "--trust-code"),
+            (*_WHOLE, "other.pt"),
         ),
         Line(
             "fit-temperature",
@@ -215,7 +238,7 @@ def prepare(folder: Path) -> None:
     """What the lines need beside a finished run: a posterior of fit-lbbnn, networks, data, leftovers."""
     torch.manual_seed(0)
     (folder / "net.py").write_text(NETWORK)
-    for name in ("net.pt", "other.pt"):
+    for name in ("net.pt", "other.pt", "third.pt"):
         shapes = {"1.weight": (4, 5), "1.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
         torch.save({key: torch.randn(shape) for key, shape in shapes.items()}, folder / name)
     with np.load(folder / "features.npz") as file:

@@ -17,7 +17,9 @@ from faults.lines import LINES, READ, WRITTEN, prepare
 from faults.trials import serve
 
 FEW = 1  # trials of each kind and state in the default suite
-SLOW = ("demo", "fit-laplace/layers", "refine/layers", "hmc/layers", "predict/layers")  # in the long run only
+SLOW = (  # in the long run only
+    "demo", "train/seeds", "fit-ensemble", "fit-laplace/layers", "refine/layers", "hmc/layers", "predict/layers",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -219,7 +219,8 @@ def test_lines_are_read_as_the_command_line_reads_them(command: Any) -> None:
         values = parse(args=argv, standalone_mode=False)[1]
         line = CommandLine.parse(command.name, argv[1:], command.groups)
         assert line.values() == {name: values[name] for name in line.values()}
-        assert [text for name, text in line.parts if name is None] == [str(values["ckpt"])]
+        arguments = [str(values["ckpt"]), *map(str, values.get("member", ()))]
+        assert [text for name, text in line.parts if name is None] == arguments
         assert line.words() == ["bnncli", *argv] or argv[1:] in forms
 
 

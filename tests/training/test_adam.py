@@ -9,7 +9,8 @@ import torch
 from kills import run_python, start
 from torch import Tensor
 
-from bnncli.training.adam import Adam, adam_tensors, load_adam
+from bnncli.training.adam import Adam
+from bnncli.training.optimizer import load_optimizer, optimizer_tensors
 
 RATES = (0.1, 3e-4)
 
@@ -42,7 +43,7 @@ def test_steps_are_those_of_torchs_fused_adam(dtype: torch.dtype) -> None:
     mine = Adam(ours, torch.device("cpu"))
     run(mine, range(3))
     again = Adam(resumed, torch.device("cpu"))
-    load_adam(again, adam_tensors(mine))
+    load_optimizer(again, optimizer_tensors(mine))
     run(mine, range(3, 5))
     run(again, range(3, 5))
     groups = [{"params": group, "lr": torch.zeros(())} for group in theirs]

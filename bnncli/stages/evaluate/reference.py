@@ -16,7 +16,7 @@ from bnncli.run.layers_selection import layers_of
 from bnncli.run.session import Run
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
-from bnncli.theta.module import LAST
+from bnncli.theta.module import LAST, STATE
 
 USUAL = "hmc"
 
@@ -104,7 +104,7 @@ class References:
     def of(cls, run: Run, name: str, posteriors: Sequence[Path | None]) -> References:
         """Those of posteriors by their files. Raises as `open_reference` does."""
         found = {}
-        for layers in {layers_of(path) for path in posteriors} - {LAST} if name == USUAL else ():
+        for layers in {layers_of(path) for path in posteriors} - {LAST, STATE} if name == USUAL else ():
             path = run.folder.posterior(f"{USUAL}{LayersOptions(layers).layers_suffix}", suffix=".nc")
             if path.is_file() and layers_of(path) == layers:
                 found[layers] = open_reference(run, path.stem)

@@ -18,6 +18,7 @@ from bnncli.run.model_files import ModelFiles, own_files
 from bnncli.run.produce import Computed, Request
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
+from bnncli.run.user_splits import check_network_file, open_splits, user_sources
 from bnncli.stages.extract_features.from_arrays import from_arrays
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
 from bnncli.stages.extract_features.no_model import own_model_told
@@ -31,16 +32,14 @@ from bnncli.stages.extract_features.one_split import (
 )
 from bnncli.stages.extract_features.same_head import check_same_head
 from bnncli.stages.extract_features.splits import (
-    check_network_file,
     input_notes,
     label_notes,
     likelihood_of_splits,
     model_identity,
-    open_splits,
     saved_model,
     shared_params,
-    user_sources,
 )
+from bnncli.stages.extract_features.trained_here import with_recorded
 from bnncli.stages.extract_features.trained_map import make_map
 from bnncli.stages.extract_features.unfinished import unfinished_kept
 from bnncli.storage.features import FeatureFile
@@ -66,6 +65,7 @@ COMMAND = Command(
 
 def run(run: Run, options: ExtractFeaturesOptions) -> Result:
     """Write a feature file for every split named, and the network as trained as the posterior `map`."""
+    options = with_recorded(run, options)
     saved = saved_model(run, options)
     has_own = own_files(saved, Path(run.arguments["ckpt"])) is not None
     run.is_named = options.from_npz is not None or options.model == NO_NETWORK or has_own
@@ -80,7 +80,7 @@ def _from_network(run: Run, options: ExtractFeaturesOptions, saved: SavedModel |
         note_unreadable(run, [name], error)
 
     known = cache(lambda name: KnownData(run.folder.features(name)))
-    splits = open_splits(options, saved, seed=hold_out_seed(run), unreadable=unreadable, memory=known)
+    splits = open_splits(options, saved, seed=hold_out_seed(run), unreadable=unreadable, memory=known, ood=options.ood)
     likelihood = likelihood_of_splits(run, options, saved, splits, unreadable=unreadable)
     network = cache(partial(_open_network, run, options, splits, saved, likelihood))
     names = [split.name for split in splits]

@@ -15,6 +15,7 @@ from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.produce import Computed
 from bnncli.run.produce_together import Work
 from bnncli.run.session import Result, Run
+from bnncli.run.user_splits import check_outputs
 from bnncli.stages.extract_features.newer_requests import note_changed, note_unreadable, settle
 from bnncli.stages.extract_features.one_split import (
     finished,
@@ -26,7 +27,7 @@ from bnncli.stages.extract_features.one_split import (
 )
 from bnncli.stages.extract_features.ready_splits import ReadyHead, head_of_run, open_ready_splits, splits_of_npz
 from bnncli.stages.extract_features.same_head import check_same_head
-from bnncli.stages.extract_features.splits import check_outputs, check_two_classes, likelihood_beside
+from bnncli.stages.extract_features.splits import check_two_classes, likelihood_beside
 from bnncli.stages.extract_features.trained_map import make_map
 from bnncli.storage.features import CHECK_ROWS, FeatureFile, encoded_names
 from bnncli.storage.provenance import Source

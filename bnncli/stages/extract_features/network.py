@@ -19,7 +19,8 @@ from bnncli.run.network import Network
 from bnncli.run.produce import Request
 from bnncli.run.resumable_features import FeatureStore
 from bnncli.run.session import Run
-from bnncli.stages.extract_features.splits import check_outputs, check_two_classes, class_names, transform_json
+from bnncli.run.user_splits import check_outputs
+from bnncli.stages.extract_features.splits import check_two_classes, class_names, transform_json
 from bnncli.storage.features import FeatureFile, encoded_names
 
 if TYPE_CHECKING:

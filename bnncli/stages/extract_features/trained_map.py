@@ -14,6 +14,7 @@ from bnncli.run.session import Result, Run
 from bnncli.storage.features import FeatureFile, head_digest
 from bnncli.storage.posteriors import write_posterior
 from bnncli.storage.provenance import Source
+from bnncli.storage.trained import gradient_passes
 from bnncli.theta.head import HeadLayout
 
 
@@ -40,6 +41,8 @@ def make_map(
         assert theta is not None
         tensors, meta = Point(theta, layout).to_tensors()
         meta |= {"method": "map", "param_layout": layout.to_json(), "classes": content.classes, "metrics": {}}
+        passes = None if checkpoint is None else gradient_passes(run.checkpoint_path)
+        meta |= {} if passes is None else {"gradient_passes": passes}
 
         def publish(provenance: dict[str, Any], may_replace: bool) -> str:
             return write_posterior(target, tensors, meta=meta, provenance=provenance, may_replace=may_replace)

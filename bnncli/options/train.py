@@ -1,0 +1,175 @@
+"""Options of train, and the published recipes that set them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bnncli.errors import UsageError
+from bnncli.options import network_inputs
+from bnncli.options.declaration import Checked, option
+from bnncli.registry import check_name, has_name, names
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "nesterov")
+SCHEDULES = ("cosine", "step", "constant")
+AUGMENTATIONS = ("none", "flip", "crop", "crop+flip")
+
+# What training does where nothing is said: the settings of Kristiadi, Eschenhagen and Hennig (2022) for Fashion-MNIST.
+_DEFAULTS: dict[str, Any] = {
+    "optimizer": "adam",
+    "learning_rate": 1e-3,
+    "momentum": 0.9,
+    "weight_decay": 5e-4,
+    "epochs": 100,
+    "batch_size": 128,
+    "schedule": "cosine",
+    "augment": "none",
+}
+_CIFAR = {"optimizer": "nesterov", "learning_rate": 0.1, "augment": "crop+flip"}
+RECIPES: dict[str, dict[str, Any]] = {
+    # The same paper's, and its inputs in [0, 1] as they are.
+    "lenet-fmnist": {"model": "lenet5"},
+    "mlp-fmnist": {"model": "mlp", "model_arg": ["inputs=784", "hidden=50"]},
+    "wrn-16-4-cifar": {"model": "wide-resnet", "model_arg": ["depth=16", "width=4"], **_CIFAR},
+    # He et al. (2016, arXiv:1512.03385, 4.2), as akamaster's pytorch_resnet_cifar10 trains it to 91.7 %: the rate falls to a
+    # tenth after half of 200 epochs and to a hundredth after three quarters; its inputs are normalised by ImageNet's moments.
+    "resnet20-cifar": {
+        "model": "resnet20",
+        "optimizer": "sgd",
+        "learning_rate": 0.1,
+        "weight_decay": 1e-4,
+        "epochs": 200,
+        "schedule": "step",
+        "augment": "crop+flip",
+        "mean": "0.485,0.456,0.406",
+        "std": "0.229,0.224,0.225",
+    },
+}
+
+
+def _model_help() -> str:
+    built_in = ", ".join(name for name in names("networks") if name != "flatten")
+    return f"Network: a built-in name ({built_in}), package.module:factory or file.py:factory. A factory is your code and is run."
+
+
+def _recipe_help() -> str:
+    return (
+        "Published settings, each of which its own option overrides: lenet-fmnist, mlp-fmnist (784-50-10) and wrn-16-4-cifar of "
+        "Kristiadi et al. 2022, resnet20-cifar of He et al. 2016. What no recipe says is as in lenet-fmnist."
+    )
+
+
+@dataclass(frozen=True)
+class TrainOptions(Checked):
+    """Options of train."""
+
+    recipe: str | None = option(None, _recipe_help, choices=tuple(RECIPES))
+    model: str | None = option(None, _model_help, metavar="MODEL")
+    model_arg: list[str] = network_inputs.model_arg()
+    data: list[str] = network_inputs.data()
+    hold_out: list[str] = network_inputs.hold_out()
+    task: str | None = network_inputs.task()
+    mean: str | None = network_inputs.mean()
+    std: str | None = network_inputs.std()
+    resize: int | None = network_inputs.resize()
+    crop: int | None = network_inputs.crop()
+    optimizer: str | None = option(
+        None, "adam by default; sgd has momentum, nesterov is sgd with Nesterov's.", choices=OPTIMIZERS
+    )
+    learning_rate: float | None = option(
+        None, "Learning rate at the start, 0.001 by default.", minimum=1e-12, maximum=1e6
+    )
+    momentum: float | None = option(None, "Momentum of sgd and nesterov, 0.9 by default.", minimum=0, maximum=0.9999)
+    weight_decay: float | None = option(
+        None,
+        "L2 term of all parameters, 0.0005 by default: N times it is the precision of a Gaussian prior. adamw decouples it.",
+        minimum=0,
+        maximum=1e6,
+    )
+    epochs: int | None = option(None, "Passes over the training split, 100 by default.", minimum=1)
+    batch_size: int | None = option(None, "Examples a step, 128 by default.", minimum=1)
+    schedule: str | None = option(
+        None,
+        "Course of the learning rate: cosine (to zero, the default), step (a tenth from half of the steps on, a hundredth from three "
+        "quarters on) or constant.",
+        choices=SCHEDULES,
+    )
+    augment: str | None = option(
+        None,
+        "What happens to images at random: crop (shifts by up to \0padding\0 pixels, black comes in), flip (left to right).",
+        choices=AUGMENTATIONS,
+    )
+    padding: int = option(4, "Pixels of the largest shift of crop.", minimum=1)
+    label_smoothing: float = option(
+        0.0, "Share of each label that is spread over all classes.", minimum=0, maximum=0.999
+    )
+    ema: float | None = option(
+        None,
+        "Keep a running average of the weights too, with this decay a step, as 0.999; extract-features takes it as its \0state\0 ema.",
+        minimum=0,
+        maximum=0.999999,
+    )
+    autocast: str | None = option(
+        None, "Let the network compute in lower precision (torch.autocast).", choices=("bf16",)
+    )
+    seeds: int | None = option(
+        None,
+        "Train so many networks as one batch, of \0seed\0 and those after it: CKPT-SEED.safetensors each. For small networks on a GPU.",
+        minimum=2,
+        maximum=1000,
+    )
+    num_workers: int = network_inputs.num_workers()
+    resume: bool = option(False, "Continue the interrupted run of this very request, if there is one.", numeric=False)
+    save_every: float = option(
+        60.0,
+        "Seconds between the states that \0resume\0 continues from; 0 saves after every epoch.",
+        minimum=0,
+        numeric=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None and ":" not in self.model:
+            check_name("networks", self.model, option="\0model\0", also=["package.module:factory", "file.py:factory"])
+        if self.model is not None and has_name("models", self.model.partition(":")[0]):
+            raise UsageError(
+                f"\0model\0: expected a built-in network, package.module:factory or file.py:factory; {self.model!r} has weights already"
+            )
+        if self.model == "flatten":
+            raise UsageError("\0model\0 flatten is no network: it has nothing to train")
+
+    def resolved(self) -> TrainOptions:
+        """The options with the recipe's settings, and the defaults, in place of those that were left open.
+
+        Raises:
+            UsageError: no network, no training split, an option that the others leave nothing to do.
+        """
+        recipe = {**_DEFAULTS, **RECIPES.get(self.recipe or "", {})}
+        if self.model is not None and self.model != recipe.get("model"):
+            recipe.pop("model_arg", None)  # they are another network's
+        own = {argument.partition("=")[0] for argument in self.model_arg}
+        preset = [argument for argument in recipe.pop("model_arg", []) if argument.partition("=")[0] not in own]
+        if self.optimizer not in (None, recipe["optimizer"]) and self.learning_rate is None:
+            raise UsageError(
+                f"\0optimizer\0 {self.optimizer} needs a \0learning_rate\0: the one at hand, {recipe['learning_rate']}, is for {recipe['optimizer']}"
+            )
+        open_ones = {name: value for name, value in recipe.items() if getattr(self, name) is None}
+        found = replace(self, model_arg=[*preset, *self.model_arg], **open_ones)
+        if found.model is None:
+            raise UsageError("\0model\0: name the network, or a \0recipe\0 that has one")
+        if not any(text.startswith("train=") for text in self.data):
+            raise UsageError("\0data\0: give the training split, as \0data\0 train=npz:train.npz")
+        if self.momentum is not None and found.optimizer not in ("sgd", "nesterov"):
+            raise UsageError(f"\0momentum\0 is for \0optimizer\0 sgd and nesterov; the optimizer is {found.optimizer}")
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """The options that change numbers, once resolved: what a checkpoint records."""
+        found = self.params()
+        del found["recipe"], found["data"]  # another way to say the others; what lies there tells its content
+        found["model_arg"] = sorted(found["model_arg"])
+        if self.optimizer not in ("sgd", "nesterov"):
+            del found["momentum"]
+        if "crop" not in (self.augment or ""):
+            del found["padding"]
+        return found

@@ -1,0 +1,47 @@
+"""The examples of a split with their labels, as one tensor on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from bnncli.data import InputSplit
+from bnncli.errors import DataError
+from bnncli.inference.map_learner import Examples
+from bnncli.machine import memory
+from bnncli.progress import SILENT, Progress
+
+_READ = 1024  # examples at once
+
+
+def labelled_inputs(
+    split: InputSplit, device: torch.device, *, num_workers: int = 0, progress: Progress = SILENT
+) -> Examples:
+    """Inputs (N, ...), as a network takes them, and labels of a split.
+
+    Raises:
+        DataError: an example is no single tensor, or has no label.
+        DeviceError: they do not fit into the device's memory.
+    """
+    task = progress.task(f"read {split.name}", len(split))
+    inputs = labels = torch.empty(0)
+    start = 0
+    for batch in split.batches(_READ, num_workers=num_workers):
+        if isinstance(batch.inputs, dict):
+            raise DataError(
+                f"split {split.name}: inputs of several names ({', '.join(batch.inputs)}), expected one tensor an example",
+                code="wrong_inputs", hint="train takes images, rows of numbers and sound of one length",
+            )  # fmt: skip
+        if batch.labels is None:
+            raise DataError(f"split {split.name}: {split.spec} gives no labels", code="no_labels")
+        if start == 0:
+            one = batch.inputs[0]
+            memory.require(
+                len(split) * one.nbytes, device, what=f"split {split.name}", hint="take fewer examples: SPEC@N"
+            )
+            inputs = torch.empty((len(split), *one.shape), dtype=one.dtype, device=device)
+            labels = torch.empty((len(split), *batch.labels.shape[1:]), dtype=batch.labels.dtype, device=device)
+        end = start + len(batch.inputs)
+        inputs[start:end], labels[start:end] = batch.inputs.to(device), batch.labels.to(device)
+        task.advance(end - start)
+        start = end
+    return Examples(inputs, labels)

@@ -1,0 +1,51 @@
+"""A checkpoint that train wrote: the network and the preprocessing that it records, which need not be said again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bnncli.options import ExtractFeaturesOptions
+from bnncli.registry import own_names
+from bnncli.run.session import Run
+from bnncli.storage.headers import Header, interpreting
+from bnncli.storage.trained import trained_header
+
+_PREPROCESSING = ("mean", "std", "resize", "crop")
+
+
+def with_recorded(run: Run, options: ExtractFeaturesOptions) -> ExtractFeaturesOptions:
+    """The options with the network that the checkpoint was trained as, and its preprocessing, where no network is named.
+
+    What a file names is never run as code: of a network by code the user is asked. Warns where a network that is named gets
+    inputs of another preprocessing than it was trained with.
+    """
+    header = trained_header(Path(run.arguments["ckpt"])) if options.from_npz is None else None
+    if header is None:
+        return options
+    recorded = _recorded(header)
+    if options.model is None and recorded["model"] in own_names("networks"):
+        given = {name: getattr(options, name) for name in (*_PREPROCESSING, "model_arg")}
+        run.console.info(f"{header.path.name} was trained as {_said(recorded)}")
+        return replace(options, **{name: value for name, value in recorded.items() if not given.get(name)})
+    if options.model is not None:
+        differing = [name for name in _PREPROCESSING if getattr(options, name) != recorded[name]]
+        for name in differing:
+            run.console.warn(
+                f"{header.path.name} was trained with \0{name}\0 {recorded[name] or 'left out'}; asked for is {getattr(options, name) or 'none'}"
+            )
+    return options
+
+
+def _recorded(header: Header) -> dict[str, Any]:
+    with interpreting(header.path):
+        params = header.provenance["params"]
+        return {name: params[name] for name in ("model", "model_arg", *_PREPROCESSING)}
+
+
+def _said(recorded: dict[str, Any]) -> str:
+    """The network and the preprocessing in words."""
+    words = [str(recorded["model"]), *map(str, recorded["model_arg"])]
+    words += [f"{name} {recorded[name]}" for name in _PREPROCESSING if recorded[name] is not None]
+    return ", ".join(words)

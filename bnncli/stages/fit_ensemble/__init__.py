@@ -1,0 +1,91 @@
+"""fit-ensemble: networks that were trained apart in, one posterior of them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bnncli.checkpoints.shards import checkpoint_sha256
+from bnncli.errors import UsageError
+from bnncli.machine.input_files import open_regular
+from bnncli.options import FitEnsembleOptions, InputOptions, NameOptions
+from bnncli.options.command import CKPT, COMPUTE, Argument, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.inputs import load_split
+from bnncli.run.network_sources import network_sources
+from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
+from bnncli.run.session import Result, Run
+from bnncli.run.val_report import labeled_val
+from bnncli.storage.freshness import is_same_file
+from bnncli.storage.provenance import Source
+
+COMMAND = Command(
+    "Take networks that were trained apart as one posterior: a deep ensemble.",
+    "CKPT is the first member; its run has recorded the network and the data. MEMBERs are further checkpoints of the same "
+    "architecture, other seeds as a rule. All have equal weight, each with its own parameters and batch-norm statistics. Writes "
+    "posteriors/ensemble.safetensors.",
+    (FitEnsembleOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-ensemble lenet-0.safetensors lenet-1.safetensors lenet-2.safetensors",
+        "bnncli fit-ensemble a.pt b.pt c.pt d.pt e.pt --name five",
+    ),
+    (CKPT, Argument("member", "Checkpoints of the other members.", is_many=True)),
+    place=35,
+)
+
+
+def run(run: Run, options: FitEnsembleOptions) -> Result:
+    """Publish the ensemble; the result's metrics say what it cost and what it is worth on val."""
+    members = [Path(one) for one in run.arguments["member"]]
+    first, val = load_split(run, (run.folder.splits() or ["train"])[0]), labeled_val(run)
+    if first.content.head_weight is None or first.checkpoint is None:
+        raise UsageError("this run has no network, only features: an ensemble is of checkpoints")
+    _check_apart(run, members)
+    used = [first] if val is None or val.source.role == first.source.role else [first, val]
+    sources = [split.source for split in used] + network_sources(used)
+    for number, path in enumerate(members, start=2):
+        with open_regular(path):  # or it is missing
+            pass
+        sources.append(
+            Source(f"member.{number}", path, f"sha256:{checkpoint_sha256(path, run.console)}", is_artifact=False)
+        )
+    request = posterior_request(
+        run,
+        "ensemble",
+        params={"num_members": 1 + len(members)},
+        algo_rev=_revisions.FIT_ENSEMBLE,
+        sources=sources,
+        checkpoint=first.checkpoint,
+        estimated_bytes=lambda: sum(path.stat().st_size for path in (run.checkpoint_path, *members)),
+    )
+
+    def fit() -> Fitted:
+        from bnncli.stages.fit_ensemble import work
+
+        return work.fit(run, options, first, val, members)
+
+    return produce_posterior(run, request, fit, _report)
+
+
+def _check_apart(run: Run, members: list[Path]) -> None:
+    """Raise UsageError where a file is given twice."""
+    given = [run.checkpoint_path, *members]
+    for place, path in enumerate(given):
+        for other in given[:place]:
+            if path == other or is_same_file(path, other):
+                raise UsageError(f"MEMBER: {path} is given twice; the members of an ensemble are different networks")
+
+
+def _report(meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    cost = metrics["gradient_passes"]
+    lines = [
+        f"{metrics['num_members']} members" + ("" if cost is None else f", trained in {cost} passes over the data")
+    ]
+    if metrics["val_nll"] is not None:
+        own = ", ".join(f"{value:.4f}" for value in metrics["val_nll"]["members"])
+        lines.append(
+            f"val NLL and ECE: ensemble {metrics['val_nll']['ensemble']:.4f}, {metrics['val_ece']:.1%}; members' NLL {own}"
+        )
+    return Report(metrics, lines)

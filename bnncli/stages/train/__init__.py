@@ -1,0 +1,160 @@
+"""train: labelled data in, a network's checkpoint out."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bnncli import data
+from bnncli.errors import UsageError
+from bnncli.likelihoods import name_to_record
+from bnncli.numerics.seeds import stream_seed
+from bnncli.options import (
+    CommonOptions,
+    ComputeOptions,
+    LockOptions,
+    RecordOptions,
+    TrainOptions,
+    WriteOptions,
+)
+from bnncli.options.command import Argument, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.produce import Computed, Request
+from bnncli.run.produce_together import Work, produce_together
+from bnncli.run.session import Result, Run
+from bnncli.run.user_splits import check_network_file, open_splits, user_sources
+from bnncli.stages.train.report import next_command, summary_of
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.trained import KIND, write_trained
+
+if TYPE_CHECKING:
+    from bnncli.stages.train.work import Training
+
+SUFFIX = ".safetensors"
+HOLD_OUT_SEED = 0  # of extract-features where nothing is said: every seed is to leave out the same rows
+
+COMMAND = Command(
+    "Train a network on labelled data, and write its checkpoint.",
+    "CKPT is a safetensors state dict as any other, which says what made it. Inputs lie on the device as one tensor. --hold-out "
+    "chooses the rows that extract-features chooses with its own seed 0, whatever the seed here.",
+    (TrainOptions, ComputeOptions, RecordOptions, WriteOptions, LockOptions, CommonOptions),
+    (
+        "bnncli train lenet.safetensors --recipe lenet-fmnist --data train=npz:train.npz --data test=npz:test.npz --hold-out val=test:2000",
+        "bnncli train net.safetensors --model net.py:make --data train=images:train --resize 36 --crop 32 --epochs 30",
+        "bnncli train mlp.safetensors --recipe mlp-fmnist --data train=npz:train.npz --seeds 5",
+    ),
+    (Argument("ckpt", "The checkpoint to write, a name that ends in .safetensors."),),
+    place=5,
+)
+
+
+def run(run: Run, options: TrainOptions) -> Result:
+    """Train one network, or several seeds of it, and publish a checkpoint of each."""
+    options = options.resolved()
+    targets = _targets(run, options)
+    splits = {
+        split.name: split
+        for split in open_splits(
+            options,
+            None,
+            seed=stream_seed(HOLD_OUT_SEED, "extract-features/hold-out"),
+            unreadable=lambda name, error: None,
+            memory=lambda name: None,
+        )
+    }
+    for split in splits.values():
+        if not split.is_labeled:
+            raise UsageError(f"\0data\0 {split.name}: training and its scores need labels, and {split.spec} has none")
+    likelihood = data.common_task({split.spec: split.shown_labels for split in splits.values()}, options.task)
+    requests = [
+        _request(run, options, target, seed, list(splits.values()), likelihood) for seed, target in targets.items()
+    ]
+    made: list[Training] = []
+
+    def training() -> Training:
+        """All networks, trained when the first is asked for."""
+        from bnncli.stages.train.work import Training
+
+        if not made:
+            made.append(Training(run, options, splits, likelihood, requests[0], seeds=list(targets)))
+        return made[0]
+
+    def compute(place: int) -> Computed:
+        trained = training().networks[place]
+
+        def publish(provenance: dict[str, Any], may_replace: bool) -> str:
+            with training().resumable.hint():
+                return write_trained(
+                    requests[place].target,
+                    trained.state,
+                    averaged=trained.averaged,
+                    meta=trained.meta,
+                    provenance=provenance,
+                    may_replace=may_replace,
+                )
+
+        return Computed(publish)
+
+    works = [Work(request, partial(compute, place)) for place, request in enumerate(requests)]
+    results = produce_together(run, works, also=lambda: [], before=lambda files: None)
+    for one in made:
+        one.forget()
+    return _finished(run, options, requests, results)
+
+
+def _targets(run: Run, options: TrainOptions) -> dict[int, Path]:
+    """The file of each seed."""
+    given, first = Path(run.arguments["ckpt"]), run.compute.seed
+    if given.suffix != SUFFIX:
+        raise UsageError(f"CKPT: expected a name that ends in {SUFFIX}; got {str(given)!r}")
+    if options.seeds is None:
+        return {first: given}
+    return {seed: given.with_name(f"{given.stem}-{seed}{SUFFIX}") for seed in range(first, first + options.seeds)}
+
+
+def _request(
+    run: Run, options: TrainOptions, target: Path, seed: int, splits: list[data.InputSplit], likelihood: str | None
+) -> Request:
+    sources = {source.role: source for split in splits for source in user_sources(options, split, None)}
+    names = sorted(split.name for split in splits)
+    params = {**options.settings(), **name_to_record(likelihood), "splits": names, "seed": seed}
+
+    def estimated_bytes() -> int:
+        if ":" in str(options.model):  # code is not run to tell
+            return 1 << 20
+        from bnncli.stages.train.work import stored_bytes
+
+        return stored_bytes(options)
+
+    return Request(
+        target,
+        KIND,
+        "checkpoint",
+        params,
+        _revisions.TRAIN,
+        list(sources.values()),
+        None,
+        estimated_bytes,
+        begin=partial(check_network_file, options),
+    )
+
+
+def _finished(run: Run, options: TrainOptions, requests: list[Request], results: list[Result]) -> Result:
+    """All results as one, with what each checkpoint says of itself."""
+    total = Result()
+    for result in results:
+        total.add(result)
+    if run.write.dry_run:
+        return total
+    metas = [read_header(request.target).meta for request in requests]
+    networks = [
+        {"path": str(request.target), "gradient_passes": meta["gradient_passes"], **meta["metrics"]}
+        for request, meta in zip(requests, metas, strict=True)
+    ]
+    total.extra = {"networks": networks}
+    total.metrics = metas[0]["metrics"] if len(metas) == 1 else {}
+    for request, meta in zip(requests, metas, strict=True):
+        total.summary += summary_of(request.target, meta)
+    total.summary.append(f"next: {next_command(options, requests[0].target)}")
+    return total

@@ -1,0 +1,37 @@
+"""What is said of a trained network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bnncli.options import TrainOptions
+from bnncli.options.command_line import pasted
+from bnncli.registry import own_names
+
+
+def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
+    """A line on the training, and one on the splits that were not trained on."""
+    metrics = meta["metrics"]
+    passes = meta["gradient_passes"]
+    averaged = " (of the running average)" if metrics["is_averaged"] else ""
+    train = metrics["splits"]["train"]
+    others = {name: scores for name, scores in metrics["splits"].items() if name != "train"}
+    lines = [f"{path.name}: {passes} epochs, train NLL {train['nll']:.4f}, accuracy {train['accuracy']:.2%}{averaged}"]
+    lines += [
+        f"  {name}: NLL {scores['nll']:.4f}, accuracy {scores['accuracy']:.2%}" for name, scores in others.items()
+    ]
+    if metrics["prior_precision"] is not None:
+        lines.append(f"  its weight decay is a Gaussian prior of precision {metrics['prior_precision']:g}")
+    return lines
+
+
+def next_command(options: TrainOptions, path: Path) -> str:
+    """The command that goes on with the checkpoint: what it records need not be said again, but code that is to be run."""
+    again: dict[str, Any] = {"data": options.data, "hold_out": options.hold_out, "task": options.task}
+    if options.model not in own_names("networks"):
+        again = {"model": options.model, **again}
+    if options.ema is not None:
+        again["state"] = "ema"
+    return pasted("extract-features", str(path), **again)

@@ -1,0 +1,245 @@
+"""The work of train: networks with random weights, their examples on the device, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bnncli.checkpoints.load import check_finite
+from bnncli.data import Augmentation, InputSplit
+from bnncli.errors import DataError, NumericError, UsageError
+from bnncli.extraction.autocast import AUTOCAST
+from bnncli.extraction.head import forward, logits_of
+from bnncli.inference.map_learner import EpochScores, Examples, MapLearner, MapSettings, Streams, evaluate
+from bnncli.inference.stacked_networks import StackedNetworks
+from bnncli.likelihoods import Likelihood, likelihood_of
+from bnncli.machine.user_code import running
+from bnncli.networks import load_network
+from bnncli.numerics.seeds import stream, stream_seed
+from bnncli.options import TrainOptions
+from bnncli.run.labelled_inputs import labelled_inputs
+from bnncli.run.model_files import arguments_by_name
+from bnncli.run.produce import Request
+from bnncli.run.resumable import resumable_training
+from bnncli.run.session import Run
+from bnncli.run.user_splits import check_outputs
+from bnncli.training.course import Course
+from bnncli.training.learner import num_batches
+from bnncli.training.loop import train
+
+_PROBED = 2  # examples that show what a network gives
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network after training: its state dict, that of its running average where there is one, and what is said of it."""
+
+    state: dict[str, Tensor]
+    averaged: dict[str, Tensor] | None
+    meta: dict[str, Any]
+
+
+class Training:
+    """Networks of some seeds, trained as one batch, for requests the first of which the resume state belongs to.
+
+    Attributes:
+        networks: in the order of the seeds.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        options: TrainOptions,
+        splits: Mapping[str, InputSplit],
+        likelihood_name: str | None,
+        request: Request,
+        *,
+        seeds: list[int],
+    ) -> None:
+        self.run, self.options, self.seeds = run, options, seeds
+        self.resumable = resumable_training(run, request, resume=options.resume, save_every=options.save_every)
+        device = run.device
+        examples = {
+            name: labelled_inputs(split, device, num_workers=options.num_workers, progress=run.console)
+            for name, split in splits.items()
+        }
+        with torch.random.fork_rng(devices=[]):
+            modules = [_network(options, seed) for seed in seeds]
+            modules = [module.to(device).to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
+            first = examples["train"].inputs[:_PROBED]
+            num_outputs = forward(modules[0].eval(), first).reshape(len(first), -1).shape[1]
+            check_outputs(options.task, likelihood_name, num_outputs)
+            self.likelihood = likelihood_of(num_outputs, likelihood_name)
+            for name, one in examples.items():
+                _check_labels(one, self.likelihood, name)
+            self.networks = self._train(modules, examples, splits["train"])
+
+    def _train(self, modules: list[nn.Module], examples: Mapping[str, Examples], split: InputSplit) -> list[Trained]:
+        run, options = self.run, self.options
+        settings = _settings(options, split, examples["train"].inputs)
+        stacked = StackedNetworks(modules, logits_of)
+        learner = MapLearner(
+            stacked,
+            examples["train"],
+            likelihood=self.likelihood,
+            settings=settings,
+            streams=[Streams(stream(seed, "train/order"), stream(seed, "train/augmentation")) for seed in self.seeds],
+            generator=stream(run.compute.seed, "train/network"),
+            val=examples.get("val"),
+            is_capturable=":" not in str(options.model),
+            report=partial(_report, run),
+        )
+        _probe(modules, learner)
+        course = Course(options.epochs or 0, num_batches(learner), str(options.schedule))
+        users_code = running("the network", but=RuntimeError) if ":" in str(options.model) else nullcontext()
+        with self.resumable.hint(), users_code:
+            train(
+                learner,
+                course,
+                what="train",
+                state=self.resumable.restore(),
+                save=self.resumable.save,
+                progress=run.console,
+            )
+        return self._trained(learner, examples)
+
+    def _trained(self, learner: MapLearner, examples: Mapping[str, Examples]) -> list[Trained]:
+        """What each network became, its scores those of the state that is meant to be used: the averaged one where it is there."""
+        raw = learner.networks.separate()
+        averaged = learner.averaged() if learner.averages else None
+        found = []
+        for place, module in enumerate(raw):
+            used = module if averaged is None else averaged[place]
+            scores = {name: evaluate(used, one, self.likelihood, logits_of) for name, one in examples.items()}
+            metrics = {
+                "loss": learner.history.last(place)["loss"],
+                "splits": {name: {"nll": nll, "accuracy": accuracy} for name, (nll, accuracy) in scores.items()},
+                "is_averaged": averaged is not None,
+                "prior_precision": _prior_precision(learner),
+            }
+            states = [_state(module), None if averaged is None else _state(averaged[place])]
+            meta = {
+                "method": "train",
+                "gradient_passes": learner.num_epochs,
+                "num_examples": learner.num_examples,
+                "metrics": metrics,
+            }
+            assert states[0] is not None
+            found.append(Trained(states[0], states[1], meta))
+        return found
+
+    def forget(self) -> None:
+        """All networks are published."""
+        self.resumable.remove()
+
+
+def stored_bytes(options: TrainOptions) -> int:
+    """What a checkpoint of a built-in network takes."""
+    with torch.device("meta"):
+        network = load_network(str(options.model), arguments_by_name(options.model_arg), None)
+    size = sum(tensor.nbytes for tensor in network.state_dict().values())
+    return size * (1 if options.ema is None else 2)
+
+
+def _network(options: TrainOptions, seed: int) -> nn.Module:
+    """The network with the random weights of a seed."""
+    torch.manual_seed(stream_seed(seed, "train/initial"))
+    network = load_network(str(options.model), arguments_by_name(options.model_arg), None)
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise DataError(f"the network {options.model!r} has no parameters to train", code="no_parameters")
+    return network
+
+
+def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSettings:
+    """How networks learn; black, for augmentation, is what the preprocessing makes of zeros."""
+    augmentation = None
+    if options.augment != "none":
+        if inputs.ndim != 4:
+            raise UsageError(f"\0augment\0 needs images (N, C, H, W), got inputs of shape {tuple(inputs.shape)}")
+        black = split.preprocess.apply(torch.zeros(1, inputs.shape[1], 1, 1), is_sized=True).flatten()
+        augment = str(options.augment)
+        padding = options.padding if "crop" in augment else 0
+        augmentation = Augmentation(padding, "flip" in augment, black.to(inputs.device))
+    assert options.learning_rate is not None
+    return MapSettings(
+        str(options.optimizer),
+        options.learning_rate,
+        options.momentum or 0.0,
+        options.weight_decay or 0.0,
+        options.batch_size or 1,
+        options.label_smoothing,
+        options.ema,
+        augmentation,
+        None if options.autocast is None else AUTOCAST[options.autocast],
+    )
+
+
+def _probe(modules: list[nn.Module], learner: MapLearner) -> None:
+    """Pass where the networks take the smallest batch of an epoch, as they do in training.
+
+    Raises:
+        UsageError: they cannot be trained as one batch.
+        DataError: they raise, such as batch norm with a single example.
+    """
+    rest = learner.num_examples % int(learner.batch_size or 1) or int(learner.batch_size or 1)
+    trial = StackedNetworks(deepcopy(modules), logits_of)
+    trial.set_training(True)
+    inputs = learner.train.inputs[:rest].expand(len(modules), *learner.train.inputs[:rest].shape)
+    try:
+        with torch.no_grad(), running("the network", but=RuntimeError):
+            trial(inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        first_line = str(error).strip().split("\n")[0][:200]
+        if len(modules) > 1:
+            raise UsageError(
+                f"\0seeds\0: this network cannot be trained in several copies at once ({first_line})",
+                hint="train each by itself: \0seed\0 1, \0seed\0 2, ...",
+            ) from error
+        raise DataError(f"the network cannot be trained: {first_line}", code="wrong_inputs") from error
+
+
+def _check_labels(examples: Examples, likelihood: Likelihood, name: str) -> None:
+    """Pass when the labels are classes of the network. Raises DataError otherwise."""
+    labels = examples.labels
+    if labels.ndim == 1 and int(labels.max()) >= likelihood.num_classes:
+        raise DataError(
+            f"split {name}: a label is {int(labels.max())}, the network has classes 0 to {likelihood.num_classes - 1}",
+            code="bad_labels", hint="give the network as many outputs, as \0model_arg\0 classes=N",
+        )  # fmt: skip
+
+
+def _prior_precision(learner: MapLearner) -> float | None:
+    """Of the Gaussian prior whose mode the training looks for; None where its loss is no log posterior."""
+    settings = learner.settings
+    is_map = settings.optimizer != "adamw" and not settings.label_smoothing and settings.weight_decay
+    return settings.weight_decay * learner.num_examples if is_map else None
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict. Raises NumericError where it is not finite."""
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    try:
+        check_finite(state)
+    except DataError as error:
+        raise NumericError(
+            f"training ended with weights that are not finite: {error.message}", hint="use a lower \0learning_rate\0"
+        ) from None
+    return state
+
+
+def _report(run: Run, epoch: int, history: EpochScores) -> None:
+    """A line on an epoch for whoever asked for more."""
+    said = [
+        ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in history.last(place).items())
+        for place in range(len(history.loss[-1]))
+    ]
+    run.console.debug(f"epoch {epoch}: {'; '.join(said)}")

@@ -1,0 +1,186 @@
+"""fit-ensemble: its predictions against each network run by hand, and what is no ensemble."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli
+from torch import Tensor, nn
+
+from bnncli.networks import resnet20
+from bnncli.storage.posteriors import read_posterior
+from bnncli.storage.predictions import read_predictions
+
+NETWORK = """
+import torch
+def make(width=2):
+    layers = torch.nn.Conv2d(1, width, 3), torch.nn.BatchNorm2d(width), torch.nn.ReLU(), torch.nn.Flatten()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(16 * width, 3))
+"""
+DATA = ("--data", "train=npz:train.npz", "--data", "test=npz:test.npz", "--hold-out", "val=test:10")
+OWN = ("--model", "net.py:make")
+
+
+def network(seed: int, width: int = 2, classes: int = 3) -> nn.Sequential:
+    """The network of net.py, after a few batches of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten()
+        found = nn.Sequential(*layers, nn.Linear(16 * width, classes))
+        for _ in range(3):
+            found(torch.randn(8, 1, 6, 6) * (1 + seed) + seed)
+    return found.eval()
+
+
+def save(path: str, module: nn.Module) -> None:
+    torch.save(module.state_dict(), path)
+
+
+def inputs_of(name: str) -> Tensor:
+    with np.load(name) as arrays:
+        return torch.from_numpy(arrays["x"])
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Data of three classes, and three networks with batch norm whose statistics differ much."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 30), ("test", 40)):
+        x = rng.normal(size=(count, 1, 6, 6)).astype(np.float32)
+        np.savez(f"{name}.npz", x=x, y=rng.integers(0, 3, count))
+    Path("net.py").write_text(NETWORK)
+    for seed in range(3):
+        save(f"{seed}.pt", network(seed))
+    return tmp_path
+
+
+def probabilities(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Of the classes, and the rows that they are of."""
+    content = read_predictions(path)
+    return np.asarray(content.probs), np.asarray(content.sample_id)
+
+
+def test_predictions_are_the_mean_of_the_networks_own(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    done = cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code")
+    assert (done.code, done.stdout) == (0, "0.pt.bnn/posteriors/ensemble.safetensors\n")
+    assert "3 members" in done.stderr
+    assert "up to date" in cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").stderr
+    made = cli("predict", "0.pt", "--posterior", "ensemble", "--split", "test", "--trust-code")
+    assert made.code == 0, made.stderr
+    assert "draws: ensemble.mc 3" in made.stderr
+    found, rows = probabilities(Path("0.pt.bnn/predictions/ensemble.mc/test.h5"))
+    with torch.no_grad():
+        own = [network(seed)(inputs_of("test.npz")[rows]).double().softmax(1) for seed in range(3)]
+    np.testing.assert_allclose(found, torch.stack(own).mean(0).numpy(), atol=1e-6)
+    assert not np.allclose(found, own[0].numpy(), atol=0.01)
+    tensors, header = read_posterior(Path("0.pt.bnn/posteriors/ensemble.safetensors"))
+    assert len(tensors["members"]) == 3
+    labels = np.load("test.npz")["y"]
+    held_out = np.setdiff1d(np.arange(40), rows)
+    with torch.no_grad():
+        each = torch.stack([network(seed)(inputs_of("test.npz")[held_out]).double().softmax(1) for seed in range(3)])
+    nll = -each[:, range(10), labels[held_out]].log().mean(1)
+    assert header.meta["metrics"]["val_nll"]["members"] == pytest.approx(nll.tolist(), rel=1e-5)
+    together = -each.mean(0)[range(10), labels[held_out]].log().mean()
+    assert header.meta["metrics"]["val_nll"]["ensemble"] == pytest.approx(float(together), rel=1e-5)
+    assert cli("evaluate", "0.pt", "--posterior", "ensemble", "--bootstrap", 0).code == 0
+    diagnosed = cli("diagnose", "0.pt", "--posterior", "ensemble", "--trust-code")
+    assert diagnosed.code == 0, diagnosed.stderr
+    assert cli("verify", "0.pt.bnn").code == 0
+
+
+def test_a_resnet_predicts_with_each_members_own_statistics(cli: Cli) -> None:
+    rng = np.random.default_rng(1)
+    np.savez("images.npz", x=rng.normal(size=(4, 3, 8, 8)).astype(np.float32), y=np.array([0, 1, 2, 1]))
+    members = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            one = resnet20.build(classes=3)
+            one(torch.randn(4, 3, 8, 8) * (1 + seed))
+            save(f"r{seed}.pt", one)
+            members.append(one.eval())
+    assert cli("extract-features", "r0.pt", "--model", "resnet20", "--data", "test=npz:images.npz").code == 0
+    assert cli("fit-ensemble", "r0.pt", "r1.pt").code == 0
+    assert cli("predict", "r0.pt", "--posterior", "ensemble").code == 0
+    found, rows = probabilities(Path("r0.pt.bnn/predictions/ensemble.mc/test.h5"))
+    with torch.no_grad():
+        own = torch.stack([one(inputs_of("images.npz")[rows]).double().softmax(1) for one in members])
+    np.testing.assert_allclose(found, own.mean(0).numpy(), atol=1e-5)
+
+
+def test_its_cost_is_the_sum_of_the_members(cli: Cli) -> None:
+    flat = ("--model", "mlp", "--model-arg", "inputs=36", "--model-arg", "hidden=3", "--model-arg", "classes=3")
+    assert cli("train", "m.safetensors", *flat, *DATA, "--epochs", 2, "--seeds", 2).code == 0
+    assert cli("train", "one.safetensors", *flat, *DATA, "--epochs", 3, "--seed", 7).code == 0
+    assert cli("extract-features", "m-0.safetensors", *DATA).code == 0
+    done = cli("fit-ensemble", "m-0.safetensors", "m-1.safetensors", "one.safetensors", "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["metrics"]["gradient_passes"] == 7
+
+
+@pytest.mark.parametrize(
+    ("member", "code", "said"),
+    [
+        ("1.pt", 2, "MEMBER: 1.pt is given twice"),
+        ("0.pt", 2, "MEMBER: 0.pt is given twice"),
+        ("copy.pt", 2, "MEMBER: copy.pt has the same weights as 1.pt"),
+        ("wide.pt", 65, "has shape (3, 1, 3, 3) in the checkpoint"),
+        ("four.pt", 65, "'4.weight' has shape (4, 32) in the checkpoint"),
+        ("absent.pt", 66, "absent.pt"),
+        ("train.npz", 65, "train.npz"),
+    ],
+)
+def test_what_is_no_member_is_told_in_a_line(cli: Cli, member: str, code: int, said: str) -> None:
+    save("wide.pt", network(5, width=3))
+    save("four.pt", network(5, classes=4))
+    save("copy.pt", network(1))
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    done = cli("fit-ensemble", "0.pt", "1.pt", member, "--trust-code")
+    assert done.code == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path("0.pt.bnn/posteriors/ensemble.safetensors").exists()
+
+
+def test_a_built_in_network_of_other_sizes_is_no_member(cli: Cli) -> None:
+    from bnncli.networks import mlp
+
+    save("m.pt", mlp.build(inputs=36, hidden=(3,), classes=3))
+    save("n.pt", mlp.build(inputs=36, hidden=(4,), classes=3))
+    assert cli("extract-features", "m.pt", "--model", "mlp", *DATA).code == 0
+    done = cli("fit-ensemble", "m.pt", "n.pt")
+    assert done.code == 65
+    assert (
+        "n.pt: 'features.0.weight' has shape (4, 36), and (3, 36) in m.pt: the members of an ensemble are of one"
+        in done.stderr
+    )
+
+
+def test_code_is_run_only_where_it_is_trusted(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    assert cli("fit-ensemble", "0.pt", "1.pt").code == 77
+
+
+def test_a_member_that_changed_makes_the_ensemble_anew(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    assert cli("fit-ensemble", "0.pt", "1.pt", "--trust-code").code == 0
+    save("1.pt", network(9))
+    done = cli("fit-ensemble", "0.pt", "1.pt", "--trust-code")
+    assert "member.2 has changed" in done.stderr
+    assert done.code == 0
+    assert cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").code == 73
+
+
+def test_a_stale_ensemble_is_made_again_of_the_same_members(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    assert cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").code == 0
+    assert cli("extract-features", "0.pt", *OWN, *DATA, "--mean", 0.5, "--force").code == 0
+    found = cli("status", "0.pt", "--json").json["artifacts"]
+    (entry,) = [one for one in found if one["name"] == "posteriors/ensemble.safetensors"]
+    assert (entry["state"], entry["remake"]) == ("stale", "bnncli fit-ensemble 0.pt 1.pt 2.pt --trust-code")

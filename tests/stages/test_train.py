@@ -1,0 +1,170 @@
+"""train: what it writes, what later commands make of it, and how it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli
+from safetensors.torch import load_file
+
+from bnncli.errors import Interrupted
+from bnncli.networks import load_network
+from bnncli.run import resumable
+from bnncli.storage.trained import gradient_passes
+
+NETWORK = """
+import torch
+def make():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 3))
+"""
+MLP = ("--model", "mlp", "--model-arg", "inputs=6", "--model-arg", "hidden=5", "--model-arg", "classes=3")
+DATA = ("--data", "train=npz:train.npz", "--data", "test=npz:test.npz")
+SHORT = (*DATA, "--epochs", 3, "--batch-size", 16, "--learning-rate", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two splits of three classes that a line tells apart, and a network of one's own."""
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 60), ("test", 30)):
+        x = rng.normal(size=(count, 6)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", x=x, y=x[:, :3].argmax(1))
+    (tmp_path / "net.py").write_text(NETWORK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_checkpoint_carries_what_later_commands_need(cli: Cli) -> None:
+    done = cli("train", "a.safetensors", *MLP, *SHORT, "--mean", 0.1, "--std", 2, "--hold-out", "val=train:10")
+    assert (done.code, done.stdout) == (0, "a.safetensors\n")
+    assert "next: bnncli extract-features a.safetensors --data train=npz:train.npz" in done.stderr
+    assert gradient_passes(Path("a.safetensors")) == 3
+    again = cli("train", "a.safetensors", *MLP, *SHORT, "--mean", 0.1, "--std", 2, "--hold-out", "val=train:10")
+    assert again.code == 0
+    assert "up to date" in again.stderr
+    other = cli("train", "a.safetensors", *MLP, *SHORT)
+    assert other.code == 73
+    assert "mean: '0.1' there, none asked" in other.stderr
+    found = cli("extract-features", "a.safetensors", *DATA, "--hold-out", "val=train:10", "--json")
+    assert found.code == 0, found.stderr
+    assert "trained as mlp, classes=3, hidden=5, inputs=6, mean 0.1, std 2" in found.stderr
+    made = cli("inspect", "a.safetensors.bnn/posteriors/map.safetensors", "--json")
+    assert made.json["meta"]["gradient_passes"] == 3
+    with np.load("test.npz") as arrays:
+        inputs = torch.from_numpy((arrays["x"] - np.float32(0.1)) / np.float32(2))
+    network = load_network("mlp", {"inputs": "6", "hidden": "5", "classes": "3"}, load_file("a.safetensors"))
+    scores = cli(
+        "train", "a.safetensors", *MLP, *SHORT, "--mean", 0.1, "--std", 2, "--hold-out", "val=train:10", "--json"
+    )
+    is_right = network(inputs).argmax(1).numpy() == np.load("test.npz")["y"]
+    assert scores.json["metrics"]["splits"]["test"]["accuracy"] == pytest.approx(is_right.mean())
+
+
+def test_preprocessing_that_differs_is_warned_of(cli: Cli) -> None:
+    assert cli("train", "a.safetensors", *MLP, *SHORT, "--std", 2).code == 0
+    done = cli("extract-features", "a.safetensors", "--model", "mlp", *DATA, "--std", 3)
+    assert done.code == 0
+    assert "was trained with --std 2; asked for is 3" in done.stderr
+
+
+def test_code_that_a_checkpoint_names_is_not_run_unasked(cli: Cli) -> None:
+    done = cli("train", "a.safetensors", "--model", "net.py:make", *SHORT)
+    assert done.code == 0
+    assert "next: bnncli extract-features a.safetensors --model net.py:make" in done.stderr
+    Path("net.py").write_text("raise SystemExit(9)")
+    assert cli("extract-features", "a.safetensors", *DATA).code == 2
+
+
+def test_averaged_weights_are_found_by_state_ema(cli: Cli) -> None:
+    assert cli("train", "a.safetensors", *MLP, *SHORT, "--ema", 0.9).code == 0
+    tensors = load_file("a.safetensors")
+    for name, prefix in (("raw", "model."), ("ema", "model_ema.")):
+        more = ("--state", "ema") if name == "ema" else ()
+        done = cli("extract-features", "a.safetensors", *DATA, *more, "--run-dir", name)
+        assert done.code == 0, done.stderr
+        head = load_file(f"{name}/posteriors/map.safetensors")
+        assert torch.equal(head["mean"][:15], tensors[f"{prefix}ll.weight"].flatten().to(head["mean"]))
+    assert not torch.equal(tensors["model.ll.weight"], tensors["model_ema.ll.weight"])
+
+
+def test_seeds_write_a_checkpoint_each_near_that_of_one_alone(cli: Cli) -> None:
+    done = cli("train", "m.safetensors", *MLP, *SHORT, "--seeds", 2, "--seed", 3)
+    assert (done.code, done.stdout) == (0, "m-3.safetensors\nm-4.safetensors\n")
+    assert cli("train", "alone.safetensors", *MLP, *SHORT, "--seed", 4).code == 0
+    together, alone = load_file("m-4.safetensors"), load_file("alone.safetensors")
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
+    refused = cli("train", "own.safetensors", "--model", "net.py:make", *SHORT, "--seeds", 2)
+    assert refused.code == 2
+    assert "--seeds: this network cannot be trained in several copies at once" in refused.stderr
+
+
+@pytest.mark.parametrize("model", [MLP, ("--model", "net.py:make")])
+def test_an_interrupted_training_goes_on_to_the_same_bits(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: tuple[str, ...]
+) -> None:
+    words = (*model, *SHORT, "--ema", 0.9, "--save-every", 1000)
+    assert cli("train", "whole.safetensors", *words).code == 0
+    plain, calls = resumable.Resumable.save, []
+
+    def stopping(self: Any, state: Any, is_last: bool) -> None:
+        calls.append(is_last)
+        if len(calls) == 2:
+            raise Interrupted(15, "interrupted")
+        plain(self, state, is_last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resumable.Resumable, "save", stopping)
+        done = cli("train", "a.safetensors", *words)
+    assert done.code == 143
+    assert "--resume" in done.stderr
+    assert not Path("a.safetensors").exists()
+    assert Path(".a.resume.safetensors").exists()
+    assert cli("train", "a.safetensors", *words, "--resume").code == 0
+    whole, resumed = load_file("whole.safetensors"), load_file("a.safetensors")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert not Path(".a.resume.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("a.pt", *MLP, *DATA), 2, "CKPT: expected a name that ends in .safetensors; got 'a.pt'"),
+        (("a.safetensors", *DATA), 2, "--model: name the network, or a --recipe that has one"),
+        (("a.safetensors", *MLP), 2, "--data: give the training split, as --data train=npz:train.npz"),
+        (("a.safetensors", *MLP, *DATA, "--optimizer", "sgd"), 2, "--optimizer sgd needs a --learning-rate"),
+        (("a.safetensors", *MLP, *DATA, "--momentum", 0.5), 2, "--momentum is for --optimizer sgd and nesterov"),
+        (("a.safetensors", *MLP, *DATA, "--augment", "flip"), 2, "--augment needs images"),
+        (("a.safetensors", "--model", "flatten", *DATA), 2, "flatten is no network"),
+        (("a.safetensors", "--model", "hf:x", *DATA), 2, "expected a built-in network"),
+        (("a.safetensors", *MLP, "--model-arg", "classes=2", *DATA), 65, "a label is 2, the network has classes 0 to 1"),
+        (("a.safetensors", *MLP, "--model-arg", "inputs=7", *DATA), 65, "the network cannot take inputs of shape (2, 6)"),
+        (("a.safetensors", *MLP, *SHORT, "--learning-rate", 1e6, "--optimizer", "sgd"), 70, "use a --learning-rate below 1e+06"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_in_a_line(cli: Cli, words: tuple[object, ...], code: int, said: str) -> None:
+    done = cli("train", *words)
+    assert done.code == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path("a.safetensors").exists()
+
+
+def test_a_dry_run_writes_nothing(cli: Cli, folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    done = cli("train", "a.safetensors", *MLP, *SHORT, "--dry-run")
+    assert done.code == 0
+    assert "compute: a.safetensors" in done.stdout
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_clean_removes_what_an_interrupted_training_left(cli: Cli) -> None:
+    assert cli("train", "a.safetensors", *MLP, *SHORT).code == 0
+    assert cli("extract-features", "a.safetensors", *DATA).code == 0
+    Path(".a.resume.safetensors").write_bytes(b"half")
+    done = cli("clean", "a.safetensors")
+    assert done.stdout == ".a.resume.safetensors\n"
+    assert not Path(".a.resume.safetensors").exists()
