@@ -128,6 +128,8 @@ def test_columns_that_are_numbered_stand_in_the_order_of_their_numbers(cli: Cli,
     order = sorted(range(12), key=str)  # p_0, p_1, p_10, p_11, p_2
     write_csv("many.csv", {**{f"p_{k}": [repr(v) for v in probs[:, k].tolist()] for k in order}, "y": labels})
     assert same(values_of(cli, "many.csv"), values_of(cli, "many.npz"))
+    found = values_of(cli, "many.csv", "--reference", "many.npz")
+    assert found['["total_variation"]'] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("words", [(), ("--logits",)])
