@@ -25,6 +25,7 @@ class Course:
         epochs: passes over the data, at most.
         num_batches: steps an epoch.
         schedule: of the learning rates: constant, or falling to zero along a cosine.
+        num_cycles: cosines one after the other, each of as many epochs, with the first rate at its start.
         patience: rounds compared with as many before to tell a standstill; 0 never ends early.
         round_steps: that a round takes at least, in whole epochs.
 
@@ -38,6 +39,7 @@ class Course:
     schedule: str = "cosine"
     patience: int = 0
     round_steps: int = 1
+    num_cycles: int = 1
     num_epochs: int = field(init=False)
     annealing_start: int | None = field(default=None, init=False)
 
@@ -63,7 +65,8 @@ class Course:
             return first
         start, end = self.annealing_start, self.num_epochs * self.num_batches
         if start is None:
-            return first * _cosine(step / end)
+            length = end / self.num_cycles
+            return first * _cosine(step % length / length)
         planned_end = self.epochs * self.num_batches
         return first * _cosine(start / planned_end) * _cosine((step - start) / (end - start))
 
