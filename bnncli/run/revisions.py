@@ -18,6 +18,7 @@ FIT_TEMPERATURE = 1
 HMC_OF_LAYERS = 1  # other than the last
 PRUNE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
+FIT_SGHMC = 1
 EVALUATE = 2
 EVALUATE_FEATURES = 1
 
@@ -107,6 +108,7 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "lbbnn": lambda header: {FIT_LBBNN},
     "temperature": lambda header: {FIT_TEMPERATURE},
     "prune": lambda header: {PRUNE},
+    "sghmc": lambda header: {FIT_SGHMC},
 }
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},

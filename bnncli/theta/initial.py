@@ -49,7 +49,8 @@ def _initialised(layout: ModuleLayout, module: nn.Module) -> Tensor:
     """theta (P,) of a copy of the module on the CPU whose layers were initialised anew."""
     fresh = copy.deepcopy(module).cpu()
     for part in fresh.modules():
-        if hasattr(part, "reset_parameters"):
-            part.reset_parameters()
+        reset = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()
     found = dict(fresh.named_parameters())
     return layout.join({part.name: found[part.name].detach().double() for part in layout.parts})
