@@ -52,6 +52,7 @@ COMPUTING = {
     "refine",
     "hmc",
     "fit-lbbnn",
+    "fit-sghmc",
     "prune",
     "predict",
     "evaluate",
@@ -193,6 +194,12 @@ LINES = (
         "hmc small --chains 4 --warmup 4 --draws 8 --dynamics leapfrog --name plain --max-rhat 1.0001 --json", TRAINED
     ),
     Line("hmc pair --chains 4 --warmup 4 --draws 8 --until 'rhat<=1.0001' --max-draws 12", TRAINED),
+    Line("fit-sghmc small --chains 2 --epochs 40 --json", TRAINED),
+    Line(
+        "fit-sghmc small --sampler sgld --chains 2 --epochs 12 --batch-size 60 --preconditioner rmsprop --name sgld",
+        TRAINED,
+    ),
+    Line("fit-sghmc tiny.pt --layers all --chains 2 --epochs 20 --batch-size 40", TRAINED),
     # Latent binary networks: every estimator, variance and prior.
     Line(LBBNN, TRAINED),
     Line(f"{LBBNN} --estimator mnf --flow-hidden 8,8 --name mnf", TRAINED),

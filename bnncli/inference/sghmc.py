@@ -53,7 +53,7 @@ class SghmcPlan:
         epochs: passes over the data, of all cycles together.
         num_cycles: that the epochs are divided into.
         num_draws: kept of each cycle, of each chain, evenly over its last part and at its end.
-        exploration: share of each cycle before that part.
+        num_exploring: epochs of each cycle before that part.
         batch_size: examples a step.
         learning_rate: l, the first of each cycle.
         momentum_decay: a, in (0, 1].
@@ -65,7 +65,7 @@ class SghmcPlan:
     epochs: int
     num_cycles: int
     num_draws: int
-    exploration: float
+    num_exploring: int
     batch_size: int
     learning_rate: float
     momentum_decay: float
@@ -77,11 +77,6 @@ class SghmcPlan:
     def cycle_length(self) -> int:
         """Epochs of a cycle."""
         return self.epochs // self.num_cycles
-
-    @property
-    def num_exploring(self) -> int:
-        """Epochs of a cycle before any are kept."""
-        return round(self.exploration * self.cycle_length)
 
     @property
     def spacing(self) -> int:

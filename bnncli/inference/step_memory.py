@@ -12,7 +12,6 @@ from bnncli.inference.memory import drawn_bytes, fit_bytes
 from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes, trying_bytes
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
-from bnncli.targets.network import pairs_at_once
 from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import ModuleLayout
 
@@ -54,6 +53,8 @@ class Stepping:
 
     def network_bytes(self, layout: ModuleLayout, num_examples: int, num_held: int, device: torch.device) -> int:
         """Of a network's parameters, with its inputs."""
+        from bnncli.targets.network import pairs_at_once  # here, for torch
+
         size = layout.num_params
         inputs = (4 * layout.num_features + 8) * (num_examples + num_held)
         pairs = self.num_drawn * min(self.batch_size, num_examples)

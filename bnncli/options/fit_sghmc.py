@@ -24,7 +24,7 @@ class FitSghmcOptions(TargetOptions):
     chains: int = option(4, "Chains, run as one batch; all see the same minibatches.", minimum=1)
     epochs: int | None = option(
         None,
-        "Passes over the training split, of all cycles together; by default 1000, over other layers than the last 40.",
+        "Passes over the training split, of all cycles together; by default 250 a cycle, or 1000 without cycles, and over other layers than the last 10, or 40.",
         minimum=1,
     )
     cycles: int | None = option(None, "Cycles (cyclical); 4 by default.", minimum=1)
@@ -52,7 +52,7 @@ class FitSghmcOptions(TargetOptions):
         minimum=1e-15,
     )
     momentum_decay: float | None = option(
-        None, "Share of the momentum that a step loses; 0.1 by default, of sgld 1.", minimum=1e-6, maximum=1.0
+        None, "Share of the momentum that a step loses; 0.05 by default, of sgld 1.", minimum=1e-6, maximum=1.0
     )
     temperature: float = option(
         1.0,
@@ -102,7 +102,8 @@ class FitSghmcOptions(TargetOptions):
     @property
     def num_epochs(self) -> int:
         """Of all cycles together, as asked for or by default."""
-        return self.epochs or (1000 if self.is_last_layer else 40)
+        in_cycle = (250 if self.is_last_layer else 10) * (1 if self.is_cyclical else 4)
+        return self.epochs or in_cycle * self.num_cycles
 
     @property
     def num_cycles(self) -> int:
@@ -110,24 +111,29 @@ class FitSghmcOptions(TargetOptions):
         return (self.cycles or 4) if self.is_cyclical else 1
 
     @property
-    def exploring(self) -> float:
-        """Share of a cycle before draws are kept, as asked for or by default."""
-        if self.exploration is not None:
-            return self.exploration
-        return 0.8 if self.is_cyclical else 0.3
+    def cycle_length(self) -> int:
+        """Epochs of a cycle; all without cycles."""
+        return max(1, self.num_epochs // self.num_cycles)
+
+    @property
+    def num_exploring(self) -> int:
+        """Epochs of a cycle before draws are kept: one is left at least."""
+        share = self.exploration
+        if share is None:
+            share = 0.8 if self.is_cyclical else 0.3
+        return min(round(share * self.cycle_length), self.cycle_length - 1)
 
     @property
     def num_sampling(self) -> int:
-        """Epochs of a cycle in which draws are kept; one at least."""
-        length = max(1, self.num_epochs // self.num_cycles)
-        return length - round(self.exploring * length)
+        """Epochs of a cycle in which draws are kept."""
+        return self.cycle_length - self.num_exploring
 
     @property
     def num_draws(self) -> int:
         """Of a cycle, as asked for or by default."""
         if self.draws is not None:
             return self.draws
-        return max(1, min(3 if self.is_cyclical else 50, self.num_sampling))
+        return min(3 if self.is_cyclical else 50, self.num_sampling)
 
     @property
     def examples_a_step(self) -> int:
@@ -137,4 +143,4 @@ class FitSghmcOptions(TargetOptions):
     @property
     def decay(self) -> float:
         """Share of the momentum that a step loses, as asked for or by default."""
-        return 1.0 if self.sampler == SGLD else self.momentum_decay or 0.1
+        return 1.0 if self.sampler == SGLD else self.momentum_decay or 0.05

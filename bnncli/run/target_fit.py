@@ -100,7 +100,7 @@ def produce_fit(
     train, val = load_split(run, "train").check_labeled(), labeled_val(run)
     base = find_base(run, options)
     if not options.is_last_layer and train.content.head_weight is None:
-        raise UsageError(f"--layers {options.layers}: this run has no network, only features")
+        raise UsageError(f"\0layers\0 {options.layers}: this run has no network, only features")
     run.require_device()
     job = _Job(run, options, asked, train, val, base)
     request = job.request()

@@ -199,7 +199,9 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
     is_last_layer = posterior.layout.network is None
     size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
     if size is not None:
-        size = getattr(posterior, "num_stored", size)
+        size = (
+            getattr(posterior, "num_stored", size) if posterior.type != "samples" else posterior.draws[..., 0].numel()
+        )
     ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
     parts = []
     for features in val.feature_blocks(run.device):

@@ -9,24 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from bnncli.errors import UsageError
-from bnncli.theta.head import HeadLayout
-from bnncli.theta.module import ModuleLayout
+from bnncli.theta.layout import LogitLayout
 
 _WHY = "start from \0start\0 checkpoint"
 
 
-def initial_theta(layout: HeadLayout | ModuleLayout, num_starts: int, seed: int) -> Tensor:
+def initial_theta(layout: LogitLayout, num_starts: int, seed: int) -> Tensor:
     """theta (S, P) float64, each from PyTorch's own initialisation of the layers, seeded.
 
     Raises:
         UsageError: the network has batch norm, whose statistics are those of the trained weights, or a chosen parameter is of a module that
             does not say how it is initialised.
     """
-    if isinstance(layout, HeadLayout):
-        bound = 1 / math.sqrt(layout.num_features)  # nn.Linear's own, of weight and bias
+    if layout.network is None:
+        assert layout.head is not None
+        bound = 1 / math.sqrt(layout.head.num_features)  # nn.Linear's own, of weight and bias
         generator = torch.Generator().manual_seed(seed)
         return bound * (2 * torch.rand(num_starts, layout.num_params, generator=generator, dtype=torch.float64) - 1)
-    assert layout.network is not None
     module = layout.network.module
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
@@ -45,7 +44,7 @@ def initial_theta(layout: HeadLayout | ModuleLayout, num_starts: int, seed: int)
         return torch.stack([_initialised(layout, module) for _ in range(num_starts)])
 
 
-def _initialised(layout: ModuleLayout, module: nn.Module) -> Tensor:
+def _initialised(layout: LogitLayout, module: nn.Module) -> Tensor:
     """theta (P,) of a copy of the module on the CPU whose layers were initialised anew."""
     fresh = copy.deepcopy(module).cpu()
     for part in fresh.modules():
@@ -53,4 +52,4 @@ def _initialised(layout: ModuleLayout, module: nn.Module) -> Tensor:
         if reset is not None:
             reset()
     found = dict(fresh.named_parameters())
-    return layout.join({part.name: found[part.name].detach().double() for part in layout.parts})
+    return torch.cat([found[part.name].detach().double().flatten() for part in layout.parts])

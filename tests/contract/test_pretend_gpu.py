@@ -79,6 +79,10 @@ LINES = (
     "hmc b --chains 2 --warmup 6 --draws 4 --until ess>=1",
     "hmc s --chains 2 --warmup 6 --draws 8 --gradients tf32 --name tf32",
     "hmc b --chains 2 --warmup 6 --draws 8 --gradients bfloat16 --name bf16",
+    "fit-sghmc s --chains 2 --epochs 8 --batch-size 8",
+    "fit-sghmc s --chains 2 --epochs 8 --batch-size 8 --sampler sgld --preconditioner rmsprop --name sgld",
+    "fit-sghmc s --chains 2 --epochs 12 --sampler sghmc --start init --name whole-sghmc",
+    "fit-sghmc m.pt --layers all --base n-full --chains 2 --epochs 8 --batch-size 16",
     *(
         f"fit-lbbnn s --estimator {name} --epochs 2 --batch-size 8 --slab-sd 1 --name l-{name} --schedule constant"
         for name in choices(FitLbbnnOptions, "estimator")

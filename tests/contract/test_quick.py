@@ -46,6 +46,8 @@ MADE = (
     "hmc small --chains 8 --warmup 8 --draws 16",
     "fit-lbbnn small --epochs 1 --slab-sd 1",
     "prune small",
+    "fit-sghmc small --chains 2 --epochs 20",
+    "fit-sghmc net.pt --layers all --prior-precision 3 --chains 1 --epochs 20 --batch-size 16 --trust-code",
     "predict small --samples 20 --split test --posterior temperature --posterior lbbnn",
     "predict net.pt --samples 20 --split test --trust-code",
     "evaluate small --bootstrap 20 --posterior lbbnn",

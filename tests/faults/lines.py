@@ -140,6 +140,20 @@ LINES = {
             (_TRAIN, _LAPLACE),
         ),
         Line(
+            "fit-sghmc",
+            ("small", "--name", "new", "--chains", "2", "--epochs", "20", "--save-every", "0"),
+            ("small.bnn/posteriors/new.nc",),
+            ("small", "--name", "new", "--chains", "2", "--epochs", "40", "--save-every", "0"),
+            (_TRAIN, _LAPLACE),
+        ),
+        Line(
+            "fit-sghmc/layers",
+            (*_ALL, "--name", "new", "--chains", "2", "--epochs", "20", "--save-every", "0"),
+            ("whole.pt.bnn/posteriors/new.nc",),
+            (*_ALL, "--name", "new", "--chains", "2", "--epochs", "40", "--save-every", "0"),
+            (*_WHOLE, _LAPLACE_ALL),
+        ),
+        Line(
             "fit-lbbnn",
             ("small", "--name", "new", *_FIT),
             ("small.bnn/posteriors/new.safetensors",),

@@ -23,7 +23,7 @@ from bnncli.theta.prior import Prior
 
 N = 12
 ALL = 10**6
-PLAN = SghmcPlan(150, 1, 10, 0.3, ALL, 0.5, 0.5, is_cyclical=False)
+PLAN = SghmcPlan(150, 1, 10, 45, ALL, 0.5, 0.5, is_cyclical=False)
 
 
 def gaussian_target() -> LastLayerTarget:
@@ -58,14 +58,14 @@ def test_variances_on_a_gaussian_are_those_of_the_formula(decay: float, temperat
 
 def test_a_cycle_explores_without_noise_and_samples_at_its_end() -> None:
     """With no noise at all the chains would fall to zero and stay; all that they have at a cycle's end comes of its last part."""
-    plan = SghmcPlan(20, 2, 3, 0.7, ALL, 1.0, 0.9)
+    plan = SghmcPlan(20, 2, 3, 7, ALL, 1.0, 0.9)
     assert [epoch for epoch in range(20) if plan.is_kept(epoch)] == [7, 8, 9, 17, 18, 19]
     assert [epoch for epoch in range(20) if not plan.is_exploring(epoch)] == [7, 8, 9, 17, 18, 19]
-    draws = draws_of(gaussian_target(), replace(plan, epochs=300, exploration=0.5), 200, start=3.0)
+    draws = draws_of(gaussian_target(), replace(plan, epochs=300, num_exploring=75), 200, start=3.0)
     rate = 0.5 / N * torch.tensor([4.0, 4.0, 1.0])  # at most, while draws are kept
     assert (draws.var(dim=(0, 1)) * torch.tensor([4.0, 4.0, 1.0]) < 1.25 * (1 + rate)).all()
     assert (draws.var(dim=(0, 1)) * torch.tensor([4.0, 4.0, 1.0]) > 0.6).all()
-    silent = draws_of(gaussian_target(), replace(plan, epochs=400, temperature=0.0), 3, start=3.0)
+    silent = draws_of(gaussian_target(), replace(plan, epochs=400, num_exploring=100, temperature=0.0), 3, start=3.0)
     assert silent.abs().max() < 1e-3
 
 
@@ -74,7 +74,7 @@ def test_minibatches_add_no_more_variance_than_is_said_and_much_of_it() -> None:
     target = head_target(HeadLayout(1, 1, has_bias=False), 1000, labels=by_noisy_sign, prior=1.0)
     base = gaussian_at_mode(target)
     stiffness = float(base.covariance.unwhiten(torch.ones(1, 1, dtype=torch.float64))) ** -2
-    plan = SghmcPlan(30, 1, 24, 0.2, 10, 0.02 * 1000 / stiffness, 0.5, is_cyclical=False)
+    plan = SghmcPlan(30, 1, 24, 6, 10, 0.02 * 1000 / stiffness, 0.5, is_cyclical=False)
     draws = sample_sghmc(target, plan, start=base.mean.expand(30, -1), generator=seeded()).draws
     by_length, by_batches = inflation(plan, stiffness, 1000, plan.learning_rate)
     assert by_batches == pytest.approx(0.02 * 99, rel=1e-6)
@@ -90,7 +90,7 @@ def test_logistic_moments_are_those_of_importance_weights() -> None:
     weights = (target.log_joint(theta) - log_density).softmax(dim=0)
     mean = weights @ theta
     stiffness = largest_curvature(target, base.mean, seeded())
-    plan = SghmcPlan(500, 1, 20, 0.3, ALL, 0.02 * 60 / stiffness, 0.2, is_cyclical=False)
+    plan = SghmcPlan(500, 1, 20, 150, ALL, 0.02 * 60 / stiffness, 0.2, is_cyclical=False)
     draws = draws_of(target, plan, 150)
     first = draws.mean(dim=1)
     error = first.std(dim=0) / math.sqrt(len(draws))
@@ -116,7 +116,7 @@ def test_the_stiffness_is_the_largest_eigenvalue() -> None:
 
 
 def test_a_preconditioner_that_stands_still_keeps_the_gaussian() -> None:
-    plan = replace(PLAN, is_preconditioned=True, learning_rate=0.6, exploration=0.5)
+    plan = replace(PLAN, is_preconditioned=True, learning_rate=0.6, num_exploring=75)
     zeros = torch.zeros(400, 3, dtype=torch.float64)
     square = torch.tensor([1.0, 4.0, 0.25])
     draws = sample_sghmc(gaussian_target(), plan, start=zeros, generator=seeded(), square=square).draws.double()
@@ -140,7 +140,7 @@ class Stopping(SilentProgress):
 
 def test_a_resumed_run_has_the_same_draws() -> None:
     target = head_target(HeadLayout(3, 4), 40, dtype=torch.float32)
-    plan = SghmcPlan(12, 2, 2, 0.5, 7, 0.1, 0.3)
+    plan = SghmcPlan(12, 2, 2, 3, 7, 0.1, 0.3)
     zeros = torch.zeros(3, 15)
     whole = sample_sghmc(target, plan, start=zeros, generator=seeded())
     store, states = MemoryDraws(), []

@@ -90,7 +90,7 @@ def _planned(
         options.num_epochs,
         options.num_cycles,
         options.num_draws,
-        options.exploring,
+        options.num_exploring,
         batch_size,
         rate,
         decay,
@@ -116,7 +116,7 @@ def _squared_batch(batch_size: int, num_examples: int) -> int:
 
 def _rate_share(options: FitSghmcOptions) -> float:
     """The learning rate where draws begin to be kept, of that at the start."""
-    return 0.5 * (1 + math.cos(math.pi * options.exploring)) if options.is_cyclical else 1.0
+    return 0.5 * (1 + math.cos(math.pi * options.num_exploring / options.cycle_length)) if options.is_cyclical else 1.0
 
 
 def _finite(value: float) -> float | None:
@@ -142,7 +142,7 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
         "is_exact": False,
         "epochs": plan.epochs,
         "cycles": plan.num_cycles,
-        "exploration": plan.exploration,
+        "exploring_epochs": plan.num_exploring,
         "batch_size": plan.batch_size,
         "momentum_decay": plan.momentum_decay,
         "temperature": plan.temperature,
