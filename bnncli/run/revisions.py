@@ -19,6 +19,8 @@ HMC_OF_LAYERS = 1  # other than the last
 PRUNE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
 FIT_SGHMC = 1
+FIT_SWAG = 1
+FIT_VI = 1
 EVALUATE = 2
 EVALUATE_FEATURES = 1
 
@@ -109,6 +111,8 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "temperature": lambda header: {FIT_TEMPERATURE},
     "prune": lambda header: {PRUNE},
     "sghmc": lambda header: {FIT_SGHMC},
+    "swag": lambda header: {FIT_SWAG},
+    "vi": lambda header: {FIT_VI},
 }
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},
