@@ -39,6 +39,7 @@ from bnncli.options.fit_lbbnn import FitLbbnnOptions as FitLbbnnOptions
 from bnncli.options.fit_sghmc import FitSghmcOptions as FitSghmcOptions
 from bnncli.options.fit_swag import FitSwagOptions as FitSwagOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions as FitTemperatureOptions
+from bnncli.options.fit_vi import FitViOptions as FitViOptions
 from bnncli.options.hmc import HmcOptions as HmcOptions
 from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
 from bnncli.options.predict import PredictOptions as PredictOptions

@@ -49,7 +49,7 @@ class FitSwagOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank > self.num_epochs:
+        if self.num_columns > self.num_epochs:
             raise UsageError(f"\0rank\0: expected at most the {self.num_epochs} \0epochs\0; got {self.rank}")
 
     @property
@@ -61,6 +61,11 @@ class FitSwagOptions(TargetOptions):
     def num_epochs(self) -> int:
         """As asked for or by default."""
         return self.epochs or (100 if self.is_last_layer else 20)
+
+    @property
+    def num_columns(self) -> int:
+        """As asked for or by default."""
+        return self.rank or min(20, self.num_epochs)
 
     def examples_a_step(self, num_examples: int) -> int:
         """As asked for or by default. Raises UsageError where a step would take all, and have no noise."""

@@ -42,6 +42,8 @@ def words_of(name: str, run: Path) -> list[object]:
         "refine": [name, run, "--epochs", 1, "--length", 2],
         "hmc": [name, run, "--chains", 8, "--warmup", 8, "--draws", 16],
         "fit-sghmc": [name, run, "--chains", 2, "--epochs", 20],
+        "fit-swag": [name, run, "--warmup", 20, "--epochs", 20],
+        "fit-vi": [name, run, "--epochs", 100],
         "inspect": [name, folder / "posteriors" / "hmc.nc"],
         "verify": [name, *sorted((folder / "features").glob("*.h5")), *sorted((folder / "posteriors").iterdir())],
         "convert": [name, run.with_name("net.pt"), run.with_name("out.safetensors")],

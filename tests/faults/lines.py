@@ -154,6 +154,27 @@ LINES = {
             (*_WHOLE, _LAPLACE_ALL),
         ),
         Line(
+            "fit-swag",
+            ("small", "--name", "new", "--warmup", "1", "--epochs", "4", "--rank", "3", "--save-every", "0"),
+            ("small.bnn/posteriors/new.safetensors",),
+            ("small", "--name", "new", "--warmup", "1", "--epochs", "4", "--rank", "2", "--save-every", "0"),
+            (_TRAIN, _LAPLACE),
+        ),
+        Line(
+            "fit-vi",
+            ("small", "--name", "new", "--elbo-draws", "8", *_FIT),
+            ("small.bnn/posteriors/new.safetensors",),
+            ("small", "--name", "new", "--elbo-draws", "8", "--seed", "1", *_FIT),
+            (_TRAIN, _LAPLACE),
+        ),
+        Line(
+            "fit-vi/layers",
+            (*_ALL, "--name", "new", "--elbo-draws", "8", *_FIT),
+            ("whole.pt.bnn/posteriors/new.safetensors",),
+            (*_ALL, "--name", "new", "--elbo-draws", "8", "--seed", "1", *_FIT),
+            (*_WHOLE, _LAPLACE_ALL),
+        ),
+        Line(
             "fit-lbbnn",
             ("small", "--name", "new", *_FIT),
             ("small.bnn/posteriors/new.safetensors",),

@@ -40,7 +40,7 @@ def run(run: Run, options: FitSwagOptions) -> Result:
     def stepping(num_examples: int, num_params: int) -> Stepping:
         num_predicting = Mc().default_for(num_params, is_last_layer=options.is_last_layer)
         # The deviations in two precisions, their orthonormal basis, and copies in a state.
-        num_vectors = _VECTORS + 4 * options.rank
+        num_vectors = _VECTORS + 4 * options.num_columns
         return Stepping(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
 
     def work(fitting: Fitting) -> Fitted:
@@ -52,7 +52,7 @@ def run(run: Run, options: FitSwagOptions) -> Result:
         "swag",
         _revisions.FIT_SWAG,
         stepping,
-        lambda num_params: (4 * options.rank + 24) * num_params,
+        lambda num_params: (4 * options.num_columns + 24) * num_params,
         work,
         hint="use a smaller \0rank\0 or \0batch_size\0",
     )

@@ -59,7 +59,7 @@ def _planned(fitting: Fitting, options: FitSwagOptions, start: torch.Tensor) -> 
     plan = SwagPlan(
         options.num_warmup,
         options.num_epochs,
-        options.rank,
+        options.num_columns,
         batch_size,
         rate,
         options.momentum,
