@@ -22,6 +22,7 @@ from bnncli.run.session import Run
 from bnncli.run.target_base import Base
 from bnncli.stages.hmc.work import Sampling, Space
 from bnncli.targets.network import NetworkTarget
+from bnncli.targets.passes import counted_passes
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
@@ -77,7 +78,8 @@ def fit(
     with reader.recorded.visible():
         whole = reader.split(train, options.layers)
         target = whole.target(prior, run.device)
-        center, covariance = _gaussian(run, target, whole, base)
+        with counted_passes() as tally:
+            center, covariance = _gaussian(run, target, whole, base)
         judged_by, judged = "train", whole
         if held_out is not None and held_out.content.labels is not None:
             judged_by, judged = "heldout", reader.split(held_out, options.layers)
@@ -91,6 +93,7 @@ def fit(
             predictions={judged_by: network_judge(run, target, judged)},
             judged_by=judged_by,
             meta={"layers": options.layers, **whole.layout.to_meta()},
+            passes=tally.passes,
         )
         return Sampling(run, options, request, prior, space).fit()
 

@@ -24,6 +24,7 @@ from bnncli.machine.memory import budget
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run.chain_judges import Judge, head_judges, parameter_judge
+from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
@@ -34,6 +35,7 @@ from bnncli.stages.hmc.report import condition_values, hmc_metrics, hmc_warnings
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.coarse_gradient import choose_gradient
+from bnncli.targets.passes import counted_passes
 from bnncli.targets.target import Target
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
@@ -57,6 +59,7 @@ class Space:
         judged_by: whose numbers decide about the chains; None for the parameters'.
         identity: of the whitening: what a state to resume from must have been made with.
         meta: what the artifact records besides.
+        passes: gradient passes over the data that the whitening took.
     """
 
     train: Split
@@ -70,6 +73,7 @@ class Space:
     predictions: Mapping[str, Judge] = field(default_factory=dict)
     judged_by: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    passes: float = 0.0
 
 
 def last_layer(
@@ -88,7 +92,8 @@ def last_layer(
     rows = row_space(target) if span else None
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
-    gaussian = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console).gaussian
+    with counted_passes() as tally:
+        gaussian = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console).gaussian
     return Space(
         train,
         target,
@@ -99,6 +104,7 @@ def last_layer(
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
         predictions=head_judges(run, train, held_out),
         meta={} if rows is None else {"row_space_rank": rows.rank},
+        passes=tally.passes,
     )
 
 
@@ -136,6 +142,9 @@ class Sampling:
             options=options,
             prior=self.prior,
         )
+        if drawn.num_gradients is not None:
+            passes = options.chains * drawn.num_gradients + space.passes
+            metrics |= Cost.of_fit(passes, is_last_layer=space.train.is_last_layer).to_metrics()
         for text in hmc_warnings(metrics):
             run.console.warn(text)
         meta = {
