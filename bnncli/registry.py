@@ -33,7 +33,6 @@ _NEEDS = {
     "network_curvature": (".fixed", ".is_exact", ".hessian", ".num_elements"),
     "covariances": (
         ".structure",
-        ".from_hessian",
         ".unwhiten",
         ".whiten",
         ".pull_back",

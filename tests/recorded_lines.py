@@ -54,6 +54,9 @@ COMPUTING = {
     "refine",
     "hmc",
     "fit-lbbnn",
+    "fit-sghmc",
+    "fit-swag",
+    "fit-vi",
     "prune",
     "predict",
     "evaluate",
@@ -210,6 +213,18 @@ LINES = (
         "hmc small --chains 4 --warmup 4 --draws 8 --dynamics leapfrog --name plain --max-rhat 1.0001 --json", TRAINED
     ),
     Line("hmc pair --chains 4 --warmup 4 --draws 8 --until 'rhat<=1.0001' --max-draws 12", TRAINED),
+    Line("fit-sghmc small --chains 2 --epochs 40 --json", TRAINED),
+    Line(
+        "fit-sghmc small --sampler sgld --chains 2 --epochs 12 --batch-size 60 --preconditioner rmsprop --name sgld",
+        TRAINED,
+    ),
+    Line("fit-sghmc tiny.pt --layers all --chains 2 --epochs 20 --batch-size 40", TRAINED),
+    Line("fit-swag small --warmup 2 --epochs 6 --rank 4 --json", TRAINED),
+    Line("fit-swag tiny.pt --layers all --warmup 1 --epochs 4 --rank 3", TRAINED),
+    Line("fit-vi small --epochs 4 --elbo-draws 32 --json", TRAINED),
+    Line("fit-vi small --epochs 4 --batch-size 60 --estimator flipout --elbo-draws 32 --name flipout", TRAINED),
+    Line("fit-vi small --epochs 4 --optimizer ivon --kl-weight 0.5 --elbo-draws 32 --name ivon", TRAINED),
+    Line("fit-vi tiny.pt --layers all --epochs 2 --elbo-draws 8", TRAINED),
     # Latent binary networks: every estimator, variance and prior.
     Line(LBBNN, TRAINED),
     Line(f"{LBBNN} --estimator mnf --flow-hidden 8,8 --name mnf", TRAINED),
@@ -217,6 +232,9 @@ LINES = (
     Line("fit-lbbnn small --epochs 1 --variance published --prior-inclusion 0.3 --name published", TRAINED),
     Line("fit-lbbnn flat --epochs 1 --hidden 6", TRAINED),
     Line("fit-lbbnn pair --epochs 3 --repeats 2 --standardize --slab-sd 2 --no-shuffle", TRAINED),
+    Line("predict small --posterior sghmc --posterior swag --posterior vi --samples 20 --split test", TRAINED),
+    Line("diagnose small --posterior swag --posterior vi --posterior sghmc --draws 64", TRAINED),
+    Line("refine small --base swag --flow radial --length 1 --epochs 1 --elbo-draws 64 --name refined-swag", TRAINED),
     Line("prune small --json", TRAINED),
     Line("prune flat --rule density --density 0.2 --dense dense.safetensors", TRAINED),
     # Predictions: every integrator, its settings, tables.

@@ -57,7 +57,7 @@ def num_varying(covariance: Covariance) -> int:
 
 
 class StructuredCovariance(Covariance, Protocol):
-    """What a file of this folder has besides: how its covariance is made of a Hessian, and read from a file."""
+    """What a file of this folder has besides: how its covariance is read from a file, and, where a curvature has its name, made of that."""
 
     @classmethod
     def from_hessian(cls, hessian: dict[str, Tensor], prior: Prior, layout: ParamLayout) -> Self:

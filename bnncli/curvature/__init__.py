@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from bnncli.targets.passes import count_passes
 from bnncli.targets.target import Curvature, CurvedTarget
 from bnncli.theta.layout import MatrixLayout
 
@@ -70,6 +71,7 @@ def ggn(
     """
     kind = target.curvature(structure)
     kept: dict[str, Any] = {"before": before} if kind.fixed and before is not None else {}
+    count_passes(getattr(target, "curvature_passes", 1.0))
     return kind.hessian(target, theta, **kept)
 
 

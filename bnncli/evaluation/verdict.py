@@ -40,6 +40,7 @@ class Judged:
         elbo, elbo_error: nats.
         log_weight_sd, pareto_k, k_threshold: of its importance weights.
         r_hat, ess_bulk, ess_tail, divergences, lowest_acceptance, lowest_bfmi: of its chains.
+        is_exact: whether its draws would have the target's law, were there enough of them: not where no move is ever refused.
         reference, mmd2, mmd_p: good draws of the same target that it was compared with, the distance, the p-value.
         nll, nll_error: on val, nats an example.
         nll_excess, nll_excess_error: over the lowest of the run, paired by example.
@@ -64,6 +65,7 @@ class Judged:
     divergences: int | None = None
     lowest_acceptance: float | None = None
     lowest_bfmi: float | None = None
+    is_exact: bool = True
     reference: str | None = None
     mmd2: float | None = None
     mmd_p: float | None = None
@@ -165,7 +167,7 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
 
 
 def _doubts_of_chains(judged: Judged) -> list[str]:
-    found = []
+    found = [] if judged.is_exact else ["its moves are never refused, which biases it"]
     if judged.r_hat is None:
         found.append("R-hat undefined")
     elif judged.r_hat > GOOD_RHAT:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ class HmcRun:
         diverging: (C, T), whether the trajectory's energy error was above 1000 nats or not finite.
         step_size: after warm-up, in posterior standard deviations.
         n_steps: (C, T), gradient evaluations of each trajectory.
+        num_gradients: of each chain, the warm-up's with them; None where the sampler does not tell.
     """
 
     draws: Tensor
@@ -56,6 +57,7 @@ class HmcRun:
     diverging: Tensor
     step_size: float
     n_steps: Tensor
+    num_gradients: int | None = None
 
 
 def sample_hmc(
@@ -131,7 +133,7 @@ def sample_hmc(
     except Interrupted:
         resume.offer(chains.to_tensors, is_last=True)
         raise
-    return kept.run(chains.walk.adaptation.final)
+    return replace(kept.run(chains.walk.adaptation.final), num_gradients=chains.walk.num_gradients)
 
 
 def _restored_walk(
@@ -178,18 +180,24 @@ class Walk(NamedTuple):
         adaptation: of the step size.
         smoothed: (C,), each chain's recent acceptance rate in the warm-up.
         num_done: transitions made, warm-up included.
+        num_gradients: evaluations in all of them, of each chain; None where it goes on from a state that did not count them.
     """
 
     state: State
     adaptation: StepSizeAdaptation
     smoothed: Tensor
     num_done: int
+    num_gradients: int | None = 0
 
     @classmethod
     def start(cls, potential: WhitenedPotential, settings: SamplerSettings, z: Tensor) -> Walk:
         """Chains at z (C, P), before the first transition."""
         smoothed = torch.full(z.shape[:1], settings.target_accept, dtype=torch.float64, device=z.device)
         return cls(potential.state(z), settings.new_adaptation(), smoothed, 0)
+
+    def more_gradients(self, count: int) -> int | None:
+        """The evaluations after so many more."""
+        return None if self.num_gradients is None else self.num_gradients + count
 
     def to_tensors(self) -> dict[str, Tensor]:
         """All of it, to be stored."""
@@ -198,6 +206,7 @@ class Walk(NamedTuple):
             "adaptation": self.adaptation.to_tensor(),
             "smoothed": self.smoothed,
             "num_done": torch.tensor(self.num_done),
+            "num_gradients": torch.tensor(-1 if self.num_gradients is None else self.num_gradients),
         }
 
     @classmethod
@@ -208,7 +217,13 @@ class Walk(NamedTuple):
             StepSizeAdaptation.from_tensor(tensors["adaptation"]),
             tensors["smoothed"].to(device),
             int(tensors["num_done"]),
+            _counted(tensors.get("num_gradients")),
         )
+
+
+def _counted(stored: Tensor | None) -> int | None:
+    """The evaluations that a state has; None where it has none."""
+    return None if stored is None or int(stored) < 0 else int(stored)
 
 
 def advance(
@@ -223,7 +238,8 @@ def advance(
     if walk.num_done >= settings.num_warmup:
         step_size = walk.adaptation.final
         result = transition(potential, walk.state, generator, step_size, settings.dynamics, mover=mover)
-        return walk._replace(state=result.state, num_done=walk.num_done + 1), result
+        made = walk.more_gradients(result.num_steps)
+        return walk._replace(state=result.state, num_done=walk.num_done + 1, num_gradients=made), result
     # The steps that freed stuck chains say nothing about the steps to sample with.
     adaptation = settings.new_adaptation() if walk.num_done == settings.num_settling else walk.adaptation
     max_steps = SETTLING_STEPS if walk.num_done < settings.num_settling else MAX_STEPS
@@ -232,7 +248,8 @@ def advance(
     )
     smoothed = 0.7 * walk.smoothed + 0.3 * result.acceptance
     adaptation = adaptation.update(adaptation_statistic(smoothed, result.acceptance, settings.target_accept))
-    return Walk(result.state, adaptation, smoothed, walk.num_done + 1), result
+    made = walk.more_gradients(result.num_steps)
+    return Walk(result.state, adaptation, smoothed, walk.num_done + 1, made), result
 
 
 class KeptDraws:
@@ -275,7 +292,7 @@ class KeptDraws:
                 hint="use more \0warmup\0, or a larger \0prior_precision\0",
             )
         num_steps = tensors.pop("num_steps").repeat(tensors["diverging"].shape[0], 1)
-        return HmcRun(draws=self.store.draws(), step_size=step_size, n_steps=num_steps, **tensors)
+        return HmcRun(self.store.draws(), step_size=step_size, n_steps=num_steps, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass

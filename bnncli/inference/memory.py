@@ -59,10 +59,20 @@ def sampling_bytes(structure: str, layout: MatrixLayout, *, num_chains: int, who
 
 
 def refinement_bytes(
-    structure: str, layout: MatrixLayout, *, num_draws: int, training: int = 0, whole: MatrixLayout | None = None
+    structure: str,
+    layout: MatrixLayout,
+    *,
+    num_draws: int,
+    training: int = 0,
+    whole: MatrixLayout | None = None,
+    elements: int | None = None,
 ) -> int:
-    """Bytes that a stored Gaussian takes to refine: as read, in two precisions; the training, then draws to judge it."""
-    matrices = _elements(structure, layout) + _basis_elements(layout, whole)
+    """Bytes that a stored Gaussian takes to refine: as read, in two precisions; the training, then draws to judge it.
+
+    Args:
+        elements: numbers of the stored covariance, of a structure that no curvature has.
+    """
+    matrices = (_elements(structure, layout) if elements is None else elements) + _basis_elements(layout, whole)
     return 20 * matrices + max(training, _BYTES_A_DRAW * num_draws * (whole or layout).num_params)
 
 
@@ -150,20 +160,26 @@ def require_sampling(
 
 
 def require_refinement(
-    structure: str, layout: MatrixLayout, device: torch.device | str, *, training: int = 0, **sizes: Any
+    structure: str,
+    layout: MatrixLayout,
+    device: torch.device | str,
+    *,
+    training: int = 0,
+    elements: int | None = None,
+    **sizes: Any,
 ) -> None:
     """Pass when a flow on a Gaussian of this structure has room. Raises DeviceError, naming what has, otherwise.
 
     Args:
         training: training_bytes of the flow.
-        sizes: as for refinement_bytes.
+        elements, sizes: as for refinement_bytes.
     """
     there = budget(device)
     sizes = {**sizes, "training": training}
     fitting = [name for name in structures() if refinement_bytes(name, layout, **sizes) <= there]
     less = "use \0flow\0 radial" if training > there else "use fewer \0elbo_draws\0"
     hint = f"refine a base made by fit-laplace \0structure\0 {fitting[0]}" if fitting else less
-    needed = refinement_bytes(structure, layout, **sizes)
+    needed = refinement_bytes(structure, layout, **sizes, elements=elements)
     require(needed, device, what=f"refining a {structure} Gaussian of {layout.num_params} parameters", hint=hint)
 
 

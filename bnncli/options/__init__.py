@@ -38,7 +38,10 @@ from bnncli.options.extract_features import ExtractFeaturesOptions as ExtractFea
 from bnncli.options.fit_ensemble import FitEnsembleOptions as FitEnsembleOptions
 from bnncli.options.fit_laplace import FitLaplaceOptions as FitLaplaceOptions
 from bnncli.options.fit_lbbnn import FitLbbnnOptions as FitLbbnnOptions
+from bnncli.options.fit_sghmc import FitSghmcOptions as FitSghmcOptions
+from bnncli.options.fit_swag import FitSwagOptions as FitSwagOptions
 from bnncli.options.fit_temperature import FitTemperatureOptions as FitTemperatureOptions
+from bnncli.options.fit_vi import FitViOptions as FitViOptions
 from bnncli.options.hmc import HmcOptions as HmcOptions
 from bnncli.options.integrals import IntegralsOptions as IntegralsOptions
 from bnncli.options.predict import PredictOptions as PredictOptions

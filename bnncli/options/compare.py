@@ -59,6 +59,12 @@ class CompareOptions(Checked):
         "Draw the comparison into this folder, compare-SPLIT.png: a panel for each score, a dot for each checkpoint.",
         metavar="DIR",
     )
+    by: str | None = option(
+        None,
+        "cost: sort the rows by what each posterior cost, the cheapest first, and show it: gradient passes over the training data, through "
+        "the head or the network.",
+        choices=("cost",),
+    )
     format: str = option("text", "Form of the table on stdout.", choices=("text", "csv", "markdown", "latex"))
     seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
 

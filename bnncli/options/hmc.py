@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from bnncli.errors import UsageError
 from bnncli.options.declaration import option
-from bnncli.options.layers import LayersOptions
+from bnncli.options.target import TargetOptions
 from bnncli.options.until import Condition, parse_until
 
 
 @dataclass(frozen=True)
-class HmcOptions(LayersOptions):
+class HmcOptions(TargetOptions):
     """Options of hmc."""
 
     base: str | None = option(
@@ -20,9 +19,6 @@ class HmcOptions(LayersOptions):
         "Artifact whose prior defines the target: laplace by default, or for \0layers\0 all or a pattern the one that fit-laplace makes of these layers (laplace-all), whose Gaussian also whitens.",
         metavar="NAME|FILE",
         numeric=False,
-    )
-    prior_precision: float | None = option(
-        None, "Prior precision of the target, biases included, instead of the base's prior.", minimum=1e-30
     )
     chains: int = option(16, "Chains, run as one batch.", minimum=1)
     warmup: int = option(60, "Draws of each chain that adapt the step size and are thrown away.", minimum=1)
@@ -75,15 +71,6 @@ class HmcOptions(LayersOptions):
             raise UsageError(f"\0max_draws\0: expected at least \0draws\0 ({self.draws}); got {self.max_draws}")
         if any(condition.name == "rhat" for condition in self.conditions) and self.chains == 1:
             raise UsageError("\0until\0: rhat needs at least two \0chains\0")
-
-    @property
-    def default_base(self) -> str:
-        """The base where none was named."""
-        return f"laplace{self.layers_suffix}"
-
-    def params(self) -> dict[str, Any]:
-        """The options that change numbers."""
-        return {**super().params(), **self.layers_params}
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

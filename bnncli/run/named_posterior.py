@@ -8,7 +8,14 @@ from typing import Any
 from bnncli.run.session import Run
 
 # By the name that a command gives its posterior by itself; with "-all" behind it where it is over all layers.
-_OF_LAYERS = {"laplace": "fit-laplace", "refine": "refine", "hmc": "hmc"}
+_OF_LAYERS = {
+    "laplace": "fit-laplace",
+    "refine": "refine",
+    "hmc": "hmc",
+    "sghmc": "fit-sghmc",
+    "swag": "fit-swag",
+    "vi": "fit-vi",
+}
 _OF_THE_HEAD = {"temperature": "fit-temperature", "lbbnn": "fit-lbbnn"}
 _ALL = "-all"
 

@@ -21,6 +21,9 @@ PRUNE = 1
 TRAIN = 1
 FIT_ENSEMBLE = 1
 FIT_LBBNN = 2  # 2: gradients of the biases by hand, weights of all layers together: other rounding
+FIT_SGHMC = 1
+FIT_SWAG = 1
+FIT_VI = 1
 EVALUATE = 2
 EVALUATE_FEATURES = 1
 AUTO = 1
@@ -114,6 +117,9 @@ _OF_METHODS: dict[str, Callable[[Header], set[int]]] = {
     "temperature": lambda header: {FIT_TEMPERATURE},
     "prune": lambda header: {PRUNE},
     "ensemble": lambda header: {FIT_ENSEMBLE},
+    "sghmc": lambda header: {FIT_SGHMC},
+    "swag": lambda header: {FIT_SWAG},
+    "vi": lambda header: {FIT_VI},
 }
 _OF_KINDS: dict[str, Callable[[Header], set[int]]] = {
     "features": lambda header: {EXTRACT_FEATURES},

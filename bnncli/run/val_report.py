@@ -79,13 +79,13 @@ def measure_on_val(
         if best is not None:
             references["temperature"], facts["temperature"] = best
     for other in OTHER_INTEGRATORS:
-        if other != name and supports(other, posterior):
+        if other != name and _supports(other, posterior, val):
             references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
     for key, other_posterior in (others or {}).items():
         own = default_integrator_of(_MADE_BY.get(key, key), is_last_layer=val.is_last_layer)
         probs, facts[key] = _predicted(run, other_posterior, val, own)
         references[key] = score(key, probs, labels)
-    if supports("plug-in", posterior):
+    if _supports("plug-in", posterior, val):
         centre = Point(posterior.center, posterior.layout)
         best = _at_best_temperature(run, centre, val, "plug-in-temperature")
         if best is not None:
@@ -101,6 +101,11 @@ def measure_on_val(
         "val_num_examples": len(labels),
         "recommended_integrator": min(better, key=lambda key: references[key].nll) if better else name,
     }
+
+
+def _supports(name: str, posterior: Any, val: Split) -> bool:
+    """Whether an integrator predicts with a posterior, as predict has it: the mean of draws of a network is no network of them."""
+    return supports(name, posterior) and (val.is_last_layer or posterior.type != "samples")
 
 
 def worse_than(metrics: Mapping[str, Any]) -> list[str]:
@@ -213,7 +218,9 @@ def _predicted(run: Run, posterior: Any, val: Split, name: str) -> tuple[NDArray
     is_last_layer = posterior.layout.network is None
     size = integrator.default_for(posterior.layout.num_params, is_last_layer=is_last_layer)
     if size is not None:
-        size = getattr(posterior, "num_stored", size)
+        size = (
+            getattr(posterior, "num_stored", size) if posterior.type != "samples" else posterior.draws[..., 0].numel()
+        )
     ready = integrator.prepare(posterior, num_samples=size, generator=run.stream("predict/draws"))
     parts = []
     for features in val.feature_blocks(run.device):

@@ -126,13 +126,13 @@ def _recorded_params(header: Header) -> Mapping[str, Any]:
     """The parameters of an artifact, as they would be recorded today.
 
     Feature files once had the number of rows among theirs, which is a property of the data; of the rows that were asked
-    for (@N) their source tells. Draws had float32 gradients before there were others.
+    for (@N) their source tells. Draws of hmc had float32 gradients before there were others.
     """
     params = dict(header.provenance["params"])
     if header.kind == "features" and params.pop("num_examples", None) is not None:
         asked = re.search(r"@(\d+)$", str(header.provenance.get("source")))
         params |= {"first_rows": int(asked[1])} if asked else {}
-    if header.kind == "samples":
+    if header.meta.get("method") == "hmc":
         params.setdefault("gradients", "float32")
     return params
 

@@ -26,6 +26,7 @@ from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.passes import PRODUCT_PASSES, count_passes
 from bnncli.targets.stream import FeatureBlocks, Work
 from bnncli.targets.target import Curvature
 from bnncli.theta.head import HeadLayout
@@ -58,6 +59,7 @@ class LastLayerTarget:
     is_concave: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True
     rough_structure: ClassVar[str] = "kron"
+    curvature_passes: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, label_shape(self.likelihood)))
@@ -137,6 +139,7 @@ class LastLayerTarget:
             dtype: precision of the products; the features' own by default, float64 to polish a mode.
         """
         self._check(theta)
+        count_passes(len(theta))
         theta = theta.to(self.device, dtype or self.dtype)
         parts = [self._block_log_likelihood_and_grad(block) for block in draw_blocks(theta, self.layout)]
         log_likelihood = torch.cat([value for value, _ in parts])
@@ -170,6 +173,7 @@ class LastLayerTarget:
             return self.probabilities(theta, block) if kept is None else kept[:, rows]
 
         def multiply(vectors: Tensor) -> Tensor:
+            count_passes(PRODUCT_PASSES * len(vectors))
             return self._multiply_hessian(probabilities, vectors.to(self.device, self.dtype))
 
         return multiply

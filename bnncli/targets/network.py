@@ -26,6 +26,7 @@ from bnncli.shapes import check_shapes
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.own_gradient import ValueWithGradient
+from bnncli.targets.passes import PRODUCT_PASSES, count_passes
 from bnncli.targets.second_derivatives import second_derivatives
 from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
@@ -88,6 +89,11 @@ class NetworkTarget:
         return self.inputs.dtype if self.inputs.dtype == torch.float64 else torch.float32
 
     @property
+    def curvature_passes(self) -> float:
+        """Gradient passes that a curvature pass counts as: a backward pass for each logit."""
+        return float(self.layout.num_outputs)
+
+    @property
     def is_resident(self) -> bool:
         """False: a step of a whole network is not captured as a graph."""
         return False
@@ -114,6 +120,7 @@ class NetworkTarget:
             dtype: precision of the products; float32 by default, float64 to polish a mode.
         """
         check_shapes(theta=(theta, f"S {self.layout.num_params}"))
+        count_passes(len(theta))
         theta = theta.to(self.device, dtype or self.dtype)
         value = torch.zeros(len(theta), dtype=torch.float64, device=self.device)
         gradient = torch.zeros(theta.shape, dtype=torch.float64, device=self.device)
@@ -151,6 +158,7 @@ class NetworkTarget:
 
         def multiply(vectors: Tensor) -> Tensor:
             vectors = vectors.to(self.device, theta.dtype)
+            count_passes(PRODUCT_PASSES * len(vectors))
             total = torch.zeros(vectors.shape, dtype=torch.float64, device=self.device)
             for rows in self.row_blocks(1, theta.dtype):
                 total += self._ggn_product(theta, vectors, rows).double()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bnncli.targets.passes import PRODUCT_PASSES, count_passes
+
 if TYPE_CHECKING:
     from bnncli.targets.network import NetworkTarget
 
@@ -23,6 +25,7 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
 
     def multiply(vectors: Tensor) -> Tensor:
         vectors = vectors.to(target.device)
+        count_passes(PRODUCT_PASSES * len(vectors))
         total = torch.zeros(vectors.shape, dtype=torch.float64, device=target.device)
         for rows in target.row_blocks(_GRAPHS, theta.dtype):
             with torch.enable_grad():

@@ -27,6 +27,7 @@ class Course:
         num_batches: steps an epoch.
         schedule: of the learning rates: constant, falling to zero along a cosine, or a tenth (step) from half of the steps on and
             a hundredth from three quarters on.
+        num_cycles: cosines one after the other, each of as many epochs, with the first rate at its start.
         patience: rounds compared with as many before to tell a standstill; 0 never ends early.
         round_steps: that a round takes at least, in whole epochs.
 
@@ -40,6 +41,7 @@ class Course:
     schedule: str = "cosine"
     patience: int = 0
     round_steps: int = 1
+    num_cycles: int = 1
     num_epochs: int = field(init=False)
     annealing_start: int | None = field(default=None, init=False)
 
@@ -67,7 +69,8 @@ class Course:
         if self.schedule == "step":
             return first * 0.1 ** sum(step >= share * end for share in STEP_SHARES)
         if start is None:
-            return first * _cosine(step / end)
+            length = end / self.num_cycles
+            return first * _cosine(step % length / length)
         planned_end = self.epochs * self.num_batches
         return first * _cosine(start / planned_end) * _cosine((step - start) / (end - start))
 

@@ -23,7 +23,7 @@ import torch
 from bnncli import registry
 from bnncli.cli.commands import COMMANDS
 from bnncli.cli.execute import run_command_line
-from bnncli.inference import refine
+from bnncli.inference import refine, sghmc, swag, vi
 from bnncli.latent import fit as latent_fit
 from bnncli.networks import mlp
 from bnncli.numerics import seeds
@@ -98,6 +98,17 @@ LINES = (
     "hmc b --chains 2 --warmup 6 --draws 4 --until ess>=1",
     "hmc s --chains 2 --warmup 6 --draws 8 --gradients tf32 --name tf32",
     "hmc b --chains 2 --warmup 6 --draws 8 --gradients bfloat16 --name bf16",
+    "fit-sghmc s --chains 2 --epochs 8 --batch-size 8",
+    "fit-sghmc s --chains 2 --epochs 8 --batch-size 8 --sampler sgld --preconditioner rmsprop --name sgld",
+    "fit-sghmc s --chains 2 --epochs 12 --sampler sghmc --start init --name whole-sghmc",
+    "fit-sghmc m.pt --layers all --base n-full --chains 2 --epochs 8 --batch-size 16",
+    "fit-swag s --warmup 1 --epochs 4 --rank 3 --batch-size 8",
+    "fit-swag m.pt --layers all --base n-full --warmup 1 --epochs 4 --rank 3 --batch-size 8",
+    "fit-vi s --epochs 3 --batch-size 8 --elbo-draws 8",
+    "fit-vi s --epochs 3 --batch-size 8 --elbo-draws 8 --estimator flipout --start init --name v-flipout",
+    "fit-vi s --epochs 3 --batch-size 8 --elbo-draws 8 --estimator reparam --name v-reparam",
+    "fit-vi s --epochs 30 --elbo-draws 8 --optimizer ivon --name v-ivon",
+    "fit-vi m.pt --layers all --base n-full --estimator local --epochs 2 --batch-size 16 --elbo-draws 8",
     *(
         f"fit-lbbnn s --estimator {name} --epochs 2 --batch-size 8 --slab-sd 1 --name l-{name} --schedule constant"
         for name in choices(FitLbbnnOptions, "estimator")
@@ -224,7 +235,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
 
     with monkeypatch.context() as patches:
-        for module in (latent_fit, refine, report):
+        for module in (latent_fit, refine, report, sghmc, swag, vi):
             assert module.on_device is seeds.on_device  # type: ignore[attr-defined]
             patches.setattr(module, "on_device", on_device)
         yield

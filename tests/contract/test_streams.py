@@ -41,6 +41,9 @@ def words_of(name: str, run: Path) -> list[object]:
         "fit-laplace": [name, run, "--prior-precision", "10"],
         "refine": [name, run, "--epochs", 1, "--length", 2],
         "hmc": [name, run, "--chains", 8, "--warmup", 8, "--draws", 16],
+        "fit-sghmc": [name, run, "--chains", 2, "--epochs", 20],
+        "fit-swag": [name, run, "--warmup", 20, "--epochs", 20],
+        "fit-vi": [name, run, "--epochs", 100],
         "inspect": [name, folder / "posteriors" / "hmc.nc"],
         "verify": [name, *sorted((folder / "features").glob("*.h5")), *sorted((folder / "posteriors").iterdir())],
         "convert": [name, run.with_name("net.pt"), run.with_name("out.safetensors")],
@@ -101,7 +104,7 @@ def test_success_is_one_document(cli: Cli, run: Path, name: str) -> None:
     assert all(f"WARNING {name} {' '.join(text.split())}" in said for text in document["warnings"])
     assert "PosixPath" not in said
     # On the small run its Gaussian predicts worse than its own centre, and its few examples leave draws their share.
-    assert bool(document["warnings"]) == (name in ("fit-laplace", "predict", "compare"))
+    assert bool(document["warnings"]) == (name in ("fit-laplace", "fit-sghmc", "predict", "compare"))
     assert document["seconds"] >= 0
 
 

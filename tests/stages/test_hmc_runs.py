@@ -23,6 +23,7 @@ from bnncli.evaluation.convergence import convergence
 from bnncli.evaluation.predictive_convergence import log_probabilities
 from bnncli.machine import signals
 from bnncli.options import HmcOptions
+from bnncli.run import chain_judges
 from bnncli.run.resumable import ResumableDraws
 from bnncli.stages.hmc import work as hmc
 from bnncli.stages.hmc.report import hmc_warnings
@@ -339,8 +340,10 @@ def test_chains_are_judged_on_the_device(cli: Cli, small_run: Path, monkeypatch:
     seen: list[Any] = []
 
     def spied(name: str) -> None:
-        plain = getattr(hmc, name)
-        monkeypatch.setattr(hmc, name, lambda *args, **rest: seen.append(rest["device"]) or plain(*args, **rest))
+        plain = getattr(chain_judges, name)
+        monkeypatch.setattr(
+            chain_judges, name, lambda *args, **rest: seen.append(rest["device"]) or plain(*args, **rest)
+        )
 
     spied("convergence")
     spied("held_out_convergence")

@@ -13,6 +13,7 @@ from bnncli.evaluation.standings import standings
 from bnncli.options import CompareOptions, InputOptions, WriteOptions
 from bnncli.options.assertions import Quantity
 from bnncli.options.command import READ, Argument, Command
+from bnncli.run.cost import TotalCost, total_cost
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
 from bnncli.run.score_rows import num_draws
 from bnncli.run.session import Result, Run, source_json
@@ -20,6 +21,7 @@ from bnncli.stages.compare.measure import OF_TWO_SPLITS, Column, measure
 from bnncli.stages.compare.plot import draw_plot, planned_plot, planned_result
 from bnncli.stages.compare.power import power_warnings
 from bnncli.stages.compare.tables import Comparison, Name, as_csv, as_json, as_latex, as_markdown, as_table
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.provenance import Source
 
 COMMAND = Command(
@@ -37,6 +39,7 @@ COMMAND = Command(
         "bnncli compare ckpt.pt --baseline map --metric nll --metric ece:equal-mass",
         "bnncli compare seed-1.pt seed-2.pt seed-3.pt --format latex > table.tex",
         "bnncli compare seed-*.pt --plot figures",
+        "bnncli compare ckpt.pt --by cost",
     ),
     (
         Argument(
@@ -58,6 +61,8 @@ def run(run: Run, options: CompareOptions) -> Result:
     beside = [] if options.baseline is None else [options.baseline]
     found = [open_groups(one, **named, layers=options.layers, beside=beside) for one in runs]
     groups = _shared(runs, found, options.split)
+    if options.by == "cost":
+        groups = dict(sorted(groups.items(), key=lambda entry: _cost(entry[1]).rank))
     baseline = _baseline(runs[0], options, [own[0] for own in groups.values()])
     _check_same_examples(runs, options, groups)
     plot = None if options.plot is None else planned_plot(run, options.plot, options.split)
@@ -220,14 +225,25 @@ def _compare(
         replicates=options.bootstrap,
         alpha=options.alpha,
         baseline=baseline,
+        shows_cost=options.by == "cost",
     )
+
+
+def _cost(groups: Sequence[PredictionGroup]) -> TotalCost:
+    """What the posterior of the first checkpoint cost; unknown where its file is gone, or another by now."""
+    path = groups[0].posterior_path
+    digests = {entry["content_digest"] for entry in groups[0].headers[0].inputs if entry["role"] == "posterior"}
+    header = read_header(path) if path is not None and path.is_file() else None
+    return total_cost(header if header is not None and header.content_digest in digests else None)
 
 
 def _name(groups: Sequence[PredictionGroup], split: str) -> Name:
     """What the predictions of one posterior, for each checkpoint, are called."""
     draws = {num_draws(group, group.splits(is_ood=False)[split]) for group in groups}
     own = groups[0]
-    return Name(own.name, own.posterior, own.integrator, own.variant, draws.pop() if len(draws) == 1 else None)
+    return Name(
+        own.name, own.posterior, own.integrator, own.variant, draws.pop() if len(draws) == 1 else None, _cost(groups)
+    )
 
 
 def _inputs(groups: dict[str, list[PredictionGroup]]) -> list[dict[str, str]]:

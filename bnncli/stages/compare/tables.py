@@ -11,18 +11,22 @@ from typing import Any, NamedTuple
 from bnncli.evaluation.paired import Difference, Sample
 from bnncli.evaluation.standings import Standing
 from bnncli.names import posterior_title
+from bnncli.run.cost import HEAD, NETWORK, TotalCost
 from bnncli.run.score_table import score_title
 from bnncli.run.session import Table
 from bnncli.stages.compare.measure import Column
 
 _DIGITS = 4
 _NAMES = ("posterior", "integrator", "draws")
+_COST = "gradient passes"
+UNKNOWN = TotalCost(None, None, None)
 
 
 class Name(NamedTuple):
     """What predictions are called: their folder, and the posterior, integrator and variant they are of.
 
     draws: how many they are averages over; None where the integral is not estimated, or checkpoints differ.
+    cost: of the posterior, of the first checkpoint's.
     """
 
     folder: str
@@ -30,12 +34,27 @@ class Name(NamedTuple):
     integrator: str
     variant: str
     draws: int | None = None
+    cost: TotalCost = UNKNOWN
 
     @property
     def cells(self) -> list[str]:
         """Posterior, with the folder where it says something else, variant and draws."""
         shown = "-" if self.draws is None else str(self.draws)
         return [posterior_title(self.posterior, self.variant, self.folder), self.variant, shown]
+
+    @property
+    def cost_cell(self) -> str:
+        """Gradient passes, and what they went through."""
+        cost = self.cost
+        if cost.own is None:
+            return "unknown"
+        parts = [(cost.head, HEAD), (cost.network, NETWORK)]
+        return (
+            " + ".join(
+                f"{passes:,.4g} {name}" if passes < 100 else f"{passes:,.0f} {name}" for passes, name in parts if passes
+            )
+            or "0"
+        )
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,7 @@ class Comparison:
         standings: of each column, of each row.
         num_examples: of the split, for the first checkpoint.
         baseline: the row that all are compared with; None: the best of each column.
+        shows_cost: whether there is a column of costs.
     """
 
     names: list[Name]
@@ -58,6 +78,27 @@ class Comparison:
     replicates: int
     alpha: float
     baseline: int | None
+    shows_cost: bool = False
+
+    @property
+    def heads(self) -> list[str]:
+        """The titles of the columns before the scores."""
+        return [*_NAMES, *([_COST] if self.shows_cost else [])]
+
+    def cells_of(self, name: Name) -> list[str]:
+        """The cells of a row before the scores."""
+        return [*name.cells, *([name.cost_cell] if self.shows_cost else [])]
+
+    def _about_cost(self) -> list[str]:
+        """What the cost is, and what of it is unknown."""
+        if not self.shows_cost:
+            return []
+        training = self.names[0].cost.training
+        known = "unknown" if training is None else f"{training:,.0f} passes through the network, not in the column"
+        return [
+            f"{_COST}: of the posterior and its base, gradients of the training data over its number of examples, a product with the Hessian as two; "
+            f"training of the checkpoint: {known}"
+        ]
 
     def is_marked(self, column: int, row: int) -> bool:
         """Whether a number is marked: as not shown to be worse than any; or as significantly different from the baseline."""
@@ -85,6 +126,7 @@ class Comparison:
         if self.baseline is None:
             return [
                 shown,
+                *self._about_cost(),
                 *self._unknown(),
                 "marked: the best of its column and all that are not significantly worse than another; those whose true "
                 f"scores are the best are all marked but for a chance of {100 * self.alpha:g} % in each column ({test}, all pairs "
@@ -93,6 +135,7 @@ class Comparison:
         name = self.names[self.baseline].folder
         return [
             f"{shown} for {name}; for the others the difference from it, with its {100 * (1 - self.alpha):g} % interval and p-value",
+            *self._about_cost(),
             *self._unknown(),
             f"marked: significantly different ({test}; intervals and p-values of each alone, marks by Holm, alpha {self.alpha:g})",
         ]
@@ -116,22 +159,22 @@ def as_table(comparison: Comparison) -> Table:
     """The table for people; marks are stars in front, so that numbers stay aligned."""
     titles = score_titles(comparison)
     cells = _cells(comparison, lambda text, is_marked: f"{'*' if is_marked else ' '} {text}", sign="+-")
-    names = [name.cells for name in comparison.names]
+    names, heads = [comparison.cells_of(name) for name in comparison.names], comparison.heads
     narrow = [
-        Table([*_NAMES, title], [[*name, row[place]] for name, row in zip(names, cells, strict=True)])
+        Table([*heads, title], [[*name, row[place]] for name, row in zip(names, cells, strict=True)])
         for place, title in enumerate(titles)
     ]
     rows = [[*name, *row] for name, row in zip(names, cells, strict=True)]
     notes = [note.replace("marked:", "*:") for note in comparison.notes()]
-    return Table([*_NAMES, *titles], rows, notes=notes, narrow=narrow)
+    return Table([*heads, *titles], rows, notes=notes, narrow=narrow)
 
 
 def as_markdown(comparison: Comparison) -> list[str]:
     """A Markdown table with marked numbers in bold, and the notes below."""
     cells = _cells(comparison, lambda text, is_marked: f"**{text}**" if is_marked else text, sign="±")
-    head = [*_NAMES, *score_titles(comparison)]
-    lines = [head, ["---", "---", "---:", *("---:" for _ in comparison.columns)]]
-    lines += [[*name.cells, *row] for name, row in zip(comparison.names, cells, strict=True)]
+    head = [*comparison.heads, *score_titles(comparison)]
+    lines = [head, ["---", "---", *("---:" for _ in head[2:])]]
+    lines += [[*comparison.cells_of(name), *row] for name, row in zip(comparison.names, cells, strict=True)]
     table = ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
     notes = [note.replace("+-", "±").replace("marked:", "Bold:") for note in comparison.notes()]
     return [*table, "", *(f"{note[0].upper()}{note[1:]}." for note in notes)]
@@ -153,10 +196,11 @@ def as_latex(comparison: Comparison) -> list[str]:
     ]
     titles = [f"{_escaped(t)} {arrow}".strip() for t, arrow in zip(score_titles(comparison), arrows, strict=True)]
     lines = [f"% {note.replace('marked:', 'bold:')}" for note in comparison.notes()]
-    lines += [rf"\begin{{tabular}}{{llr{'r' * len(titles)}}}", r"\toprule"]
-    lines += [" & ".join([*_NAMES, *titles]) + r" \\", r"\midrule"]
+    heads = comparison.heads
+    lines += [rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2 + len(titles))}}}", r"\toprule"]
+    lines += [" & ".join([*heads, *titles]) + r" \\", r"\midrule"]
     for name, row in zip(comparison.names, cells, strict=True):
-        lines.append(" & ".join([*map(_escaped, name.cells), *row]) + r" \\")
+        lines.append(" & ".join([*map(_escaped, comparison.cells_of(name)), *row]) + r" \\")
     return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
@@ -182,6 +226,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             "integrator": name.integrator,
             "variant": name.variant,
             "draws": name.draws,
+            "cost": name.cost.to_json(),
             "split": comparison.split,
             "scores": scores,
         }

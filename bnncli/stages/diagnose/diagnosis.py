@@ -96,6 +96,7 @@ def diagnose(
     entry["val_nll"] = _mean(losses)
     draws = _draws(run, name, posterior, {**entry, **_independent(header)})
     known: dict[str, Any] = {"layers": header.meta.get("layers"), "num_varying": header.meta.get("num_varying")}
+    known["is_exact"] = header.meta.get("metrics", {}).get("is_exact", True)
     judged = replace(_judged(name, entry, recorded_prior(header)), **known)
     if posterior.type in DENSITIES or posterior.type == "samples":
         entry["doubts"] = doubts(judged)

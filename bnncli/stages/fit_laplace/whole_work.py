@@ -18,6 +18,7 @@ from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.options import FitLaplaceOptions
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.posteriors.linear_draws import LinearDraws
+from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
 from bnncli.run.network_splits import NetworkReader, NetworkSplit
 from bnncli.run.produce_posterior import Fitted
@@ -26,6 +27,7 @@ from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter, war
 from bnncli.stages.fit_laplace.work import fit_metrics
 from bnncli.targets.curvature_choice import HESSIAN
 from bnncli.targets.network import NetworkTarget
+from bnncli.targets.passes import counted_passes
 from bnncli.theta.prior import Prior
 
 
@@ -87,15 +89,19 @@ def fit(
         target = whole.target(Prior(weight_precision, options.own_bias_precision), run.device)
         target = target.with_choice(options.curvature_choice)
         start = whole.start().to(run.device)
-        fit, found, told = _gaussian(run, options, criterion, target, start=start, structure=structure, held=held)
+        with counted_passes() as tally:
+            fit, found, told = _gaussian(run, options, criterion, target, start=start, structure=structure, held=held)
         told |= _mode_told(run, fit, found)
         posterior: Gaussian[Any] | LinearDraws = fit.gaussian
         if options.draws is not None:
-            posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
+            with counted_passes() as drawing:
+                posterior, drawn = _drawn(run, target, fit.gaussian, options.draws)
+            tally.passes += drawing.passes
             told |= drawn
         else:
             told["effective_params"] = round(num_effective(target, fit), 6)  # none, and not a rounding error
         metrics = fit_metrics(run, fit, found, criterion, whole, held, posterior=posterior)
+    told |= Cost.of_fit(tally.passes, is_last_layer=False).to_metrics()
     over = {"layers": options.layers, "curvature": options.curvature}
     metrics |= {"center": options.own_center, "structure_nll": None, **over, **told, **_kind_metrics(fit, structure)}
     tensors, meta = posterior.to_tensors()

@@ -6,10 +6,13 @@ import math
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from bnncli.inference.laplace import LaplaceFit, fit_gaussian
 from bnncli.inference.prior_precision import PriorSearch, search
 from bnncli.inference.row_space_lift import RowLift, lift_fit
 from bnncli.options import FitLaplaceOptions
+from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.row_space import row_space, span_metrics
@@ -17,6 +20,10 @@ from bnncli.run.session import Run
 from bnncli.run.val_report import measure_on_val
 from bnncli.stages.fit_laplace.structure import structure_by_val
 from bnncli.stages.fit_laplace.warnings import warn_of_edge, warn_of_jitter
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.passes import counted_passes
+from bnncli.targets.row_space import RowSpace
+from bnncli.targets.target import HeldOut
 from bnncli.theta.prior import Prior
 
 
@@ -41,37 +48,18 @@ def fit(
     rows = row_space(target) if in_span else None
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
-    found: PriorSearch | None = None
-    compared: dict[str, float] | None = None
-    if criterion == "number":
-        fit = fit_gaussian(
-            target,
-            structure=structure,
-            center=options.own_center,
-            start=start,
-            progress=run.console,
+    with counted_passes() as tally:
+        fit, found, compared = _fitted(
+            run, options, criterion, structure, target, start=start, rows=rows, held_out=held_out
         )
-    else:
-        search_at = partial(
-            search,
-            target,
-            center=options.own_center,
-            criterion=criterion,
-            held_out=held_out,
-            lift=None if rows is None else RowLift(rows),
-            progress=run.console,
-        )
-        found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
-        if options.structure == "auto" and criterion == "val":
-            whole = None if rows is None else rows.layout
-            found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
-        fit = found.fit
+    if found is not None:
         warn_of_edge(run, found)
     if rows is not None:
         fit = lift_fit(fit, rows)
     warn_of_jitter(run, fit.gaussian)
     metrics = fit_metrics(run, fit, found, criterion, train, val)
     metrics |= {"center": options.own_center, "structure_nll": compared}
+    metrics |= Cost.of_fit(tally.passes, is_last_layer=True).to_metrics()
     tensors, meta = fit.gaussian.to_tensors()
     # float32 holds all digits that float32 products gave the Hessian, in half the file.
     tensors |= {name: part.float() for name, part in fit.hessian.items() if name not in tensors}
@@ -84,6 +72,44 @@ def fit(
         "curve": [list(point) for point in found.curve] if found else None,
     }
     return Fitted(tensors, meta, metrics, train)
+
+
+def _fitted(
+    run: Run,
+    options: FitLaplaceOptions,
+    criterion: str,
+    structure: str,
+    target: LastLayerTarget,
+    *,
+    start: Tensor,
+    rows: RowSpace | None,
+    held_out: HeldOut | None,
+) -> tuple[LaplaceFit, PriorSearch | None, dict[str, float] | None]:
+    """The fit, the search for its prior precision where there was one, and the val NLL of the structures that it was chosen among."""
+    if criterion == "number":
+        fit = fit_gaussian(
+            target,
+            structure=structure,
+            center=options.own_center,
+            start=start,
+            progress=run.console,
+        )
+        return fit, None, None
+    search_at = partial(
+        search,
+        target,
+        center=options.own_center,
+        criterion=criterion,
+        held_out=held_out,
+        lift=None if rows is None else RowLift(rows),
+        progress=run.console,
+    )
+    compared: dict[str, float] | None = None
+    found = search_at(structure=structure, start=start, generator=run.stream("fit-laplace/val"))
+    if options.structure == "auto" and criterion == "val":
+        whole = None if rows is None else rows.layout
+        found, compared = structure_by_val(run, target, found, search_at, layout=target.layout, whole=whole)
+    return found.fit, found, compared
 
 
 def fit_metrics(

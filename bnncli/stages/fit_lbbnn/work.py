@@ -23,6 +23,7 @@ from bnncli.latent.steps import EstimatorSettings
 from bnncli.options import FitLbbnnOptions
 from bnncli.options.fit_lbbnn import HEAD_RATE, MEAN_RANGES
 from bnncli.posteriors.latent_binary import DEFAULT_NETWORKS, LatentBinary
+from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
@@ -145,6 +146,10 @@ def fit(
     if data.scaling is not None:
         posterior = replace(posterior, shift=data.scaling.shift, scale=data.scaling.scale)
     metrics = measure(run, posterior, data, variance=options.variance or "exact", estimator=options.estimator)
+    passes = _epochs(options) * options.repeats * (options.multiplier_draws or 1)
+    if val is not None:
+        passes += search_epochs(_epochs(options)) * len(CANDIDATES)
+    metrics |= Cost.of_fit(passes, is_last_layer=True).to_metrics()
     metrics |= {
         "slab_sd_search": search,
         "log_likelihood_of_shares": guessing(data.labels, layout.num_classes),

@@ -15,7 +15,7 @@ from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.row_space import span_to_fit
 from bnncli.run.session import Result, Run
-from bnncli.stages.hmc.base import Base, find_base, prior_of, request_params, request_sources
+from bnncli.run.target_base import Base, find_base, prior_of, request_params, request_sources
 from bnncli.stages.hmc.report import summary, verdict
 from bnncli.stages.hmc.whole import prepare_network
 
@@ -42,9 +42,7 @@ def run(run: Run, options: HmcOptions) -> Result:
         raise UsageError("--max-draws says where --until gives up: give that too")
     train = load_split(run, "train").check_labeled()
     held_out = load_split(run, "val") if "val" in run.folder.splits() else None
-    base = None if options.prior_precision is not None else find_base(run, options)
-    if base is None and options.base not in (None, options.default_base):
-        raise UsageError("--prior-precision and --base exclude each other: both say what the prior precision is")
+    base = find_base(run, options)
     run.require_device()
     prepare = _last_layer if options.is_last_layer else prepare_network
     request, fit = prepare(run, options, train, held_out, base)

@@ -10,16 +10,11 @@ from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
+from bnncli.run.chain_report import deciding_line, other_lines, parameter_metrics, prediction_metrics
 from bnncli.theta.prior import Prior
 
 if TYPE_CHECKING:
     from bnncli.inference.hmc import HmcRun
-
-
-_JUDGED = {
-    "heldout": "log probabilities of held-out labels",
-    "train": "log probabilities of training labels (no labelled val split)",
-}
 
 
 def hmc_metrics(
@@ -40,7 +35,7 @@ def hmc_metrics(
     """
     from bnncli.inference.hmc import goals
 
-    num_draws, held_out = drawn.draws.shape[1], predictions.get("heldout")
+    num_draws = drawn.draws.shape[1]
     decided = judged if judged_by is None else predictions[judged_by]
     is_met = bool(options.conditions) and not unmet(options.conditions, condition_values(decided))
     return {
@@ -50,19 +45,13 @@ def hmc_metrics(
         "chains": options.chains,
         "draws": num_draws,
         **prior.to_meta(),
-        "max_rhat": judged.r_hat,
-        "min_ess_bulk": judged.ess_bulk,
-        "min_ess_tail": judged.ess_tail,
-        "undefined": judged.undefined,
+        **parameter_metrics(judged),
         # What chose the stop is no longer an estimate of what runs of this length have.
         "stopped_by": options.until if is_met else None,
         "until_looks": sum(goal <= num_draws for goal in goals(options.draws, options.max_draws))
         if options.conditions
         else None,
-        "heldout_max_rhat": held_out.r_hat if held_out else None,
-        "heldout_min_ess_bulk": held_out.ess_bulk if held_out else None,
-        "heldout_min_ess_tail": held_out.ess_tail if held_out else None,
-        **({} if judged_by is None else _of_judged(judged_by, decided)),
+        **prediction_metrics(predictions, judged_by),
         "min_bfmi": None if drawn.energy is None else lowest_bfmi(drawn.energy.cpu().numpy()),
         "acceptance_rate": float(drawn.acceptance_rate.double().mean()),
         "lowest_chain_acceptance": float(drawn.acceptance_rate.double().mean(dim=1).min()),
@@ -72,41 +61,18 @@ def hmc_metrics(
     }
 
 
-def _of_judged(judged_by: str, decided: Convergence) -> dict[str, Any]:
-    """What the metrics have besides where predictions decide."""
-    return {
-        "judged_by": judged_by,
-        f"{judged_by}_max_rhat": decided.r_hat,
-        f"{judged_by}_min_ess_bulk": decided.ess_bulk,
-        f"{judged_by}_min_ess_tail": decided.ess_tail,
-        f"{judged_by}_undefined": decided.undefined,
-    }
-
-
 def summary(metrics: dict[str, Any]) -> list[str]:
     """The numbers as lines for people."""
-    head = f"{metrics['chains']} chains of {metrics['draws']} draws"
-    judged_by = metrics.get("judged_by")
-    lines = [f"{head}: {'' if judged_by is None else f'{_JUDGED[judged_by]}: '}{_agreement(deciding(metrics))}"]
+    lines = [deciding_line(metrics)]
     if metrics.get("stopped_by") is not None:
         lines.append(
             f"these numbers chose when to stop (--until {metrics['stopped_by']}, look {metrics['until_looks']}), so they flatter: a "
             "run of this length that nothing stopped tends to a larger R-hat and fewer effective draws"
         )
-    if judged_by is not None:
-        parameters = {name: value for name, value in metrics.items() if name != "judged_by"}
-        lines.append(
-            f"parameters: {_agreement(deciding(parameters))}; they do not decide, as they are not identified: units of a layer can "
-            "be exchanged, and chains that differ so predict the same"
-        )
+    lines += other_lines(metrics)
+    if "judged_by" in metrics:
         lines.append(
             "all chains started about one setting of the weights: R-hat does not tell of modes that none of them has reached"
-        )
-    elif metrics["heldout_max_rhat"] is not None:
-        tail = metrics.get("heldout_min_ess_tail")
-        lines.append(
-            f"{_JUDGED['heldout']}: largest R-hat {metrics['heldout_max_rhat']:.3f}, smallest effective "
-            f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk" + ("" if tail is None else f", {tail:.0f} tail")
         )
     bfmi = "" if metrics["min_bfmi"] is None else f", lowest E-BFMI {metrics['min_bfmi']:.2f}"
     coarse = f" with {metrics['gradients']} gradients and exact energies" if "gradients" in metrics else ""
@@ -115,16 +81,6 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"{metrics['mean_steps']:.1f} steps a draw{bfmi}"
     )
     return lines
-
-
-def _agreement(numbers: Convergence) -> str:
-    """How the chains agree."""
-    if numbers.r_hat is None:
-        return f"R-hat undefined ({numbers.undefined})"
-    return (
-        f"largest R-hat {numbers.r_hat:.3f}, smallest effective sample size {numbers.ess_bulk:.0f} bulk, "
-        f"{numbers.ess_tail:.0f} tail"
-    )
 
 
 def hmc_warnings(metrics: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from bnncli.run.network_sources import network_sources
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, posterior_request
 from bnncli.run.session import Run
-from bnncli.stages.hmc.base import Base, prior_of, request_params, request_sources
+from bnncli.run.target_base import Base, prior_of, request_params, request_sources
 
 if TYPE_CHECKING:
     from bnncli.stages.hmc.whole_work import PreparedChains

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from bnncli import registry
 from bnncli.covariances import Covariance
 from bnncli.errors import DataError
-from bnncli.evaluation.convergence import Convergence
-from bnncli.evaluation.predictive_convergence import label_convergence
 from bnncli.inference.local_covariance import covariance_at
 from bnncli.inference.network_draw_memory import NetworkDraws
 from bnncli.numerics.digests import tensor_digest
 from bnncli.options import HmcOptions
+from bnncli.run.chain_judges import network_judge
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.network_splits import NetworkReader, NetworkSplit
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
-from bnncli.stages.hmc.base import Base
-from bnncli.stages.hmc.work import Sampling, Space, judged_rows
-from bnncli.targets.network import HeldOutInputs, NetworkTarget
+from bnncli.run.target_base import Base
+from bnncli.stages.hmc.work import Sampling, Space
+from bnncli.targets.network import NetworkTarget
+from bnncli.targets.passes import counted_passes
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
@@ -79,7 +78,8 @@ def fit(
     with reader.recorded.visible():
         whole = reader.split(train, options.layers)
         target = whole.target(prior, run.device)
-        center, covariance = _gaussian(run, target, whole, base)
+        with counted_passes() as tally:
+            center, covariance = _gaussian(run, target, whole, base)
         judged_by, judged = "train", whole
         if held_out is not None and held_out.content.labels is not None:
             judged_by, judged = "heldout", reader.split(held_out, options.layers)
@@ -90,9 +90,10 @@ def fit(
             covariance,
             identity=f"{covariance.structure} {tensor_digest({'center': center, **covariance.to_tensors()})}",
             dispersion=DISPERSION,
-            predictions={judged_by: partial(_judge, run, _labelled(run, target, judged))},
+            predictions={judged_by: network_judge(run, target, judged)},
             judged_by=judged_by,
             meta={"layers": options.layers, **whole.layout.to_meta()},
+            passes=tally.passes,
         )
         return Sampling(run, options, request, prior, space).fit()
 
@@ -108,14 +109,3 @@ def _gaussian(
         return gaussian.mean.to(run.device), gaussian.covariance.to(device=run.device)
     center = whole.start().to(run.device)
     return center, covariance_at(target, center, target.rough_structure)[0]
-
-
-def _labelled(run: Run, target: NetworkTarget, split: Split) -> HeldOutInputs:
-    """A few hundred seeded examples of a split, with their labels."""
-    rows = judged_rows(run, split)
-    return target.held_out(split.stored[rows].to(run.device), split.labels(run.device)[rows.to(run.device)])
-
-
-def _judge(run: Run, examples: HeldOutInputs, draws: torch.Tensor) -> Convergence:
-    """How the chains agree on the examples' labels."""
-    return label_convergence(draws, examples, progress=run.console)

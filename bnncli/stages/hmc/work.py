@@ -14,8 +14,7 @@ import torch
 
 from bnncli import __version__
 from bnncli.covariances import Covariance
-from bnncli.evaluation.convergence import Convergence, convergence
-from bnncli.evaluation.predictive_convergence import MAX_ROWS, held_out_convergence
+from bnncli.evaluation.convergence import Convergence
 from bnncli.inference import memory
 from bnncli.inference.hmc import OVERDISPERSION, Completion, HmcRun, sample_hmc
 from bnncli.inference.laplace import fit_gaussian
@@ -24,6 +23,8 @@ from bnncli.likelihoods import name_to_record
 from bnncli.machine.memory import budget
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
+from bnncli.run.chain_judges import Judge, head_judges, parameter_judge
+from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted
@@ -34,12 +35,12 @@ from bnncli.stages.hmc.report import condition_values, hmc_metrics, hmc_warnings
 from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.targets.coarse_gradient import choose_gradient
+from bnncli.targets.passes import counted_passes
 from bnncli.targets.target import Target
 from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.prior import Prior
 
 Publishing = Callable[[], AbstractContextManager[None]]  # around the publication of draws
-Judge = Callable[[torch.Tensor], Convergence]  # of draws (C, T, P)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Space:
         judged_by: whose numbers decide about the chains; None for the parameters'.
         identity: of the whitening: what a state to resume from must have been made with.
         meta: what the artifact records besides.
+        passes: gradient passes over the data that the whitening took.
     """
 
     train: Split
@@ -71,6 +73,7 @@ class Space:
     predictions: Mapping[str, Judge] = field(default_factory=dict)
     judged_by: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    passes: float = 0.0
 
 
 def last_layer(
@@ -89,10 +92,8 @@ def last_layer(
     rows = row_space(target) if span else None
     if rows is not None:
         target, start = rows.target(target), rows.reduce(start)
-    gaussian = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console).gaussian
-    judges: dict[str, Judge] = {}
-    if held_out is not None and held_out.content.labels is not None:
-        judges["heldout"] = partial(_judge_held_out, run, train, held_out)
+    with counted_passes() as tally:
+        gaussian = fit_gaussian(target, structure=structure, center="mode", start=start, progress=run.console).gaussian
     return Space(
         train,
         target,
@@ -101,28 +102,10 @@ def last_layer(
         identity=gaussian.covariance.structure,
         complete=None if rows is None else partial(complete, rows=rows, precision=prior.weight_precision),
         coarse=choose_gradient(options.gradients, target, gaussian.mean),
-        predictions=judges,
+        predictions=head_judges(run, train, held_out),
         meta={} if rows is None else {"row_space_rank": rows.rank},
+        passes=tally.passes,
     )
-
-
-def _judge_held_out(run: Run, train: Split, held_out: Split, draws: torch.Tensor) -> Convergence:
-    """How the chains agree on a few hundred seeded examples of the val split."""
-    rows = judged_rows(run, held_out)
-    return held_out_convergence(
-        draws,
-        torch.from_numpy(held_out.content.features)[rows],
-        held_out.labels(torch.device("cpu"))[rows],
-        layout=train.layout,
-        device=run.device,
-        progress=run.console,
-    )
-
-
-def judged_rows(run: Run, split: Split) -> torch.Tensor:
-    """The seeded examples of a split, ascending, whose predictions are judged: MAX_ROWS of them, or all."""
-    order = torch.randperm(len(split.content.features), generator=run.stream("hmc/held-out"))
-    return order[:MAX_ROWS].sort().values
 
 
 @dataclass(frozen=True)
@@ -148,7 +131,7 @@ class Sampling:
             target_accept=options.target_accept,
             progress=run.console,
         )
-        judged = decided if space.judged_by is None else self._judge(drawn.draws)
+        judged = decided if space.judged_by is None else parameter_judge(run)(drawn.draws)
         known = {} if space.judged_by is None else {space.judged_by: decided}
         others = {name: judge(drawn.draws) for name, judge in space.predictions.items() if name not in known}
         metrics = hmc_metrics(
@@ -159,6 +142,9 @@ class Sampling:
             options=options,
             prior=self.prior,
         )
+        if drawn.num_gradients is not None:
+            passes = options.chains * drawn.num_gradients + space.passes
+            metrics |= Cost.of_fit(passes, is_last_layer=space.train.is_last_layer).to_metrics()
         for text in hmc_warnings(metrics):
             run.console.warn(text)
         meta = {
@@ -223,11 +209,7 @@ class Sampling:
     def _decide(self, draws: torch.Tensor) -> Convergence:
         """How the chains agree on what decides."""
         by = self.space.judged_by
-        return self._judge(draws) if by is None else self.space.predictions[by](draws)
-
-    def _judge(self, draws: torch.Tensor) -> Convergence:
-        """How the chains agree on every parameter, for draws (C, T, P); judged on the device."""
-        return convergence(draws.cpu().numpy(), device=self.run.device, progress=self.run.console)
+        return parameter_judge(self.run)(draws) if by is None else self.space.predictions[by](draws)
 
     def _write(self, drawn: HmcRun, meta: dict[str, Any], provenance: dict[str, Any], may_replace: bool) -> str:
         is_nuts, train = self.options.sampler == "nuts", self.space.train

@@ -11,6 +11,7 @@ from bnncli.flows._affine_sizes import num_elements
 from bnncli.inference import memory
 from bnncli.machine.memory import budget, bytes_text
 from bnncli.options import RefineOptions
+from bnncli.registry import names
 from bnncli.run.inputs import Split
 from bnncli.run.session import Run
 from bnncli.storage.headers import Header
@@ -130,11 +131,14 @@ def require_room(
     *,
     num_layer_params: int,
     whole: HeadLayout | None,
+    base_bytes: int,
 ) -> None:
-    """Pass when the work on a last layer has room. Raises DeviceError, naming what has, otherwise."""
+    """Pass when the work on a last layer has room; base_bytes: of the base's file. Raises DeviceError, naming what has, otherwise."""
     training = training_bytes(options, sizes, num_layer_params)
     known: dict[str, Any] = {"num_draws": options.num_elbo_draws, "training": training}
     structure = str(base.meta.get("structure"))
+    if structure not in names("curvature"):
+        known["elements"] = base_bytes // 4
     memory.require_refinement(structure, cast(HeadLayout, sizes.layout), run.device_name, whole=whole, **known)
 
 

@@ -66,6 +66,7 @@ class Room:
                 given.header,
                 num_layer_params=self.num_layer_params,
                 whole=given.train.layout if given.span else None,
+                base_bytes=self._base_bytes,
             )
         return None
 

@@ -21,6 +21,7 @@ from bnncli.inference.refine import RefineFit, fit_flow
 from bnncli.options import RefineOptions
 from bnncli.posteriors.flow import is_idle
 from bnncli.posteriors.gaussian import Gaussian
+from bnncli.run.cost import Cost
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.produce import Request
@@ -126,6 +127,9 @@ def fit(
             progress=run.console,
         )
     metrics = _measure(run, options, found, base, target)
+    metrics |= Cost.of_fit(
+        len(found.history) * (options.num_draws or 1), is_last_layer=options.is_last_layer
+    ).to_metrics()
     if val is not None:
         others = {} if options.base == "prior" else {"base": base}
         metrics |= measure_on_val(run, found.posterior, val, method="refine", others=others)

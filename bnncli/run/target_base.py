@@ -1,4 +1,4 @@
-"""What says which target the chains are of: a posterior whose prior it has, or a prior precision."""
+"""What says which target a posterior is fitted to: a posterior whose prior it has, or a prior precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import UsageError
-from bnncli.options import HmcOptions
+from bnncli.options.target import TargetOptions
 from bnncli.run import named_posterior
 from bnncli.run.inputs import Split, posterior_prior, posterior_source
 from bnncli.run.session import Run
@@ -32,31 +32,37 @@ class Base:
         return self.header.meta.get("type") == "gaussian"
 
 
-def find_base(run: Run, options: HmcOptions) -> Base:
-    """The one that the options name, or the default.
+def find_base(run: Run, options: TargetOptions) -> Base | None:
+    """The one that the options name, or the default; None where they give a prior precision.
 
     Raises:
         MissingInput: there is none.
         DataError: it has no prior.
-        UsageError: it is over other layers.
+        UsageError: it is over other layers, or there is a prior precision beside it.
     """
+    if options.prior_precision is not None:
+        if options.base not in (None, options.default_base):
+            raise UsageError(
+                "\0prior_precision\0 and \0base\0 exclude each other: both say what the prior precision is"
+            )
+        return None
     path = named_posterior.find_base(run, options, options.base)
     header, source = posterior_source(run, path, "base")
     layers = str(header.meta.get("layers") or "last")
     if layers != options.layers:
         raise UsageError(
-            f"--base {path.stem} is over --layers {layers}, asked is --layers {options.layers}",
-            hint="name a base over these layers, or give --prior-precision NUMBER",
+            f"\0base\0 {path.stem} is over \0layers\0 {layers}, asked is \0layers\0 {options.layers}",
+            hint="name a base over these layers, or give \0prior_precision\0 NUMBER",
         )
     if "num_varying" in header.meta:
         raise UsageError(
-            f"--base {path.stem} fixes all but {header.meta['num_varying']:,} parameters, chains move all of them",
-            hint="name a base that fixes none, or give --prior-precision NUMBER",
+            f"\0base\0 {path.stem} fixes all but {header.meta['num_varying']:,} parameters, this moves all of them",
+            hint="name a base that fixes none, or give \0prior_precision\0 NUMBER",
         )
     return Base(path, header, source, posterior_prior(path, header))
 
 
-def prior_of(options: HmcOptions, base: Base | None) -> Prior:
+def prior_of(options: TargetOptions, base: Base | None) -> Prior:
     """The target's prior: the base's, or of the precision that was given."""
     if base is not None:
         return base.prior
@@ -64,12 +70,12 @@ def prior_of(options: HmcOptions, base: Base | None) -> Prior:
     return Prior(options.prior_precision)
 
 
-def request_params(run: Run, options: HmcOptions, base: Base | None) -> dict[str, Any]:
+def request_params(run: Run, options: TargetOptions, base: Base | None) -> dict[str, Any]:
     """What the request records of the options."""
     return {**options.params(), "base": None if base is None else base.path.stem, "seed": run.compute.seed}
 
 
 def request_sources(train: Split, held_out: Split | None, base: Base | None) -> Sequence[Source]:
-    """What the draws are made of."""
+    """What the posterior is made of: features, and the base."""
     found = [train.source] + ([held_out.source] if held_out else [])
     return found + ([base.source] if base else [])

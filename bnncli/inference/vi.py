@@ -1,0 +1,246 @@
+"""Mean-field variational inference: independent Gaussians that maximise the ELBO, by stochastic gradients.
+
+    E_q log p(D | theta) - w KL(q || prior),    q = N(m, diag(s^2)),
+
+the divergence in closed form, w = 1 the ELBO. Gradients of the first term by reparameterisation, theta = m + s xi (Kingma and Welling 2014,
+arXiv:1312.6114; Blundell et al. 2015, arXiv:1505.05424), or by draws that differ from example to example (local_draws). The optimizer is
+Adam on m and log s, or IVON (Shen et al. 2024, arXiv:2402.17641, algorithm 1), which learns s from products of gradients and noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bnncli.covariances.diag import Diag
+from bnncli.errors import NumericError
+from bnncli.inference.local_draws import logit_draws
+from bnncli.inference.target_learner import TargetLearner
+from bnncli.numerics.seeds import on_device
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.progress import SILENT, Progress
+from bnncli.targets.target import CurvedTarget
+from bnncli.training.adam import Adam
+from bnncli.training.course import Course
+from bnncli.training.learner import num_batches
+from bnncli.training.loop import Save, State, train
+
+START_SHARE = 0.1  # of the prior's standard deviations: the first s
+MOMENTUM = 0.9  # IVON's beta_1
+MIN_ROUND_STEPS = 25  # after which the ELBO is looked at and a state may be saved
+
+
+@dataclass(frozen=True)
+class ViPlan:
+    """How q is learnt.
+
+    Args:
+        epochs: passes over the data, at most.
+        batch_size: examples a step.
+        learning_rate: first one, which falls to 0 along a cosine.
+        num_draws: theta drawn a step, of the estimator reparam.
+        estimator: reparam, local or flipout.
+        optimizer: adam or ivon; ivon takes reparam alone.
+        kl_weight: w.
+        patience: rounds in which the objective may stand still before the training ends early; 0 never ends it.
+        hessian_decay: beta_2 of IVON.
+    """
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    num_draws: int = 1
+    estimator: str = "reparam"
+    optimizer: str = "adam"
+    kl_weight: float = 1.0
+    patience: int = 0
+    hessian_decay: float = 0.9995
+
+
+@dataclass(frozen=True)
+class ViFit:
+    """What it returns.
+
+    Args:
+        gaussian: q, of diagonal covariance.
+        history: (E,), mean estimate of the objective in each epoch, nats.
+        is_early: whether it ended before the last epoch because the objective stood still.
+    """
+
+    gaussian: Gaussian
+    history: Tensor
+    is_early: bool
+
+
+def fit_vi(
+    target: CurvedTarget,
+    plan: ViPlan,
+    *,
+    start: Tensor,
+    generator: torch.Generator,
+    state: State | None = None,
+    save: Save | None = None,
+    progress: Progress = SILENT,
+) -> ViFit:
+    """q, whose mean starts at start (P,) and whose standard deviations at a tenth of the prior's.
+
+    Args:
+        generator: of shuffles and draws.
+        state, save: to resume, as in bnncli.training.loop.train.
+        progress: advanced once a step.
+
+    Raises:
+        NumericError: the objective of an epoch is not finite.
+        UsageError: the estimator does not do the layers.
+    """
+    learner = _MeanField(target, plan, start, on_device(generator, target.device))
+    course = Course(plan.epochs, num_batches(learner), patience=plan.patience, round_steps=MIN_ROUND_STEPS)
+    train(learner, course, what="vi", state=state, save=save, progress=progress)
+    variances = learner.log_sd.detach().double().exp().square()
+    gaussian = Gaussian(learner.mean.detach().double(), Diag(variances), target.layout, target.prior)
+    return ViFit(gaussian, torch.tensor(learner.seen), course.is_early)
+
+
+class _MeanField(TargetLearner):
+    """m and log s, (P,) each; with IVON log s follows from its curvatures, which lie beside m in the optimizer's state."""
+
+    def __init__(self, target: CurvedTarget, plan: ViPlan, start: Tensor, generator: torch.Generator) -> None:
+        self.precisions = target.prior.diagonal(target.layout, device=target.device)
+        self.mean = start.to(target.device, target.dtype, copy=True).requires_grad_()
+        self.log_sd = (math.log(START_SHARE) - 0.5 * self.precisions.log()).to(target.dtype).requires_grad_()
+        optimizer = Adam([[self.mean, self.log_sd]], target.device)
+        self.draws_in_steps = plan.estimator != "reparam"
+        super().__init__(target, optimizer, generator, batch_size=plan.batch_size, num_draws=plan.num_draws)
+        self.plan, self.curved, self.seen = plan, target, list[float]()
+        self.precisions = self.precisions.to(target.dtype)
+        self.scale = plan.kl_weight / target.num_examples  # of the divergence beside the mean loss
+        if plan.optimizer == "ivon":
+            curvature = self.scale * (torch.exp(-2 * self.log_sd.detach()) - self.precisions)
+            for part, own in (
+                (self.mean, {"momentum": torch.zeros_like(self.mean), "curvature": curvature}),
+                (self.log_sd, {}),
+            ):
+                self.optimizer.state[part] = {"step": torch.zeros((), dtype=torch.float32, device=target.device), **own}
+        self._every: tuple[Tensor, ...] = ()
+        if self.draws_in_steps:
+            self._logits = logit_draws(target.layout, plan.estimator)  # type: ignore[arg-type]
+            if self.batch_size is None:  # each example has draws of its own: all are one batch
+                self._every = target.examples(torch.arange(target.num_examples, device=target.device))
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs done."""
+        return len(self.seen)
+
+    @property
+    def objective(self) -> Sequence[float]:
+        """The estimate of the objective in each."""
+        return self.seen
+
+    def rates(self, epoch: int) -> Sequence[float]:
+        """One for all."""
+        return (self.plan.learning_rate,)
+
+    def draw(self, num_steps: int) -> tuple[Tensor, ...]:
+        """Standard normal draws (steps, S, P); nothing where steps draw by themselves."""
+        if self.draws_in_steps:
+            return ()
+        return (self.normal(num_steps, self.plan.num_draws, self.target.layout.num_params),)
+
+    @torch.no_grad()
+    def update(self, *parts: Tensor) -> Tensor:
+        """The estimate of the objective before one step, float64."""
+        if self.plan.optimizer == "ivon":
+            return self._ivon(*parts)
+        likelihood, to_mean, to_sd = self._drawn_logits(*parts) if self.draws_in_steps else self._drawn(*parts)
+        sd, weight = self.log_sd.exp(), self.plan.kl_weight
+        self.mean.grad = weight * self.precisions * self.mean - to_mean
+        self.log_sd.grad = weight * (self.precisions * sd.square() - 1) - to_sd * sd
+        objective = likelihood - weight * self._divergence(sd)
+        self.optimizer.step()
+        return objective
+
+    def _drawn(self, noise: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The log likelihood, averaged over draws, and its gradients with respect to m and s, by noise (S, P)."""
+        theta = self.mean + self.log_sd.exp() * noise
+        value, gradient = self._log_likelihood(theta, *batch)
+        return value.mean(), gradient.mean(dim=0), (gradient * noise).mean(dim=0)
+
+    def _log_likelihood(self, theta: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all data as the batch tells it, (S,), and its gradient (S, P), for theta (S, P)."""
+        target = self.curved
+        value, gradient = self.joint(*batch).log_joint_and_grad(theta)
+        prior = target.prior
+        own = gradient.to(theta.dtype) - prior.gradient(theta, target.layout)
+        return value.double() - prior.log_density(theta, target.layout), own
+
+    def _drawn_logits(self, *batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by logits that are drawn for each example."""
+        inputs, labels = batch or self._every
+        likelihood = self.target.layout.likelihood  # type: ignore[attr-defined]
+        with torch.enable_grad():
+            sd = self.log_sd.exp().detach().requires_grad_()
+            mean = self.mean.detach().requires_grad_()
+            logits = self._logits(mean, sd, inputs, self.generator)
+            indicators = (
+                labels
+                if labels.ndim == 2 and labels.is_floating_point()
+                else likelihood.indicators(labels, logits.dtype).T
+            )
+            turned = logits.detach().T.unsqueeze(1).contiguous()
+            normalizers, probabilities = likelihood.normalize_(turned)
+            residuals = indicators - probabilities[:, 0].T
+            scale = self.num_examples / len(inputs)
+            to_mean, to_sd = torch.autograd.grad(logits, (mean, sd), residuals * scale)
+        value = (logits.detach() * indicators).sum(dtype=torch.float64) - normalizers.sum(dtype=torch.float64)
+        return value * scale, to_mean, to_sd
+
+    def _ivon(self, noise: Tensor, *batch: Tensor) -> Tensor:
+        """One step of IVON, algorithm 1: w / N times the prior's precisions are its weight decay, N / w its sample size."""
+        own, rate = self.optimizer.state[self.mean], self.optimizer.param_groups[0]["lr"]
+        decay, step = self.scale * self.precisions, own["step"]
+        curvature, beta = own["curvature"], self.plan.hessian_decay
+        sd = (self.scale / (curvature + decay)).sqrt()
+        value, gradient = self._log_likelihood(self.mean + sd * noise, *batch)
+        gradient = -gradient / self.num_examples
+        found = (gradient * noise).mean(dim=0) / sd
+        own["momentum"].mul_(MOMENTUM).add_(gradient.mean(dim=0), alpha=1 - MOMENTUM)
+        away = found - curvature
+        correction = 0.5 * (1 - beta) ** 2 * away.square() / (curvature + decay)
+        curvature.add_((1 - beta) * away).add_(correction)
+        step += 1
+        self.optimizer.state[self.log_sd]["step"] += 1
+        unbiased = own["momentum"] / (1 - MOMENTUM**step)
+        objective = value.mean() - self.plan.kl_weight * self._divergence(sd)
+        self.mean.sub_(rate * (unbiased + decay * self.mean) / (curvature + decay))
+        self.log_sd.copy_(0.5 * (self.scale / (curvature + decay)).log())
+        return objective
+
+    def _divergence(self, sd: Tensor) -> Tensor:
+        """KL(q || prior), float64."""
+        precise = self.precisions.double()
+        spread = precise * (sd.double().square() + self.mean.double().square())
+        return 0.5 * (spread - 1 - precise.log()).sum() - sd.double().log().sum()
+
+    def end_round(self, seen: Tensor) -> None:
+        """The objective of each epoch is the mean of its steps'."""
+        values, first = seen.mean(dim=1), self.num_epochs
+        self.seen += values.tolist()
+        bad = torch.isfinite(values).logical_not().nonzero()
+        if len(bad):
+            raise NumericError(
+                f"the ELBO is not finite in epoch {first + int(bad[0]) + 1}",
+                hint=f"use a \0learning_rate\0 below {self.plan.learning_rate:g}",
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """The history."""
+        return {"history.elbo": torch.tensor(self.seen, dtype=torch.float64)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take up a history."""
+        self.seen = state["history.elbo"].tolist()

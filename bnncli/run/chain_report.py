@@ -1,0 +1,83 @@
+"""What is said of draws in chains: how they agree, on parameters and on predictions, as numbers and as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.evaluation.convergence import Convergence, deciding
+
+_JUDGED = {
+    "heldout": "log probabilities of held-out labels",
+    "train": "log probabilities of training labels (no labelled val split)",
+}
+
+
+def parameter_metrics(judged: Convergence) -> dict[str, Any]:
+    """How the chains agree on parameters."""
+    return {
+        "max_rhat": judged.r_hat,
+        "min_ess_bulk": judged.ess_bulk,
+        "min_ess_tail": judged.ess_tail,
+        "undefined": judged.undefined,
+    }
+
+
+def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | None) -> dict[str, Any]:
+    """How they agree on log probabilities of labels.
+
+    Args:
+        predictions: by whose labels they are: heldout, train.
+        judged_by: whose numbers decide; None for the parameters'.
+    """
+    held_out = predictions.get("heldout")
+    found = {
+        "heldout_max_rhat": held_out.r_hat if held_out else None,
+        "heldout_min_ess_bulk": held_out.ess_bulk if held_out else None,
+        "heldout_min_ess_tail": held_out.ess_tail if held_out else None,
+    }
+    if judged_by is None:
+        return found
+    decided = predictions[judged_by]
+    return found | {
+        "judged_by": judged_by,
+        f"{judged_by}_max_rhat": decided.r_hat,
+        f"{judged_by}_min_ess_bulk": decided.ess_bulk,
+        f"{judged_by}_min_ess_tail": decided.ess_tail,
+        f"{judged_by}_undefined": decided.undefined,
+    }
+
+
+def deciding_line(metrics: Mapping[str, Any]) -> str:
+    """How many draws there are, and how they agree on what decides."""
+    judged_by = metrics.get("judged_by")
+    of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
+    return f"{metrics['chains']} chains of {metrics['draws']} draws: {of}{agreement(deciding(metrics))}"
+
+
+def other_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """How they agree on what does not decide."""
+    judged_by = metrics.get("judged_by")
+    if judged_by is not None:
+        parameters = {name: value for name, value in metrics.items() if name != "judged_by"}
+        return [
+            f"parameters: {agreement(deciding(parameters))}; they do not decide, as they are not identified: units of a layer can "
+            "be exchanged, and chains that differ so predict the same"
+        ]
+    if metrics["heldout_max_rhat"] is None:
+        return []
+    tail = metrics.get("heldout_min_ess_tail")
+    return [
+        f"{_JUDGED['heldout']}: largest R-hat {metrics['heldout_max_rhat']:.3f}, smallest effective "
+        f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk" + ("" if tail is None else f", {tail:.0f} tail")
+    ]
+
+
+def agreement(numbers: Convergence) -> str:
+    """How the chains agree, in words."""
+    if numbers.r_hat is None:
+        return f"R-hat undefined ({numbers.undefined})"
+    return (
+        f"largest R-hat {numbers.r_hat:.3f}, smallest effective sample size {numbers.ess_bulk:.0f} bulk, "
+        f"{numbers.ess_tail:.0f} tail"
+    )

@@ -1,0 +1,72 @@
+"""fit-sghmc: features in, draws by stochastic gradients out, and what biases them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.inference import memory
+from bnncli.inference.step_memory import Stepping
+from bnncli.options import FitSghmcOptions, InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted, Report
+from bnncli.run.session import Result, Run
+from bnncli.run.target_fit import Fitting, TargetFit, produce_fit
+from bnncli.run.val_report import warn_if_worse
+from bnncli.stages.fit_sghmc.report import summary
+
+COMMAND = Command(
+    "Draw by stochastic-gradient Hamiltonian Monte Carlo, cyclical or not.",
+    "A baseline for hmc: no step is accepted or refused, so that draws are biased, by the length of steps and by the noise of "
+    "minibatches; the summary says by how much along the stiffest direction. All chains run as one batch on the features, or with --layers through "
+    "the network in evaluation mode, the statistics of batch norm fixed. Writes posteriors/sghmc.nc, or sghmc-all.nc of all layers.",
+    (FitSghmcOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-sghmc ckpt.pt",
+        "bnncli fit-sghmc ckpt.pt --sampler sgld --batch-size 1024 --epochs 200 --name sgld",
+        "bnncli fit-sghmc ckpt.pt --epochs 200 --batch-size 128 --learning-rate 0.1 --momentum-decay 0.9 --exploration 0.9 --name published",
+        "bnncli fit-sghmc ckpt.pt --layers all --chains 1 --resume",
+    ),
+    place=53,
+)
+
+# Of each chain: theta, momentum, gradient, noise, RMSprop's mean squares and products; twice for states to resume from.
+_CHAIN_VECTORS = 10
+
+
+def run(run: Run, options: FitSghmcOptions) -> Result:
+    """Sample and publish; the result's metrics have R-hat, effective sample sizes and the bias of steps and minibatches."""
+    num_draws = options.chains * options.num_cycles * options.num_draws
+
+    def stepping(num_examples: int, num_params: int) -> Stepping:
+        return Stepping(
+            _CHAIN_VECTORS * options.chains,
+            options.chains,
+            options.examples_a_step,
+            num_kept=num_draws,
+            num_predicting=num_draws,
+        )
+
+    def work(fitting: Fitting) -> Fitted:
+        from bnncli.stages.fit_sghmc import work
+
+        return work.fit(fitting, options)
+
+    asked = TargetFit(
+        "sghmc",
+        _revisions.FIT_SGHMC,
+        stepping,
+        lambda num_params: memory.sampled_bytes(num_params, num_draws),
+        work,
+        kind="samples",
+        hint="use fewer \0chains\0, or a smaller \0batch_size\0",
+    )
+    return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
+
+
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="sghmc")
+    return Report(metrics, summary(metrics))

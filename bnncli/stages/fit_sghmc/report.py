@@ -1,0 +1,57 @@
+"""What fit-sghmc says of its draws: how the chains agree, what biases them, what they are worth on val."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.evaluation.convergence import GOOD_RHAT, deciding
+from bnncli.run.chain_report import deciding_line, other_lines
+from bnncli.run.val_report import val_line
+
+LARGE = 0.5  # a share by which the variance is too large that is worth a warning
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The numbers as lines for people."""
+    lines = [deciding_line(metrics), *other_lines(metrics)]
+    starts = "one setting of the weights" if metrics["start"] == "checkpoint" else "initialisations of their own"
+    lines.append(
+        f"all chains started at {starts} and saw the same minibatches: R-hat tells of no error that is common to them"
+    )
+    how = "as given" if metrics["learning_rate_by"] == "given" else "by the stiffness"
+    cold = "" if metrics["temperature"] == 1 else f"; temperature {metrics['temperature']:g}, not the posterior's 1"
+    lines.append(
+        f"learning rate {metrics['learning_rate']:.3g} ({how}), momentum decay {metrics['momentum_decay']:g}, batches of "
+        f"{metrics['batch_size']:,}{cold}"
+    )
+    lines.append(
+        f"no step is accepted or refused: along the stiffest direction (curvature {metrics['stiffness']:.3g}) the variance is too large by "
+        f"{_share(metrics['excess_by_steps'])} for the length of steps, and by up to {_share(metrics['excess_by_batches'])} for minibatches"
+    )
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    return lines
+
+
+def warnings(metrics: dict[str, Any]) -> list[str]:
+    """Why these draws may not be the posterior's; empty when nothing speaks against them."""
+    found = []
+    r_hat = deciding(metrics).r_hat
+    if r_hat is not None and r_hat > GOOD_RHAT:
+        of = " of predictions" if "judged_by" in metrics else ""
+        found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); use more --epochs")
+    steps, batches = metrics["excess_by_steps"], metrics["excess_by_batches"]
+    if steps is None or steps > LARGE:
+        found.append(
+            f"steps are too long for the stiffest direction; use a --learning-rate below {metrics['learning_rate']:.3g}"
+        )
+    if batches is not None and batches > LARGE:
+        found.append(
+            f"the noise of minibatches makes the variance along the stiffest direction up to {_share(batches)} too large: use a larger "
+            "--batch-size, or a smaller --learning-rate"
+        )
+    return found
+
+
+def _share(value: float | None) -> str:
+    return "without bound" if value is None else f"{value:.2g} times" if value >= 1 else f"{100 * value:.2g} %"

@@ -1,0 +1,185 @@
+"""The work of fit-sghmc: a learning rate, the chains, how they agree, and the file of their draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from bnncli import __version__
+from bnncli.inference.sghmc import SghmcPlan, SghmcRun, inflation, preconditioner, sample_sghmc
+from bnncli.inference.stiffness import curvature_passes, largest_curvature, mean_square
+from bnncli.numerics.seeds import stream_seed
+from bnncli.options import FitSghmcOptions
+from bnncli.posteriors.samples import Samples
+from bnncli.run.chain_judges import head_judges, network_judge, parameter_judge
+from bnncli.run.chain_report import parameter_metrics, prediction_metrics
+from bnncli.run.cost import Cost
+from bnncli.run.produce_posterior import Fitted
+from bnncli.run.resumable import ResumableDraws, resumable_training
+from bnncli.run.target_fit import Fitting
+from bnncli.run.val_report import measure_on_val
+from bnncli.stages.fit_sghmc.report import warnings
+from bnncli.storage.draw_file import DrawFile
+from bnncli.storage.samples import SampleFile, write_samples
+from bnncli.theta.initial import initial_theta
+
+ALLOWED = 0.05  # by which the length of steps may make the variance too large, where no learning rate is given
+
+
+def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
+    """The draws with what is told of them."""
+    run, target = fitting.run, fitting.target
+    start = fitting.start.expand(options.chains, -1)
+    if options.start == "init":
+        start = initial_theta(fitting.train.layout, options.chains, stream_seed(run.compute.seed, "fit-sghmc/start"))
+    plan, square, told, passes = _planned(fitting, options, start[0].to(run.device))
+    store = DrawFile(fitting.request.target, num_chains=options.chains, num_params=target.layout.num_params)
+    resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
+    resume = ResumableDraws(resumable, store)
+    try:
+        with resumable.hint():
+            drawn = sample_sghmc(
+                target,
+                plan,
+                start=start,
+                generator=run.stream("fit-sghmc/chains"),
+                square=square,
+                store=store,
+                state=resume.restore(),
+                save=lambda state, is_last: resume.offer(lambda: dict(state), is_last=is_last),
+                progress=run.console,
+            )
+    finally:
+        resume.close()
+    metrics = _metrics(fitting, options, drawn, plan) | told
+    metrics |= Cost.of_fit(plan.epochs * options.chains + passes, is_last_layer=fitting.is_last_layer).to_metrics()
+    for text in warnings(metrics):
+        run.console.warn(text)
+    if fitting.val is not None:
+        posterior = Samples(drawn.draws, target.layout).to(run.device)
+        metrics |= measure_on_val(run, posterior, fitting.val, method="sghmc")
+    meta = {**fitting.meta, "type": "samples"}
+    return Fitted({}, meta, metrics, fitting.train, write=partial(_write, fitting, drawn), publishing=resume.publishing)
+
+
+def _planned(
+    fitting: Fitting, options: FitSghmcOptions, theta: torch.Tensor
+) -> tuple[SghmcPlan, torch.Tensor | None, dict[str, Any], float]:
+    """How chains move, RMSprop's start, what is told of both, and the gradient passes that finding them took."""
+    run, target = fitting.run, fitting.target
+    num_examples, passes, square = target.num_examples, curvature_passes(target), None
+    batch_size = min(options.examples_a_step, num_examples)
+    if options.preconditioner == "rmsprop":
+        square, more = mean_square(
+            target, theta, _squared_batch(batch_size, num_examples), run.stream("fit-sghmc/squares")
+        )
+        passes += more
+    scale = None if square is None else preconditioner(square)
+    stiffness = largest_curvature(target, theta, run.stream("fit-sghmc/stiffness"), scale)
+    decay, last = options.decay, _rate_share(options)
+    rate = options.learning_rate
+    if rate is None:
+        reach = ALLOWED / (1 + ALLOWED) * 2 * (2 - decay) / last
+        rate = min(reach, 2 - decay) * num_examples / stiffness  # no more than half of what is stable, while exploring
+    plan = SghmcPlan(
+        options.num_epochs,
+        options.num_cycles,
+        options.num_draws,
+        options.num_exploring,
+        batch_size,
+        rate,
+        decay,
+        options.temperature,
+        is_cyclical=options.is_cyclical,
+        is_preconditioned=square is not None,
+    )
+    by_steps, by_batches = (_finite(one) for one in inflation(plan, stiffness, num_examples, last * rate))
+    told = {
+        "learning_rate": rate,
+        "learning_rate_by": "given" if options.learning_rate is not None else "stiffness",
+        "stiffness": stiffness,
+        "excess_by_steps": by_steps,
+        "excess_by_batches": by_batches,
+    }
+    return plan, square, told, passes
+
+
+def _squared_batch(batch_size: int, num_examples: int) -> int:
+    """Examples of the batches that RMSprop starts from: a whole split has no gradient at its mode."""
+    return min(batch_size, max(1, num_examples // 32))
+
+
+def _rate_share(options: FitSghmcOptions) -> float:
+    """The learning rate where draws begin to be kept, of that at the start."""
+    return 0.5 * (1 + math.cos(math.pi * options.num_exploring / options.cycle_length)) if options.is_cyclical else 1.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: SghmcPlan) -> dict[str, Any]:
+    """How the chains agree, and how they moved."""
+    run, train, target = fitting.run, fitting.train, fitting.target
+    judged_by: str | None = None
+    if fitting.is_last_layer:
+        judges = head_judges(run, train, fitting.val)
+    else:
+        judged_by = "train" if fitting.val is None else "heldout"
+        judges = {judged_by: network_judge(run, target, fitting.val or train)}  # type: ignore[arg-type]
+    return {
+        "sampler": options.sampler,
+        "chains": options.chains,
+        "draws": drawn.draws.shape[1],
+        **fitting.prior.to_meta(),
+        **parameter_metrics(parameter_judge(run)(drawn.draws)),
+        **prediction_metrics({name: judge(drawn.draws) for name, judge in judges.items()}, judged_by),
+        "is_exact": False,
+        "epochs": plan.epochs,
+        "cycles": plan.num_cycles,
+        "exploring_epochs": plan.num_exploring,
+        "batch_size": plan.batch_size,
+        "momentum_decay": plan.momentum_decay,
+        "temperature": plan.temperature,
+        "preconditioner": options.preconditioner,
+        "start": options.start,
+        "log_joint_first": float(drawn.history[0].mean()),
+        "log_joint_last": float(drawn.history[-1].mean()),
+        "val": None,
+        "val_excess": None,
+        "recommended_integrator": None,
+    }
+
+
+def _write(
+    fitting: Fitting, drawn: SghmcRun, meta: Mapping[str, Any], provenance: dict[str, Any], may_replace: bool
+) -> str:
+    """Publishes draws as hmc does."""
+    train, draws = fitting.train, drawn.draws.cpu()
+    weight, bias = train.layout.split(draws) if train.is_last_layer else (None, None)
+    stats = {}
+    if train.is_last_layer:  # of a network it would take a pass each
+        stats["lp"] = fitting.target.log_joint(drawn.draws.flatten(0, 1)).view(draws.shape[:2]).cpu().numpy()
+    samples = SampleFile(
+        head_weight=None if weight is None else weight.numpy(),
+        head_bias=None if bias is None else bias.numpy(),
+        stats=stats,
+        constants={name: np.array([value]) for name, value in fitting.prior.to_meta().items()},
+        theta=None if train.is_last_layer else draws.numpy(),
+    )
+    return write_samples(
+        fitting.request.target,
+        samples,
+        outputs=train.layout.likelihood.output_names(train.content.classes),
+        created_at=provenance["created_at"],
+        name=fitting.run.checkpoint_path.stem,
+        sampler_library=("bnncli", __version__),
+        meta=meta,
+        provenance=provenance,
+        may_replace=may_replace,
+    )

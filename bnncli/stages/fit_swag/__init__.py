@@ -1,0 +1,65 @@
+"""fit-swag: features in, a Gaussian of SGD's iterates out, and how wide it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.inference.step_memory import Stepping
+from bnncli.integrators.mc import Mc
+from bnncli.options import FitSwagOptions, InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted, Report
+from bnncli.run.session import Result, Run
+from bnncli.run.target_fit import Fitting, TargetFit, produce_fit
+from bnncli.run.val_report import warn_if_worse
+from bnncli.stages.fit_swag.report import summary
+
+COMMAND = Command(
+    "Fit a Gaussian to the iterates of SGD at a constant learning rate (SWAG).",
+    "A baseline for fit-laplace: starts at the network's weights, and takes mean, variances and the last deviations of the iterates at "
+    "the ends of epochs. The learning rate sets the spread: the summary compares it with the prior's. Over other layers (--layers) the network is in evaluation "
+    "mode, the statistics of batch norm fixed. Writes posteriors/swag.safetensors, or swag-all of all layers.",
+    (FitSwagOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-swag ckpt.pt",
+        "bnncli fit-swag ckpt.pt --learning-rate 0.05 --rank 30 --scale 0.5 --name wide",
+        "bnncli fit-swag ckpt.pt --layers all --resume",
+    ),
+    place=55,
+)
+
+_VECTORS = 12  # of P numbers: theta, momentum, gradients, mean and squares, and these in a state to resume from
+
+
+def run(run: Run, options: FitSwagOptions) -> Result:
+    """Fit and publish; the result's metrics have the learning rate and the spread."""
+
+    def stepping(num_examples: int, num_params: int) -> Stepping:
+        num_predicting = Mc().default_for(num_params, is_last_layer=options.is_last_layer)
+        # The deviations in two precisions, their orthonormal basis, and copies in a state.
+        num_vectors = _VECTORS + 4 * options.num_columns
+        return Stepping(num_vectors, 1, options.examples_a_step(num_examples), num_predicting=num_predicting)
+
+    def work(fitting: Fitting) -> Fitted:
+        from bnncli.stages.fit_swag import work
+
+        return work.fit(fitting, options)
+
+    asked = TargetFit(
+        "swag",
+        _revisions.FIT_SWAG,
+        stepping,
+        lambda num_params: (4 * options.num_columns + 24) * num_params,
+        work,
+        hint="use a smaller \0rank\0 or \0batch_size\0",
+    )
+    return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
+
+
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="swag")
+    return Report(metrics, summary(metrics))

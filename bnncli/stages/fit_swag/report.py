@@ -1,0 +1,46 @@
+"""What fit-swag says of its Gaussian: how it was made, how wide it is, what it is worth on val."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.run.val_report import val_line
+
+TOO_NARROW = 1e-6
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The numbers as lines for people."""
+    how = {"given": "as given", "noise": "by the noise of the gradients", "stability": "half of what is stable"}
+    lines = [
+        f"{metrics['iterates']} iterates after {metrics['warmup']} epochs of warm-up; learning rate {metrics['learning_rate']:.3g} "
+        f"({how[metrics['learning_rate_by']]}), momentum {metrics['momentum']:g}, batches of {metrics['batch_size']:,}"
+    ]
+    scale = "" if metrics["scale"] == 1 else f", scale {metrics['scale']:g}"
+    lines.append(
+        f"covariance half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has {100 * metrics['median_share_of_prior']:.3g} % of the "
+        f"prior's variance, the largest {100 * metrics['largest_share_of_prior']:.3g} %; the learning rate sets them"
+    )
+    lines.append(
+        f"log joint {metrics['log_joint_start']:.2f} nats at the start, {metrics['log_joint_mean']:.2f} at the mean of the iterates"
+    )
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    return lines
+
+
+def warnings(metrics: dict[str, Any]) -> list[str]:
+    """Why this spread is no posterior's; empty when nothing speaks against it."""
+    found, rate = [], f"{metrics['learning_rate']:.3g}"
+    if metrics["share_wider_than_prior"] > 0:
+        found.append(
+            f"{100 * metrics['share_wider_than_prior']:.3g} % of the parameters have a larger variance than their prior, which data cannot give them "
+            f"on average: use a --learning-rate below {rate}, or a smaller --scale"
+        )
+    if metrics["median_share_of_prior"] < TOO_NARROW:
+        found.append(
+            f"the spread is next to nothing beside the prior (median {metrics['median_share_of_prior']:.2g} of its variance): use a --learning-rate above {rate}"
+        )
+    if metrics["num_still"]:
+        found.append(f"{metrics['num_still']} parameters did not move, and have next to no variance")
+    return found

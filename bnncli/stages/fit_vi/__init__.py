@@ -1,0 +1,70 @@
+"""fit-vi: features in, independent Gaussians that maximise the ELBO out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bnncli.inference.step_memory import Stepping
+from bnncli.integrators.mc import Mc
+from bnncli.options import FitViOptions, InputOptions, NameOptions
+from bnncli.options.command import COMPUTE, Command
+from bnncli.run import revisions as _revisions
+from bnncli.run.produce import Request
+from bnncli.run.produce_posterior import Fitted, Report
+from bnncli.run.session import Result, Run
+from bnncli.run.target_fit import Fitting, TargetFit, produce_fit
+from bnncli.run.val_report import warn_if_worse
+from bnncli.stages.fit_vi.report import summary
+
+COMMAND = Command(
+    "Fit independent Gaussians by variational inference.",
+    "A baseline for fit-laplace and refine: maximises the ELBO over a mean and a variance for each parameter, and says the ELBO with its standard error. Over "
+    "other layers (--layers) the network is in evaluation mode, the statistics of batch norm fixed. Writes posteriors/vi.safetensors, a Gaussian of "
+    "diagonal covariance, or vi-all of all layers.",
+    (FitViOptions, NameOptions, InputOptions, *COMPUTE),
+    (
+        "bnncli fit-vi ckpt.pt",
+        "bnncli fit-vi ckpt.pt --optimizer ivon --name ivon",
+        "bnncli fit-vi ckpt.pt --layers all --estimator flipout --resume",
+    ),
+    place=57,
+)
+
+_VECTORS = (
+    24  # of P numbers: means, standard deviations, gradients, the optimizer's, and these in a state to resume from
+)
+
+
+def run(run: Run, options: FitViOptions) -> Result:
+    """Fit and publish; the result's metrics have the ELBO."""
+
+    def stepping(num_examples: int, num_params: int) -> Stepping:
+        return Stepping(
+            _VECTORS + 3 * options.draws_a_step,
+            options.draws_a_step,
+            options.examples_a_step,
+            num_predicting=Mc().default_for(num_params, is_last_layer=options.is_last_layer),
+            num_judging=options.num_elbo_draws,
+        )
+
+    def work(fitting: Fitting) -> Fitted:
+        from bnncli.stages.fit_vi import work
+
+        return work.fit(fitting, options)
+
+    asked = TargetFit(
+        "vi",
+        _revisions.FIT_VI,
+        stepping,
+        lambda num_params: 24 * num_params,
+        work,
+        hint="use fewer \0num_draws\0, or a smaller \0batch_size\0",
+    )
+    return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
+
+
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
+    metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="vi")
+    return Report(metrics, summary(metrics))

@@ -1,0 +1,30 @@
+"""What fit-vi says of its Gaussian: the ELBO, how it was reached, what it is worth on val."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bnncli.run.val_report import val_line
+
+
+def summary(metrics: dict[str, Any]) -> list[str]:
+    """The numbers as lines for people."""
+    elbo = metrics["elbo"]
+    lines = [
+        f"ELBO {elbo['value']:.2f} +- {elbo['standard_error']:.2f} nats ({metrics['elbo_draws']} draws, full data), of independent parameters; log importance "
+        f"weights have standard deviation {metrics['log_weight_sd']:.2f}"
+    ]
+    ended = f"{metrics['epochs']} epochs"
+    if metrics["ended_early"]:
+        ended = f"ended after {metrics['epochs_run']} of {ended} as it stands still"
+    lines.append(
+        f"{metrics['optimizer']}, {metrics['estimator']} gradients, learning rate {metrics['learning_rate']:.3g}, batches of {metrics['batch_size']:,}, {ended}"
+    )
+    if metrics["kl_weight"] != 1:
+        lines.append(
+            f"the divergence to the prior had weight {metrics['kl_weight']:g}, not 1: this is no approximation of the target, and not what maximises its ELBO"
+        )
+    lines.append(f"the median parameter has {100 * metrics['median_share_of_prior']:.3g} % of the prior's variance")
+    if metrics.get("val") is not None:
+        lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
+    return lines

@@ -1,0 +1,182 @@
+"""Mean-field VI: the optimum of a Gaussian target in closed form, estimators beside one another, IVON, bounds, resuming."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from problems.heads import ONE, THREE, by_noisy_sign, draw_theta, gaussian_at_mode, head_target
+from problems.seeds import seeded
+from torch import Tensor, nn
+
+from bnncli.errors import NumericError, UsageError
+from bnncli.inference.elbo import elbo
+from bnncli.inference.importance import diagnose_importance
+from bnncli.inference.local_draws import logit_draws
+from bnncli.inference.vi import START_SHARE, ViPlan, _MeanField, fit_vi
+from bnncli.numerics.seeds import stream
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.module import ModuleLayout
+from bnncli.theta.module_network import ModuleNetwork
+from bnncli.theta.prior import Prior
+
+ALL = 10**6
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """A Gaussian likelihood with H and mean b in the place of data, under a prior: all is known in closed form."""
+
+    layout: HeadLayout
+    prior: Prior
+    hessian: Tensor
+    center: Tensor
+    dtype: torch.dtype = torch.float64
+    num_examples: int = 40
+    device: ClassVar[torch.device] = torch.device("cpu")
+    is_resident: ClassVar[bool] = True
+    is_capturable: ClassVar[bool] = False
+
+    def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        away = theta - self.center
+        pushed = away @ self.hessian
+        value = -0.5 * (away * pushed).sum(dim=1) + self.prior.log_density(theta, self.layout)
+        return value, self.prior.gradient(theta, self.layout) - pushed
+
+    @property
+    def precision(self) -> Tensor:
+        return self.hessian + self.prior.diagonal(self.layout).diag()
+
+    @property
+    def mean(self) -> Tensor:
+        return torch.linalg.solve(self.precision, self.hessian @ self.center)
+
+
+def quadratic() -> Any:
+    layout = HeadLayout(1, 3)
+    root = torch.randn(4, 4, generator=seeded(), dtype=torch.float64)
+    return Quadratic(layout, Prior(2.0), 3 * root @ root.T, torch.ones(4, dtype=torch.float64))
+
+
+def fitted(target: Any, **changes: Any) -> Any:
+    plan = replace(ViPlan(epochs=900, batch_size=ALL, learning_rate=0.05, num_draws=8), **changes)
+    start = torch.zeros(target.layout.num_params, dtype=torch.float64)
+    return fit_vi(target, plan, start=start, generator=seeded())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"optimizer": "ivon", "learning_rate": 0.3, "hessian_decay": 0.995, "kl_weight": 0.3}, {"kl_weight": 0.1}],
+    ids=["adam", "ivon", "cold"],
+)
+def test_the_optimum_of_a_gaussian_target_is_its_mean_and_one_over_its_precisions(how: dict[str, Any]) -> None:
+    target = quadratic()
+    fit = fitted(target, **how)
+    weight = how.get("kl_weight", 1.0)
+    precision = target.hessian + weight * target.prior.diagonal(target.layout).diag()
+    mean = torch.linalg.solve(precision, target.hessian @ target.center)
+    variances = weight / precision.diagonal()
+    torch.testing.assert_close(fit.gaussian.mean, mean, rtol=0, atol=0.05)
+    torch.testing.assert_close(fit.gaussian.covariance.variances, variances, rtol=0.08, atol=0)
+
+
+def gradients(target: LastLayerTarget, estimator: str, count: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Means and standard errors, (2 P,), of gradients at the start."""
+    batch_size = ALL if rows is None else len(rows)
+    plan = ViPlan(1, batch_size, 0.1, estimator=estimator)
+    learner = _MeanField(target, plan, draw_theta(target.layout), seeded(3))
+    batch = () if rows is None else target.examples(rows)
+    drawn = []
+    for _ in range(count):
+        parts = (*(part[0] for part in learner.draw(1)), *batch)
+        found = learner._drawn_logits(*parts) if estimator != "reparam" else learner._drawn(*parts)
+        drawn.append(torch.cat([found[1], found[2]]))
+    stacked = torch.stack(drawn)
+    return stacked.mean(dim=0), stacked.std(dim=0) / math.sqrt(count)
+
+
+@pytest.mark.parametrize("layout", [THREE, ONE, HeadLayout(3, 4, has_bias=False)], ids=str)
+def test_the_estimators_of_a_head_agree(layout: HeadLayout) -> None:
+    target = head_target(layout, 25, prior=0.05)
+    plain, error = gradients(target, "reparam", 300)
+    for estimator in ("local", "flipout"):
+        found, own = gradients(target, estimator, 150)
+        assert ((found - plain).abs() < 4.5 * (error.square() + own.square()).sqrt()).all(), estimator
+    assert (gradients(target, "local", 60)[1] < gradients(target, "reparam", 60)[1]).double().mean() > 0.8
+
+
+def network_layout(*layers: nn.Module, shape: tuple[int, ...], outputs: int = 3) -> ModuleLayout:
+    torch.manual_seed(0)
+    module = nn.Sequential(*layers).double().eval()
+    return ModuleLayout.of(ModuleNetwork(module), num_outputs=outputs, input_shape=shape)
+
+
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+def test_draws_of_a_networks_logits_have_the_moments_of_draws_of_its_weights(estimator: str) -> None:
+    """Of one layer the logits of an example are jointly Gaussian, whichever way they are drawn."""
+    layers: tuple[nn.Module, ...] = (nn.Linear(4, 3),)
+    shape: tuple[int, ...] = (4,)
+    if estimator == "flipout":
+        layers, shape = (nn.Conv2d(2, 2, 2, padding=1, groups=2), nn.Flatten(), nn.AvgPool1d(6)), (2, 2, 2)
+    layout = network_layout(*layers, shape=shape)
+    mean, sd = layout.trained(), 0.3 + layout.trained().abs()
+    inputs = torch.randn(1, layout.num_features, generator=seeded(), dtype=torch.float64)
+    generator, draw = seeded(2), logit_draws(layout, estimator)
+    found = torch.cat([draw(mean, sd, inputs.expand(500, -1), generator) for _ in range(40)])
+    theta = mean + sd * torch.randn(20_000, len(mean), generator=generator, dtype=torch.float64)
+    expected = layout.logits(inputs, theta)[:, 0]
+    torch.testing.assert_close(found.mean(dim=0), expected.mean(dim=0), rtol=0, atol=0.05 * float(expected.std()))
+    torch.testing.assert_close(found.T.cov(), expected.T.cov(), rtol=0, atol=0.06 * float(expected.var()))
+
+
+def test_layers_that_an_estimator_does_not_do_are_refused() -> None:
+    convolution = network_layout(nn.Conv2d(1, 3, 2), nn.Flatten(), shape=(1, 2, 2))
+    with pytest.raises(UsageError, match="is of linear layers; 0 is Conv2d"):
+        logit_draws(convolution, "local")
+    shared = nn.Linear(4, 4)
+    twice = network_layout(shared, nn.Tanh(), shared, shape=(4,), outputs=4)
+    ones = torch.ones(twice.num_params, dtype=torch.float64)
+    with pytest.raises(UsageError, match="is used at several places"):
+        logit_draws(twice, "local")(ones, ones, torch.ones(2, 4, dtype=torch.float64), seeded())
+    normed = network_layout(nn.Linear(4, 3), nn.LayerNorm(3), shape=(4,))
+    with pytest.raises(UsageError, match="1 is LayerNorm"):
+        logit_draws(normed, "flipout")
+
+
+@pytest.mark.parametrize("estimator", ["reparam", "local", "flipout"])
+def test_the_elbo_stays_below_the_evidence_and_above_that_of_the_start(estimator: str) -> None:
+    target = head_target(HeadLayout(1, 2), 60, labels=by_noisy_sign, prior=0.5)
+    fit = fitted(target, estimator=estimator, epochs=40, batch_size=20, num_draws=1, learning_rate=0.1)
+    exact = diagnose_importance(target, gaussian_at_mode(target), generator=seeded())
+    found = elbo(target, fit.gaussian, generator=seeded(), num_samples=1000)
+    assert exact.log_evidence is not None
+    assert found.value < exact.log_evidence + 4 * (found.standard_error + (exact.log_evidence_error or 0))
+    assert found.value > exact.log_evidence - 0.6
+    assert fit.history[0] < fit.history[-10:].mean() - 1
+    assert fit.history[-10:].mean() == pytest.approx(found.value, abs=1.5)
+
+
+def test_a_resumed_fit_is_the_same() -> None:
+    target, states = head_target(THREE, 40, dtype=torch.float32), []
+    for how in ({}, {"estimator": "local"}, {"optimizer": "ivon"}):
+        plan = ViPlan(12, 9, 0.05, **how)  # type: ignore[arg-type]
+        start = torch.zeros(15)
+        states.clear()
+        whole = fit_vi(target, plan, start=start, generator=seeded(), save=lambda state, last: states.append(state))
+        again = fit_vi(target, plan, start=start + 1, generator=seeded(5), state=states[0])
+        assert len(states) > 1
+        assert torch.equal(again.gaussian.mean, whole.gaussian.mean), how
+        assert torch.equal(again.gaussian.covariance.variances, whole.gaussian.covariance.variances), how
+        assert torch.equal(again.history, whole.history)
+
+
+def test_it_starts_at_a_tenth_of_the_priors_spread_and_tells_what_is_not_finite() -> None:
+    target = head_target(THREE, 40)
+    learner = _MeanField(target, ViPlan(1, 9, 0.1), torch.zeros(15), stream(0, "x"))
+    torch.testing.assert_close(learner.log_sd.exp(), torch.full((15,), START_SHARE, dtype=torch.float64))
+    with pytest.raises(NumericError, match="ELBO is not finite"):
+        fit_vi(target, ViPlan(40, 9, 1e5), start=torch.zeros(15), generator=seeded())
