@@ -18,7 +18,7 @@ from bnncli.errors import NumericError
 from bnncli.lazy import torch
 from bnncli.machine import signals
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.network import pairs_at_once
+from bnncli.targets.activation_room import pairs_at_once
 
 if TYPE_CHECKING:
     from torch import Tensor

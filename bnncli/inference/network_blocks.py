@@ -46,7 +46,7 @@ def gradient_bytes(layout: ModuleLayout, num_pairs: int, device: torch.device, d
 
     In float64 the parameters that do not vary are held in it as long.
     """
-    from bnncli.targets.network import pairs_at_once
+    from bnncli.targets.activation_room import pairs_at_once
 
     count = min(num_pairs, pairs_at_once(layout, device, dtype))
     work = replace(layout.working, fixed=max(0, layout.working.fixed - 4 * layout.num_params))

@@ -12,7 +12,7 @@ from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes, try
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
 from bnncli.posteriors import draws_at_once, made_at_once
-from bnncli.targets.network import pairs_at_once
+from bnncli.targets.activation_room import pairs_at_once
 from bnncli.theta.module import ModuleLayout
 
 _CHAIN_VECTORS = (

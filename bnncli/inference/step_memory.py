@@ -53,7 +53,7 @@ class Stepping:
 
     def network_bytes(self, layout: ModuleLayout, num_examples: int, num_held: int, device: torch.device) -> int:
         """Of a network's parameters, with its inputs."""
-        from bnncli.targets.network import pairs_at_once  # here, for torch
+        from bnncli.targets.activation_room import pairs_at_once  # here, for torch
 
         size = layout.num_params
         inputs = (4 * layout.num_features + 8) * (num_examples + num_held)

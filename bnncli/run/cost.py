@@ -18,7 +18,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 
 HEAD, NETWORK = "head", "network"
-_FREE = ("map", "temperature")  # methods that take no gradient of the training data
+_FREE = ("map", "temperature", "ensemble")  # methods that take no gradient of the training data themselves
 _MADE_OF = ("refine",)  # methods whose base is part of them, and not only the source of a prior
 
 
@@ -112,8 +112,13 @@ def _own(header: Header) -> dict[str, float] | None:
 
 
 def _training(header: Header) -> float | None:
-    """Gradient passes that the checkpoint's training took, where its record says so."""
-    recorded = header.provenance.get("checkpoint")
-    passes = recorded.get("gradient_passes") if isinstance(recorded, Mapping) else None
-    is_number = isinstance(passes, int | float) and not isinstance(passes, bool)
-    return float(passes) if is_number and passes is not None else None
+    """Gradient passes that the training of the checkpoint took, or of an ensemble's members together; None where it is not known."""
+    if header.meta.get("method") == "ensemble":
+        return _count(header.meta.get("metrics", {}))
+    network = header.path.with_name("map.safetensors")
+    return _count(read_header(network).meta) if network.is_file() else None
+
+
+def _count(recorded: Mapping[str, Any]) -> float | None:
+    passes = recorded.get("gradient_passes")
+    return float(passes) if isinstance(passes, int | float) and not isinstance(passes, bool) else None

@@ -21,8 +21,8 @@ from bnncli import registry
 from bnncli.errors import DataError
 from bnncli.likelihoods import Likelihood
 from bnncli.machine.between_blocks import between_blocks
-from bnncli.machine.memory import CPU_ACTIVATION_BYTES, budget
 from bnncli.shapes import check_shapes
+from bnncli.targets.activation_room import pairs_at_once, share_of
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.own_gradient import ValueWithGradient
@@ -32,8 +32,6 @@ from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
 from bnncli.theta.prior import Prior
 
-_MOST_BYTES = {"cpu": CPU_ACTIVATION_BYTES}  # of activations at once
-_SHARE = 4  # one part in so many of what is free when a target is first asked; on a CPU where that is less
 _COPIES = 3  # of the numbers that a draw of logits holds while it is made
 _FEWEST = 64  # examples at once, before draws are taken one after the other
 
@@ -268,24 +266,6 @@ class NetworkTarget:
             weighted = self.likelihood.hessian_product_(probs, pushed.T.unsqueeze(1).clone())
             found.append(pull(weighted[:, 0].T)[0])
         return torch.stack(found)
-
-
-def share_of(device: torch.device) -> int:
-    """Bytes of a device for activations."""
-    share = budget(device) // _SHARE
-    return max(1, min(share, _MOST_BYTES.get(device.type, share)))
-
-
-def pairs_at_once(
-    layout: ModuleLayout, device: torch.device, dtype: torch.dtype = torch.float32, *, share: int | None = None
-) -> int:
-    """Pairs of a draw and an example whose activations have room at once, in a share of the device, by default share_of it."""
-    return max(1, (share or share_of(device)) // activation_bytes_of(layout, dtype))
-
-
-def activation_bytes_of(layout: ModuleLayout, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes that a pair takes at the peak of a backward pass, as measured in float32."""
-    return layout.working_bytes * dtype.itemsize // 4
 
 
 @dataclass(frozen=True)

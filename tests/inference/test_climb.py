@@ -98,7 +98,7 @@ def test_second_derivatives_are_those_of_autograd(monkeypatch: pytest.MonkeyPatc
     vectors = torch.randn(2, len(theta), generator=seeded(3), dtype=torch.float64)
     expected = vectors @ dense_hessian(target, theta)
     torch.testing.assert_close(target.second_derivatives(theta)(vectors), expected)
-    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 2_000})
+    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": 2_000})
     blocks = tanh_network()
     assert blocks.rows_at_once(2, torch.float64) < 20
     torch.testing.assert_close(blocks.second_derivatives(theta)(vectors), expected)

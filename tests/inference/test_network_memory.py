@@ -119,7 +119,7 @@ def test_a_smaller_budget_makes_smaller_blocks_and_the_same_numbers(
     target = make_target(layout, 60)
     start = layout.trained()
     whole = fit_gaussian(target, start=start, structure=structure, center="checkpoint").gaussian
-    monkeypatch.setattr("bnncli.targets.network.budget", lambda device: 4 * 12 * layout.working_bytes)
+    monkeypatch.setattr("bnncli.targets.activation_room.budget", lambda device: 4 * 12 * layout.working_bytes)
     small = make_target(layout, 60)
     assert (target.rows_at_once(1, torch.float32), small.rows_at_once(1, torch.float32)) == (60, 12)
     found = fit_gaussian(small, start=start, structure=structure, center="checkpoint").gaussian

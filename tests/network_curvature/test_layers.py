@@ -307,7 +307,7 @@ def test_norms_are_found_and_their_gradients_are_theirs() -> None:
 def test_the_diagonal_is_the_full_matrixs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(name)
     monkeypatch.setitem(diag._ELEMENTS, "cpu", 100)
-    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 8_000})
+    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": 8_000})
     expected = hessian_of(target, "full")["hessian.full"].diagonal()
     torch.testing.assert_close(hessian_of(make_target(name), "diag")["hessian.diag"], expected)
 
@@ -458,7 +458,7 @@ def test_what_was_drawn_and_what_has_a_diagonal_is_told() -> None:
 def test_blocks_of_examples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("conv")
     whole = {structure: hessian_of(target, structure) for structure in LAYERED}
-    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": 8_000})
+    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": 8_000})
     monkeypatch.setattr("bnncli.network_curvature._matrices._PATCHES", 100)
     target = make_target("conv")
     assert target.rows_at_once(1, torch.float64) < 6

@@ -113,7 +113,7 @@ def test_blocks_of_examples_and_draws_change_nothing(bytes_at_once: int, monkeyp
     whole = make_target()
     theta = around(whole)
     expected = whole.log_joint_and_grad(theta), whole.hessian_operator(theta[0])(theta[1:3])
-    monkeypatch.setattr("bnncli.targets.network._MOST_BYTES", {"cpu": bytes_at_once})
+    monkeypatch.setattr("bnncli.targets.activation_room._MOST_BYTES", {"cpu": bytes_at_once})
     blocks = make_target()
     assert blocks.rows_at_once(1, torch.float64) < N
     torch.testing.assert_close(blocks.log_joint_and_grad(theta), expected[0])

@@ -20,7 +20,7 @@ from bnncli.run.session import Run
 from bnncli.stages.diagnose.diagnosis import VAL_DRAWS
 from bnncli.stages.diagnose.layers import SeenSplits
 from bnncli.storage.headers import Header
-from bnncli.targets.network import pairs_at_once
+from bnncli.targets.activation_room import pairs_at_once
 
 _LIBRARIES = 135 * 2**20  # what arviz-stats, which fits Pareto k, and all that it imports take, as measured
 
