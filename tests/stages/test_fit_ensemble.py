@@ -88,10 +88,21 @@ def test_predictions_are_the_mean_of_the_networks_own(cli: Cli) -> None:
     assert header.meta["metrics"]["val_nll"]["members"] == pytest.approx(nll.tolist(), rel=1e-5)
     together = -each.mean(0)[range(10), labels[held_out]].log().mean()
     assert header.meta["metrics"]["val_nll"]["ensemble"] == pytest.approx(float(together), rel=1e-5)
-    assert cli("evaluate", "0.pt", "--posterior", "ensemble", "--bootstrap", 0).code == 0
-    diagnosed = cli("diagnose", "0.pt", "--posterior", "ensemble", "--trust-code")
+
+
+@pytest.mark.long
+def test_later_commands_take_an_ensemble_like_any_other(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    assert cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").code == 0
+    assert cli("predict", "0.pt", "--posterior", "map", "--posterior", "ensemble", "--trust-code").code == 0
+    scored = cli("evaluate", "0.pt", "--posterior", "ensemble", "--bootstrap", 0, "--json")
+    assert {row["posterior"] for row in scored.json["rows"]} == {"ensemble"}
+    assert cli("compare", "0.pt", "--bootstrap", 100).code == 0
+    diagnosed = cli("diagnose", "0.pt", "--posterior", "ensemble", "--trust-code", "--json")
     assert diagnosed.code == 0, diagnosed.stderr
+    assert diagnosed.json["posteriors"]["ensemble"]["elbo"]["value"] is None
     assert cli("verify", "0.pt.bnn").code == 0
+    assert cli("status", "0.pt", "--check").code == 0
 
 
 def test_a_resnet_predicts_with_each_members_own_statistics(cli: Cli) -> None:

@@ -75,8 +75,11 @@ def test_code_that_a_checkpoint_names_is_not_run_unasked(cli: Cli) -> None:
     done = cli("train", "a.safetensors", "--model", "net.py:make", *SHORT)
     assert done.code == 0
     assert "next: bnncli extract-features a.safetensors --model net.py:make" in done.stderr
-    Path("net.py").write_text("raise SystemExit(9)")
-    assert cli("extract-features", "a.safetensors", *DATA).code == 2
+    Path("net.py").write_text("open('ran', 'w').close()" + NETWORK)
+    asked = cli("extract-features", "a.safetensors", *DATA)
+    assert asked.code == 2
+    assert "--model" in asked.stderr
+    assert not Path("ran").exists()
 
 
 def test_averaged_weights_are_found_by_state_ema(cli: Cli) -> None:
@@ -89,6 +92,13 @@ def test_averaged_weights_are_found_by_state_ema(cli: Cli) -> None:
         head = load_file(f"{name}/posteriors/map.safetensors")
         assert torch.equal(head["mean"][:15], tensors[f"{prefix}ll.weight"].flatten().to(head["mean"]))
     assert not torch.equal(tensors["model.ll.weight"], tensors["model_ema.ll.weight"])
+
+
+def test_seeds_start_from_weights_of_their_own(cli: Cli) -> None:
+    words = ("m.safetensors", *MLP, *DATA, "--epochs", 1, "--learning-rate", 1e-12, "--seeds", 2)
+    assert cli("train", *words).code == 0
+    first, second = load_file("m-0.safetensors"), load_file("m-1.safetensors")
+    assert not any(torch.allclose(value, second[name], atol=1e-3) for name, value in first.items())
 
 
 def test_seeds_write_a_checkpoint_each_near_that_of_one_alone(cli: Cli) -> None:
