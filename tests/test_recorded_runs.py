@@ -29,7 +29,7 @@ def test_the_record_is_of_these_lines() -> None:
 
 def test_every_command_is_in_the_record_but_the_demo() -> None:
     commands = set(RECORDED[0]["stdout"]) - {"demo"}  # the demo is the other commands, on larger data
-    assert len(commands) == 18
+    assert len(commands) == 21
     assert commands <= {line.argv[0] for line in LINES}
 
 
