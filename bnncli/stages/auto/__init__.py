@@ -65,8 +65,8 @@ def run(run: Run, options: AutoOptions) -> Result:
     result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
     result.tables = [_table(rungs, rows, val.content.labels)]
     result.lines = [str(result.metrics["sentence"])]
-    took = ", ".join(f"{rung.name} {rung.seconds:.1f}" for rung in rungs if rung.seconds)
-    result.summary = [f"seconds: {took}"]
+    took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
+    result.summary = [f"took: {took}"]
     return result
 
 
