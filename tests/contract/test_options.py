@@ -28,6 +28,7 @@ SPECIAL = {
     "prior-precision": "2", "bias-precision": "2", "max-rhat": "1.5", "draws": "9", "alpha": "0.1", "bootstrap": "200", "format": "csv", "plot": "curve.png", "until": "ess>=9", "max-draws": "900", "model": "mlp", "elbo-draws": "9", "level": "0.5",
     "fit-sghmc sampler": "sghmc", "fit-sghmc draws": "9", "fit-sghmc epochs": "80", "fit-sghmc momentum-decay": "0.5", "preconditioner": "rmsprop", "start": "init",
     "fit-swag rank": "9", "optimizer": "ivon", "fit-vi estimator": "flipout",
+    "compare by": "cost", "fit-swag scale": "0.5",
     "fit-lbbnn hidden": "7,5", "fit-lbbnn estimator": "mnf", "schedule": "cosine", "variance": "published", "prior-inclusion": "0.5", "start-inclusion": "1,2", "flow-hidden": "7", "prune rule": "density", "density": "0.1", "slab-sd": "0.3", "true-inputs": "1,3",
 }  # fmt: skip
 # What an option needs beside it.
