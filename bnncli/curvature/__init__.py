@@ -71,7 +71,8 @@ def ggn(
     """
     kind = target.curvature(structure)
     kept: dict[str, Any] = {"before": before} if kind.fixed and before is not None else {}
-    count_passes(getattr(target, "curvature_passes", 1.0))
+    # Through a network a curvature pass takes a backward pass for each logit; the concave target is the head's.
+    count_passes(1.0 if target.is_concave else getattr(getattr(target, "likelihood", None), "num_outputs", 1))
     return kind.hessian(target, theta, **kept)
 
 

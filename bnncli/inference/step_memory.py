@@ -12,7 +12,7 @@ from bnncli.inference.memory import drawn_bytes, fit_bytes
 from bnncli.inference.network_blocks import first_use_bytes, gradient_bytes, trying_bytes
 from bnncli.lazy import torch
 from bnncli.machine.memory import budget, require
-from bnncli.theta.head import HeadLayout
+from bnncli.theta.layout import MatrixLayout
 from bnncli.theta.module import ModuleLayout
 
 _BATCH_VECTORS = 4  # of a minibatch's logits under every theta
@@ -40,7 +40,7 @@ class Stepping:
     num_predicting: int = 0
     num_judging: int = 0
 
-    def head_bytes(self, layout: HeadLayout, num_examples: int) -> int:
+    def head_bytes(self, layout: MatrixLayout, num_examples: int) -> int:
         """Of a last layer."""
         batch = min(self.batch_size, num_examples) * (
             layout.num_features + _BATCH_VECTORS * self.num_drawn * layout.num_outputs

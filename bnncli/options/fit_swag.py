@@ -23,8 +23,10 @@ class FitSwagOptions(TargetOptions):
         "Epochs after that, at whose ends an iterate each is taken; 100 by default, over other layers than the last 20.",
         minimum=2,
     )
-    rank: int = option(
-        20, "Deviations of the last iterates that are kept: the columns of the low-rank half.", minimum=2
+    rank: int | None = option(
+        None,
+        "Deviations of the last iterates that are kept: the columns of the low-rank half; 20 by default, or as many as there are.",
+        minimum=2,
     )
     batch_size: int | None = option(
         None,

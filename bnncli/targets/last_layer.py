@@ -26,7 +26,7 @@ from bnncli.targets.held_out import HeldOutFeatures
 from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.logit_blocks import block_logits, draw_blocks, weighted_feature_sums
 from bnncli.targets.own_gradient import ValueWithGradient
-from bnncli.targets.passes import PRODUCT_PASSES, count_passes
+from bnncli.targets.passes import count_passes, counting_products
 from bnncli.targets.stream import FeatureBlocks, Work
 from bnncli.targets.target import Curvature
 from bnncli.theta.head import HeadLayout
@@ -59,7 +59,6 @@ class LastLayerTarget:
     is_concave: ClassVar[bool] = True
     is_capturable: ClassVar[bool] = True
     rough_structure: ClassVar[str] = "kron"
-    curvature_passes: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         sizes = check_shapes(features=(self.features, "N D"), labels=(self.labels, label_shape(self.likelihood)))
@@ -173,10 +172,9 @@ class LastLayerTarget:
             return self.probabilities(theta, block) if kept is None else kept[:, rows]
 
         def multiply(vectors: Tensor) -> Tensor:
-            count_passes(PRODUCT_PASSES * len(vectors))
             return self._multiply_hessian(probabilities, vectors.to(self.device, self.dtype))
 
-        return multiply
+        return counting_products(multiply)
 
     def curvature(self, structure: str) -> Curvature:
         """The file of `curvature` that has this name. Raises UsageError when there is none."""

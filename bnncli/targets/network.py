@@ -26,7 +26,7 @@ from bnncli.targets.activation_room import pairs_at_once, share_of
 from bnncli.targets.curvature_choice import HESSIAN, USUAL, CurvatureChoice
 from bnncli.targets.labels import check_labels, label_shape
 from bnncli.targets.own_gradient import ValueWithGradient
-from bnncli.targets.passes import PRODUCT_PASSES, count_passes
+from bnncli.targets.passes import count_passes, counting_products
 from bnncli.targets.second_derivatives import second_derivatives
 from bnncli.targets.target import Curvature
 from bnncli.theta.module import ModuleLayout
@@ -85,11 +85,6 @@ class NetworkTarget:
     def dtype(self) -> torch.dtype:
         """Precision of the products: the inputs' own, float32 at least."""
         return self.inputs.dtype if self.inputs.dtype == torch.float64 else torch.float32
-
-    @property
-    def curvature_passes(self) -> float:
-        """Gradient passes that a curvature pass counts as: a backward pass for each logit."""
-        return float(self.layout.num_outputs)
 
     @property
     def is_resident(self) -> bool:
@@ -156,13 +151,12 @@ class NetworkTarget:
 
         def multiply(vectors: Tensor) -> Tensor:
             vectors = vectors.to(self.device, theta.dtype)
-            count_passes(PRODUCT_PASSES * len(vectors))
             total = torch.zeros(vectors.shape, dtype=torch.float64, device=self.device)
             for rows in self.row_blocks(1, theta.dtype):
                 total += self._ggn_product(theta, vectors, rows).double()
             return total * self.likelihood_scale
 
-        return multiply
+        return counting_products(multiply)
 
     def second_derivatives(self, theta: Tensor) -> Callable[[Tensor], Tensor]:
         """A function (M, P) -> (M, P) float64 that multiplies by all second derivatives of -log_joint at theta (P,)."""
@@ -180,8 +174,7 @@ class NetworkTarget:
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
         """Of the rows in index (B,): inputs (B, ...) and labels (B,), on the device."""
-        inputs = self.inputs[index.to(self.inputs.device)].to(self.device)
-        return inputs, self.labels[index.to(self.device)]
+        return self.inputs[index.to(self.inputs.device)].to(self.device), self.labels[index.to(self.device)]
 
     def minibatch(self, *examples: Tensor) -> NetworkTarget:
         """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""

@@ -5,10 +5,14 @@ Steps on minibatches are not counted here, nor what a graph replays: who takes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PRODUCT_PASSES = 2.0  # of a product with the Hessian: there and back
 
@@ -45,3 +49,13 @@ def count_passes(passes: float) -> None:
     tally = _ASKING.get()
     if tally is not None:
         tally.passes += passes
+
+
+def counting_products(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same product of a Hessian with vectors (M, P), counted."""
+
+    def counted(vectors: Tensor) -> Tensor:
+        count_passes(PRODUCT_PASSES * len(vectors))
+        return product(vectors)
+
+    return counted

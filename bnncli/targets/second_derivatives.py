@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bnncli.targets.passes import PRODUCT_PASSES, count_passes
+from bnncli.targets.passes import counting_products
 
 if TYPE_CHECKING:
     from bnncli.targets.network import NetworkTarget
@@ -25,7 +25,6 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
 
     def multiply(vectors: Tensor) -> Tensor:
         vectors = vectors.to(target.device)
-        count_passes(PRODUCT_PASSES * len(vectors))
         total = torch.zeros(vectors.shape, dtype=torch.float64, device=target.device)
         for rows in target.row_blocks(_GRAPHS, theta.dtype):
             with torch.enable_grad():
@@ -37,4 +36,4 @@ def second_derivatives(target: NetworkTarget, theta: Tensor) -> Callable[[Tensor
                 found -= torch.autograd.grad(gradient, leaf, vector, retain_graph=True)[0].double()
         return total * target.likelihood_scale - target.prior.gradient(vectors.double(), target.layout)
 
-    return multiply
+    return counting_products(multiply)

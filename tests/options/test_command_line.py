@@ -46,6 +46,8 @@ COMPANIONS = {
     ),
     "extract-features": ({"model": "lenet5", "data": "a=npz:x"}, {"from_npz": "x"}),
     "hmc": ({"layers": "all"},),
+    **dict.fromkeys(("fit-sghmc", "fit-swag"), ({"layers": "all"},)),
+    "fit-vi": ({"layers": "all"}, {"estimator": "reparam"}),
     "prune": ({"rule": "density"},),
     "fit-lbbnn": ({"estimator": "mnf"}, {"estimator": "concrete"}),
 }

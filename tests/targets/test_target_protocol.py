@@ -159,7 +159,15 @@ def test_they_know_a_target_by_its_protocol_alone(name: str) -> None:
 @pytest.mark.parametrize("room", ["inference", "flows", "covariances", "integrators", "evaluation"])
 def test_what_knows_the_last_layer_is_named(room: str) -> None:
     # The span of the features, how chains agree on held-out labels, and each layer of several and the directions of a subspace, which lie as a head does.
-    own = {"_layers", "_subspace", "_row_space", "row_space_lift", "row_space_draws", "predictive_convergence"}
+    own = {
+        "_layers",
+        "_subspace",
+        "_row_space",
+        "row_space_lift",
+        "local_draws",
+        "row_space_draws",
+        "predictive_convergence",
+    }
     for path in (ROOM.parent / room).glob("*.py"):
         modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         assert path.stem in own or not modules & {"bnncli.targets.last_layer", "bnncli.theta.head"}, path
