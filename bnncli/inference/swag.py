@@ -6,13 +6,14 @@ deviation from the running mean into the last R columns. Steps go down the mean 
 Its spread is whatever the learning rate makes it. The default rate is that at which the stationary distribution of SGD is nearest to
 the posterior in Kullback-Leibler divergence, where curvature and gradient noise are alike (Mandt, Hoffman and Blei 2017, arXiv:1704.04289,
 section 4.1): l / (1 - momentum) = 2 B P / (N tr C), C the covariance of one example's gradient. That takes noise for fresh in every
-step; that of shuffled batches cancels over an epoch, at whose end iterates are taken, so that the spread comes out smaller.
+step; that of shuffled batches cancels over an epoch, at whose end iterates are taken, so that the spread comes out smaller. `tamed` halves it where steps run away.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
 from bnncli.training.loop import Save, State, train
 
+_PILOT_EPOCHS = 5  # that a learning rate is tried for
+_MOST_HALVINGS = 20
 _NOISE_BATCHES = 64  # whose gradients tell tr C
 LEAST_SHARE = 1e-10  # of the prior's variance: what a parameter that does not move gets, for it must have some
 
@@ -184,6 +187,40 @@ class _Iterates(TargetLearner):
         )
         self.seen = state["history.log_joint"].tolist()
         self.num_taken = max(0, len(self.seen) - self.plan.warmup)
+
+
+def tamed(
+    target: CurvedTarget,
+    plan: SwagPlan,
+    *,
+    start: Tensor,
+    generator: torch.Generator,
+    progress: Progress = SILENT,
+) -> tuple[SwagPlan, int]:
+    """The plan with its learning rate halved as long as that ends a few epochs P / 2 nats higher; and the epochs that took.
+
+    Noise and curvature are those at the start, where a network is sure of its labels and both are small: further on the same rate
+    may be far too high. Around a mode draws of the posterior lie P / 2 nats below it, and iterates by the more the higher the rate.
+    """
+    done = 0
+
+    def height(rate: float) -> float:
+        """Of the last epoch's log joint."""
+        nonlocal done
+        done += _PILOT_EPOCHS
+        pilot = replace(plan, warmup=0, epochs=_PILOT_EPOCHS, rank=2, learning_rate=rate)
+        try:
+            return float(fit_swag(target, pilot, start=start, generator=generator, progress=progress).history[-1])
+        except NumericError:
+            return -math.inf
+
+    rate, own = plan.learning_rate, height(plan.learning_rate)
+    for _ in range(_MOST_HALVINGS):
+        halved = height(rate / 2)
+        if halved <= own + target.layout.num_params / 2 and math.isfinite(own):
+            break
+        rate, own = rate / 2, halved
+    return replace(plan, learning_rate=rate), done
 
 
 def noise_trace(

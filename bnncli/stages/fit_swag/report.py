@@ -11,7 +11,12 @@ TOO_NARROW = 1e-6
 
 def summary(metrics: dict[str, Any]) -> list[str]:
     """The numbers as lines for people."""
-    how = {"given": "as given", "noise": "by the noise of the gradients", "stability": "half of what is stable"}
+    how = {
+        "given": "as given",
+        "noise": "by the noise of the gradients",
+        "stability": "half of what is stable",
+        "pilot": "halved until steps did not run away",
+    }
     lines = [
         f"{metrics['iterates']} iterates after {metrics['warmup']} epochs of warm-up; learning rate {metrics['learning_rate']:.3g} "
         f"({how[metrics['learning_rate_by']]}), momentum {metrics['momentum']:g}, batches of {metrics['batch_size']:,}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bnncli.inference.stiffness import curvature_passes, largest_curvature
-from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace
+from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace, tamed
 from bnncli.options import FitSwagOptions
 from bnncli.run.cost import Cost
 from bnncli.run.produce_posterior import Fitted
@@ -65,7 +65,11 @@ def _planned(fitting: Fitting, options: FitSwagOptions, start: torch.Tensor) -> 
         options.momentum,
         options.scale,
     )
-    return plan, {"learning_rate": rate, "learning_rate_by": by}, passes
+    if by != "given":
+        plan, epochs = tamed(target, plan, start=start, generator=run.stream("fit-swag/pilot"), progress=run.console)
+        passes += epochs
+        by = by if plan.learning_rate == rate else "pilot"
+    return plan, {"learning_rate": plan.learning_rate, "learning_rate_by": by}, passes
 
 
 def _metrics(fitting: Fitting, plan: SwagPlan, found: SwagFit, start: torch.Tensor) -> dict[str, Any]:
