@@ -131,3 +131,26 @@ class FlowRefit:
             flow = fit_flow(target, base, generator=generator, progress=progress, **self.options).posterior
             found.append(flow.sample(num_draws, generator).double())
         return torch.stack(found)
+
+
+@dataclass(frozen=True)
+class TrainedRefit:
+    """Draws of Gaussians that are trained from zero, one after the other.
+
+    Args:
+        fit: makes one, of a target, a start (P,), a generator and what it reports to.
+    """
+
+    fit: Callable[[LastLayerTarget, Tensor, torch.Generator, Progress], Gaussian]
+
+    def __call__(
+        self,
+        targets: Sequence[LastLayerTarget],
+        num_draws: int,
+        generator: torch.Generator,
+        progress: Progress = SILENT,
+    ) -> Tensor:
+        """(M, L, P) float64 for M targets and L draws."""
+        start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64, device=targets[0].device)
+        fitted = (self.fit(target, start, generator, progress) for target in targets)
+        return torch.stack([one.sample(num_draws, generator).double() for one in fitted])

@@ -15,7 +15,7 @@ class SbcOptions(Checked):
 
     posterior: str = option(
         "laplace",
-        "Posterior whose fit is tried, by name or file: of fit-laplace, refine or hmc, over the last layer. Its method, options and prior "
+        "Posterior whose fit is tried, by name or file: of fit-laplace, refine, hmc, fit-vi or fit-swag, over the last layer. Its method, options and prior "
         "are taken, not its numbers.",
         metavar="NAME|FILE",
     )

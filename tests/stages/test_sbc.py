@@ -37,10 +37,19 @@ def test_the_table_and_the_sentence_are_printed_and_the_figure_drawn(cli: Cli, s
     assert figure.read_text().count("uniform") + figure.stat().st_size > 5000
 
 
+@pytest.mark.parametrize("method", ["vi", "swag"])
+def test_trained_gaussians_are_tried_with_their_own_plans(cli: Cli, small_run: Path, method: str) -> None:
+    more = ("--rank", 2, "--warmup", 0) if method == "swag" else ()
+    assert cli(f"fit-{method}", small_run, "--epochs", 4, *more).code == 0
+    done = cli("sbc", small_run, "--posterior", method, "--simulations", 30, "--draws", 19, "--examples", 60, "--json")
+    assert done.code == 0, done.stdout
+    assert not done.json["verdict"]["is_calibrated"]  # four epochs are too few
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--posterior", "map"), "--posterior: expected one of laplace, refine, hmc; map is of map"),
+        (("--posterior", "map"), "--posterior: expected one of laplace, refine, hmc, vi, swag; map is of map"),
         (("--posterior", "beside"), "--posterior: beside is centred on the checkpoint's weights"),
         (("--truth", "map"), "--truth: expected prior, or a posterior over the last layer"),
         (("--truth", "beside"), "--truth: beside has the prior 3, the posterior tried has 10"),

@@ -19,6 +19,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import head_judges, network_judge, parameter_judge
 from bnncli.run.chain_report import parameter_metrics, prediction_metrics
 from bnncli.run.cost import Cost
+from bnncli.run.inputs import open_posterior
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import ResumableDraws, resumable_training
 from bnncli.run.target_fit import Fitting
@@ -72,7 +73,8 @@ def _planned(
 ) -> tuple[SghmcPlan, torch.Tensor | None, dict[str, Any], float]:
     """How chains move, RMSprop's start, what is told of both, and the gradient passes that finding them took."""
     run, target = fitting.run, fitting.target
-    num_examples, passes, square = target.num_examples, curvature_passes(target), None
+    places = [theta, *_center_of_base(fitting)]
+    num_examples, passes, square = target.num_examples, len(places) * curvature_passes(target), None
     batch_size = min(options.examples_a_step, num_examples)
     if options.preconditioner == "rmsprop":
         square, more = mean_square(
@@ -80,7 +82,9 @@ def _planned(
         )
         passes += more
     scale = None if square is None else preconditioner(square)
-    stiffness = largest_curvature(target, theta, run.stream("fit-sghmc/stiffness"), scale)
+    # A network that is sure of its labels has little curvature where chains start, and more where they go.
+    generator = run.stream("fit-sghmc/stiffness")
+    stiffness = max(largest_curvature(target, place, generator, scale) for place in places)
     decay, last = options.decay, _rate_share(options)
     rate = options.learning_rate
     if rate is None:
@@ -107,6 +111,13 @@ def _planned(
         "excess_by_batches": by_batches,
     }
     return plan, square, told, passes
+
+
+def _center_of_base(fitting: Fitting) -> list[torch.Tensor]:
+    """The mean (P,) of the base where it is a Gaussian: about where the posterior is."""
+    if fitting.base is None or not fitting.base.is_gaussian:
+        return []
+    return [open_posterior(fitting.base.path)[0].mean.to(fitting.run.device)]
 
 
 def _squared_batch(batch_size: int, num_examples: int) -> int:

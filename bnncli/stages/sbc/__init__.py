@@ -30,7 +30,7 @@ COMMAND = Command(
     place=115,
 )
 
-METHODS = ("laplace", "refine", "hmc")
+METHODS = ("laplace", "refine", "hmc", "vi", "swag")
 
 
 def run(run: Run, options: SbcOptions) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,18 @@ import torch
 from torch import Tensor
 
 from bnncli.evaluation.rank_uniformity import RankLaw
-from bnncli.inference.refits import FlowRefit, GaussianRefit, HmcRefit, Refit
+from bnncli.inference.refits import FlowRefit, GaussianRefit, HmcRefit, Refit, TrainedRefit
 from bnncli.inference.simulations import Problem, quantities, ranks_of
+from bnncli.inference.swag import SwagPlan, fit_swag
+from bnncli.inference.vi import ViPlan, fit_vi
 from bnncli.options import SbcOptions
+from bnncli.posteriors.gaussian import Gaussian
+from bnncli.progress import Progress
 from bnncli.run.inputs import Split, load_split, open_posterior, recorded_prior
 from bnncli.run.session import Run
 from bnncli.stages.sbc.judged import RankedQuantity
 from bnncli.storage.headers import Header
+from bnncli.targets.last_layer import LastLayerTarget
 
 _OF_FLOWS = ("length", "epochs", "batch_size", "learning_rate", "num_draws", "patience")
 
@@ -56,12 +62,46 @@ def refit_of(run: Run, header: Header) -> Refit:
     meta, params = header.meta, header.provenance.get("params", {})
     if meta["method"] == "hmc":
         return HmcRefit(dynamics=str(params.get("dynamics", "split")))
+    if meta["method"] in _TRAINED:
+        return TrainedRefit(_TRAINED[meta["method"]](meta["metrics"]))
     structure = str(meta.get("structure", "full"))
     if meta["method"] == "laplace":
         return GaussianRefit(structure)
     given: dict[str, Any] = {name: params[name] for name in _OF_FLOWS}
     given |= {"flow": meta["flow"], "space": meta["space"], "settings": meta["settings"]}
     return FlowRefit(structure, given)
+
+
+def _vi(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
+    """Mean-field variational inference as the posterior's, to the end of its epochs."""
+
+    def fit(target: LastLayerTarget, start: Tensor, generator: torch.Generator, progress: Progress) -> Gaussian:
+        plan = ViPlan(
+            metrics["epochs"],
+            min(metrics["batch_size"], target.num_examples),
+            **{name: metrics[name] for name in ("learning_rate", "num_draws", "estimator", "optimizer", "kl_weight")},
+        )
+        return fit_vi(target, plan, start=start, generator=generator, progress=progress).gaussian
+
+    return fit
+
+
+def _swag(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
+    """SWAG as the posterior's, at its learning rate."""
+
+    def fit(target: LastLayerTarget, start: Tensor, generator: torch.Generator, progress: Progress) -> Gaussian:
+        plan = SwagPlan(
+            warmup=metrics["warmup"],
+            epochs=metrics["iterates"],
+            batch_size=min(metrics["batch_size"], target.num_examples),
+            **{name: metrics[name] for name in ("rank", "learning_rate", "momentum", "scale")},
+        )
+        return fit_swag(target, plan, start=start, generator=generator, progress=progress).gaussian
+
+    return fit
+
+
+_TRAINED = {"vi": _vi, "swag": _swag}
 
 
 def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:
