@@ -131,6 +131,8 @@ def _lines(extract: str) -> list[str]:
         "predict FOLDER/run --integrator all --samples 100",
         "predict FOLDER/run --integrator mc --integrator logit-mc --qmc --posterior laplace",
         "evaluate FOLDER/run --score all --bootstrap 100",
+        *_new_fits("200"),
+        *_trainings(),
         *_readers(),
         "integrals --grid-size 20",
         "demo --dir FOLDER/demo",
@@ -166,8 +168,35 @@ def _quick_lines() -> list[str]:
         "prune FOLDER/run",
         f"predict FOLDER/run --integrator mc --integrator plug-in --samples 20 {test}",
         f"evaluate FOLDER/run --bootstrap 10 {test}",
+        *_new_fits("20"),
         *_readers("--posterior laplace"),
         "integrals --mean 1 --variance 2 --integrator probit",
+    ]
+
+
+def _new_fits(epochs: str) -> list[str]:
+    """Baselines on the last layer, and what judges fits and files."""
+    train, test = f"--epochs {epochs}", "FOLDER/run.bnn/predictions/laplace.mc/test.h5"
+    return [
+        f"fit-sghmc FOLDER/run {train} --chains 2 --sampler sghmc",
+        f"fit-swag FOLDER/run {train} --warmup 2 --rank 2",
+        f"fit-vi FOLDER/run {train}",
+        "sbc FOLDER/run --simulations 20 --draws 9",
+        f"score {test} --bootstrap 10",
+    ]
+
+
+_NETWORK = "--model mlp --model-arg inputs=784 --model-arg hidden=4"
+
+
+def _trainings() -> list[str]:
+    """Networks of our own, and what is made of them."""
+    data = f"--data train=npz:{fixture_path('train.npz')}@200 --data val=npz:{fixture_path('val.npz')}@100"
+    return [
+        f"train FOLDER/net.safetensors {_NETWORK} {data} --epochs 2 --seeds 2",
+        f"extract-features FOLDER/net-0.safetensors {data}",
+        "fit-ensemble FOLDER/net-0.safetensors FOLDER/net-1.safetensors",
+        "auto FOLDER/net-0.safetensors",
     ]
 
 

@@ -9,7 +9,7 @@ from bnncli.evaluation.excess import Scored, excesses
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Predictive:
     """A posterior by an integrator.
 
     Args:
@@ -36,12 +36,12 @@ class Recommendation:
         why: in words.
     """
 
-    chosen: Candidate | None
+    chosen: Predictive | None
     pays: bool
     why: str
 
 
-def recommend(candidates: Sequence[Candidate], baseline: Scored) -> Recommendation:
+def recommend(candidates: Sequence[Predictive], baseline: Scored) -> Recommendation:
     """The recommendation among candidates and the network at one temperature, or as trained: `baseline`.
 
     Of those whose mean loss on val is at most the baseline's: the simplest posterior that is good for its target, by the first of its
@@ -67,5 +67,5 @@ def recommend(candidates: Sequence[Candidate], baseline: Scored) -> Recommendati
     return Recommendation(first, pays, why)
 
 
-def _loss(one: Candidate) -> float:
+def _loss(one: Predictive) -> float:
     return one.scored.nll

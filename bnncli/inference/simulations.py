@@ -60,7 +60,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class RankedNumber:
     """What is ranked: a number of theta, or the log joint of theta and the labels.
 
     Args:
@@ -74,7 +74,7 @@ class Quantity:
 
 def quantities(
     layout: HeadLayout, held_out: Tensor, generator: torch.Generator, *, num_params: int = 4, num_logits: int = 4
-) -> list[Quantity]:
+) -> list[RankedNumber]:
     """The log joint, held-out logits, and a few weights and biases, chosen at random.
 
     Args:
@@ -82,7 +82,7 @@ def quantities(
         num_params: weights and biases.
         num_logits: of inputs taken from held_out, each of one output.
     """
-    found = [Quantity("log joint")]
+    found = [RankedNumber("log joint")]
     order = torch.randperm(layout.num_params, generator=generator).tolist()
     chosen = order[: max(0, num_params - int(layout.has_bias))]
     if layout.has_bias:
@@ -91,10 +91,10 @@ def quantities(
     for place in dict.fromkeys(chosen):
         direction = torch.zeros(layout.num_params, dtype=torch.float64)
         direction[place] = 1.0
-        found.append(Quantity(_name_of(place, layout), direction))
+        found.append(RankedNumber(_name_of(place, layout), direction))
     for row in torch.randperm(len(held_out), generator=generator)[:num_logits].tolist():
         output = int(torch.randint(layout.num_outputs, (1,), generator=generator))
-        found.append(Quantity(f"logit {output} of held-out input {row}", _logit(layout, held_out[row], output)))
+        found.append(RankedNumber(f"logit {output} of held-out input {row}", _logit(layout, held_out[row], output)))
     return found
 
 
@@ -103,7 +103,7 @@ def ranks_of(
     thetas: Tensor,
     refit: Refit,
     *,
-    ranked: Sequence[Quantity],
+    ranked: Sequence[RankedNumber],
     num_draws: int,
     generator: torch.Generator,
     progress: Progress = SILENT,
@@ -173,7 +173,7 @@ def _name_of(place: int, layout: HeadLayout) -> str:
     return f"weight {place // layout.num_features}, {place % layout.num_features}"
 
 
-def _values(quantity: Quantity, theta: Tensor, targets: Sequence[LastLayerTarget]) -> Tensor:
+def _values(quantity: RankedNumber, theta: Tensor, targets: Sequence[LastLayerTarget]) -> Tensor:
     """A quantity at theta (m, S, P) of each target, (m, S) float64."""
     if quantity.direction is not None:
         return theta @ quantity.direction.to(theta)

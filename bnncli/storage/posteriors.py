@@ -156,7 +156,11 @@ def read_document(path: Path) -> dict[str, Any]:
             code="wrong_kind",
             path=path,
         )
-    document = parse_document(path, str(metadata[METADATA_KEY]))
+    text = str(metadata[METADATA_KEY])
+    document = parse_document(path, text)
+    # Two texts can be the same number in their last digit: what is read must be what was written, byte for byte.
+    if '"document_sha256"' in text and canonical_json(with_digest(document)) != text:
+        raise DataError(f"{path}: its header does not match its digest", code="bad_header", path=path)
     try:
         ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
     except (TypeError, KeyError, IndexError, ValueError):

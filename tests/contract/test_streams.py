@@ -33,6 +33,14 @@ def make():
 """
 
 
+TINY = ("--model", "mlp", "--model-arg", "inputs=5", "--model-arg", "hidden=3", "--model-arg", "classes=3")
+
+
+def data_of(run: Path) -> tuple[str, str]:
+    """The training features as inputs of a network."""
+    return "--data", f"train=npz:{run.with_name('features.npz')}:features_train,labels_train"
+
+
 def words_of(name: str, run: Path) -> list[object]:
     """A command line that succeeds on a finished run; the artifacts that it asks for are there already."""
     npz, folder = run.with_name("features.npz"), run.with_name("small.bnn")
@@ -52,6 +60,8 @@ def words_of(name: str, run: Path) -> list[object]:
         "integrals": [name, "--mean", "1.7", "--variance", "4"],
         "fit-lbbnn": [name, run, "--epochs", 50, "--inclusion-rate", 0.1],
         "sbc": [name, run, "--simulations", 20, "--draws", 9],
+        "train": [name, run.with_name("net.safetensors"), *TINY, *data_of(run), "--epochs", 1],
+        "fit-ensemble": [name, *(run.with_name(f"net-{seed}.safetensors") for seed in (0, 1))],
     }.get(name, [name, run])
 
 
@@ -88,6 +98,19 @@ def run(small_run: Path, request: pytest.FixtureRequest, cli: Cli) -> Path:
     name = request.getfixturevalue("name") if "name" in request.fixturenames else None
     if name == "prune":
         assert cli("fit-lbbnn", small_run, "--epochs", 1).code == 0
+    if name == "fit-ensemble":
+        trained = (
+            "train",
+            small_run.with_name("net.safetensors"),
+            *TINY,
+            *data_of(small_run),
+            "--epochs",
+            1,
+            "--seeds",
+            2,
+        )
+        assert cli(*trained).code == 0
+        assert cli("extract-features", small_run.with_name("net-0.safetensors"), *data_of(small_run)).code == 0
     if name == "fit-lbbnn":
         shutil.copy(request.getfixturevalue("lbbnn"), small_run.with_name("small.bnn") / "posteriors")
     return small_run

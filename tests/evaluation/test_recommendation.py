@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bnncli.evaluation.excess import Scored
-from bnncli.evaluation.recommendation import Candidate, recommend
+from bnncli.evaluation.recommendation import Predictive, recommend
 
 NOISE = np.random.default_rng(0)
 LOSSES = NOISE.exponential(size=400)
@@ -14,11 +14,11 @@ LOSSES = NOISE.exponential(size=400)
 
 def candidate(
     name: str, change: float, *, rung: int = 1, is_good: bool = True, noise: float = 0.02, seed: int = 1
-) -> Candidate:
+) -> Predictive:
     """Losses that differ from the baseline's by `change` on average."""
     own = np.random.default_rng(seed).normal(size=400) * noise
     posterior, _, integrator = name.partition(".")
-    return Candidate(posterior, integrator or "mc", rung, is_good, Scored(name, LOSSES + change + own - own.mean()))
+    return Predictive(posterior, integrator or "mc", rung, is_good, Scored(name, LOSSES + change + own - own.mean()))
 
 
 BASELINE = Scored("temperature", LOSSES)
@@ -47,7 +47,7 @@ BASELINE = Scored("temperature", LOSSES)
         "by-another-integrator",
     ],
 )
-def test_the_recommended(candidates: list[Candidate], chosen: str | None, pays: bool) -> None:
+def test_the_recommended(candidates: list[Predictive], chosen: str | None, pays: bool) -> None:
     found = recommend(candidates, BASELINE)
     assert (found.chosen.posterior if found.chosen else None, found.pays) == (chosen, pays)
 
@@ -59,7 +59,7 @@ def test_nothing_recommended_is_worse_on_val_than_the_baseline_and_bayes_is_rare
     for _ in range(num):
         losses = generator.exponential(size=150)
         scored = [Scored(str(place), losses + generator.normal(scale=0.3, size=150)) for place in range(6)]
-        candidates = [Candidate("p", one.name, 1, bool(generator.integers(2)), one) for one in scored]
+        candidates = [Predictive("p", one.name, 1, bool(generator.integers(2)), one) for one in scored]
         found = recommend(candidates, Scored("temperature", losses))
         paid += found.pays
         assert found.chosen is None or found.chosen.scored.nll <= losses.mean()

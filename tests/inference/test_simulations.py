@@ -14,7 +14,7 @@ from bnncli.evaluation.rank_uniformity import RankLaw
 from bnncli.inference.hmc import sample_hmc
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.inference.refits import FlowRefit, GaussianRefit, HmcRefit, Refit
-from bnncli.inference.simulations import Problem, Quantity, quantities, ranks_of, simulated_labels
+from bnncli.inference.simulations import Problem, RankedNumber, quantities, ranks_of, simulated_labels
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -170,7 +170,7 @@ def test_equal_numbers_are_ranked_at_random() -> None:
         return torch.zeros(len(targets), num_draws, LAYOUT.num_params, dtype=torch.float64)
 
     problem = Problem(features(5), LAYOUT, PRIOR)
-    ranked = [Quantity("one", torch.eye(LAYOUT.num_params, dtype=torch.float64)[0])]
+    ranked = [RankedNumber("one", torch.eye(LAYOUT.num_params, dtype=torch.float64)[0])]
     thetas = torch.zeros(300, LAYOUT.num_params, dtype=torch.float64)
     ranks = ranks_of(problem, thetas, stuck, ranked=ranked, num_draws=9, generator=seeded())
     assert RankLaw(300, 9).p_value(ranks[0].numpy()) > 0.001

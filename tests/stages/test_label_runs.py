@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bnncli.stages.evaluate.class_table import class_table
 from problems.command_line import Cli
 from problems.label_sets import NUM_LABELS, label_arrays
 from problems.outputs import table_rows
 
 import bnncli
+from bnncli.run.class_table import class_table
 from bnncli.run.inputs import open_posterior
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.predictions import read_predictions
@@ -205,7 +205,14 @@ def test_the_table_shows_what_matters_of_labels_and_says_what_it_is(cli: Cli, ru
 
 def test_the_table_of_classes_that_exclude_each_other_has_their_recall() -> None:
     metrics = [{"name": "balanced_accuracy", "value": 0.7, "per_class": [0.5, None]}, {"name": "nll", "value": 1.0}]
-    names = {"split": "test", "posterior": "map", "variant": "plug-in", "classes": ["a", "b"], "class_counts": [2, 0]}
+    names = {
+        "split": "test",
+        "posterior": "map",
+        "variant": "plug-in",
+        "samples": None,
+        "classes": ["a", "b"],
+        "class_counts": [2, 0],
+    }
     table = class_table([{**names, "metrics": metrics}])
     assert table is not None
     assert table.columns == ["split", "posterior", "integrator", "class", "examples", "recall"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.evaluation.excess import Scored
-from bnncli.evaluation.recommendation import Candidate, Recommendation, recommend
+from bnncli.evaluation.recommendation import Predictive, Recommendation, recommend
 from bnncli.integrators import supports
 from bnncli.run.inputs import Split, open_posterior
 from bnncli.run.produce import Computed, Request
@@ -57,7 +57,7 @@ def when_fresh(header: Header) -> Computed:
     return Computed(lambda provenance, may_replace: header.content_digest, metrics)
 
 
-def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored], list[Candidate]]:
+def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored], list[Predictive]]:
     """The network as trained and at its best temperature, held out; and every posterior by every integrator that it supports."""
     points: dict[str, Scored] = {}
     candidates = []
@@ -75,12 +75,12 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
                 for name in _INTEGRATORS:
                     if supports(name, posterior):
                         scored = predictive_on_val(run, posterior, val, name, key=f"{rung.posterior}.{name}")
-                        candidates.append(Candidate(rung.posterior, name, place, bool(rung.is_good), scored))
+                        candidates.append(Predictive(rung.posterior, name, place, bool(rung.is_good), scored))
         task.advance()
     return points, candidates
 
 
-def _without_network(candidates: list[Candidate]) -> Recommendation:
+def _without_network(candidates: list[Predictive]) -> Recommendation:
     """Of a run of features alone: there is no network to do better than, so that each is held against the worst."""
     worst = max(candidates, key=lambda one: one.scored.nll)
     found = recommend(candidates, worst.scored)
