@@ -48,7 +48,9 @@ def recommend(candidates: Sequence[Predictive], baseline: Scored) -> Recommendat
     integrators in their order here, unless another candidate is better than that beyond chance; where none is good, that of the
     lowest loss. The baseline where none is left.
     """
-    pays = any(gap.is_worse for gap in excesses(baseline, [one.scored for one in candidates])) if candidates else False
+    if not candidates:
+        return Recommendation(None, False, "no posterior was fitted")
+    pays = any(gap.is_worse for gap in excesses(baseline, [one.scored for one in candidates]))
     eligible = [one for one in candidates if one.scored.nll <= baseline.nll]
     if not eligible:
         return Recommendation(None, pays, "no posterior predicts val better than it")

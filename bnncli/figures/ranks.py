@@ -19,19 +19,20 @@ _IN, _OUT = "#0072b2", "#d55e00"
 _COLUMNS = 3
 
 
-def draw(ranks: Mapping[str, NDArray[np.int64]], law: RankLaw, *, level: float) -> Figure:
+def draw(ranks: Mapping[str, NDArray[np.int64]], law: RankLaw, *, level: float, title: str) -> Figure:
     """A panel for each quantity: the share of ranks below each, less that expected, and the band for all ranks at once.
 
     Args:
         ranks: (M,) of each quantity by its name.
         law: of uniform ranks.
         level: with which uniform ranks leave a panel's band.
+        title: whose ranks these are.
     """
     from matplotlib.figure import Figure
 
     num_rows = math.ceil(len(ranks) / _COLUMNS)
     figure = Figure(figsize=(3.3 * _COLUMNS, 2.5 * num_rows), layout="constrained")
-    axes = figure.subplots(num_rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flatten()
+    axes = figure.subplots(num_rows, _COLUMNS, sharex=True, squeeze=False).flatten()
     lowest, highest = (bound / law.num_simulations - law.shares for bound in law.bounds(level))
     for place, (name, some) in enumerate(ranks.items()):
         panel = axes[place]
@@ -46,6 +47,7 @@ def draw(ranks: Mapping[str, NDArray[np.int64]], law: RankLaw, *, level: float) 
         plain_axes(panel)
     for panel in axes[len(ranks) :]:
         panel.set_axis_off()
+    figure.suptitle(f"{title}: grey, where uniform ranks stay but for {level:.2g} of the time", fontsize="medium")
     figure.supxlabel("rank of the truth among the draws, as a share", fontsize="medium")
     figure.supylabel("share of ranks below, less that expected", fontsize="medium")
     return figure

@@ -18,7 +18,7 @@ from bnncli.storage.artifacts import read_header
 from bnncli.storage.headers import Header
 
 HEAD, NETWORK = "head", "network"
-_FREE = ("map", "temperature", "ensemble")  # methods that take no gradient of the training data themselves
+_FREE = ("map", "temperature")  # methods that take no gradient of the training data themselves
 _MADE_OF = ("refine",)  # methods whose base is part of them, and not only the source of a prior
 
 
@@ -86,6 +86,11 @@ def total_cost(header: Header | None) -> TotalCost:
     if header is None:
         return TotalCost(None, None, None)
     found = _own(header)
+    if (
+        header.meta.get("method") == "ensemble"
+    ):  # what its members' trainings took together, that of the checkpoint among them
+        members = _count(header.meta.get("metrics", {}))
+        return TotalCost(None, None, None) if members is None else TotalCost(0.0, members, 0.0)
     if found is None:
         return TotalCost(None, None, _training(header))
     return TotalCost(found[HEAD], found[NETWORK], _training(header))
@@ -112,9 +117,7 @@ def _own(header: Header) -> dict[str, float] | None:
 
 
 def _training(header: Header) -> float | None:
-    """Gradient passes that the training of the checkpoint took, or of an ensemble's members together; None where it is not known."""
-    if header.meta.get("method") == "ensemble":
-        return _count(header.meta.get("metrics", {}))
+    """Gradient passes that the training of the checkpoint took; None where it is not known."""
     network = header.path.with_name("map.safetensors")
     return _count(read_header(network).meta) if network.is_file() else None
 

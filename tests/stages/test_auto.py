@@ -74,8 +74,10 @@ def test_the_ladder_is_climbed_where_the_gaussian_is_no_good(cli: Cli, tmp_path:
 def test_a_budget_that_is_spent_leaves_fits_out_and_says_so(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
     found = auto(cli, run, "--budget", "0.001s")
-    assert all("the budget is spent" in rung["note"] for rung in found["rungs"][1:])
-    assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] == "map"
+    assert [rung["name"] for rung in found["rungs"] if rung["is_there"]] == ["network", "fit-temperature"]
+    assert "the budget is spent" in found["rungs"][-1]["note"]
+    assert next(row for row in found["rows"] if row["is_recommended"])["posterior"] == "temperature"
+    assert "nothing is known of what Bayes would give" in found["metrics"]["sentence"]
 
 
 @pytest.mark.parametrize("words", [("--budget", "soon"), ("--budget", "0s"), ("--dry-run",)], ids=" ".join)

@@ -195,3 +195,12 @@ def test_a_stale_ensemble_is_made_again_of_the_same_members(cli: Cli) -> None:
     found = cli("status", "0.pt", "--json").json["artifacts"]
     (entry,) = [one for one in found if one["name"] == "posteriors/ensemble.safetensors"]
     assert (entry["state"], entry["remake"]) == ("stale", "bnncli fit-ensemble 0.pt 1.pt 2.pt --trust-code")
+
+
+def test_other_members_are_another_ensemble_and_their_order_is_none(cli: Cli) -> None:
+    assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
+    save("3.pt", network(3))
+    assert cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").code == 0
+    assert "up to date" in cli("fit-ensemble", "0.pt", "2.pt", "1.pt", "--trust-code").stderr
+    other = cli("fit-ensemble", "0.pt", "1.pt", "3.pt", "--trust-code")
+    assert (other.code, "members" in other.stderr) == (73, True)

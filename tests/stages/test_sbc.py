@@ -49,7 +49,10 @@ def test_trained_gaussians_are_tried_with_their_own_plans(cli: Cli, small_run: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--posterior", "map"), "--posterior: expected one of laplace, refine, hmc, vi, swag; map is of map"),
+        (
+            ("--posterior", "map"),
+            "--posterior: expected a posterior by one of laplace, refine, hmc, vi, swag; map is by map",
+        ),
         (("--posterior", "beside"), "--posterior: beside is centred on the checkpoint's weights"),
         (("--truth", "map"), "--truth: expected prior, or a posterior over the last layer"),
         (("--truth", "beside"), "--truth: beside has the prior 3, the posterior tried has 10"),

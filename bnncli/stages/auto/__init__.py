@@ -79,26 +79,19 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
         mark = "*" if any(row["is_recommended"] for row in own) else ""
         shown = next((row for row in own if row["is_recommended"]), best)
         if shown is None:
-            cells.append([rung.name, "-", "-", "-", "-", "-", rung.note])
+            cells.append([rung.name, "-", "-", "-", "-", "-"])
             continue
         gain = shown["gain"]
         told = "-" if gain is None else f"{gain['value']:+.4f} +- {gain['standard_error']:.4f}"
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
         cells.append(
-            [
-                f"{rung.posterior}{mark}",
-                shown["integrator"],
-                f"{shown['nll']:.4f}",
-                f"{shown['ece']:.1%}",
-                told,
-                good,
-                rung.note,
-            ]
+            [f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", f"{shown['ece']:.1%}", told, good]
         )
     notes = [
+        *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
         f"NLL and ECE of {len(labels)} examples of val; gain in NLL over the network at its best temperature (held out), paired; * recommended",
         "good: whether the posterior is good for its target, as diagnose judges; the prior precision was chosen on the same val split, "
         "which favours posteriors a little",
     ]
-    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good", ""]
+    columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
     return Table(columns, cells, notes=notes)

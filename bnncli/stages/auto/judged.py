@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.errors import CheckFailed
 from bnncli.evaluation.excess import Scored
 from bnncli.evaluation.recommendation import Predictive, Recommendation, recommend
 from bnncli.integrators import supports
@@ -36,7 +37,7 @@ def compute(run: Run, request: Request, rungs: list[Rung], val: Split) -> Comput
     rows += [
         _row(one.posterior, one.integrator, one.scored, baseline, is_recommended=one is chosen) for one in candidates
     ]
-    sentence = _sentence(run, found, names[plain] if plain else None, baseline)
+    sentence = _sentence(found, names[plain] if plain else None, baseline, rivals=len(candidates))
 
     def publish(provenance: dict[str, Any], may_replace: bool) -> str:
         return write_metrics(
@@ -82,6 +83,8 @@ def _scored(run: Run, rungs: list[Rung], val: Split) -> tuple[dict[str, Scored],
 
 def _without_network(candidates: list[Predictive]) -> Recommendation:
     """Of a run of features alone: there is no network to do better than, so that each is held against the worst."""
+    if not candidates:
+        raise CheckFailed("no posterior was fitted, and this run has no network to recommend", code="nothing_fitted")
     worst = max(candidates, key=lambda one: one.scored.nll)
     found = recommend(candidates, worst.scored)
     return Recommendation(found.chosen, False, found.why)
@@ -107,8 +110,10 @@ def _row(
     }
 
 
-def _sentence(run: Run, found: Recommendation, plain: str | None, baseline: Scored | None) -> str:
+def _sentence(found: Recommendation, plain: str | None, baseline: Scored | None, *, rivals: int) -> str:
     chosen = found.chosen
+    if chosen is None and not rivals:
+        return f"recommended: {plain}, for want of a posterior: {found.why}, so that nothing is known of what Bayes would give"
     if chosen is None:
         return (
             f"recommended: {plain}, {'the network as trained' if plain == 'map' else 'the network at one temperature'}. Bayes does not "

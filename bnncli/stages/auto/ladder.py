@@ -61,7 +61,11 @@ def climb(run: Run, voice: LimitedVoice, *, options: o.AutoOptions, has_network:
     if has_network:
         network = run.folder.posterior("map")
         rungs.append(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
-        rungs.append(_step(run, voice, "fit-temperature", o.FitTemperatureOptions(), "temperature", is_judged=False))
+        # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
+        unlimited = LimitedVoice(voice.console, None)
+        rungs.append(
+            _step(run, unlimited, "fit-temperature", o.FitTemperatureOptions(), "temperature", is_judged=False)
+        )
     base = _step(run, voice, "fit-laplace", o.FitLaplaceOptions(prior_precision=options.prior_precision), "laplace")
     rungs.append(base)
     if base.source is None or (base.is_good and not options.full):

@@ -44,11 +44,11 @@ class Name(NamedTuple):
 
     @property
     def cost_cell(self) -> str:
-        """Gradient passes, and what they went through."""
+        """Gradient passes, and what they went through; the checkpoint's training with them where it is known."""
         cost = self.cost
-        if cost.own is None:
+        if cost.head is None or cost.network is None:
             return "unknown"
-        parts = [(cost.head, HEAD), (cost.network, NETWORK)]
+        parts = [(cost.network + (cost.training or 0.0), NETWORK), (cost.head, HEAD)]
         return (
             " + ".join(
                 f"{passes:,.4g} {name}" if passes < 100 else f"{passes:,.0f} {name}" for passes, name in parts if passes
@@ -93,8 +93,8 @@ class Comparison:
         """What the cost is, and what of it is unknown."""
         if not self.shows_cost:
             return []
-        training = self.names[0].cost.training
-        known = "unknown" if training is None else f"{training:,.0f} passes through the network, not in the column"
+        is_known = all(name.cost.training is not None for name in self.names)
+        known = "in the column" if is_known else "unknown, not in the column"
         return [
             f"{_COST}: of the posterior and its base, gradients of the training data over its number of examples, a product with the Hessian as two; "
             f"training of the checkpoint: {known}"

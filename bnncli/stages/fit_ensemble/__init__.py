@@ -37,7 +37,7 @@ COMMAND = Command(
 
 def run(run: Run, options: FitEnsembleOptions) -> Result:
     """Publish the ensemble; the result's metrics say what it cost and what it is worth on val."""
-    members = [Path(one) for one in run.arguments["member"]]
+    members = sorted((Path(one) for one in run.arguments["member"]), key=lambda path: (path.name, str(path)))
     first, val = load_split(run, (run.folder.splits() or ["train"])[0]), labeled_val(run)
     if first.content.head_weight is None or first.checkpoint is None:
         raise UsageError("this run has no network, only features: an ensemble is of checkpoints")
@@ -53,7 +53,7 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
     request = posterior_request(
         run,
         "ensemble",
-        params={"num_members": 1 + len(members)},
+        params={"members": [path.name for path in members]},
         algo_rev=_revisions.FIT_ENSEMBLE,
         sources=sources,
         checkpoint=first.checkpoint,

@@ -12,7 +12,7 @@ from bnncli.options.sbc import PRIOR
 from bnncli.run.inputs import load_split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
 from bnncli.run.session import Result, Run, Table, source_json
-from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
+from bnncli.stages.sbc.judged import RankedQuantity, p_text, verdict_of
 from bnncli.storage.figures import check_figure_path, write_figure
 from bnncli.storage.headers import Header
 
@@ -77,7 +77,7 @@ def run(run: Run, options: SbcOptions) -> Result:
         failure=None if verdict.is_calibrated or not options.strict else _failure(verdict.sentence),
     )
     if options.plot is not None:
-        result.outputs = _plot(Path(options.plot), ranked, options)
+        result.outputs = _plot(Path(options.plot), ranked, options, path.stem)
         result.action = "computed"
         result.tables[0].notes.append(f"drawn: {options.plot}")
     return result
@@ -87,7 +87,9 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
     """Raise UsageError for a posterior whose fit cannot be made anew from labels and features alone."""
     method = header.meta.get("method")
     if method not in METHODS:
-        raise UsageError(f"--posterior: expected one of {', '.join(METHODS)}; {path.stem} is of {method}")
+        raise UsageError(
+            f"--posterior: expected a posterior by one of {', '.join(METHODS)}; {path.stem} is by {method}"
+        )
     if header.meta.get("layers") is not None:
         raise UsageError(
             f"--posterior: {path.stem} is over --layers {header.meta['layers']}; sbc tries fits of the last layer"
@@ -122,7 +124,7 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
     cells = [
         [
             one.name,
-            f"{one.p_value:.3g}",
+            p_text(one.p_value),
             f"{one.mean_rank:.3f}",
             f"{one.spread:.2f}",
             f"{one.coverage(0.5):.1%}",
@@ -139,14 +141,19 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
     return Table(["quantity", "p", "mean rank", "spread", "50 %", "90 %"], cells, notes=notes)
 
 
-def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions) -> list[dict[str, Any]]:
+def _plot(path: Path, ranked: list[RankedQuantity], options: SbcOptions, name: str) -> list[dict[str, Any]]:
     """The figure, published; as the result's outputs."""
     from bnncli.evaluation.rank_uniformity import RankLaw
     from bnncli.figures import render
     from bnncli.figures.ranks import draw
 
     law = RankLaw(options.simulations, options.draws)
-    figure = draw({one.name: one.ranks for one in ranked}, law, level=options.level / len(ranked))
+    figure = draw(
+        {one.name: one.ranks for one in ranked},
+        law,
+        level=options.level / len(ranked),
+        title=f"{name}, {options.simulations} simulations",
+    )
     digest = write_figure(path, render(figure, path.suffix[1:].lower()))
     return [{"role": "sbc.plot", "path": str(path), "content_digest": digest}]
 

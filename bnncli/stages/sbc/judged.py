@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bnncli.options import SbcOptions
 
+_LEAST = 1e-12  # of a p-value: below it the sum over paths is rounding
 _CLEAR = 3.0  # standard errors beyond which a shift or a spread is what is wrong
 
 
@@ -88,7 +89,7 @@ def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> 
             f"the fit of {name} is calibrated as far as {options.simulations} simulations tell: {len(ranked)} quantities, all ranks uniform",
         )
     told = ", ".join(
-        f"{one.name} ({one.fault or 'uneven'}, p {one.p_value:.2g})"
+        f"{one.name} ({one.fault or 'uneven'}, p {p_text(one.p_value)})"
         for one in sorted(odd, key=lambda one: one.p_value)[:4]
     )
     more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
@@ -96,3 +97,8 @@ def verdict_of(ranked: list[RankedQuantity], name: str, options: SbcOptions) -> 
         False,
         f"the fit of {name} is not calibrated: draws of {len(odd)} of {len(ranked)} quantities are off: {told}{more}",
     )
+
+
+def p_text(value: float) -> str:
+    """A p-value for people."""
+    return f"below {_LEAST:g}" if value < _LEAST else f"{value:.2g}"
