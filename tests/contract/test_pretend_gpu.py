@@ -140,8 +140,6 @@ LINES = (
     "predict v --samples 6 --posterior refine --posterior hmc --posterior lbbnn --split test",
     "auto s",
     "sbc s --simulations 20 --draws 9 --posterior hmc --truth hmc",
-    "sbc s --simulations 20 --draws 9 --posterior refine --truth laplace",
-    "sbc v --simulations 20 --draws 9 --posterior hmc",
     "integrals --mean 1,2,0 --variance 1,1,1 --samples 9",
     "integrals --grid-size 2 --samples 9",
 )

@@ -34,7 +34,7 @@ def test_ranks_leave_the_bounds_exactly_where_their_p_value_is_at_most_the_level
 
 
 def test_uniform_ranks_are_doubted_no_more_often_than_the_level_says() -> None:
-    values = p_values(RankLaw(40, 19), 1500)
+    values = p_values(RankLaw(30, 9), 1000)
     for level in (0.01, 0.05, 0.2):
         assert (values <= level).mean() < level + 4 * (level * (1 - level) / len(values)) ** 0.5
     assert (values <= 0.2).mean() > 0.15  # and not much less often

@@ -11,7 +11,7 @@ from problems.command_line import Cli
 from bnncli.options import SbcOptions
 from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
 
-FEW = ("--simulations", 80, "--draws", 19, "--examples", 60)
+FEW = ("--simulations", 50, "--draws", 19, "--examples", 40)
 
 
 def test_exact_draws_pass_and_a_diagonal_gaussian_does_not(cli: Cli, small_run: Path) -> None:
