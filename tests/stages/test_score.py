@@ -274,3 +274,25 @@ def test_predictions_without_labels_are_told_once_where_scores_need_them(cli: Cl
     assert "no labels" not in cli("score", "alone.npy", *QUICK, "--metric", "mean_entropy").stderr
     assert "no labels" not in cli("score", "p.npz", *QUICK).stderr
     assert cli("score", "alone.npy", *QUICK, "--metric", "nll").code == 65
+
+
+UNDEFINED = {
+    "no reference": (("--metric", "agreement"), "--reference is missing"),
+    "no draws": (("--metric", "mmd2"), "it compares draws of weights"),
+    "no split outside": (("--metric", "auroc"), "there is no out-of-distribution split"),
+    "no logits": (("--ood", "far=far.npy", "--score", "energy", "--metric", "auroc"), "undefined on split 'test': "),
+}
+
+
+@pytest.mark.parametrize("case", UNDEFINED)
+def test_a_score_that_was_asked_for_and_is_undefined_is_told_with_its_reason(cli: Cli, folder: Path, case: str) -> None:
+    words, said = UNDEFINED[case]
+    np.save("far.npy", np.load("p.npz")["probs"][::-1])
+    done = cli("score", "p.npz", *QUICK, *words)
+    assert (done.code, said in done.stderr) == (65, True), done.stderr
+
+
+def test_a_score_of_examples_beside_one_that_is_undefined_is_shown(cli: Cli, folder: Path) -> None:
+    np.save("far.npy", np.load("p.npz")["probs"][::-1])
+    both = ("--score", "energy", "--score", "max_prob")
+    assert cli("score", "p.npz", *QUICK, "--ood", "far=far.npy", *both, "--metric", "auroc").code == 0

@@ -129,7 +129,7 @@ def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> li
     chosen = [row for row in rows if not options.split or row["split"] in options.split]
     if not options.metric:
         return chosen
-    return with_metrics(chosen, options.metric)
+    return with_metrics(chosen, options.metric, options.shown_scores)
 
 
 def _evaluate(

@@ -213,7 +213,7 @@ def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> l
         rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
     else:
         rows = [without_classes(row) for row in rows]
-    return with_metrics(rows, options.metric) if options.metric else rows
+    return with_metrics(rows, options.metric, options.shown_scores) if options.metric else rows
 
 
 def _head(row: Mapping[str, Any]) -> list[str]:
