@@ -296,3 +296,14 @@ def test_a_score_of_examples_beside_one_that_is_undefined_is_shown(cli: Cli, fol
     np.save("far.npy", np.load("p.npz")["probs"][::-1])
     both = ("--score", "energy", "--score", "max_prob")
     assert cli("score", "p.npz", *QUICK, "--ood", "far=far.npy", *both, "--metric", "auroc").code == 0
+
+
+def test_probabilities_that_are_taken_for_logits_are_warned_of(cli: Cli, folder: Path, logits: np.ndarray) -> None:
+    np.savez("l.npz", logits=logits)
+    said = "is taken for logits, and its rows sum to 1"
+    done = cli("score", "p.npz", "--logits", *QUICK)
+    assert (done.code, done.stderr.count(f"'probs' {said}")) == (0, 1), done.stderr
+    assert said in cli("score", "l.npz", "--ood", "far=p.npz", "--logits", *QUICK).stderr
+    assert said not in cli("score", "l.npz", "--logits", *QUICK).stderr
+    np.savez("called.npz", logits=np.load("p.npz")["probs"])
+    assert said not in cli("score", "called.npz", "--logits", *QUICK).stderr

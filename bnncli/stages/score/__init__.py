@@ -67,6 +67,8 @@ def run(run: Run, options: ScoreOptions) -> Result:
     names = [_described(given), *({**_described(given), "split": name} for name in groups)]
     check_names(options.assertions, names)
     bootstrap = _bootstrap(run, options, len(given.probs))
+    for text in (one.doubt for one in (given, *outside) if one.doubt is not None):
+        run.console.warn(text)
     for text in rare_class_warnings(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
         run.console.warn(text)
     metrics = split_rows(given, options.settings, bootstrap, poll=run.console.poll)
