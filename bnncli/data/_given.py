@@ -14,15 +14,24 @@ import numpy as np
 
 from bnncli.data._arrays import npz_shapes, read_npz
 from bnncli.data._arrow_tables import BlockTable, ParquetBlocks
-from bnncli.data._columns import LIST
+from bnncli.data._columns import LIST, TEXT
 from bnncli.data._delimited import DelimitedTable
-from bnncli.data._given_columns import LABEL, Chosen, divide, find_arrays, find_columns, find_labels
+from bnncli.data._given_columns import (
+    LABEL,
+    Chosen,
+    called_as_predictions,
+    divide,
+    find_arrays,
+    find_columns,
+    find_labels,
+)
 from bnncli.data._label_values import Labels, labels_of, several_labels
 from bnncli.data._labels import check_labels
+from bnncli.data._number_cells import check_cells, odd_number
 from bnncli.data._table import StoredTable
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import is_failure, open_regular
-from bnncli.names import quoted
+from bnncli.names import listed, quoted
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
@@ -103,6 +112,11 @@ def read_texts(path: Path, column: str) -> list[str]:
     """The values (N,) of a column or array as texts. Raises as read_given does; DataError where there is no such column."""
     magic, where = magic_of(path), quoted(path, limit=300)
     if magic.startswith(_ZIP_MAGIC):
+        if column not in (names := list(npz_shapes(path))):
+            raise DataError(
+                f"{where} has no array {quoted(column)}; it has {listed(names, limit=20)}", code="no_column",
+                hint="name one of these, or a column of another file: FILE:COLUMN", path=path,
+            )  # fmt: skip
         array = read_npz(path, [column])[column]
         if array.ndim != 1:
             raise DataError(f"{where}: array {quoted(column)} has shape {array.shape}, expected (N,)", path=path)
@@ -142,6 +156,13 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
         raise DataError(f"{where} has no arrays: it is no npz file", path=path)
     is_named = {name for key, name in named.items() if key != LABEL}
     real = {name: shape for name, (shape, dtype) in shapes.items() if dtype.kind == "f" or name in is_named}
+    absent = next((name for name in is_named if name not in shapes), None)
+    if absent is not None:
+        raise DataError(
+            f"{where} has no array {quoted(absent)}; it has {listed(list(shapes), limit=20)}",
+            code="no_column",
+            path=path,
+        )
     chosen = find_arrays(real, named, wanted, where)
     (name,) = chosen.names
     labels = find_labels(list(shapes), named, where) if has_labels or LABEL in named else ()
@@ -155,6 +176,8 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
 
 def _of_table(table: StoredTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
     where = quoted(table.path, limit=300)
+    if not named.keys() - {LABEL}:
+        check_cells(table, called_as_predictions(table.columns, TEXT), where)
     chosen = find_columns(table.columns, named, wanted, where)
     _check_one_origin(table, where)
     label_names = find_labels(list(table.columns), named, where) if has_labels or LABEL in named else ()
@@ -195,28 +218,11 @@ def _numbers(table: StoredTable, chosen: Chosen, num_rows: int, where: str) -> n
         try:
             block = np.array(columns[0] if is_list else columns, dtype=np.float64)
         except (ValueError, TypeError):
-            raise _odd_number(columns, names, start, where, is_list=is_list) from None
+            raise odd_number(columns, names, start, where, is_list=is_list) from None
         found.append(block if is_list else block.T)
         if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
             raise DataError(f"{where}: the lists of column {quoted(names[0])} differ in length", path=table.path)
     return np.concatenate(found)
-
-
-def _odd_number(
-    columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
-) -> DataError:
-    for name, column in zip(names, columns, strict=True):
-        for place, value in enumerate(column):
-            if is_list and isinstance(value, list) and len(value) != len(column[0] or ()):
-                return DataError(
-                    f"{where}: row {start + place}: column {quoted(name)} has {len(value)} numbers, the first row {len(column[0])}"
-                )
-            try:
-                np.float64(value) if not is_list else np.array(value, np.float64)
-            except (ValueError, TypeError):
-                came = quoted(value) if value not in ("", None) else "nothing"
-                return DataError(f"{where}: row {start + place}, column {quoted(name)}: expected a number, got {came}")
-    return DataError(f"{where}: column {quoted(names[0])} has values that are no numbers")
 
 
 def _of_columns(

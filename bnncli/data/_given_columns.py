@@ -143,6 +143,17 @@ def find_columns(columns: Mapping[str, str], named: Mapping[str, str], wanted: s
     )  # fmt: skip
 
 
+def called_as_predictions(columns: Mapping[str, str], kind: str) -> list[str]:
+    """The columns that hold values of a kind and are called as probabilities or logits are."""
+    prefixes = [prefix for every in _PREFIXES.values() for prefix in every]
+    whole = {name for every in _NAMES.values() for name in every}
+    return [
+        name
+        for name, holds in columns.items()
+        if holds == kind and (name.casefold() in whole or any(_begins(name, prefix) for prefix in prefixes))
+    ]
+
+
 def find_labels(
     names: Sequence[str], named: Mapping[str, str], where: str, *, is_alone: bool = False
 ) -> tuple[str, ...]:

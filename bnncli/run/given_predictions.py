@@ -57,6 +57,7 @@ class GivenPredictions:
         arrays: what else detectors take, by the names that prediction files have.
         ranking: rule, threshold and cap of the uncertainty-aware ranking, where there is one.
         header: of a prediction file of predict. file: what it holds.
+        doubt: what speaks against what the user says of them.
     """
 
     name: str
@@ -70,6 +71,7 @@ class GivenPredictions:
     ranking: Mapping[str, Any] | None = None
     header: Header | None = None
     file: PredictionFile | None = None
+    doubt: str | None = None
 
     @cached_property
     def examples(self) -> ExampleStatistics:
@@ -175,8 +177,11 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
     where, num_outputs = quoted(given.path, limit=300), given.values.shape[1]
     likelihood = _likelihood(given.labels, num_outputs, said, where)
     holds = said.holds or _found(given, likelihood, where)
-    arrays = {} if given.mutual_info is None else {"mutual_info": given.mutual_info}
+    arrays, doubt = {} if given.mutual_info is None else {"mutual_info": given.mutual_info}, None
     if holds == LOGITS:
+        is_called = "logit" in given.column.casefold()
+        if said.holds and not is_called and _are_distributions(given.values, likelihood):
+            doubt = f"{where}: {quoted(given.column)} is taken for logits, and its rows sum to 1 as probabilities do; are they? Leave out \0logits\0"
         probs, of_logits = _from_logits(given.values, likelihood, f"{where}: {given.column}")
         arrays |= of_logits
     else:
@@ -190,7 +195,9 @@ def _of_file(given: GivenFile, said: Said, name: str) -> GivenPredictions:
             probs = np.concatenate([1 - probs, probs], axis=1)
     has_names = given.classes is not None and len(given.classes) == likelihood.num_classes
     classes = given.classes if has_names and given.classes else tuple(map(str, range(likelihood.num_classes)))
-    found = GivenPredictions(name, given.path, probs, None, classes, has_names, likelihood.is_exclusive, arrays)
+    found = GivenPredictions(
+        name, given.path, probs, None, classes, has_names, likelihood.is_exclusive, arrays, doubt=doubt
+    )
     return found if given.labels is None else _with_labels(found, given.labels, said, where)
 
 
@@ -250,9 +257,8 @@ def _found(given: GivenFile, likelihood: Likelihood, where: str) -> str:
             code="not_finite",
             path=given.path,
         )
-    is_within = smallest >= -ROW_SUM_TOLERANCE and largest <= 1 + ROW_SUM_TOLERANCE
-    sums_to_one = likelihood.is_exclusive and values.shape[1] > 1 and is_within and _sum_to_one(values)
-    if given.holds == PROBS or (is_within and (sums_to_one or (given.holds is None))):
+    is_probable = _are_distributions(values, likelihood) or (given.holds is None and _are_within(values))
+    if given.holds == PROBS or is_probable:
         return PROBS  # what is wrong with them the check of probabilities tells
     if given.holds == LOGITS:
         return LOGITS
@@ -267,6 +273,15 @@ def _found(given: GivenFile, likelihood: Likelihood, where: str) -> str:
 
 
 _LOG_HINT = "add \0logits\0, whose softmax is the same, or exponentiate them first"
+
+
+def _are_within(values: NDArray) -> bool:
+    return float(values.min()) >= -ROW_SUM_TOLERANCE and float(values.max()) <= 1 + ROW_SUM_TOLERANCE
+
+
+def _are_distributions(values: NDArray, likelihood: Likelihood) -> bool:
+    """Whether the rows can be probabilities of classes that exclude each other, as they stand."""
+    return likelihood.is_exclusive and values.shape[1] > 1 and _are_within(values) and _sum_to_one(values)
 
 
 def _sum_to_one(values: NDArray, made: Any = np.asarray) -> bool:

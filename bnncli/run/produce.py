@@ -37,6 +37,7 @@ class Request:
             that is not planned.
         require: passes where the machine has room for the work, and may warn of what it takes; called where there is some.
         begin: passes where the work can begin, as far as can be told before PyTorch is imported for it; not in a dry run.
+        why_anew: why what is there is made anew, though with other params than these that are recorded; None: it is refused.
     """
 
     target: Path
@@ -50,6 +51,7 @@ class Request:
     require: Callable[[], object] = lambda: None
     begin: Callable[[], object] = lambda: None
     estimated_memory: Callable[[], int | None] = lambda: None
+    why_anew: Callable[[Mapping[str, Any]], str | None] = lambda recorded: None
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def _decide(run: Run, request: Request) -> Decision:
         sources=request.sources,
         weights_digest=request.checkpoint["weights_digest"] if request.checkpoint else None,
         force=run.write.force,
+        why_anew=request.why_anew,
     )
 
 

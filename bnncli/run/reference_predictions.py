@@ -59,13 +59,7 @@ def rows_against(
     """
     from bnncli.evaluation.fidelity import Forecasts, fidelity_rows
 
-    if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
-        what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that do not exclude each other")
-        raise DataError(
-            f"{_shown(reference)}: expected {ours.probs.shape[1]} classes, as split {ours.split!r} has; got {what}"
-        )
-    reference.check()
-    rows = matching_rows(ours, reference, tell=tell)
+    rows = check_against(ours, reference, tell=tell)
     found = fidelity_rows(
         Forecasts(ours.probs, ours.mutual_info),
         _of_rows(reference, rows, name),
@@ -75,6 +69,19 @@ def rows_against(
         is_exclusive=ours.is_exclusive,
     )
     return found
+
+
+def check_against(
+    ours: MatchedForecasts, reference: GivenPredictions, *, tell: Callable[[str], None] = lambda text: None
+) -> NDArray[np.int64] | None:
+    """The rows of `matching_rows`. Raises DataError as `rows_against` does."""
+    if reference.is_exclusive != ours.is_exclusive or reference.probs.shape[1] != ours.probs.shape[1]:
+        what = f"{reference.probs.shape[1]}" + ("" if reference.is_exclusive else " that do not exclude each other")
+        raise DataError(
+            f"{_shown(reference)}: expected {ours.probs.shape[1]} classes, as split {ours.split!r} has; got {what}"
+        )
+    reference.check()
+    return matching_rows(ours, reference, tell=tell)
 
 
 def matching_rows(

@@ -59,17 +59,25 @@ def legend(
     return lines
 
 
-def with_metrics(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The rows with the scores of these names alone. Raises DataError for one that is undefined in all rows of a split."""
+def with_metrics(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> list[Row]:
+    """The rows with the scores of these names alone.
+
+    Args:
+        detectors: the scores of examples by which detection is shown.
+
+    Raises:
+        DataError: one of them is undefined in all rows of a split.
+    """
     kept = [{**row, "metrics": [m for m in row["metrics"] if m["name"] in names]} for row in rows]
-    _check_defined(kept, names)
+    _check_defined(kept, names, detectors)
     return kept
 
 
-def _check_defined(rows: Sequence[Row], names: Sequence[str]) -> None:
+def _check_defined(rows: Sequence[Row], names: Sequence[str], detectors: Sequence[str]) -> None:
     for split in dict.fromkeys(row["split"] for row in rows):
         for name in names:
             found = [m for row in rows if row["split"] == split for m in row["metrics"] if m["name"] == name]
+            found = [m for m in found if m.get("score", detectors[0]) in detectors] or found
             if all(m["value"] is None for m in found):
                 reason = found[0]["undefined"] if found else _why_absent(name, rows)
                 raise DataError(f"\0metric\0 {name} is undefined on split {split!r}: {reason}", code="undefined_metric")
@@ -83,4 +91,8 @@ def _why_absent(name: str, rows: Sequence[Row]) -> str:
     if is_of_split:
         has_labels = any(recorded_name(row) is not None for row in rows)
         return "it is not for several labels an example" if has_labels else "it is for several labels an example"
+    if any(one.of_reference is not None for one in makers):
+        return "nothing to hold the predictions against is named (\0reference\0 is missing)"
+    if any(one.of_draws is not None for one in makers):
+        return "it compares draws of weights, and predictions have none"
     return "there is no out-of-distribution split"

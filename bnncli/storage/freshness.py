@@ -49,8 +49,12 @@ def decide(
     sources: Sequence[Source],
     weights_digest: str | None,
     force: bool,
+    why_anew: Callable[[Mapping[str, Any]], str | None] = lambda recorded: None,
 ) -> Decision:
     """What a request means for the file at `target`.
+
+    Args:
+        why_anew: why it is made anew though it was made with these other parameters, for people; None: it is not.
 
     Raises:
         UsageError: the target is one of the inputs.
@@ -66,6 +70,9 @@ def decide(
         return Decision("replace", "\0force\0", header)
     recorded = _recorded_params(header)
     if params_hash(_chosen(recorded)) != params_hash(_chosen(params)):
+        why = why_anew(_chosen(recorded))
+        if why is not None:
+            return Decision("replace", why, header)
         differences = _differences(recorded, params)
         raise OutputExists(
             f"{target} exists and was made with other options ({differences})",
@@ -149,6 +156,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 def _said(params: Mapping[str, Any], name: str) -> str:
     value = params.get(name)
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {_said(value, key)}" for key in value)
     return "none" if value in (None, [], "") else str(value) if not isinstance(value, str) else repr(value)
 
 

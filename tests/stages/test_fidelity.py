@@ -158,3 +158,28 @@ def test_neither_a_posterior_nor_a_file(cli: Cli, small_run: Path) -> None:
     done = cli("evaluate", small_run, "--reference", "nobody")
     assert done.code == 66
     assert "'nobody' is no posterior of the run (there: " in done.stderr
+
+
+def test_what_differs_in_the_reference_alone_is_made_anew_without_force(cli: Cli, small_run: Path) -> None:
+    words = ("evaluate", small_run, *LAPLACE, "--split", "test", "--bootstrap", 0)
+    with_map, with_hmc = (*words, "--reference", "map"), (*words, "--reference", "hmc")
+    assert cli(*words, "--force").code == 0
+    done = cli(*with_map)
+    assert done.code == 0
+    assert "replacing it (made without --reference, asked for with --reference map.plug-in)" in done.stderr
+    assert "made with --reference map.plug-in, asked for with --reference hmc.mc)" in cli(*with_hmc).stderr
+    done = cli(*words, "--dry-run")
+    assert "made with --reference hmc.mc, asked for without --reference" in done.stdout
+    assert "replacing it" in cli(*words).stderr
+    assert "up to date" in cli(*words).stderr
+    done = cli(*words[:-1], 7, "--reference", "hmc")
+    assert (done.code, "bootstrap: 0 there, 7 asked" in done.stderr, "{" in done.stderr) == (73, True, False)
+
+
+def test_a_bad_reference_is_told_before_scores_that_are_there(cli: Cli, small_run: Path, tmp_path: Path) -> None:
+    words = ("evaluate", small_run, *LAPLACE, "--bootstrap", 0)
+    assert cli(*words, "--force").code == 0
+    np.savez(tmp_path / "short.npz", probs=predictions(small_run, "hmc.mc").probs[:-1])
+    for one in (words, (*words, "--seed", 9)):
+        done = cli(*one, "--reference", tmp_path / "short.npz")
+        assert (done.code, "short.npz' has" in done.stderr) == (65, True), done.stderr

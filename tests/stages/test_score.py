@@ -265,3 +265,45 @@ def test_a_table_of_predict_is_scored_as_its_predictions_are(cli: Cli, small_run
     done = cli("score", tmp_path / "all.csv")
     assert done.code == 65
     assert "has the predictions of 3 splits, posteriors or integrators" in done.stderr
+
+
+def test_predictions_without_labels_are_told_once_where_scores_need_them(cli: Cli, folder: Path) -> None:
+    np.save("alone.npy", np.load("p.npz")["probs"])
+    done = cli("score", "alone.npy", *QUICK)
+    assert (done.code, done.stderr.count("no labels found; --labels FILE[:COLUMN]")) == (0, 1)
+    assert "no labels" not in cli("score", "alone.npy", *QUICK, "--metric", "mean_entropy").stderr
+    assert "no labels" not in cli("score", "p.npz", *QUICK).stderr
+    assert cli("score", "alone.npy", *QUICK, "--metric", "nll").code == 65
+
+
+UNDEFINED = {
+    "no reference": (("--metric", "agreement"), "--reference is missing"),
+    "no draws": (("--metric", "mmd2"), "it compares draws of weights"),
+    "no split outside": (("--metric", "auroc"), "there is no out-of-distribution split"),
+    "no logits": (("--ood", "far=far.npy", "--score", "energy", "--metric", "auroc"), "undefined on split 'test': "),
+}
+
+
+@pytest.mark.parametrize("case", UNDEFINED)
+def test_a_score_that_was_asked_for_and_is_undefined_is_told_with_its_reason(cli: Cli, folder: Path, case: str) -> None:
+    words, said = UNDEFINED[case]
+    np.save("far.npy", np.load("p.npz")["probs"][::-1])
+    done = cli("score", "p.npz", *QUICK, *words)
+    assert (done.code, said in done.stderr) == (65, True), done.stderr
+
+
+def test_a_score_of_examples_beside_one_that_is_undefined_is_shown(cli: Cli, folder: Path) -> None:
+    np.save("far.npy", np.load("p.npz")["probs"][::-1])
+    both = ("--score", "energy", "--score", "max_prob")
+    assert cli("score", "p.npz", *QUICK, "--ood", "far=far.npy", *both, "--metric", "auroc").code == 0
+
+
+def test_probabilities_that_are_taken_for_logits_are_warned_of(cli: Cli, folder: Path, logits: np.ndarray) -> None:
+    np.savez("l.npz", logits=logits)
+    said = "is taken for logits, and its rows sum to 1"
+    done = cli("score", "p.npz", "--logits", *QUICK)
+    assert (done.code, done.stderr.count(f"'probs' {said}")) == (0, 1), done.stderr
+    assert said in cli("score", "l.npz", "--ood", "far=p.npz", "--logits", *QUICK).stderr
+    assert said not in cli("score", "l.npz", "--logits", *QUICK).stderr
+    np.savez("called.npz", logits=np.load("p.npz")["probs"])
+    assert said not in cli("score", "called.npz", "--logits", *QUICK).stderr

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import CheckFailed, MissingInput
+from bnncli.errors import CheckFailed, MissingInput, OutputExists
 from bnncli.options import EvaluateOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.options.declaration import spelled
@@ -23,7 +23,7 @@ from bnncli.run.shown_scores import legend, with_metrics
 from bnncli.scores import further_names
 from bnncli.stages.evaluate.curves import curves_of, draw_plots, planned_plots
 from bnncli.stages.evaluate.features import evaluate_features, row_name
-from bnncli.stages.evaluate.fidelity import FidelityReference, draws_name, find_fidelity
+from bnncli.stages.evaluate.fidelity import FidelityReference, draws_name, find_fidelity, why_anew
 from bnncli.stages.evaluate.reference import USUAL, Reference, References
 from bnncli.stages.evaluate.thinned import check_true_inputs, has_density, is_latent
 from bnncli.storage.artifacts import read_header
@@ -129,7 +129,7 @@ def _shown(run: Run, options: EvaluateOptions, rows: list[dict[str, Any]]) -> li
     chosen = [row for row in rows if not options.split or row["split"] in options.split]
     if not options.metric:
         return chosen
-    return with_metrics(chosen, options.metric)
+    return with_metrics(chosen, options.metric, options.shown_scores)
 
 
 def _evaluate(
@@ -161,8 +161,9 @@ def _evaluate(
     target = run.folder.metrics(group.name)
     checkpoint = group.headers[0].provenance.get("checkpoint")
     request = Request(
-        target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, lambda: 1 << 18
-    )
+        target, "metrics", f"metrics.{group.name}", params, _revisions.EVALUATE, sources, checkpoint, lambda: 1 << 18,
+        why_anew=partial(why_anew, params),
+    )  # fmt: skip
 
     def compute() -> Computed:
         from bnncli.stages.evaluate.distances import distance_rows
@@ -197,7 +198,12 @@ def _evaluate(
 
         return Computed(publish, {"rows": rows})
 
-    return produce(run, request, compute, when_fresh=_when_fresh)
+    try:
+        return produce(run, request, compute, when_fresh=_when_fresh)
+    except OutputExists:
+        if fidelity is not None:
+            fidelity.check(group)  # what is wrong with what was given is told before what is there
+        raise
 
 
 def _when_fresh(header: Header) -> Computed:

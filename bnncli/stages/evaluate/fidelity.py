@@ -16,7 +16,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.options import EvaluateOptions
 from bnncli.run.given_predictions import GivenPredictions, Said, open_given
 from bnncli.run.prediction_groups import PredictionGroup, open_groups
-from bnncli.run.reference_predictions import MatchedForecasts, rows_against
+from bnncli.run.reference_predictions import MatchedForecasts, check_against, rows_against
 from bnncli.run.score_rows import PredictedSplit, bootstrap_of
 from bnncli.run.session import Run
 from bnncli.scores import fidelities
@@ -57,14 +57,29 @@ class FidelityReference:
         if group.name == self.group or split.name not in self.places:
             reason = "it is the reference itself" if group.name == self.group else self.why_not
             return undefined_fidelity(fidelities(), reference=self.name, reason=reason)
-        if split.name not in self.opened:
-            self.opened[split.name] = open_given(self.places[split.name], Said())
+        return rows_against(
+            self._ours(split),
+            self._opened(split.name),
+            name=self.name,
+            bootstrap=bootstrap_of(run, options),
+            tell=run.console.info,
+        )
+
+    def check(self, group: PredictionGroup) -> None:
+        """Pass where the reference can be held against these predictions. Raises as `rows` does, without its work."""
+        for split in map(PredictedSplit, group.splits(is_ood=False).values()):
+            if group.name != self.group and split.name in self.places:
+                check_against(self._ours(split), self._opened(split.name))
+
+    def _opened(self, name: str) -> GivenPredictions:
+        if name not in self.opened:
+            self.opened[name] = open_given(self.places[name], Said())
+        return self.opened[name]
+
+    def _ours(self, split: PredictedSplit) -> MatchedForecasts:
         file = split.file
         labels = None if file.labels is None else np.asarray(file.labels)
-        ours = MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
-        return rows_against(
-            ours, self.opened[split.name], name=self.name, bootstrap=bootstrap_of(run, options), tell=run.console.info
-        )
+        return MatchedForecasts(split.name, file.probs, labels, file.mutual_info, file.sample_id, file.is_exclusive)
 
 
 def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[PredictionGroup]) -> FidelityReference | None:
@@ -88,6 +103,25 @@ def find_fidelity(run: Run, options: EvaluateOptions, groups: Sequence[Predictio
             hint=run.suggest("hmc") if place == "hmc" else run.suggest("status"),
         )
     return _of_file(place, path, options, groups)
+
+
+def why_anew(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
+    """Why scores that were made with these parameters are made anew: they differ in the reference alone; None where they do not."""
+    names = {name for name in {*asked, *recorded} if asked.get(name) != recorded.get(name)}
+    if "fidelity" not in names or not names <= {"fidelity", "reference"}:
+        return None
+    then, now = (params.get("fidelity") or {} for params in (recorded, asked))
+    with_splits = then.get("reference") == now.get("reference")
+    said = [_said(one, with_splits=with_splits) for one in (then, now)]
+    return f"made {said[0]}, asked for {said[1]}"
+
+
+def _said(recorded: Mapping[str, Any], *, with_splits: bool) -> str:
+    """A reference as a metrics file records it, in the words of the option."""
+    if not recorded:
+        return "without \0reference\0"
+    splits = f" of {', '.join(recorded['splits']) or 'no split'}" if with_splits else ""
+    return f"with \0reference\0 {recorded['reference']}{splits}"
 
 
 def draws_name(run: Run, options: EvaluateOptions, usual: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from bnncli.data import divide_given, read_texts
 from bnncli.errors import CheckFailed, DataError, UsageError
+from bnncli.evaluation.weighted_scores import NO_LABELS
 from bnncli.likelihoods import name_to_record
 from bnncli.names import quoted
 from bnncli.options import CommonOptions, ScoreOptions
@@ -66,6 +67,8 @@ def run(run: Run, options: ScoreOptions) -> Result:
     names = [_described(given), *({**_described(given), "split": name} for name in groups)]
     check_names(options.assertions, names)
     bootstrap = _bootstrap(run, options, len(given.probs))
+    for text in (one.doubt for one in (given, *outside) if one.doubt is not None):
+        run.console.warn(text)
     for text in rare_class_warnings(given.name, given.labels, given.classes, is_exclusive=given.is_exclusive):
         run.console.warn(text)
     metrics = split_rows(given, options.settings, bootstrap, poll=run.console.poll)
@@ -73,6 +76,7 @@ def run(run: Run, options: ScoreOptions) -> Result:
         metrics += detection_rows(given, other, options.made_scores, bootstrap)
         run.console.poll(f"detection of {other.name}")
     metrics += _fidelity(run, given, said, options.reference, bootstrap)
+    _warn_of_no_labels(run, given, [m for m in metrics if not options.metric or m["name"] in options.metric])
     rows = spelled([{**_described(given), "metrics": metrics}])
     of_groups = [_group_row(run, options, given, name, members) for name, members in groups.items()]
     checks = hold_against(options.assertions, [*rows, *({**row, "split": row["group"]} for row in of_groups)])
@@ -115,6 +119,12 @@ def _outside(given: GivenPredictions, said: Said, options: ScoreOptions) -> list
             )
         found.append(one)
     return found
+
+
+def _warn_of_no_labels(run: Run, given: GivenPredictions, shown: list[Row]) -> None:
+    """Warn where scores that are to be shown need labels, and there are none."""
+    if given.labels is None and any(metric.get("undefined") == NO_LABELS for metric in shown):
+        run.console.warn(f"{quoted(given.path, limit=300)}: no labels found; \0labels\0 FILE[:COLUMN]")
 
 
 def _fidelity(
@@ -205,7 +215,7 @@ def _shown(options: ScoreOptions, given: GivenPredictions, rows: list[Row]) -> l
         rows = [{**row, **class_facts(given.labels, given.classes)} for row in rows]
     else:
         rows = [without_classes(row) for row in rows]
-    return with_metrics(rows, options.metric) if options.metric else rows
+    return with_metrics(rows, options.metric, options.shown_scores) if options.metric else rows
 
 
 def _head(row: Mapping[str, Any]) -> list[str]:
