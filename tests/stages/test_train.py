@@ -163,6 +163,18 @@ def test_what_cannot_be_is_told_in_a_line(cli: Cli, words: tuple[object, ...], c
     assert not Path("a.safetensors").exists()
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_row_that_is_not_finite_is_named_before_any_training(cli: Cli, value: float) -> None:
+    with np.load("test.npz") as arrays:
+        x, y = arrays["x"], arrays["y"]
+    x[11, 2] = value
+    np.savez("test.npz", x=x, y=y)
+    done = cli("train", "a.safetensors", *MLP, *SHORT, "--hold-out", "val=test:25")
+    assert done.code == 65
+    assert "expected finite inputs; row 11 of npz:test.npz has NaN or infinite values" in done.stderr
+    assert not Path("a.safetensors").exists()
+
+
 def test_a_dry_run_writes_nothing(cli: Cli, folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     done = cli("train", "a.safetensors", *MLP, *SHORT, "--dry-run")
