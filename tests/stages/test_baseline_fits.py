@@ -73,12 +73,27 @@ def test_draws_of_a_head_have_their_log_joint_and_say_what_biases_them(cli: Cli,
     expected = target.log_joint(samples.draws.flatten(0, 1)).view(2, 8)
     np.testing.assert_allclose(content.stats["lp"], expected, rtol=1e-6)
     assert metrics["excess_by_steps"] == pytest.approx(0.05)
-    assert metrics["cost"] == {"gradient_passes": 2 * 40 + 2 * 20, "through": "head"}
+    assert metrics["cost"] == {"gradient_passes": 2 * 40 + 2 * 2 * 20, "through": "head"}
     assert metrics["val"]["sghmc"]["samples"] == 16
     assert "no step is accepted or refused" in done.stderr
     assert read_samples(path).header is not None
     judged = cli("diagnose", small_run, "--posterior", "sghmc", "--json").json["posteriors"]["sghmc"]
     assert "its moves are never refused, which biases it" in judged["doubts"]
+
+
+@pytest.mark.parametrize("num_draws", [19, 20])
+def test_few_draws_a_chain_tell_no_effective_sample_size(cli: Cli, small_run: Path, num_draws: int) -> None:
+    words = ("--chains", 2, "--sampler", "sghmc", "--epochs", 2 * num_draws, "--draws", num_draws, "--exploration", 0.5)
+    done = cli("fit-sghmc", small_run, *words, "--json")
+    assert done.code == 0, done.stderr
+    metrics, is_told = done.json["metrics"], num_draws >= 20
+    sizes = [metrics[f"{of}min_ess_{kind}"] for of in ("", "heldout_") for kind in ("bulk", "tail")]
+    assert [size is not None for size in sizes] == [is_told] * 4
+    few = f"{num_draws} draws a chain tell no effective sample size, 20 are needed"
+    assert metrics["undefined"] == (None if is_told else few)
+    assert (f"; {few}\n" in done.stderr, "smallest effective sample size" in done.stderr) == (not is_told, is_told)
+    size = cli("diagnose", small_run, "--posterior", "sghmc", "--json").json["posteriors"]["sghmc"]["ess_bulk"]
+    assert size == ({"value": sizes[0]} if is_told else {"value": None, "reason": few})
 
 
 @pytest.mark.long
