@@ -123,6 +123,18 @@ def test_swag_says_how_wide_it_is_and_warns_of_more_than_the_prior(cli: Cli, sma
     assert (all_at_once.code, "as SWAG's spread is the noise of minibatches" in all_at_once.stderr) == (2, True)
 
 
+def test_vi_warns_where_its_elbo_may_go_on_rising(cli: Cli, small_run: Path) -> None:
+    rising = cli("fit-vi", small_run, "--epochs", 80, "--patience", 0, "--elbo-draws", 16, "--name", "rising", "--json")
+    warning = "the ELBO was still rising after 80 epochs: use more --epochs"
+    assert (rising.code, rising.json["warnings"][0], warning in rising.stderr) == (0, warning, True)
+    short = cli("fit-vi", small_run, "--epochs", 1, "--elbo-draws", 16, "--name", "short", "--kl-weight", 0.5)
+    assert "the objective had not been seen to stand still after 1 epoch: use more --epochs" in short.stderr
+    words = ("--epochs", 300, "--patience", 2, "--learning-rate", 0.1, "--elbo-draws", 16, "--name", "still", "--json")
+    still = cli("fit-vi", small_run, *words)
+    assert still.json["metrics"]["ended_early"]
+    assert "use more --epochs" not in still.stderr
+
+
 @pytest.mark.long
 def test_the_elbo_of_vi_is_told_with_its_error_and_judged_alike_by_diagnose(cli: Cli, small_run: Path) -> None:
     done = cli("fit-vi", small_run, "--epochs", 60, "--elbo-draws", 64, "--json")
