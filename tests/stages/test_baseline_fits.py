@@ -145,6 +145,18 @@ def test_the_elbo_of_vi_is_told_with_its_error_and_judged_alike_by_diagnose(cli:
     assert cli("predict", small_run, "--posterior", "vi", "--integrator", "probit", "--split", "test").code == 0
 
 
+@pytest.mark.parametrize("command", [SGHMC, SWAG])
+def test_a_rate_that_was_given_and_is_far_too_high_is_to_be_left_out(
+    cli: Cli, small_run: Path, command: tuple[object, ...]
+) -> None:
+    lost = cli(command[0], small_run, *command[1:], "--learning-rate", 1e30)
+    assert lost.code == 70
+    assert "hint: leave --learning-rate out, and one is chosen" in lost.stderr
+    high = cli(command[0], small_run, *command[1:], "--learning-rate", 1000)
+    assert "leave --learning-rate out, and one is chosen" in high.stderr
+    assert "below 1e+03" not in high.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

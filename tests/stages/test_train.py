@@ -152,6 +152,8 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
         (("a.safetensors", "--model", "hf:x", *DATA), 2, "expected a built-in network"),
         (("a.safetensors", *MLP, "--model-arg", "classes=2", *DATA), 65, "a label is 2, the network has classes 0 to 1"),
         (("a.safetensors", *MLP, "--model-arg", "inputs=7", *DATA), 65, "the network cannot take inputs of shape (2, 6)"),
+        (("a.safetensors", "--model", "mlp", *DATA), 65, "hint: give the network as many inputs: --model-arg inputs=6"),
+        (("a.safetensors", "--model", "lenet5", *DATA), 65, "--resize and --crop change sizes"),
         (("a.safetensors", *MLP, *SHORT, "--learning-rate", 1e6, "--optimizer", "sgd"), 70, "use a --learning-rate below 1e+06"),
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import head_judges, network_judge, parameter_judge
 from bnncli.run.chain_report import parameter_metrics, prediction_metrics
 from bnncli.run.cost import Cost
+from bnncli.run.given_rate import chosen_instead
 from bnncli.run.inputs import open_posterior
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import ResumableDraws, resumable_training
@@ -46,7 +47,7 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     resume = ResumableDraws(resumable, store)
     try:
-        with resumable.hint():
+        with resumable.hint(), chosen_instead(options.learning_rate):
             drawn = sample_sghmc(
                 target,
                 plan,
