@@ -44,6 +44,11 @@ def listed(names: Iterable[object], *, limit: int = 5) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and its noun, in the plural but of one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def with_article(word: str) -> str:
     """`a` or `an`, as the first letter has it, and the word."""
     return f"{'an' if word[:1].lower() in tuple('aeiou') else 'a'} {word}"

@@ -98,7 +98,9 @@ def thin_draws(draws: Tensor, num_independent: int | None, *, count: int = NUM_D
     if num_independent is None:
         return ThinnedDraws(thinned)
     if num_independent < MIN_INDEPENDENT:
-        reason = f"only about {num_independent} of the draws are independent; {MIN_INDEPENDENT} are needed"
+        known = f"only about {num_independent} of the draws are independent"
+        known = known if num_independent else "it is not known how many of the draws are independent"
+        reason = f"{known}; {MIN_INDEPENDENT} are needed"
         return ThinnedDraws(thinned, untested=reason)
     stretches = _stretches(num_chains, length, num_independent)
     num_blocks = min(num_chains * stretches, MOST_BLOCKS)

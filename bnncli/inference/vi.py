@@ -69,11 +69,13 @@ class ViFit:
         gaussian: q, of diagonal covariance.
         history: (E,), mean estimate of the objective in each epoch, nats.
         is_early: whether it ended before the last epoch because the objective stood still.
+        doubt: why more epochs may help, as Course.doubt; None where nothing says so.
     """
 
     gaussian: Gaussian
     history: Tensor
     is_early: bool
+    doubt: str | None
 
 
 def fit_vi(
@@ -102,7 +104,7 @@ def fit_vi(
     train(learner, course, what="vi", state=state, save=save, progress=progress)
     variances = learner.log_sd.detach().double().exp().square()
     gaussian = Gaussian(learner.mean.detach().double(), Diag(variances), target.layout, target.prior)
-    return ViFit(gaussian, torch.tensor(learner.seen), course.is_early)
+    return ViFit(gaussian, torch.tensor(learner.seen), course.is_early, course.doubt(learner.seen))
 
 
 class _MeanField(TargetLearner):

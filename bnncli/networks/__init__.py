@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnncli.networks._load import fill_network, load_network, recognised
+from bnncli.networks._load import fill_network, load_network, recognised, takes_argument
 from bnncli.networks._names import notes_on_names
 
-__all__ = ["fill_network", "load_network", "notes_on_names", "recognised"]
+__all__ = ["fill_network", "load_network", "notes_on_names", "recognised", "takes_argument"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ def load_network(spec: str, model_args: Mapping[str, str], state: Mapping[str, T
     if state is not None and (state or network.state_dict()):
         fill_network(network, state, spec)
     return network.eval()
+
+
+def takes_argument(spec: str, name: str) -> bool:
+    """Whether a built-in network has an argument of this name; no code of others is run to tell."""
+    return registry.has_name(_FAMILY, spec) and name in signature(registry.load_module(_FAMILY, spec).build).parameters
 
 
 def _factory(spec: str, state: Mapping[str, Tensor]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -49,10 +49,11 @@ def prediction_metrics(predictions: Mapping[str, Convergence], judged_by: str | 
 
 
 def deciding_line(metrics: Mapping[str, Any]) -> str:
-    """How many draws there are, and how they agree on what decides."""
-    judged_by = metrics.get("judged_by")
+    """How many draws there are, and how they agree on what decides; why they tell no effective sample size."""
+    judged_by, numbers = metrics.get("judged_by"), deciding(metrics)
     of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
-    return f"{metrics['chains']} chains of {metrics['draws']} draws: {of}{agreement(deciding(metrics))}"
+    why = f"; {numbers.undefined}" if numbers.r_hat is not None and numbers.ess_bulk is None else ""
+    return f"{metrics['chains']} chains of {metrics['draws']} draws: {of}{agreement(numbers)}{why}"
 
 
 def other_lines(metrics: Mapping[str, Any]) -> list[str]:
@@ -66,18 +67,17 @@ def other_lines(metrics: Mapping[str, Any]) -> list[str]:
         ]
     if metrics["heldout_max_rhat"] is None:
         return []
-    tail = metrics.get("heldout_min_ess_tail")
-    return [
-        f"{_JUDGED['heldout']}: largest R-hat {metrics['heldout_max_rhat']:.3f}, smallest effective "
-        f"sample size {metrics['heldout_min_ess_bulk']:.0f} bulk" + ("" if tail is None else f", {tail:.0f} tail")
-    ]
+    names = ("heldout_max_rhat", "heldout_min_ess_bulk", "heldout_min_ess_tail")
+    r_hat, bulk, tail = (metrics.get(name) for name in names)
+    return [f"{_JUDGED['heldout']}: {agreement(Convergence(r_hat, None, bulk, tail))}"]
 
 
 def agreement(numbers: Convergence) -> str:
-    """How the chains agree, in words."""
+    """How the chains agree, in words; R-hat alone where draws tell no effective sample size."""
     if numbers.r_hat is None:
         return f"R-hat undefined ({numbers.undefined})"
-    return (
-        f"largest R-hat {numbers.r_hat:.3f}, smallest effective sample size {numbers.ess_bulk:.0f} bulk, "
-        f"{numbers.ess_tail:.0f} tail"
-    )
+    found = f"largest R-hat {numbers.r_hat:.3f}"
+    if numbers.ess_bulk is None:
+        return found
+    tail = "" if numbers.ess_tail is None else f", {numbers.ess_tail:.0f} tail"
+    return f"{found}, smallest effective sample size {numbers.ess_bulk:.0f} bulk{tail}"

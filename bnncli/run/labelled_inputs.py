@@ -19,7 +19,7 @@ def labelled_inputs(
     """Inputs (N, ...), as a network takes them, and labels of a split.
 
     Raises:
-        DataError: an example is no single tensor, or has no label.
+        DataError: an example is no single tensor, has no label, or has NaN or infinite values.
         DeviceError: they do not fit into the device's memory.
     """
     task = progress.task(f"read {split.name}", len(split))
@@ -40,8 +40,28 @@ def labelled_inputs(
             )
             inputs = torch.empty((len(split), *one.shape), dtype=one.dtype, device=device)
             labels = torch.empty((len(split), *batch.labels.shape[1:]), dtype=batch.labels.dtype, device=device)
+        _check_finite(split, start, batch.inputs)
         end = start + len(batch.inputs)
         inputs[start:end], labels[start:end] = batch.inputs.to(device), batch.labels.to(device)
         task.advance(end - start)
         start = end
     return Examples(inputs, labels)
+
+
+def _check_finite(split: InputSplit, start: int, inputs: torch.Tensor) -> None:
+    """Pass when inputs (n, ...) of the examples from `start` on are finite, while they are still on the CPU.
+
+    Raises:
+        DataError: naming the first row that is not.
+    """
+    if not inputs.is_floating_point() or bool(
+        torch.isfinite(inputs.sum())
+    ):  # NaN or infinity makes the sum NaN or infinite
+        return
+    bad = (~torch.isfinite(inputs.flatten(1))).any(dim=1).nonzero()
+    if len(bad):
+        row = int(split.rows[start + int(bad[0])])
+        raise DataError(
+            f"split {split.name}: expected finite inputs; row {row} of {split.spec} has NaN or infinite values",
+            code="not_finite", hint="replace these values, or leave out the rows that have them",
+        )  # fmt: skip

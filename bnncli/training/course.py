@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 STANDSTILL_ERRORS = 1.5  # standard errors that the objective must have risen by to be rising
+RISING_ERRORS = 3.0  # the same for a last part that is to be told still rising, which is seldom to be said of noise
 STEP_SHARES = (0.5, 0.75)  # of the planned steps: where He et al. (2016, arXiv:1512.03385, 4.2) divide the rate by ten
 ANNEALING_SHARE = 0.15  # of the steps so far: how long the learning rate falls after a standstill
 
@@ -84,11 +85,20 @@ class Course:
         width = self.patience * self.epochs_a_round
         if len(objective) < 2 * width:
             return False
-        values = torch.tensor(objective[-2 * width :], dtype=torch.float64)
-        before, after = values[:width], values[width:]
-        # Single epochs do not tell their noise: they are compared as they are.
-        error = math.sqrt(float(before.var() + after.var()) / width) if width > 1 else 0.0
-        return float(after.mean() - before.mean()) <= STANDSTILL_ERRORS * error
+        return not _rises(objective, width, STANDSTILL_ERRORS)
+
+    def doubt(self, objective: Sequence[float]) -> str | None:
+        """Why the objective of all epochs, which is to rise, may not be at its end, in words; None where nothing speaks for it.
+
+        It was still rising where its last quarter is above the quarter before beyond the noise; with patience it is to have been seen
+        to stand still as well.
+        """
+        width = len(objective) // 4
+        if self.is_early:
+            return None
+        if width > 1 and _rises(objective, width, RISING_ERRORS):
+            return "was still rising"
+        return None if not self.patience or self._stands_still(objective) else "had not been seen to stand still"
 
     def _shorten(self, done: int) -> None:
         """Let the learning rate fall to zero over a few more epochs, no more than were planned."""
@@ -112,3 +122,12 @@ class Course:
 def _cosine(share: float) -> float:
     """1 at 0, 0 at 1."""
     return 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+
+
+def _rises(objective: Sequence[float], width: int, errors: float) -> bool:
+    """Whether the mean of the last `width` epochs is more than so many standard errors above that of as many before."""
+    values = torch.tensor(objective[len(objective) - 2 * width :], dtype=torch.float64)
+    before, after = values[:width], values[width:]
+    # Single epochs do not tell their noise: they are compared as they are.
+    error = math.sqrt(float(before.var() + after.var()) / width) if width > 1 else 0.0
+    return float(after.mean() - before.mean()) > errors * error

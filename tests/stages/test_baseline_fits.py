@@ -81,6 +81,21 @@ def test_draws_of_a_head_have_their_log_joint_and_say_what_biases_them(cli: Cli,
     assert "its moves are never refused, which biases it" in judged["doubts"]
 
 
+@pytest.mark.parametrize("num_draws", [19, 20])
+def test_few_draws_a_chain_tell_no_effective_sample_size(cli: Cli, small_run: Path, num_draws: int) -> None:
+    words = ("--chains", 2, "--sampler", "sghmc", "--epochs", 2 * num_draws, "--draws", num_draws, "--exploration", 0.5)
+    done = cli("fit-sghmc", small_run, *words, "--json")
+    assert done.code == 0, done.stderr
+    metrics, is_told = done.json["metrics"], num_draws >= 20
+    sizes = [metrics[f"{of}min_ess_{kind}"] for of in ("", "heldout_") for kind in ("bulk", "tail")]
+    assert [size is not None for size in sizes] == [is_told] * 4
+    few = f"{num_draws} draws a chain tell no effective sample size, 20 are needed"
+    assert metrics["undefined"] == (None if is_told else few)
+    assert (f"; {few}\n" in done.stderr, "smallest effective sample size" in done.stderr) == (not is_told, is_told)
+    size = cli("diagnose", small_run, "--posterior", "sghmc", "--json").json["posteriors"]["sghmc"]["ess_bulk"]
+    assert size == ({"value": sizes[0]} if is_told else {"value": None, "reason": few})
+
+
 @pytest.mark.long
 def test_a_colder_posterior_is_said_to_be_none(cli: Cli, small_run: Path) -> None:
     words = (*SGHMC[1:], "--sampler", "sghmc", "--exploration", 0.1)
@@ -108,6 +123,18 @@ def test_swag_says_how_wide_it_is_and_warns_of_more_than_the_prior(cli: Cli, sma
     assert (all_at_once.code, "as SWAG's spread is the noise of minibatches" in all_at_once.stderr) == (2, True)
 
 
+def test_vi_warns_where_its_elbo_may_go_on_rising(cli: Cli, small_run: Path) -> None:
+    rising = cli("fit-vi", small_run, "--epochs", 80, "--patience", 0, "--elbo-draws", 16, "--name", "rising", "--json")
+    warning = "the ELBO was still rising after 80 epochs: use more --epochs"
+    assert (rising.code, rising.json["warnings"][0], warning in rising.stderr) == (0, warning, True)
+    short = cli("fit-vi", small_run, "--epochs", 1, "--elbo-draws", 16, "--name", "short", "--kl-weight", 0.5)
+    assert "the objective had not been seen to stand still after 1 epoch: use more --epochs" in short.stderr
+    words = ("--epochs", 300, "--patience", 2, "--learning-rate", 0.1, "--elbo-draws", 16, "--name", "still", "--json")
+    still = cli("fit-vi", small_run, *words)
+    assert still.json["metrics"]["ended_early"]
+    assert "use more --epochs" not in still.stderr
+
+
 @pytest.mark.long
 def test_the_elbo_of_vi_is_told_with_its_error_and_judged_alike_by_diagnose(cli: Cli, small_run: Path) -> None:
     done = cli("fit-vi", small_run, "--epochs", 60, "--elbo-draws", 64, "--json")
@@ -116,6 +143,18 @@ def test_the_elbo_of_vi_is_told_with_its_error_and_judged_alike_by_diagnose(cli:
     assert abs(elbo["value"] - judged["value"]) < 4 * math.hypot(elbo["standard_error"], judged["standard_error"])
     assert cli("refine", small_run, "--base", "vi", "--epochs", 1, "--name", "refined").code == 0
     assert cli("predict", small_run, "--posterior", "vi", "--integrator", "probit", "--split", "test").code == 0
+
+
+@pytest.mark.parametrize("command", [SGHMC, SWAG])
+def test_a_rate_that_was_given_and_is_far_too_high_is_to_be_left_out(
+    cli: Cli, small_run: Path, command: tuple[object, ...]
+) -> None:
+    lost = cli(command[0], small_run, *command[1:], "--learning-rate", 1e30)
+    assert lost.code == 70
+    assert "hint: leave --learning-rate out, and one is chosen" in lost.stderr
+    high = cli(command[0], small_run, *command[1:], "--learning-rate", 1000)
+    assert "leave --learning-rate out, and one is chosen" in high.stderr
+    assert "below 1e+03" not in high.stderr
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,8 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
         (("a.safetensors", "--model", "hf:x", *DATA), 2, "expected a built-in network"),
         (("a.safetensors", *MLP, "--model-arg", "classes=2", *DATA), 65, "a label is 2, the network has classes 0 to 1"),
         (("a.safetensors", *MLP, "--model-arg", "inputs=7", *DATA), 65, "the network cannot take inputs of shape (2, 6)"),
+        (("a.safetensors", "--model", "mlp", *DATA), 65, "hint: give the network as many inputs: --model-arg inputs=6"),
+        (("a.safetensors", "--model", "lenet5", *DATA), 65, "--resize and --crop change sizes"),
         (("a.safetensors", *MLP, *SHORT, "--learning-rate", 1e6, "--optimizer", "sgd"), 70, "use a --learning-rate below 1e+06"),
     ],
 )  # fmt: skip
@@ -160,6 +162,18 @@ def test_what_cannot_be_is_told_in_a_line(cli: Cli, words: tuple[object, ...], c
     assert done.code == code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert not Path("a.safetensors").exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_row_that_is_not_finite_is_named_before_any_training(cli: Cli, value: float) -> None:
+    with np.load("test.npz") as arrays:
+        x, y = arrays["x"], arrays["y"]
+    x[11, 2] = value
+    np.savez("test.npz", x=x, y=y)
+    done = cli("train", "a.safetensors", *MLP, *SHORT, "--hold-out", "val=test:25")
+    assert done.code == 65
+    assert "expected finite inputs; row 11 of npz:test.npz has NaN or infinite values" in done.stderr
     assert not Path("a.safetensors").exists()
 
 

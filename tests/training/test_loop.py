@@ -244,6 +244,28 @@ def test_a_standstill_shortens_the_schedule_without_a_jump() -> None:
     assert not rising.is_early
 
 
+@pytest.mark.parametrize(
+    ("patience", "slope", "doubt"),
+    [
+        (0, 0.0, None),
+        (0, 0.2, "was still rising"),
+        (0, 0.002, None),  # less than the noise
+        (5, 0.0, None),  # it stands still at the very end
+        (5, 0.2, "was still rising"),
+        (30, 0.0, "had not been seen to stand still"),
+    ],
+)
+def test_what_may_rise_beyond_the_last_epoch_is_doubted(patience: int, slope: float, doubt: str | None) -> None:
+    noise = torch.randn(40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    values = (slope * torch.arange(40) + noise - noise.mean()).tolist()
+    assert Course(40, 10, patience=patience).doubt(values) == doubt
+    short = Course(40, 10, patience=patience).doubt(values[:3])
+    assert short == ("had not been seen to stand still" if patience else None)
+    ended = Course(400, 10, patience=5)
+    ended.look([0.0] * 40)
+    assert (ended.is_early, ended.doubt(values)) == (True, None)
+
+
 def test_a_training_that_stands_still_ends_early_in_whole_rounds() -> None:
     learner, course = Centre(), Course(400, 5, patience=3, round_steps=8)
     states: list[Mapping[str, Tensor]] = []

@@ -6,6 +6,7 @@ from typing import Any
 
 from bnncli.evaluation.convergence import GOOD_RHAT, deciding
 from bnncli.run.chain_report import deciding_line, other_lines
+from bnncli.run.given_rate import LEAVE_OUT
 from bnncli.run.val_report import val_line
 
 LARGE = 0.5  # a share by which the variance is too large that is worth a warning
@@ -42,15 +43,20 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
         found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); use more --epochs")
     steps, batches = metrics["excess_by_steps"], metrics["excess_by_batches"]
     if steps is None or steps > LARGE:
-        found.append(
-            f"steps are too long for the stiffest direction; use a --learning-rate below {metrics['learning_rate']:.3g}"
-        )
+        found.append(f"steps are too long for the stiffest direction; {_shorter(metrics)}")
     if batches is not None and batches > LARGE:
         found.append(
             f"the noise of minibatches makes the variance along the stiffest direction up to {_share(batches)} too large: use a larger "
             "--batch-size, or a smaller --learning-rate"
         )
     return found
+
+
+def _shorter(metrics: dict[str, Any]) -> str:
+    """How to have shorter steps."""
+    if metrics["learning_rate_by"] == "given":
+        return LEAVE_OUT
+    return f"use a --learning-rate below {metrics['learning_rate']:.3g}"
 
 
 def _share(value: float | None) -> str:

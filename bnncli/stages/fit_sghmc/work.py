@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from bnncli import __version__
+from bnncli.evaluation.convergence import Convergence
 from bnncli.inference.sghmc import SghmcPlan, SghmcRun, inflation, preconditioner, sample_sghmc
 from bnncli.inference.stiffness import curvature_passes, largest_curvature, mean_square
 from bnncli.numerics.seeds import stream_seed
@@ -19,6 +21,7 @@ from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import head_judges, network_judge, parameter_judge
 from bnncli.run.chain_report import parameter_metrics, prediction_metrics
 from bnncli.run.cost import Cost
+from bnncli.run.given_rate import chosen_instead
 from bnncli.run.inputs import open_posterior
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import ResumableDraws, resumable_training
@@ -29,6 +32,7 @@ from bnncli.storage.draw_file import DrawFile
 from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.theta.initial import initial_theta
 
+MIN_SIZED_DRAWS = 20  # a chain: of fewer no effective sample size is told
 ALLOWED = 0.05  # by which the length of steps may make the variance too large, where no learning rate is given
 
 
@@ -43,7 +47,7 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     resume = ResumableDraws(resumable, store)
     try:
-        with resumable.hint():
+        with resumable.hint(), chosen_instead(options.learning_rate):
             drawn = sample_sghmc(
                 target,
                 plan,
@@ -137,6 +141,7 @@ def _finite(value: float) -> float | None:
 def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: SghmcPlan) -> dict[str, Any]:
     """How the chains agree, and how they moved."""
     run, train, target = fitting.run, fitting.train, fitting.target
+    num_draws = drawn.draws.shape[1]
     judged_by: str | None = None
     if fitting.is_last_layer:
         judges = head_judges(run, train, fitting.val)
@@ -146,10 +151,12 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
     return {
         "sampler": options.sampler,
         "chains": options.chains,
-        "draws": drawn.draws.shape[1],
+        "draws": num_draws,
         **fitting.prior.to_meta(),
-        **parameter_metrics(parameter_judge(run)(drawn.draws)),
-        **prediction_metrics({name: judge(drawn.draws) for name, judge in judges.items()}, judged_by),
+        **parameter_metrics(_sized(parameter_judge(run)(drawn.draws), num_draws)),
+        **prediction_metrics(
+            {name: _sized(judge(drawn.draws), num_draws) for name, judge in judges.items()}, judged_by
+        ),
         "is_exact": False,
         "epochs": plan.epochs,
         "cycles": plan.num_cycles,
@@ -165,6 +172,18 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
         "val_excess": None,
         "recommended_integrator": None,
     }
+
+
+def _sized(judged: Convergence, num_draws: int) -> Convergence:
+    """The same without effective sample sizes where chains have too few draws to tell any.
+
+    Of so few the estimator finds no autocorrelation to sum, and ends at its cap, S log10 S of all S draws, however chains disagree.
+    """
+    if num_draws >= MIN_SIZED_DRAWS:
+        return judged
+    few = f"{num_draws} draws a chain tell no effective sample size, {MIN_SIZED_DRAWS} are needed"
+    why = few if judged.undefined is None else f"{judged.undefined}; {few}"
+    return replace(judged, ess_bulk=None, ess_tail=None, undefined=why)
 
 
 def _write(

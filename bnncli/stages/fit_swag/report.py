@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.run.given_rate import LEAVE_OUT
 from bnncli.run.val_report import val_line
 
 TOO_NARROW = 1e-6
@@ -37,10 +38,11 @@ def summary(metrics: dict[str, Any]) -> list[str]:
 def warnings(metrics: dict[str, Any]) -> list[str]:
     """Why this spread is no posterior's; empty when nothing speaks against it."""
     found, rate = [], f"{metrics['learning_rate']:.3g}"
+    slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
     if metrics["share_wider_than_prior"] > 0:
         found.append(
             f"{100 * metrics['share_wider_than_prior']:.3g} % of the parameters have a larger variance than their prior, which data cannot give them "
-            f"on average: use a --learning-rate below {rate}, or a smaller --scale"
+            f"on average: {slower}, or use a smaller --scale"
         )
     if metrics["median_share_of_prior"] < TOO_NARROW:
         found.append(

@@ -10,6 +10,7 @@ from bnncli.inference.stiffness import curvature_passes, largest_curvature
 from bnncli.inference.swag import SwagFit, SwagPlan, fit_swag, noise_trace, tamed
 from bnncli.options import FitSwagOptions
 from bnncli.run.cost import Cost
+from bnncli.run.given_rate import chosen_instead
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.resumable import resumable_training
 from bnncli.run.target_fit import Fitting
@@ -22,7 +23,7 @@ def fit(fitting: Fitting, options: FitSwagOptions) -> Fitted:
     run, target, start = fitting.run, fitting.target, fitting.start
     plan, told, passes = _planned(fitting, options, start)
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
-    with resumable.hint():
+    with resumable.hint(), chosen_instead(options.learning_rate):
         found = fit_swag(
             target,
             plan,

@@ -8,6 +8,7 @@ from typing import Any
 from bnncli.errors import NumericError
 from bnncli.inference.elbo import elbo
 from bnncli.inference.vi import ViFit, ViPlan, fit_vi
+from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import FitViOptions
 from bnncli.run.cost import Cost
@@ -45,6 +46,9 @@ def fit(fitting: Fitting, options: FitViOptions) -> Fitted:
             progress=run.console,
         )
     metrics = _metrics(fitting, options, plan, found)
+    if found.doubt is not None:
+        what = "ELBO" if plan.kl_weight == 1 else "objective"
+        run.console.warn(f"the {what} {found.doubt} after {counted(len(found.history), 'epoch')}: use more \0epochs\0")
     passes = len(found.history) * options.draws_a_step
     metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
     if fitting.val is not None:

@@ -21,7 +21,7 @@ from bnncli.inference.map_learner import EpochScores, Examples, MapLearner, MapS
 from bnncli.inference.stacked_networks import StackedNetworks
 from bnncli.likelihoods import Likelihood, likelihood_of
 from bnncli.machine.user_code import running
-from bnncli.networks import load_network
+from bnncli.networks import load_network, takes_argument
 from bnncli.numerics.seeds import stream, stream_seed
 from bnncli.options import TrainOptions
 from bnncli.run.labelled_inputs import labelled_inputs
@@ -74,7 +74,7 @@ class Training:
             modules = [_network(options, seed) for seed in seeds]
             modules = [module.to(device).to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
             first = examples["train"].inputs[:_PROBED]
-            num_outputs = forward(modules[0].eval(), first).reshape(len(first), -1).shape[1]
+            num_outputs = _num_outputs(options, modules[0], first)
             check_outputs(options.task, likelihood_name, num_outputs)
             self.likelihood = likelihood_of(num_outputs, likelihood_name)
             for name, one in examples.items():
@@ -155,6 +155,16 @@ def _network(options: TrainOptions, seed: int) -> nn.Module:
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise DataError(f"the network {options.model!r} has no parameters to train", code="no_parameters")
     return network
+
+
+def _num_outputs(options: TrainOptions, module: nn.Module, inputs: Tensor) -> int:
+    """Outputs of an example, by inputs (n, ...). Raises DataError where the network cannot take these."""
+    try:
+        return forward(module.eval(), inputs).reshape(len(inputs), -1).shape[1]
+    except DataError as error:
+        if error.code == "wrong_inputs" and takes_argument(str(options.model), "inputs"):
+            error.hint = f"give the network as many inputs: \0model_arg\0 inputs={inputs[0].numel()}"
+        raise
 
 
 def _settings(options: TrainOptions, split: InputSplit, inputs: Tensor) -> MapSettings:
