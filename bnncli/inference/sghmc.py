@@ -30,6 +30,7 @@ from torch import Tensor
 from bnncli.errors import NumericError
 from bnncli.inference.draw_stores import DrawStore, MemoryDraws
 from bnncli.inference.target_learner import TargetLearner
+from bnncli.names import counted
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress
 from bnncli.targets.target import Target
@@ -135,7 +136,7 @@ def sample_sghmc(
     chains = _Chains(target, plan, start, on_device(generator, target.device), square, store or MemoryDraws())
     schedule = "cosine" if plan.is_cyclical else "constant"
     course = Course(plan.epochs, num_batches(chains), schedule, num_cycles=plan.num_cycles)
-    what = f"sghmc, {len(start)} chains"
+    what = f"sghmc, {counted(len(start), 'chain')}"
     train(chains, course, what=what, state=state, save=save, progress=progress)
     chains.look()
     return SghmcRun(chains.store.draws(), torch.cat(chains.seen))

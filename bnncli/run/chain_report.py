@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bnncli.evaluation.convergence import Convergence, deciding
+from bnncli.names import counted
 
 _JUDGED = {
     "heldout": "log probabilities of held-out labels",
@@ -53,7 +54,8 @@ def deciding_line(metrics: Mapping[str, Any]) -> str:
     judged_by, numbers = metrics.get("judged_by"), deciding(metrics)
     of = "" if judged_by is None else f"{_JUDGED[judged_by]}: "
     why = f"; {numbers.undefined}" if numbers.r_hat is not None and numbers.ess_bulk is None else ""
-    return f"{metrics['chains']} chains of {metrics['draws']} draws: {of}{agreement(numbers)}{why}"
+    chains = counted(metrics["chains"], "chain")
+    return f"{chains} of {counted(metrics['draws'], 'draw')}: {of}{agreement(numbers)}{why}"
 
 
 def other_lines(metrics: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bnncli.integrators import load_integrator, supports
 from bnncli.lazy import torch
+from bnncli.names import counted
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.integrator_choice import default_integrator_of
 from bnncli.run.session import Run
@@ -152,7 +153,7 @@ def val_line(entries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _draws(entry: Mapping[str, Any]) -> str:
-    return f", {entry['samples']} draws" if entry.get("samples") else ""
+    return f", {counted(entry['samples'], 'draw')}" if entry.get("samples") else ""
 
 
 def note_on_default(metrics: Mapping[str, Any], integrator: str) -> str | None:

@@ -145,6 +145,18 @@ def test_the_elbo_of_vi_is_told_with_its_error_and_judged_alike_by_diagnose(cli:
     assert cli("predict", small_run, "--posterior", "vi", "--integrator", "probit", "--split", "test").code == 0
 
 
+def test_one_is_told_in_the_singular(cli: Cli, small_run: Path) -> None:
+    one = ("--chains", 1, "--cycles", 1, "--draws", 1, "--epochs", 4, "--name", "one")
+    drawn = cli("fit-sghmc", small_run, *one)
+    assert "1 chain of 1 draw: R-hat undefined" in drawn.stderr
+    assert "sghmc (mc, 1 draw)" in drawn.stderr
+    assert "1 draw a chain tells no effective sample size" in drawn.stderr
+    iterates = cli("fit-swag", small_run, "--warmup", 1, "--epochs", 4, "--rank", 3, "--name", "swagged")
+    assert "4 iterates after 1 epoch of warm-up" in iterates.stderr
+    learnt = cli("fit-vi", small_run, "--epochs", 1, "--elbo-draws", 16, "--name", "learnt")
+    assert "batches of 240, 1 epoch\n" in learnt.stderr
+
+
 @pytest.mark.parametrize("command", [SGHMC, SWAG])
 def test_a_rate_that_was_given_and_is_far_too_high_is_to_be_left_out(
     cli: Cli, small_run: Path, command: tuple[object, ...]

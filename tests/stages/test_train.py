@@ -94,6 +94,11 @@ def test_averaged_weights_are_found_by_state_ema(cli: Cli) -> None:
     assert not torch.equal(tensors["model.ll.weight"], tensors["model_ema.ll.weight"])
 
 
+def test_one_epoch_is_told_in_the_singular(cli: Cli) -> None:
+    done = cli("train", "a.safetensors", *MLP, *DATA, "--epochs", 1, "--learning-rate", 0.01)
+    assert "a.safetensors: 1 epoch, train NLL" in done.stderr
+
+
 def test_seeds_start_from_weights_of_their_own(cli: Cli) -> None:
     words = ("m.safetensors", *MLP, *DATA, "--epochs", 1, "--learning-rate", 1e-12, "--seeds", 2)
     assert cli("train", *words).code == 0

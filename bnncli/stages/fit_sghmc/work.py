@@ -15,6 +15,7 @@ from bnncli import __version__
 from bnncli.evaluation.convergence import Convergence
 from bnncli.inference.sghmc import SghmcPlan, SghmcRun, inflation, preconditioner, sample_sghmc
 from bnncli.inference.stiffness import curvature_passes, largest_curvature, mean_square
+from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import FitSghmcOptions
 from bnncli.posteriors.samples import Samples
@@ -181,7 +182,7 @@ def _sized(judged: Convergence, num_draws: int) -> Convergence:
     """
     if num_draws >= MIN_SIZED_DRAWS:
         return judged
-    few = f"{num_draws} draws a chain tell no effective sample size, {MIN_SIZED_DRAWS} are needed"
+    few = f"{counted(num_draws, 'draw')} a chain {'tells' if num_draws == 1 else 'tell'} no effective sample size, {MIN_SIZED_DRAWS} are needed"
     why = few if judged.undefined is None else f"{judged.undefined}; {few}"
     return replace(judged, ess_bulk=None, ess_tail=None, undefined=why)
 

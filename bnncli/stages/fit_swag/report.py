@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.names import counted
 from bnncli.run.given_rate import LEAVE_OUT
 from bnncli.run.val_report import val_line
 
@@ -19,7 +20,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         "pilot": "halved until steps did not run away",
     }
     lines = [
-        f"{metrics['iterates']} iterates after {metrics['warmup']} epochs of warm-up; learning rate {metrics['learning_rate']:.3g} "
+        f"{counted(metrics['iterates'], 'iterate')} after {counted(metrics['warmup'], 'epoch')} of warm-up; learning rate {metrics['learning_rate']:.3g} "
         f"({how[metrics['learning_rate_by']]}), momentum {metrics['momentum']:g}, batches of {metrics['batch_size']:,}"
     ]
     scale = "" if metrics["scale"] == 1 else f", scale {metrics['scale']:g}"
@@ -49,5 +50,6 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
             f"the spread is next to nothing beside the prior (median {metrics['median_share_of_prior']:.2g} of its variance): use a --learning-rate above {rate}"
         )
     if metrics["num_still"]:
-        found.append(f"{metrics['num_still']} parameters did not move, and have next to no variance")
+        had = "has" if metrics["num_still"] == 1 else "have"
+        found.append(f"{counted(metrics['num_still'], 'parameter')} did not move, and {had} next to no variance")
     return found

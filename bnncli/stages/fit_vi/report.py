@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bnncli.names import counted
 from bnncli.run.val_report import val_line
 
 
@@ -14,7 +15,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         f"ELBO {elbo['value']:.2f} +- {elbo['standard_error']:.2f} nats ({metrics['elbo_draws']} draws, full data), of independent parameters; log importance "
         f"weights have standard deviation {metrics['log_weight_sd']:.2f}"
     ]
-    ended = f"{metrics['epochs']} epochs"
+    ended = counted(metrics["epochs"], "epoch")
     if metrics["ended_early"]:
         ended = f"ended after {metrics['epochs_run']} of {ended} as it stands still"
     lines.append(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bnncli.names import counted
 from bnncli.options import TrainOptions
 from bnncli.options.command_line import pasted
 from bnncli.registry import own_names
@@ -18,7 +19,9 @@ def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
     averaged = " (of the running average)" if metrics["is_averaged"] else ""
     train = metrics["splits"]["train"]
     others = {name: scores for name, scores in metrics["splits"].items() if name != "train"}
-    lines = [f"{path.name}: {passes} epochs, train NLL {train['nll']:.4f}, accuracy {train['accuracy']:.2%}{averaged}"]
+    lines = [
+        f"{path.name}: {counted(passes, 'epoch')}, train NLL {train['nll']:.4f}, accuracy {train['accuracy']:.2%}{averaged}"
+    ]
     lines += [
         f"  {name}: NLL {scores['nll']:.4f}, accuracy {scores['accuracy']:.2%}" for name, scores in others.items()
     ]
