@@ -98,8 +98,10 @@ class Course:
             return None
         if width > 1 and _rises(objective, width, RISING_ERRORS):
             return "was still rising"
-        could_be_seen = 0 < 2 * self.patience * self.epochs_a_round <= self.epochs
-        return "had not been seen to stand still" if could_be_seen and not self._stands_still(objective) else None
+        # Where the plan is too short for patience the last quarter decides, if there are epochs enough to tell anything.
+        is_asked = 2 * self.patience * self.epochs_a_round <= self.epochs or width < 2
+        is_doubted = self.patience > 0 and is_asked and not self._stands_still(objective)
+        return "had not been seen to stand still" if is_doubted else None
 
     def _shorten(self, done: int) -> None:
         """Let the learning rate fall to zero over a few more epochs, no more than were planned."""
