@@ -19,7 +19,7 @@ from faults.trials import serve
 FEW = 1  # trials of each kind and state in the default suite
 SLOW = (  # in the long run only
     "demo", "train/seeds", "fit-ensemble", "fit-laplace/layers", "refine/layers", "hmc/layers", "predict/layers",
-    "fit-sghmc/layers", "fit-vi/layers",
+    "fit-sghmc/layers", "fit-vi/layers", "auto",
 )  # fmt: skip
 
 
