@@ -152,7 +152,9 @@ def _side(row: dict[str, Any]) -> tuple[str, str]:
 
 def test_a_new_score_is_offered_stored_and_read_back(done: list[Invocation], spherical: float) -> None:
     offered, made, again = done[0], done[1], done[2]
-    assert "false_positive_rate|largest_shift|recognised|spherical" in "".join(offered.stdout.replace("│", "").split())
+    assert "mutual_info_correlation|largest_shift|recognised|spherical" in "".join(
+        offered.stdout.replace("│", "").split()
+    )
     assert made.code == 0, made.stderr
     metrics = made.json["rows"][0]["metrics"]
     found = {row["name"]: row for row in metrics if _side(row) == ("in", "max_prob")}
@@ -255,7 +257,7 @@ def test_a_score_of_an_installed_distribution_is_offered(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(tmp_path)])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "false_positive_rate|round_score" in "".join(done.stdout.split())
+    assert "mutual_info_correlation|round_score" in "".join(done.stdout.split())
 
 
 def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:
@@ -263,7 +265,14 @@ def test_every_score_says_how_it_is_made_and_has_a_place_of_its_own() -> None:
     places = [score.place for score in scores.values()]
     assert places == sorted(set(places))
     for name, score in scores.items():
-        hooks = (score.of_split, score.of_two_splits, score.of_other_split, score.of_draws, score.computed_by)
+        hooks = (
+            score.of_split,
+            score.of_two_splits,
+            score.of_other_split,
+            score.of_draws,
+            score.of_reference,
+            score.computed_by,
+        )
         told = sum(hook is not None for hook in hooks)
         assert told == (0 if name in ("density", "true_positive_rate", "false_positive_rate") else 1), name
         assert score.computed_by is None or scores[score.computed_by].of_split is not None, name
