@@ -16,7 +16,7 @@ class SbcOptions(Checked):
     posterior: str = option(
         "laplace",
         "Posterior whose fit is tried, by name or file: of fit-laplace, refine, hmc, fit-vi or fit-swag, over the last layer. Its method, options and prior "
-        "are taken, not its numbers.",
+        "are taken, not its numbers; of hmc not the lengths of its chains.",
         metavar="NAME|FILE",
     )
     truth: str = option(

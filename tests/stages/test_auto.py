@@ -71,6 +71,22 @@ def test_the_ladder_is_climbed_where_the_gaussian_is_no_good(cli: Cli, tmp_path:
     assert names["hmc"]
 
 
+def test_a_single_val_example_has_no_standard_error(cli: Cli, tmp_path: Path) -> None:
+    arrays = separable(60, 4, scale=3.0)
+    arrays |= {f"{kind}_val": arrays[f"{kind}_val"][:1] for kind in ("features", "labels")}
+    done = cli("auto", new_run(cli, tmp_path / "run", arrays))
+    assert done.code == 0, done.stderr
+    assert " +- " not in done.stdout
+
+
+def test_another_prior_is_another_recommendation_without_force(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+    first = auto(cli, run, "--prior-precision", 3)
+    again = auto(cli, run, "--prior-precision", 30)
+    assert (first["action"], again["action"]) == ("computed", "replaced")
+    assert "laplace-auto" in {rung["posterior"] for rung in again["rungs"]}  # the first stays
+
+
 def test_a_budget_that_is_spent_leaves_fits_out_and_says_so(cli: Cli, tmp_path: Path) -> None:
     run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
     found = auto(cli, run, "--budget", "0.001s")

@@ -68,6 +68,15 @@ def test_what_cannot_be_tried_is_refused(cli: Cli, small_run: Path, words: tuple
     assert message in done.stderr
 
 
+def test_a_fit_without_room_is_refused_before_it_begins(
+    cli: Cli, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bnncli.machine.memory.budget", lambda device: 1000)
+    done = cli("sbc", small_run, "--posterior", "hmc", "--json")
+    assert done.code == 69
+    assert "a fit of 18 parameters with a full covariance" in done.json["error"]["message"]
+
+
 def test_a_truth_that_is_no_exact_draw_is_warned_of(cli: Cli, small_run: Path) -> None:
     done = cli("sbc", small_run, "--truth", "laplace", "--simulations", 20, "--draws", 9)
     assert done.code == 0

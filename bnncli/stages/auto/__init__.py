@@ -19,8 +19,8 @@ from bnncli.stages.auto.ladder import Rung, climb
 COMMAND = Command(
     "Climb from the network to the posterior that pays, and recommend one.",
     "Fits one temperature, then a Gaussian; where that is not good for its target (as diagnose judges) a flow on it, and where that "
-    "is not either, hmc. Every posterior is judged on the labelled val split by every integrator that it supports. Recommended is the "
-    "simplest posterior that is good for its target by its best integrator, unless another one is better on val beyond chance; never "
+    "is not either, hmc. Every posterior is judged on the labelled val split by mc, probit, mean-field and plug-in, those that it supports. "
+    "Recommended is the simplest posterior that is good for its target, by the first of these, unless another is better on val beyond chance; never "
     "one whose NLL there is above that of the network at one temperature, which is recommended where no posterior pays. predict takes "
     "the recommendation where nothing else is named. Writes recommended.json.",
     (AutoOptions, InputOptions, *COMPUTE),
@@ -57,6 +57,7 @@ def run(run: Run, options: AutoOptions) -> Result:
         sources,
         train.checkpoint,
         lambda: 1 << 16,
+        why_anew=lambda recorded: "what is asked for and fitted is another",
     )
     from bnncli.stages.auto import judged  # the work: slow to import
 
@@ -82,7 +83,9 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
             cells.append([rung.name, "-", "-", "-", "-", "-"])
             continue
         gain = shown["gain"]
-        told = "-" if gain is None else f"{gain['value']:+.4f} +- {gain['standard_error']:.4f}"
+        told = "-" if gain is None else f"{gain['value']:+.4f}"
+        if gain is not None and gain["standard_error"] is not None:
+            told += f" +- {gain['standard_error']:.4f}"
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
         cells.append(
             [f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", f"{shown['ece']:.1%}", told, good]

@@ -17,7 +17,6 @@ from bnncli.storage.headers import Header
 from bnncli.storage.metrics import write_metrics
 
 _INTEGRATORS = ("mc", "probit", "mean-field", "plug-in")  # the first whose uncertainty says most
-_POINTS = ("map", "temperature")
 
 
 def compute(run: Run, request: Request, rungs: list[Rung], val: Split) -> Computed:

@@ -179,15 +179,7 @@ def _evaluate(
             density += selection_metrics(posterior, options.settings["true_inputs"]) if is_latent(posterior) else []
             rows = [{**row, "metrics": row["metrics"] + density, "inclusion": histograms} for row in rows]
         predictions = [
-            {
-                "path": source.to_json(target.parent)["path"],
-                "content_digest": header.content_digest,
-                "posterior": group.posterior,
-                "integrator": group.integrator,
-                "variant": group.variant,
-                "split": header.meta["split"],
-                "n": header.meta["num_examples"],
-            }
+            _scored_file(group, header, source.to_json(target.parent)["path"])
             for header, source in zip(group.headers, sources, strict=False)
         ]
 
@@ -204,6 +196,19 @@ def _evaluate(
         if fidelity is not None:
             fidelity.check(group)  # what is wrong with what was given is told before what is there
         raise
+
+
+def _scored_file(group: PredictionGroup, header: Header, path: str) -> dict[str, Any]:
+    """What a metrics file says of predictions that it scores."""
+    return {
+        "path": path,
+        "content_digest": header.content_digest,
+        "posterior": group.posterior,
+        "integrator": group.integrator,
+        "variant": group.variant,
+        "split": header.meta["split"],
+        "n": header.meta["num_examples"],
+    }
 
 
 def _when_fresh(header: Header) -> Computed:

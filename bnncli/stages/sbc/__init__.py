@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from bnncli.errors import CheckFailed, UsageError
+from bnncli.inference import memory
 from bnncli.options import ComputeOptions, InputOptions, SbcOptions
 from bnncli.options.command import READ, Command
 from bnncli.options.sbc import PRIOR
-from bnncli.run.inputs import load_split, posterior_source, recorded_prior
+from bnncli.run.inputs import Split, load_split, posterior_source, recorded_prior
 from bnncli.run.named_posterior import find_named
 from bnncli.run.session import Result, Run, Table, source_json
 from bnncli.stages.sbc.judged import RankedQuantity, p_text, verdict_of
@@ -47,7 +48,7 @@ def run(run: Run, options: SbcOptions) -> Result:
         train.check_labeled()
         truth = find_named(run, options.truth, flag="--truth", otherwise=run.suggest("hmc", name=options.truth))
         truth_header, truth_source = posterior_source(run, truth, "truth")
-        _check_is_truth(run, truth, truth_header, header)
+        _check_is_truth(run, truth, truth_header, (path.stem, header))
         sources.append(truth_source)
     if options.plot is not None:
         check_figure_path(
@@ -56,6 +57,7 @@ def run(run: Run, options: SbcOptions) -> Result:
             force=options.force,
             others=[run.checkpoint_path, *(one.path for one in sources)],
         )
+    _require_room(run, options, train, header)
     from bnncli.stages.sbc import work  # slow to import
 
     ranked = work.ranked(run, options, train, header, truth)
@@ -103,8 +105,21 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
         raise UsageError(f"--posterior: {path.stem} records no prior")
 
 
-def _check_is_truth(run: Run, path: Path, truth: Header, tried: Header) -> None:
+def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -> None:
+    """Pass where one fit has room. Raises DeviceError otherwise; hmc is whitened by the full covariance."""
+    method = header.meta["method"]
+    structure = "full" if method == "hmc" else str(header.meta.get("structure"))
+    if structure in memory.structures():
+        needed = memory.fit_bytes(structure, train.layout, num_draws=options.draws)
+        what = f"a fit of {train.layout.num_params} parameters with a {structure} covariance"
+        memory.require(
+            needed, run.device_name, what=what, hint="use a posterior with structure kron or diag, or a smaller head"
+        )
+
+
+def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, Header]) -> None:
     """Raise UsageError where the parameters are of another target; warn where they are no exact draws of it."""
+    name, tried = posterior
     if truth.meta.get("layers") is not None or truth.meta.get("method") not in METHODS:
         raise UsageError(
             f"--truth: expected prior, or a posterior over the last layer by {', '.join(METHODS)}; got {path.stem}"
@@ -112,7 +127,7 @@ def _check_is_truth(run: Run, path: Path, truth: Header, tried: Header) -> None:
     if recorded_prior(truth) != recorded_prior(tried):
         raise UsageError(
             f"--truth: {path.stem} has the prior {recorded_prior(truth)}, the posterior tried has {recorded_prior(tried)}",
-            hint=run.suggest("hmc", base=str(run.arguments.get("posterior") or "laplace"), name="truth"),
+            hint=run.suggest("hmc", base=name, name="truth"),
         )
     if truth.meta.get("type") != "samples":
         run.console.warn(

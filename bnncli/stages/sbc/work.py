@@ -44,7 +44,7 @@ def ranked(run: Run, options: SbcOptions, train: Split, header: Header, truth: P
     ranks = ranks_of(
         problem,
         thetas,
-        refit_of(run, header),
+        refit_of(header),
         ranked=chosen,
         num_draws=options.draws,
         generator=generator,
@@ -57,7 +57,7 @@ def ranked(run: Run, options: SbcOptions, train: Split, header: Header, truth: P
     ]
 
 
-def refit_of(run: Run, header: Header) -> Refit:
+def refit_of(header: Header) -> Refit:
     """What makes a posterior's fit anew, with its own options."""
     meta, params = header.meta, header.provenance.get("params", {})
     if meta["method"] == "hmc":
