@@ -7,8 +7,9 @@ meant for the mean loss, eta = l / N:
 
 whose stationary density is near exp(-U / T): T = 1 is the posterior. a = 1 is SGLD (Welling and Teh 2011). Cyclical (Zhang et al. 2020,
 arXiv:1902.03932): l falls along a cosine in each cycle, whose first part explores without noise and whose last part samples. (Their
-published code has T = 1 / N where it says 1.) G is 1, or that of RMSprop (Li et al. 2016, arXiv:1512.07666), which learns before draws are
-kept and stands still while they are: then no derivative of G is missing.
+published code has T = 1 / N where it says 1.) G is 1, or the covariance of a Gaussian near the posterior, in whose coordinates the chains
+then move (Girolami and Calderhead 2011, section 5, with one metric for all theta), or that of RMSprop (Li et al. 2016, arXiv:1512.07666),
+which learns before draws are kept and stands still while they are: then no derivative of G is missing.
 
 No step is accepted or refused, so draws are biased. On a Gaussian with curvature h the variance is exactly
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from bnncli.errors import NumericError
 from bnncli.inference.draw_stores import DrawStore, MemoryDraws
 from bnncli.inference.target_learner import TargetLearner
+from bnncli.inference.whitened_target import WhiteCoordinates, WhitenedTarget
 from bnncli.names import counted
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress
@@ -114,6 +116,7 @@ def sample_sghmc(
     start: Tensor,
     generator: torch.Generator,
     square: Tensor | None = None,
+    whitening: WhiteCoordinates | None = None,
     store: DrawStore | None = None,
     state: State | None = None,
     save: Save | None = None,
@@ -126,6 +129,7 @@ def sample_sghmc(
         start: (C, P).
         generator: of shuffles and noise.
         square: (P,), mean squares of the gradient of minibatches that RMSprop starts from.
+        whitening: of the Gaussian whose covariance is G, on the target's device.
         store: where draws are kept; in memory by default.
         state, save: to resume, as in bnncli.training.loop.train; the store has the draws of the state.
         progress: advanced once a step.
@@ -133,7 +137,8 @@ def sample_sghmc(
     Raises:
         NumericError: the log joint is not finite.
     """
-    chains = _Chains(target, plan, start, on_device(generator, target.device), square, store or MemoryDraws())
+    generator = on_device(generator, target.device)
+    chains = _Chains(target, plan, start, generator, square, whitening, store or MemoryDraws())
     schedule = "cosine" if plan.is_cyclical else "constant"
     course = Course(plan.epochs, num_batches(chains), schedule, num_cycles=plan.num_cycles)
     what = f"sghmc, {counted(len(start), 'chain')}"
@@ -143,7 +148,7 @@ def sample_sghmc(
 
 
 class _Chains(TargetLearner):
-    """All chains: theta and momentum (C, P) lie where an optimizer's parameters and state do."""
+    """All chains: theta, or its coordinates by the whitening, and momentum (C, P) lie where an optimizer's parameters and state do."""
 
     def __init__(
         self,
@@ -152,11 +157,18 @@ class _Chains(TargetLearner):
         start: Tensor,
         generator: torch.Generator,
         square: Tensor | None,
+        whitening: WhiteCoordinates | None,
         store: DrawStore,
     ) -> None:
-        self.theta = start.to(target.device, target.dtype, copy=True)
+        start = start.to(target.device)
+        self.whitening = whitening
+        self.theta = (start if whitening is None else whitening.z(start)).to(target.dtype, copy=True)
         super().__init__(
-            target, Adam([[self.theta]], target.device), generator, batch_size=plan.batch_size, num_draws=len(start)
+            target if whitening is None else WhitenedTarget(target, whitening),
+            Adam([[self.theta]], target.device),
+            generator,
+            batch_size=plan.batch_size,
+            num_draws=len(start),
         )
         self.plan, self.store, self.seen_shape = plan, store, (len(start),)
         own = {"step": torch.zeros((), dtype=torch.float32, device=target.device)}
@@ -214,7 +226,8 @@ class _Chains(TargetLearner):
         self.seen.append(seen.mean(dim=1))
         if self.plan.is_kept(self._num_done):
             self.look()
-            self.store.append(self.theta.float().clone())
+            theta = self.theta if self.whitening is None else self.whitening.theta(self.theta)
+            self.store.append(theta.float().clone())
             self.num_kept += 1
         elif self._num_done - self._num_looked >= _LOOK_EVERY:
             self.look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bnncli.inference.whitened_target import WhiteCoordinates
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import CurvedTarget
 
@@ -14,7 +15,12 @@ _SQUARED_BATCHES = 32  # that RMSprop starts from
 
 
 def largest_curvature(
-    target: CurvedTarget, theta: Tensor, generator: torch.Generator, scale: Tensor | None = None
+    target: CurvedTarget,
+    theta: Tensor,
+    generator: torch.Generator,
+    scale: Tensor | None = None,
+    *,
+    whitening: WhiteCoordinates | None = None,
 ) -> float:
     """The largest eigenvalue of G^1/2 H G^1/2 at theta (P,), H the Hessian of -log joint, or its Gauss-Newton part.
 
@@ -23,8 +29,11 @@ def largest_curvature(
     Args:
         target: with all data; of a network a few thousand seeded examples stand for them.
         scale: G, (P,); 1 by default.
+        whitening: in whose coordinates H is taken, where not in those of theta.
     """
     product = sampled(target, generator).hessian_operator(theta)
+    if whitening is not None:
+        product = whitening.products(product)
     root = torch.ones_like(theta, dtype=torch.float64) if scale is None else scale.double().sqrt()
     vector = torch.randn(len(theta), generator=generator, dtype=torch.float64).to(target.device)
     quotient = vector.new_zeros(())

@@ -9,28 +9,30 @@ from bnncli.options.declaration import option
 from bnncli.options.target import TargetOptions
 
 CYCLICAL, SGHMC, SGLD = "cyclical", "sghmc", "sgld"
+BASE, RMSPROP, NONE = "base", "rmsprop", "none"
 
 
 @dataclass(frozen=True)
 class FitSghmcOptions(TargetOptions):
     """Options of fit-sghmc."""
 
-    sampler: str = option(
-        CYCLICAL,
+    sampler: str | None = option(
+        None,
         "cyclical: the learning rate falls along a cosine in each cycle, which explores without noise first and samples at its end; "
-        "sghmc: one rate, and noise throughout; sgld: the same without momentum.",
+        "sghmc: one rate, and noise throughout; sgld: the same without momentum. By default sghmc over the last layer, whose posterior has one mode, without \0cycles\0, "
+        "and cyclical over other layers.",
         choices=(CYCLICAL, SGHMC, SGLD),
     )
     chains: int = option(4, "Chains, run as one batch; all see the same minibatches.", minimum=1)
     epochs: int | None = option(
         None,
-        "Passes over the training split, of all cycles together; by default 250 a cycle, or 1000 without cycles, and over other layers than the last 10, or 40.",
+        "Passes over the training split, of all cycles together; by default 1000, or 250 a cycle, and over other layers than the last 40, or 10.",
         minimum=1,
     )
     cycles: int | None = option(None, "Cycles (cyclical); 4 by default.", minimum=1)
     draws: int | None = option(
         None,
-        "Draws kept of each chain and cycle, evenly over its sampling epochs and at its end: 3 by default, without cycles 50, or as many as there are such epochs.",
+        "Draws kept of each chain and cycle, evenly over its sampling epochs and at its end: by default 200, in cycles 50, and over other layers than the last 50, or 3, or as many as there are such epochs.",
         minimum=1,
     )
     exploration: float | None = option(
@@ -52,7 +54,10 @@ class FitSghmcOptions(TargetOptions):
         minimum=1e-15,
     )
     momentum_decay: float | None = option(
-        None, "Share of the momentum that a step loses; 0.05 by default, of sgld 1.", minimum=1e-6, maximum=1.0
+        None,
+        "Share of the momentum that a step loses; 0.2 by default with \0preconditioner\0 base, else 0.05, of sgld 1.",
+        minimum=1e-6,
+        maximum=1.0,
     )
     temperature: float = option(
         1.0,
@@ -60,10 +65,11 @@ class FitSghmcOptions(TargetOptions):
         "of examples where its text says 1.)",
         minimum=0.0,
     )
-    preconditioner: str = option(
-        "none",
-        "rmsprop: one step size a parameter, from the gradients of minibatches, that stands still while draws are kept.",
-        choices=("none", "rmsprop"),
+    preconditioner: str | None = option(
+        None,
+        "base: the covariance of \0base\0, so that one step size suits all directions, by default over the last layer where that is a Gaussian; rmsprop: one step size a "
+        "parameter, from the gradients of minibatches, that stands still while draws are kept; none.",
+        choices=(BASE, RMSPROP, NONE),
     )
     start: str = option(
         "checkpoint",
@@ -81,8 +87,8 @@ class FitSghmcOptions(TargetOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.is_cyclical and self.cycles is not None:
-            raise UsageError(f"\0cycles\0 is for \0sampler\0 cyclical; {self.sampler} has none")
-        if self.sampler == SGLD and self.momentum_decay not in (None, 1.0):
+            raise UsageError(f"\0cycles\0 is for \0sampler\0 cyclical; {self.chosen_sampler} has none")
+        if self.chosen_sampler == SGLD and self.momentum_decay not in (None, 1.0):
             raise UsageError("\0momentum_decay\0 is for \0sampler\0 cyclical or sghmc; sgld has no momentum")
         if self.num_epochs % self.num_cycles:
             raise UsageError(
@@ -95,9 +101,22 @@ class FitSghmcOptions(TargetOptions):
             )
 
     @property
+    def chosen_sampler(self) -> str:
+        """As asked for or by default."""
+        return self.sampler or (SGHMC if self.is_last_layer and self.cycles is None else CYCLICAL)
+
+    @property
+    def may_whiten(self) -> bool:
+        """Whether the covariance of a Gaussian base preconditions: where it is asked for, and by default over the last layer.
+
+        Not over others by default, which take minibatches: these have the noise of the stiffest direction in all of them then.
+        """
+        return self.preconditioner == BASE or (self.preconditioner is None and self.is_last_layer)
+
+    @property
     def is_cyclical(self) -> bool:
         """Whether there are cycles."""
-        return self.sampler == CYCLICAL
+        return self.chosen_sampler == CYCLICAL
 
     @property
     def num_epochs(self) -> int:
@@ -133,14 +152,14 @@ class FitSghmcOptions(TargetOptions):
         """Of a cycle, as asked for or by default."""
         if self.draws is not None:
             return self.draws
-        return min(3 if self.is_cyclical else 50, self.num_sampling)
+        many = (50, 200) if self.is_last_layer else (3, 50)
+        return min(many[not self.is_cyclical], self.num_sampling)
 
     @property
     def examples_a_step(self) -> int:
         """As asked for or by default."""
         return self.batch_size or (65536 if self.is_last_layer else 128)
 
-    @property
-    def decay(self) -> float:
+    def decay(self, *, is_whitened: bool) -> float:
         """Share of the momentum that a step loses, as asked for or by default."""
-        return 1.0 if self.sampler == SGLD else self.momentum_decay or 0.05
+        return 1.0 if self.chosen_sampler == SGLD else self.momentum_decay or (0.2 if is_whitened else 0.05)

@@ -74,6 +74,7 @@ class TargetFit:
         work: does it.
         params: what the request records besides the options.
         hint: what to do where memory is short.
+        num_bases: copies of a Gaussian base, as large as its file, that the work holds.
     """
 
     method: str
@@ -84,6 +85,7 @@ class TargetFit:
     kind: str = "posterior"
     params: Mapping[str, Any] = field(default_factory=dict)
     hint: str = "use a smaller \0batch_size\0"
+    num_bases: int = 0
 
 
 def produce_fit(
@@ -171,6 +173,8 @@ class _Job:
                 held = 0 if self.val is None else len(self.val.content.features)
                 needed = stepping.network_bytes(layout, num_examples, held, self.run.device)
                 device = self.run.device_name
+        if self.base is not None and self.base.is_gaussian:
+            needed += self.asked.num_bases * self.base.path.stat().st_size
         what = f"fit-{self.asked.method} of {layout.num_params:,} parameters"
         return layout, require_steps(needed, device, what=what, hint=self.asked.hint)
 

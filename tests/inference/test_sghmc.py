@@ -12,10 +12,13 @@ from problems.heads import by_noisy_sign, gaussian_at_mode, head_target
 from problems.seeds import seeded
 from torch import Tensor
 
+from bnncli.covariances.full import Full
 from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.draw_stores import MemoryDraws
 from bnncli.inference.sghmc import SghmcPlan, inflation, preconditioner, sample_sghmc
 from bnncli.inference.stiffness import largest_curvature, mean_square
+from bnncli.inference.whitened_target import WhiteCoordinates
+from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SilentProgress
 from bnncli.targets.last_layer import LastLayerTarget
 from bnncli.theta.head import HeadLayout
@@ -31,9 +34,19 @@ def gaussian_target() -> LastLayerTarget:
     return head_target(HeadLayout(1, 2), N, prior=Prior(4.0, 1.0), likelihood_scale=0.0)
 
 
-def draws_of(target: LastLayerTarget, plan: SghmcPlan, num_chains: int = 400, start: float = 0.0) -> Tensor:
+def draws_of(
+    target: LastLayerTarget,
+    plan: SghmcPlan,
+    num_chains: int = 400,
+    start: float = 0.0,
+    whitening: WhiteCoordinates | None = None,
+) -> Tensor:
     zeros = torch.full((num_chains, target.layout.num_params), start, dtype=torch.float64)
-    return sample_sghmc(target, plan, start=zeros, generator=seeded()).draws.double()
+    return sample_sghmc(target, plan, start=zeros, generator=seeded(), whitening=whitening).draws.double()
+
+
+def whitening_by(base: Gaussian) -> WhiteCoordinates:
+    return WhiteCoordinates.of(base, "cpu", torch.float64)
 
 
 def assert_variances(draws: Tensor, expected: Tensor) -> None:
@@ -54,6 +67,17 @@ def test_variances_on_a_gaussian_are_those_of_the_formula(decay: float, temperat
     expected = temperature / h / (1 - rate / N * h / (2 * (2 - decay)))
     assert_variances(draws_of(gaussian_target(), plan), expected)
     assert inflation(plan, 4.0, N, rate)[0] == pytest.approx(float(expected[0] * 4 / temperature) - 1)
+
+
+def test_in_the_coordinates_of_a_gaussian_the_variances_are_those_of_its_directions() -> None:
+    """Of N(0, diag(1/4, 1/4, 1)) by the covariance of another, S = L L^T: the formula holds for each eigenvector of L^T H L."""
+    root = torch.tensor([[0.5, 0.0, 0.0], [0.3, 0.6, 0.0], [-0.4, 0.2, 0.9]], dtype=torch.float64)
+    target, plan = gaussian_target(), replace(PLAN, learning_rate=6.0, momentum_decay=0.3)
+    base = Gaussian(torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64), Full(root), target.layout)
+    draws = draws_of(target, plan, whitening=whitening_by(base))
+    values, vectors = torch.linalg.eigh(root.T @ torch.diag(torch.tensor([4.0, 4.0, 1.0], dtype=torch.float64)) @ root)
+    along = torch.linalg.solve_triangular(root, draws.unsqueeze(-1), upper=False).squeeze(-1) @ vectors
+    assert_variances(along, 1 / values / (1 - 6.0 / N * values / (2 * (2 - 0.3))))
 
 
 def test_a_cycle_explores_without_noise_and_samples_at_its_end() -> None:
@@ -83,17 +107,19 @@ def test_minibatches_add_no_more_variance_than_is_said_and_much_of_it() -> None:
     assert 1 + 0.3 * by_batches < found < (1 + by_length) * (1 + 1.1 * by_batches)
 
 
+@pytest.mark.parametrize("is_whitened", [False, True])
 @pytest.mark.long
-def test_logistic_moments_are_those_of_importance_weights() -> None:
+def test_logistic_moments_are_those_of_importance_weights(is_whitened: bool) -> None:
     target = head_target(HeadLayout(1, 2), 60, labels=by_noisy_sign, prior=0.5)
     base = gaussian_at_mode(target)
     noise = base.noise(20_000, seeded(5))
     theta, log_density = base.from_noise(noise)
     weights = (target.log_joint(theta) - log_density).softmax(dim=0)
     mean = weights @ theta
-    stiffness = largest_curvature(target, base.mean, seeded())
+    whitening = whitening_by(base) if is_whitened else None
+    stiffness = largest_curvature(target, base.mean, seeded(), whitening=whitening)
     plan = SghmcPlan(500, 1, 20, 150, ALL, 0.02 * 60 / stiffness, 0.2, is_cyclical=False)
-    draws = draws_of(target, plan, 150)
+    draws = draws_of(target, plan, 150, whitening=whitening)
     first = draws.mean(dim=1)
     error = first.std(dim=0) / math.sqrt(len(draws))
     spread = (weights @ (theta - mean).square()).sqrt()
@@ -115,6 +141,13 @@ def test_the_stiffness_is_the_largest_eigenvalue() -> None:
     scaled = scale.sqrt().unsqueeze(1) * hessian * scale.sqrt()
     expected = float(torch.linalg.eigvalsh(scaled)[-1])
     assert largest_curvature(target, base.mean, seeded(), scale) == pytest.approx(expected, rel=0.03)
+    root = (
+        torch.eye(15, dtype=torch.float64) + 0.3 * torch.randn(15, 15, generator=seeded(), dtype=torch.float64).tril()
+    )
+    expected = float(torch.linalg.eigvalsh(root.T @ hessian @ root)[-1])
+    whitening = whitening_by(Gaussian(base.mean, Full(root), base.layout))
+    found = largest_curvature(target, base.mean, seeded(), whitening=whitening)
+    assert found == pytest.approx(expected, rel=0.03)
 
 
 def test_a_preconditioner_that_stands_still_keeps_the_gaussian() -> None:

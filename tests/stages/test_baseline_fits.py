@@ -63,22 +63,38 @@ def test_draws_of_a_head_have_their_log_joint_and_say_what_biases_them(cli: Cli,
     metrics = done.json["metrics"]
     path = posterior_of(small_run, "sghmc.nc")
     samples, content = open_samples(path)
-    assert tuple(samples.draws.shape[:2]) == (2, 8)
+    assert tuple(samples.draws.shape[:2]) == (2, 28)
     with np.load(small_run.with_name("features.npz")) as arrays:
         features, labels = arrays["features_train"], arrays["labels_train"]
     header = read_header(path)
     prior = Prior.from_meta(header.meta)
     assert prior is not None
     target = LastLayerTarget(torch.from_numpy(features), torch.from_numpy(labels), HeadLayout(3, 5), prior)
-    expected = target.log_joint(samples.draws.flatten(0, 1)).view(2, 8)
+    expected = target.log_joint(samples.draws.flatten(0, 1)).view(2, 28)
     np.testing.assert_allclose(content.stats["lp"], expected, rtol=1e-6)
     assert metrics["excess_by_steps"] == pytest.approx(0.05)
+    assert (metrics["sampler"], metrics["preconditioner"]) == ("sghmc", "base")
     assert metrics["cost"] == {"gradient_passes": 2 * 40 + 2 * 2 * 20, "through": "head"}
-    assert metrics["val"]["sghmc"]["samples"] == 16
+    assert metrics["val"]["sghmc"]["samples"] == 56
     assert "no step is accepted or refused" in done.stderr
     assert read_samples(path).header is not None
     judged = cli("diagnose", small_run, "--posterior", "sghmc", "--json").json["posteriors"]["sghmc"]
     assert "its moves are never refused, which biases it" in judged["doubts"]
+
+
+def test_minibatches_of_whitened_chains_add_little_as_their_rate_falls(cli: Cli, small_run: Path) -> None:
+    whole, parts, plain = (
+        cli("fit-sghmc", small_run, *SGHMC[1:], "--name", name, *words, "--json").json["metrics"]
+        for name, words in (
+            ("whole", ()),
+            ("parts", ("--batch-size", 60)),
+            ("plain", ("--batch-size", 60, "--preconditioner", "none")),
+        )
+    )
+    assert whole["stiffness"] == pytest.approx(1, rel=0.01)  # of the base's own target, in its coordinates
+    assert (whole["excess_by_batches"], parts["excess_by_batches"]) == (0, pytest.approx(0.05))
+    assert plain["excess_by_batches"] > 1
+    assert parts["learning_rate"] < whole["learning_rate"]
 
 
 @pytest.mark.parametrize("num_draws", [19, 20])
@@ -146,7 +162,7 @@ def test_the_elbo_of_vi_is_told_with_its_error_and_judged_alike_by_diagnose(cli:
 
 
 def test_one_is_told_in_the_singular(cli: Cli, small_run: Path) -> None:
-    one = ("--chains", 1, "--cycles", 1, "--draws", 1, "--epochs", 4, "--name", "one")
+    one = ("--chains", 1, "--sampler", "cyclical", "--cycles", 1, "--draws", 1, "--epochs", 4, "--name", "one")
     drawn = cli("fit-sghmc", small_run, *one)
     assert "1 chain of 1 draw: R-hat undefined" in drawn.stderr
     assert "sghmc (mc, 1 draw)" in drawn.stderr
@@ -174,8 +190,10 @@ def test_a_rate_that_was_given_and_is_far_too_high_is_to_be_left_out(
     [
         (("fit-sghmc", "--sampler", "sgld", "--momentum-decay", 0.5), "sgld has no momentum"),
         (("fit-sghmc", "--sampler", "sghmc", "--cycles", 2), "--cycles is for --sampler cyclical"),
-        (("fit-sghmc", "--epochs", 41), "expected a multiple of the 4 --cycles; got 41"),
-        (("fit-sghmc", "--epochs", 40, "--draws", 3), "--draws: expected at most 2"),
+        (("fit-sghmc", "--sampler", "cyclical", "--epochs", 41), "expected a multiple of the 4 --cycles; got 41"),
+        (("fit-sghmc", "--epochs", 40, "--draws", 30), "--draws: expected at most 28"),
+        (("fit-sghmc", "--preconditioner", "base", "--prior-precision", 3), "there is none with --prior-precision"),
+        (("fit-sghmc", "--preconditioner", "base", "--base", "hmc"), "hmc is none"),
         (("fit-vi", "--optimizer", "ivon", "--estimator", "local"), "ivon needs draws of theta"),
         (("fit-vi", "--num-draws", 3), "--num-draws is of --estimator reparam"),
         (("fit-swag", "--rank", 9, "--epochs", 4), "--rank: expected at most the 4 --epochs; got 9"),

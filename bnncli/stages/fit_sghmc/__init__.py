@@ -25,15 +25,16 @@ COMMAND = Command(
     (FitSghmcOptions, NameOptions, InputOptions, *COMPUTE),
     (
         "bnncli fit-sghmc ckpt.pt",
-        "bnncli fit-sghmc ckpt.pt --sampler sgld --batch-size 1024 --epochs 200 --name sgld",
-        "bnncli fit-sghmc ckpt.pt --epochs 200 --batch-size 128 --learning-rate 0.1 --momentum-decay 0.9 --exploration 0.9 --name published",
+        "bnncli fit-sghmc ckpt.pt --sampler sgld --name sgld",
+        "bnncli fit-sghmc ckpt.pt --sampler cyclical --epochs 200 --batch-size 128 --learning-rate 0.1 --momentum-decay 0.9 --exploration 0.9 "
+        "--draws 3 --preconditioner none --name published",
         "bnncli fit-sghmc ckpt.pt --layers all --chains 1 --resume",
     ),
     place=53,
 )
 
-# Of each chain: theta, momentum, gradient, noise, RMSprop's mean squares and products; twice for states to resume from.
-_CHAIN_VECTORS = 10
+# Of each chain: theta, momentum, gradient, noise, RMSprop's mean squares or whitened ones, products; twice for states to resume from.
+_CHAIN_VECTORS = 12
 
 
 def run(run: Run, options: FitSghmcOptions) -> Result:
@@ -62,6 +63,7 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
         work,
         kind="samples",
         hint="use fewer \0chains\0, or a smaller \0batch_size\0",
+        num_bases=2 if options.may_whiten else 0,  # as it is read, and in the precision of steps
     )
     return produce_fit(run, options, asked, lambda request, meta: _report(run, request, meta))
 

@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from bnncli import __version__
+from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence
 from bnncli.inference.sghmc import SghmcPlan, SghmcRun, inflation, preconditioner, sample_sghmc
 from bnncli.inference.stiffness import curvature_passes, largest_curvature, mean_square
+from bnncli.inference.whitened_target import WhiteCoordinates
 from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import FitSghmcOptions
+from bnncli.options.fit_sghmc import BASE, NONE, RMSPROP
 from bnncli.posteriors.samples import Samples
 from bnncli.run.chain_judges import head_judges, network_judge, parameter_judge
 from bnncli.run.chain_report import parameter_metrics, prediction_metrics
@@ -43,7 +46,8 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
     start = fitting.start.expand(options.chains, -1)
     if options.start == "init":
         start = initial_theta(fitting.train.layout, options.chains, stream_seed(run.compute.seed, "fit-sghmc/start"))
-    plan, square, told, passes = _planned(fitting, options, start[0].to(run.device))
+    whitening = _whitening(fitting, options)
+    plan, square, told, passes = _planned(fitting, options, start[0].to(run.device), whitening)
     store = DrawFile(fitting.request.target, num_chains=options.chains, num_params=target.layout.num_params)
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     resume = ResumableDraws(resumable, store)
@@ -55,6 +59,7 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
                 start=start,
                 generator=run.stream("fit-sghmc/chains"),
                 square=square,
+                whitening=whitening,
                 store=store,
                 state=resume.restore(),
                 save=lambda state, is_last: resume.offer(lambda: dict(state), is_last=is_last),
@@ -73,15 +78,32 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
     return Fitted({}, meta, metrics, fitting.train, write=partial(_write, fitting, drawn), publishing=resume.publishing)
 
 
+def _whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates | None:
+    """The base's, where its covariance preconditions.
+
+    Raises:
+        UsageError: asked for, and there is no base, or it is no Gaussian.
+    """
+    base = fitting.base
+    if not options.may_whiten:
+        return None
+    if base is None or not base.is_gaussian:
+        if options.preconditioner is None:
+            return None
+        what = "there is none with \0prior_precision\0" if base is None else f"{base.path.stem} is none"
+        raise UsageError(f"\0preconditioner\0 {BASE}: expected a Gaussian \0base\0, one of fit-laplace; {what}")
+    return WhiteCoordinates.of(open_posterior(base.path)[0], fitting.target.device, fitting.target.dtype)
+
+
 def _planned(
-    fitting: Fitting, options: FitSghmcOptions, theta: torch.Tensor
+    fitting: Fitting, options: FitSghmcOptions, theta: torch.Tensor, whitening: WhiteCoordinates | None
 ) -> tuple[SghmcPlan, torch.Tensor | None, dict[str, Any], float]:
     """How chains move, RMSprop's start, what is told of both, and the gradient passes that finding them took."""
     run, target = fitting.run, fitting.target
     places = [theta, *_center_of_base(fitting)]
     num_examples, passes, square = target.num_examples, len(places) * curvature_passes(target), None
     batch_size = min(options.examples_a_step, num_examples)
-    if options.preconditioner == "rmsprop":
+    if options.preconditioner == RMSPROP:
         square, more = mean_square(
             target, theta, _squared_batch(batch_size, num_examples), run.stream("fit-sghmc/squares")
         )
@@ -89,12 +111,12 @@ def _planned(
     scale = None if square is None else preconditioner(square)
     # A network that is sure of its labels has little curvature where chains start, and more where they go.
     generator = run.stream("fit-sghmc/stiffness")
-    stiffness = max(largest_curvature(target, place, generator, scale) for place in places)
-    decay, last = options.decay, _rate_share(options)
+    stiffness = max(largest_curvature(target, place, generator, scale, whitening=whitening) for place in places)
+    decay, last = options.decay(is_whitened=whitening is not None), _rate_share(options)
     rate = options.learning_rate
     if rate is None:
-        reach = ALLOWED / (1 + ALLOWED) * 2 * (2 - decay) / last
-        rate = min(reach, 2 - decay) * num_examples / stiffness  # no more than half of what is stable, while exploring
+        rate = _bearable_reach(options, num_examples / batch_size, is_whitened=whitening is not None)
+        rate *= num_examples / stiffness
     plan = SghmcPlan(
         options.num_epochs,
         options.num_cycles,
@@ -114,8 +136,22 @@ def _planned(
         "stiffness": stiffness,
         "excess_by_steps": by_steps,
         "excess_by_batches": by_batches,
+        "preconditioner": BASE if whitening is not None else options.preconditioner or NONE,
     }
     return plan, square, told, passes
+
+
+def _bearable_reach(options: FitSghmcOptions, num_batches: float, *, is_whitened: bool) -> float:
+    """The learning rate of each cycle's start where none is given, in stiffest directions: eta times their curvature."""
+    decay, last = options.decay(is_whitened=is_whitened), _rate_share(options)
+    reach = ALLOWED / (1 + ALLOWED) * 2 * (2 - decay) / last
+    if not is_whitened:
+        return min(reach, 2 - decay)  # no more than half of what is stable, while exploring
+    if (
+        num_batches > 1 and options.temperature > 0
+    ):  # all directions are the stiffest: all have its noise of minibatches
+        reach = min(reach, ALLOWED * 2 * decay * options.temperature / (num_batches - 1) / last)
+    return min(reach, 0.25 * (2 - decay))  # they stiffen far from the base
 
 
 def _center_of_base(fitting: Fitting) -> list[torch.Tensor]:
@@ -150,7 +186,7 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
         judged_by = "train" if fitting.val is None else "heldout"
         judges = {judged_by: network_judge(run, target, fitting.val or train)}  # type: ignore[arg-type]
     return {
-        "sampler": options.sampler,
+        "sampler": options.chosen_sampler,
         "chains": options.chains,
         "draws": num_draws,
         **fitting.prior.to_meta(),
@@ -165,7 +201,6 @@ def _metrics(fitting: Fitting, options: FitSghmcOptions, drawn: SghmcRun, plan: 
         "batch_size": plan.batch_size,
         "momentum_decay": plan.momentum_decay,
         "temperature": plan.temperature,
-        "preconditioner": options.preconditioner,
         "start": options.start,
         "log_joint_first": float(drawn.history[0].mean()),
         "log_joint_last": float(drawn.history[-1].mean()),
