@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,17 @@ def nobody_waits_for_the_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_that_do_not_change_are_checked_once() -> Iterator[None]:
+    """Not once a command, as a user's commands do, each in a process of its own: a tenth of the time went there."""
+    from bnncli.cli import execute
+    from bnncli.storage.known_files import checks_remembered
+
+    with pytest.MonkeyPatch.context() as patch, checks_remembered():
+        patch.setattr(execute, "checks_remembered", nullcontext)
+        yield
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with every artifact, made once; its name (there is no checkpoint). Tests copy it before they change it."""
@@ -120,9 +132,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "features.npz", **make_arrays())
     name = folder / "small"
     first = ("extract-features", name, "--from-npz", folder / "features.npz", "--ood", "far")
-    for command, *words in (first, *STEPS):
-        argv = [command, name, *words] if command != "extract-features" else [command, *words]
-        assert run_command_line([str(word) for word in argv], io.StringIO()) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        make_scores_rough(patch)
+        for command, *words in (first, *STEPS):
+            argv = [command, name, *words] if command != "extract-features" else [command, *words]
+            assert run_command_line([str(word) for word in argv], io.StringIO()) == 0
     return name
 
 
@@ -140,18 +154,17 @@ def arrays() -> dict[str, np.ndarray]:
     return make_arrays()
 
 
-@pytest.fixture
-def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that do not look at how sure a score is."""
+def make_scores_rough(patch: pytest.MonkeyPatch) -> None:
+    """Few replicates and permutations: less is known of how sure a score is, and the scores are the same."""
     from bnncli.evaluation import calibrated
-
-    monkeypatch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
-    monkeypatch.setattr(calibrated, "NUM_DRAWS", 200)
-
-
-@pytest.fixture
-def few_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that do not look at how sure a difference between two posteriors' draws is."""
     from bnncli.evaluation.draw_blocks import compare_draws
 
-    monkeypatch.setitem(compare_draws.__kwdefaults__, "num_permutations", 99)
+    patch.setenv("BNNCLI_EVALUATE_BOOTSTRAP", "20")
+    patch.setattr(calibrated, "NUM_DRAWS", 200)
+    patch.setitem(compare_draws.__kwdefaults__, "num_permutations", 99)
+
+
+@pytest.fixture
+def rough_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not look at how sure a score is."""
+    make_scores_rough(monkeypatch)

@@ -75,6 +75,7 @@ def test_a_number_that_differs_on_the_gpu_is_missed(run: Run, monkeypatch: pytes
     assert (code, parts["correctness"]["missed"]) == (1, ["small: fit-laplace --prior-precision 100: scale_tril"])
 
 
+@pytest.mark.long
 def test_content_and_chains_do_not_depend_on_memory_or_interruptions(run: Run) -> None:
     code, parts = run("memory", "--only", "resuming|peak of a full|small: (extract|fit-laplace)|out of memory, fit")
     rows = parts["memory"]["rows"]

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from problems.command_line import Cli
+from problems.long_run import long_but
 
 from bnncli import registry
 
@@ -95,8 +96,8 @@ def one_example(arrays: Arrays) -> Arrays:
     }
 
 
-@pytest.mark.usefixtures("few_replicates")
-@pytest.mark.parametrize("structure", registry.names("curvature"))
+@pytest.mark.usefixtures("rough_scores")
+@pytest.mark.parametrize("structure", long_but(registry.names("curvature"), "full", "kron"))
 @pytest.mark.parametrize(
     "arrays",
     [

@@ -17,7 +17,7 @@ from problems.command_line import SCRIPT, Cli
 
 from bnncli.cli.commands import COMMANDS
 
-pytestmark = pytest.mark.usefixtures("few_permutations")
+pytestmark = pytest.mark.usefixtures("rough_scores")
 
 NOISY = """
 import os, warnings

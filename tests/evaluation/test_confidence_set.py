@@ -76,7 +76,9 @@ def hits(generator: np.random.Generator, shape: tuple[int, int], count: int) -> 
 
 
 @pytest.mark.parametrize("draw", [correlated, skewed, hits])
-@pytest.mark.parametrize(("size", "count", "trials"), [(2000, 3, 250), (2000, 8, 150)])
+@pytest.mark.parametrize(
+    ("size", "count", "trials"), [(2000, 3, 250), pytest.param(2000, 8, 150, marks=pytest.mark.long)]
+)
 def test_over_examples_no_equal_posterior_goes_unmarked_more_often_than_alpha(
     draw: Draw, size: int, count: int, trials: int
 ) -> None:

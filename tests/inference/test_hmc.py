@@ -10,6 +10,7 @@ import pytest
 import torch
 from interrupted import StopAt
 from problems.heads import by_sign, gaussian_at_mode, head_target
+from problems.long_run import long_but
 from problems.seeds import seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,7 +65,7 @@ def assert_moments(draws: Tensor, mean: Tensor, covariance: Tensor) -> None:
 
 
 @every_dynamics
-@pytest.mark.parametrize("structure", registry.names("curvature"))
+@pytest.mark.parametrize("structure", long_but(registry.names("curvature"), "full", "kron"))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_draws_have_the_moments_of_the_posterior_on_a_grid(dynamics: str, structure: str, layout: HeadLayout) -> None:
     target = make_target(layout)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from problems.heads import by_sign, gaussian_at_mode, head_target
+from problems.long_run import long_but
 from problems.seeds import seeded
 
 from bnncli import registry
@@ -69,7 +70,7 @@ def test_refine_starts_at_the_laplace_elbo(space: str) -> None:
     assert abs(float(fit.history[0]) - untrained.value) < 6 * untrained.standard_error
 
 
-@every_flow
+@pytest.mark.parametrize("kind", long_but(registry.names("flows"), "affine", "iaf", "radial"))
 def test_refining_a_diagonal_base_gains(kind: str) -> None:
     target = make_target(LAYOUTS[1])
     base = gaussian_at_mode(target, "diag")

@@ -129,10 +129,12 @@ def test_the_exact_sampler_passes_a_thousand_simulations_of_a_small_head() -> No
     assert not is_doubted(p_values(HmcRefit(), num=1000, layout=HeadLayout(3, 5), num_examples=100))
 
 
+@pytest.mark.long
 def test_a_flow_without_training_is_its_base() -> None:
     assert is_doubted(p_values(FlowRefit("diag", {"flow": "radial", "length": 1, "epochs": 1}), num=100))
 
 
+@pytest.mark.long
 def test_truths_of_a_posterior_pass_beside_its_data_and_not_without_them() -> None:
     theta = 4 * torch.randn(LAYOUT.num_params, generator=seeded(7), dtype=torch.float64)
     rows = features(80)

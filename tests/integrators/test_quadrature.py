@@ -43,7 +43,7 @@ def vectors(*cases: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
     return means, scales.square()
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.499, 1.501, 4.0, 100.0])
+@pytest.mark.parametrize("scale", [0.01, 1.499, 1.501, 100.0])
 @pytest.mark.parametrize("mean", [-50.0, -0.7, 0.0])
 def test_trapezoid_is_exact_to_rounding_on_both_sides(mean: float, scale: float) -> None:
     p, q, expected_entropy = exact(mean, scale)

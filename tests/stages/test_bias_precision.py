@@ -97,7 +97,6 @@ def test_log_posteriors_of_draws_are_those_of_that_target(run_of_two: Path) -> N
     assert [samples.constants[name].tolist() for name in ("prior_precision", "bias_precision")] == [[10.0], [0.1]]
 
 
-@pytest.mark.usefixtures("few_permutations")
 def test_diagnose_judges_each_on_its_own_target(cli: Cli, run_of_two: Path) -> None:
     done = cli("diagnose", run_of_two, "--json")
     posteriors, pairs = done.json["posteriors"], done.json["pairs"]

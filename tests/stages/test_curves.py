@@ -127,7 +127,9 @@ def test_overlaid_curves_are_all_drawn_and_named_and_told_apart_without_colour(c
     assert "far" in figure.axes[0].get_xlabel()
 
 
-@pytest.mark.parametrize("count", [8, 9, 30])  # the most inside the axes, the fewest beside them, many
+@pytest.mark.parametrize(
+    "count", [8, 9, pytest.param(30, marks=pytest.mark.long)]
+)  # the most inside the axes, the fewest beside them, many
 def test_nothing_is_cut_off_by_the_edge_of_a_figure(count: int) -> None:
     names = [f"posterior-{place} (bridge-none-normalize)" for place in range(count)]
     line = {"coverage": [0.1, 1.0], "risk": [0.0, 0.2], "fpr": [0.0, 1.0], "tpr": [0.0, 1.0]}

@@ -91,7 +91,6 @@ def test_the_error_of_an_excess_on_val_is_paired(cli: Cli, small_run: Path) -> N
     assert found["excess"] == pytest.approx(float(gap.mean()), abs=0.2 * float(paired))
 
 
-@pytest.mark.usefixtures("few_permutations")
 def test_what_was_tuned_on_val_is_said_to_be(cli: Cli, small_run: Path) -> None:
     cli("fit-laplace", small_run, "--prior-precision", "val", "--name", "tuned")
     cli("fit-temperature", small_run)
@@ -128,7 +127,6 @@ def test_chains_are_compared_as_blocks(cli: Cli, diagnosed: dict[str, Any], fini
     assert "+- one standard error" in cli("diagnose", finished_run, *words).stdout
 
 
-@pytest.mark.usefixtures("few_permutations")
 def test_only_good_draws_are_a_reference(cli: Cli, diagnosed: dict[str, Any], small_run: Path) -> None:
     assert diagnosed["posteriors"]["hmc"]["doubts"] != []
     assert diagnosed["verdict"]["use"] == "laplace"
@@ -147,6 +145,7 @@ def test_posteriors_do_not_share_their_draws(cli: Cli, small_run: Path) -> None:
     assert pair["p_value"] > 0.001
 
 
+@pytest.mark.sure_scores
 def test_nothing_is_written_and_a_seed_gives_the_same_numbers(
     cli: Cli, diagnosed: dict[str, Any], finished_run: Path, small_run: Path
 ) -> None:

@@ -13,7 +13,6 @@ from bnncli.storage.predictions import read_predictions
 
 QUICK = ("--bootstrap", "0", "--force")
 LAPLACE = ("--posterior", "laplace")
-pytestmark = pytest.mark.usefixtures("few_permutations", "few_replicates")
 NAMES = ("agreement", "total_variation", "jensen_shannon", "mutual_info_correlation")
 
 

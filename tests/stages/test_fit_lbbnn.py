@@ -48,7 +48,6 @@ def fitted(cli: Cli, run: Path, *words: object) -> dict[str, Any]:
         pytest.param(("--hidden", "6,4"), "concrete", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.usefixtures("few_permutations")
 def test_every_estimator_gives_a_posterior_that_every_later_command_takes(
     cli: Cli, small_run: Path, estimator: str, hidden: tuple[str, ...]
 ) -> None:

@@ -136,7 +136,6 @@ def test_the_mean_of_a_latent_network_is_not_its_centre(cli: Cli, thinned: Path)
     assert kinds == {"lbbnn": "draws", "sparse": "exact"}
 
 
-@pytest.mark.usefixtures("few_permutations")
 def test_diagnose_judges_predictions_of_latent_and_sparse_networks_alone(cli: Cli, thinned: Path) -> None:
     entries = cli("diagnose", thinned, "--json").json["posteriors"]
     assert entries["lbbnn"]["is_good"] is entries["sparse"]["is_good"] is None

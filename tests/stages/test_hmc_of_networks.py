@@ -119,7 +119,6 @@ def test_draws_of_a_network_are_stored_opened_and_predicted_with(cli: Cli, make_
     assert judged["run"] == longer  # not the draws that are there
 
 
-@pytest.mark.usefixtures("few_replicates")
 def test_the_distance_of_few_stored_draws_is_told_by_those_there_are(cli: Cli, make_run: Make) -> None:
     make_run(LINEAR, 3)
     layers = ("ckpt.pt", "--layers", "all", "--trust-code")
@@ -134,7 +133,6 @@ def test_the_distance_of_few_stored_draws_is_told_by_those_there_are(cli: Cli, m
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("few_replicates")
 def test_distances_are_to_draws_over_the_same_layers(cli: Cli, make_run: Make) -> None:
     make_run(LINEAR, 3)
     short = ("hmc", "ckpt.pt", "--chains", 2, "--warmup", 2, "--draws", 4, "--prior-precision", 2)

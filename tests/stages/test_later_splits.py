@@ -23,9 +23,6 @@ def make():
 """
 
 
-pytestmark = pytest.mark.usefixtures("few_replicates")
-
-
 def draw_images(folder: Path, count: int, seed: int) -> None:
     folder.mkdir(parents=True)
     pixels = np.random.default_rng(seed).integers(256, size=(count, 4, 4, 3), dtype=np.uint8)
@@ -80,13 +77,12 @@ def new_data(folder: Path, kind: str) -> str:
 
 
 LATER = [
-    ("--ood", "flat"), ("--ood", "other folders"), ("--ood", "npz"), ("--ood", "npz with y"),
-    ("--data", "flat"), ("--data", "npz"), ("--data", "npz with y"),
+    ("--ood", "flat"), ("--ood", "other folders"), pytest.param("--ood", "npz", marks=pytest.mark.long), ("--ood", "npz with y"),
+    pytest.param("--data", "flat", marks=pytest.mark.long), ("--data", "npz"), pytest.param("--data", "npz with y", marks=pytest.mark.long),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flag", "kind"), LATER)
-@pytest.mark.usefixtures("few_permutations")
 def test_a_split_added_later_is_predicted_and_scored_with_the_others(
     cli: Cli, folder: Path, flag: str, kind: str
 ) -> None:
