@@ -73,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
+def cli(capfd: pytest.CaptureFixture[str], scores_are_rough: None) -> Cli:
     """Runs a command in this process: cli("refine", path, "--epochs", 1)."""
     from bnncli.cli.execute import run_command_line
 
@@ -141,7 +141,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_run(finished_run: Path, tmp_path: Path) -> Path:
+def small_run(finished_run: Path, tmp_path: Path, scores_are_rough: None) -> Path:
     """A copy of finished_run that a test may change."""
     shutil.copytree(finished_run.with_name("small.bnn"), tmp_path / "small.bnn")
     shutil.copy(finished_run.with_name("features.npz"), tmp_path / "features.npz")
@@ -165,6 +165,7 @@ def make_scores_rough(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def rough_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that do not look at how sure a score is."""
-    make_scores_rough(monkeypatch)
+def scores_are_rough(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of commands that tests run; tests marked `sure_scores` look at how sure they are."""
+    if request.node.get_closest_marker("sure_scores") is None:
+        make_scores_rough(monkeypatch)

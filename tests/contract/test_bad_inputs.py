@@ -96,7 +96,6 @@ def one_example(arrays: Arrays) -> Arrays:
     }
 
 
-@pytest.mark.usefixtures("rough_scores")
 @pytest.mark.parametrize("structure", long_but(registry.names("curvature"), "full", "kron"))
 @pytest.mark.parametrize(
     "arrays",

@@ -204,6 +204,11 @@ def make_inputs(folder: Path) -> None:
             torch.save(mlp.build(inputs=4, hidden=(3,), classes=3).state_dict(), folder / name)
 
 
+def is_of_networks(line: str) -> bool:
+    """Whether a line trains a network, or works on one: the long run has these."""
+    return line.startswith("train") or " m.pt" in line
+
+
 @dataclass(frozen=True)
 class Done:
     """What a line did: its exit code and stderr, and on the GPU its kernels, captures and replays."""
@@ -250,8 +255,9 @@ class Both:
     plain: list[Done]
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
+@pytest.fixture(scope="module", params=["heads", pytest.param("networks", marks=pytest.mark.long)])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    lines = [line for line in LINES if is_of_networks(line) == (request.param == "networks")]
     folders = [tmp_path_factory.mktemp(name) for name in ("cpu", "gpu")]
     done = []
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -259,10 +265,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
             make_inputs(folder)
         monkeypatch.chdir(folders[0])
         with as_on_a_gpu(monkeypatch):
-            plain = [run_line(line, "cpu") for line in LINES]
+            plain = [run_line(line, "cpu") for line in lines]
         monkeypatch.chdir(folders[1])
         with pretend_cuda.pretend() as gpu:
-            for line in LINES:
+            for line in lines:
                 before = counts(gpu)
                 one = run_line(line, "cuda")
                 done.append(replace(one, counts=tuple((counts(gpu) - before).tolist())))

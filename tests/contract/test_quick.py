@@ -61,7 +61,7 @@ NOTHING_TO_DO = (
     *MADE,
     "predict small --posterior laplace --posterior refine --posterior hmc --posterior map",
     "predict small --posterior laplace --integrator all --dry-run",
-    "evaluate small --posterior laplace --posterior refine --posterior hmc --posterior map",
+    "evaluate small --bootstrap 20 --posterior laplace --posterior refine --posterior hmc --posterior map",
     "status small",
     "status net.pt",
     "inspect small.bnn/posteriors/laplace.safetensors",

@@ -17,8 +17,6 @@ from problems.command_line import SCRIPT, Cli
 
 from bnncli.cli.commands import COMMANDS
 
-pytestmark = pytest.mark.usefixtures("rough_scores")
-
 NOISY = """
 import os, warnings
 import torch

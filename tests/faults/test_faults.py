@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kills import SERVER, start
+from problems.long_run import long_but
 
 from bnncli.cli.commands import COMMANDS
 from bnncli.options.declaration import declared, flag_of
@@ -18,9 +19,10 @@ from faults.trials import serve
 
 FEW = 1  # trials of each kind and state in the default suite
 SLOW = (  # in the long run only
-    "demo", "train/seeds", "fit-ensemble", "fit-laplace/layers", "refine/layers", "hmc/layers", "predict/layers",
-    "fit-sghmc/layers", "fit-vi/layers", "auto",
+    "train/seeds", "fit-ensemble", "fit-laplace/layers", "refine/layers", "hmc/layers", "predict/layers", "fit-sghmc", "fit-swag",
+    "fit-sghmc/layers", "fit-vi/layers", "auto", "extract-features/network",
 )  # fmt: skip
+HOURS = "demo"  # at every call only
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_every_option_that_names_a_file_is_known() -> None:
     assert named == WRITTEN | READ
 
 
-@pytest.mark.parametrize("key", [key for key in LINES if key not in SLOW])
+@pytest.mark.parametrize("key", long_but((key for key in LINES if key != HOURS), *(LINES.keys() - {*SLOW, HOURS})))
 def test_a_command_survives_faults_and_damaged_inputs(
     requests: Connection, prepared: Path, tmp_path: Path, key: str
 ) -> None:

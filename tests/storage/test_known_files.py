@@ -15,11 +15,21 @@ import numpy as np
 import pytest
 from problems.command_line import Cli
 
+from bnncli.cli import execute
 from bnncli.errors import BnnError, DataError, Untrusted
 from bnncli.storage import hdf5, headers, known_files, metrics, posteriors
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.hdf5 import open_hdf5, write_hdf5
 from bnncli.storage.known_files import STEP_NS, checks_remembered, is_checked, is_settled, remember, state_of
+
+
+@pytest.fixture(autouse=True)
+def each_command_is_by_itself(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As a user's are: what the suite remembers from one to the next is forgotten."""
+    monkeypatch.setattr(execute, "checks_remembered", checks_remembered)
+    token = known_files._KNOWN.set(None)
+    yield
+    known_files._KNOWN.reset(token)
 
 
 @pytest.fixture
