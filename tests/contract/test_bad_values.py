@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from problems.arrays import make_arrays
 from problems.command_line import Cli
+from problems.long_run import long_but
 
 
 @pytest.mark.parametrize("value", ["1e150", "1e31", "1e-31", "5e-324"])
@@ -23,7 +24,7 @@ def test_a_precision_whose_square_leaves_the_numbers_is_refused(cli: Cli, small_
 
 
 @pytest.mark.parametrize("value", ["1e30", "1e-30"])
-@pytest.mark.parametrize("structure", ["full", "block", "kron", "diag"])
+@pytest.mark.parametrize("structure", long_but(["full", "block", "kron", "diag"], "full"))
 def test_the_largest_and_the_smallest_precision_are_fitted(
     cli: Cli, small_run: Path, value: str, structure: str
 ) -> None:

@@ -111,7 +111,13 @@ def hmc(num_warmup: int, num_draws: int, dynamics: str, gradients: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dynamics", "gradients"), [("split", "float32"), ("leapfrog", "float32"), ("split", "tf32"), ("split", "bfloat16")]
+    ("dynamics", "gradients"),
+    [
+        ("split", "float32"),
+        ("leapfrog", "float32"),
+        ("split", "tf32"),
+        pytest.param("split", "bfloat16", marks=pytest.mark.long),
+    ],
 )
 def test_hmc_waits_for_no_draw_and_once_for_a_transition_of_the_warm_up(dynamics: str, gradients: str) -> None:
     same_syncs(lambda count: hmc(4, count, dynamics, gradients), 6)

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.colors import to_rgba
 from PIL import Image
 from problems.command_line import Cli
+from problems.long_run import long_but
 from problems.outputs import figure_texts
 
 from bnncli.errors import WriteError
@@ -54,7 +55,7 @@ def test_a_single_candidate_can_be_drawn() -> None:
     assert len(draw(CURVE[:1], criterion="val", at_edge=True).axes) == 1
 
 
-@pytest.mark.parametrize("form", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("form", long_but(["png", "svg", "pdf"], "svg"))
 def test_the_same_numbers_give_the_same_bytes(form: str) -> None:
     first, second = (render(draw(CURVE[:1], criterion="val", at_edge=False), form) for _ in range(2))
     assert first == second

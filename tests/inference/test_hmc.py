@@ -424,7 +424,7 @@ def uninterrupted(dynamics: str) -> HmcRun:
 
 
 @every_dynamics
-@pytest.mark.parametrize("stop_at", [1, 7, 9, 18, 27, 33])
+@pytest.mark.parametrize("stop_at", long_but([1, 7, 9, 18, 27, 33], 1, 18))
 def test_an_interrupted_sampler_goes_on_to_the_same_bits(dynamics: str, stop_at: int) -> None:
     seen, store, cut = list[int](), MemoryDraws(), StopAt(stop_at)
     with pytest.raises(Interrupted):

@@ -136,6 +136,7 @@ def test_its_laplace_approximation_is_that_of_autograd(name: str, structure: str
 @pytest.mark.parametrize("criterion", ["val", "marglik"])
 @every_structure
 @every_target
+@pytest.mark.long
 def test_the_search_for_its_prior_is_that_of_fits_from_scratch(name: str, structure: str, criterion: str) -> None:
     target, held_out, start = make(name)
     found = search(

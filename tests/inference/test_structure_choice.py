@@ -173,6 +173,7 @@ def test_with_examples_of_all_classes_nothing_is_said_of_them(cli: Cli, tmp_path
     assert not [text for text in done["warnings"] if "classes (" in text]
 
 
+@pytest.mark.long
 def test_in_the_span_of_few_examples_structures_are_compared_and_the_chosen_one_predicts(
     cli: Cli, tmp_path: Path
 ) -> None:

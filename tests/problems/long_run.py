@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def long_but(names: Iterable[str], *kept: str) -> list[Any]:
+def long_but(names: Iterable[Any], *kept: Any) -> list[Any]:
     """Parameters of a test: all names, those but the kept ones in the long run alone."""
     found = list(names)
     assert set(kept) < set(found)

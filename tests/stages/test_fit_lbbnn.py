@@ -42,7 +42,7 @@ def fitted(cli: Cli, run: Path, *words: object) -> dict[str, Any]:
     [
         ((), "lrt"),
         ((), "mnf"),
-        ((), "concrete"),
+        pytest.param((), "concrete", marks=pytest.mark.long),
         (("--hidden", "6,4"), "mnf"),
         pytest.param(("--hidden", "6,4"), "lrt", marks=pytest.mark.long),
         pytest.param(("--hidden", "6,4"), "concrete", marks=pytest.mark.long),
@@ -207,6 +207,7 @@ def test_the_inputs_that_are_in_are_told(cli: Cli, two_class_run: Path) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["lrt", "mnf", "concrete"])
+@pytest.mark.long
 def test_every_estimator_selects_the_inputs_that_matter(cli: Cli, two_class_run: Path, estimator: str) -> None:
     words = ("--repeats", 6, "--prior-inclusion", "0.3", "--learning-rate", "0.1", "--epochs", 40)
     words = (*words, "--batch-size", 150, "--slab-sd", 1)

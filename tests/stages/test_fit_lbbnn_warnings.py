@@ -112,6 +112,7 @@ def thinned(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder / "small"
 
 
+@pytest.mark.long
 def test_the_density_of_a_row_is_that_of_its_networks(cli: Cli, thinned: Path) -> None:
     rows = cli("evaluate", thinned, "--posterior", "lbbnn", "--posterior", "sparse", "--json").json["rows"]
     found = {

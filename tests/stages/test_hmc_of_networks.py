@@ -55,6 +55,7 @@ def draws_of(name: str) -> Any:
     return open_samples(Path(f"ckpt.pt.bnn/posteriors/{name}.nc"))[0].draws.double()
 
 
+@pytest.mark.long
 def test_chains_in_two_modes_of_the_same_network_agree_by_their_predictions(cli: Cli, make_run: Make) -> None:
     make_run(TANH, 1)
     # At weights near zero the Gaussian is the prior: chains start on both sides, and seldom change.
@@ -153,6 +154,7 @@ def test_distances_are_to_draws_over_the_same_layers(cli: Cli, make_run: Make) -
     assert told == {"the draws of other are of other layers"}
 
 
+@pytest.mark.long
 def test_an_interrupted_run_over_a_network_continues_to_the_same_bits(
     cli: Cli, make_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_numbers_of_directions_are_written_out(count: float, text: str) -> None:
     assert about(count) == text
 
 
+@pytest.mark.long
 def test_a_posterior_far_from_its_network_is_told_by_a_first_look(
     cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_subnetwork_that_does_not_fit_is_refused_before_work(
     assert cli(*FIT, *GIVEN, *SUBNETWORK, "--trust-code", "--dry-run").code == 0
 
 
+@pytest.mark.long
 def test_draws_stand_in_the_place_of_the_gaussian_that_whitens_them(cli: Cli, checkpoint: Path) -> None:
     done = cli(*FIT, "--structure", "diag", "--draws", 6, "--trust-code", "--json")
     assert done.code == 0, done.stderr

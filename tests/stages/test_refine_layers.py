@@ -148,6 +148,7 @@ def test_a_killed_refine_of_a_network_resumes_to_the_same_bits(cli: Cli, run: Pa
         (("--layers", "all"), 77, "add --trust-code"),
     ],
 )
+@pytest.mark.long
 def test_what_does_not_fit_is_one_line(cli: Cli, run: Path, words: tuple[str, ...], code: int, message: str) -> None:
     if "drawn" in words:
         fit = ("fit-laplace", "ckpt.pt", "--prior-precision", "3", "--layers", "all", "--draws", "2")

@@ -123,6 +123,7 @@ def test_the_fit_is_that_over_all_of_theta_and_says_where_it_was_made(cli: Cli, 
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_full_and_block_at_the_mode_are_fitted_there(
     cli: Cli, run: Path, words: tuple[str, ...], is_within: bool
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_base_of_other_features_is_not_refined(cli: Cli, run: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("sampler", ["hmc", "nuts"])
+@pytest.mark.long
 def test_draws_are_the_prior_outside_and_know_their_log_joint(cli: Cli, run: Path, sampler: str) -> None:
     words = ("--chains", 2, "--warmup", 8, "--draws", 20, "--sampler", sampler)
     done = cli("hmc", run, *words, "--name", sampler, "--json")

@@ -95,6 +95,7 @@ def probabilities(cli: Cli, run: str, posterior: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["Several", "Probabilities", "Attention"])
+@pytest.mark.long
 def test_the_centre_predicts_as_the_network_does(cli: Cli, made: None, name: str) -> None:
     extract(cli, name, *(["--output", "main"] if name == "Several" else []))
     done = cli("fit-laplace", "ckpt.pt", *FIT)
@@ -144,6 +145,7 @@ def test_networks_without_derivatives_are_refused_in_a_line(cli: Cli, made: None
     ("layers", "structure", "num_train"),
     [("body.bias+head.bias", "kron", 20), ("body.bias+head", "ekfac", 20), ("all", "block", 4)],
 )
+@pytest.mark.long
 def test_what_was_just_made_is_no_other_revisions(
     cli: Cli, made: None, layers: str, structure: str, num_train: int
 ) -> None:

@@ -130,6 +130,7 @@ def test_wrong_layers_are_told(cli: Cli, checkpoint: Path, words: tuple[str, ...
     assert message in refused.stderr
 
 
+@pytest.mark.long
 def test_diagnose_judges_other_layers_beside_the_last(cli: Cli, checkpoint: Path) -> None:
     words = ("--model", "net.py:make", "--data", "val=npz:test.npz")
     assert cli("extract-features", "ckpt.pt", *words).code == 0
