@@ -442,7 +442,7 @@ def test_every_artifact_is_the_cpus(both: Both) -> None:
     runs = [folder.relative_to(both.cpu) for folder in both.cpu.glob("*.bnn/[a-z]*")]
     names = [path.relative_to(both.cpu) for run in runs for path in (both.cpu / run).rglob("*") if path.is_file()]
     differing = [str(name) for name in names if not is_same(both.cpu / name, both.gpu / name)]
-    assert len(names) > 50
+    assert len(names) > 30
     assert differing == []
 
 
