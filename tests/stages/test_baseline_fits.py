@@ -210,8 +210,8 @@ def test_options_that_do_not_go_together_are_refused(
 @pytest.mark.parametrize(
     "words",
     [
-        ("fit-sghmc", "--chains", "2", "--epochs", "2000", "--batch-size", "40"),
-        ("fit-swag", "--epochs", "2000", "--batch-size", "40"),
+        ("fit-sghmc", "--chains", "2", "--epochs", "1000", "--batch-size", "40"),
+        ("fit-swag", "--epochs", "1000", "--batch-size", "40"),
         ("fit-vi", "--epochs", "2000", "--patience", "0", "--estimator", "reparam", "--elbo-draws", "8"),
     ],
     ids=lambda words: words[0],
