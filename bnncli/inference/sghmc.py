@@ -31,11 +31,11 @@ from torch import Tensor
 from bnncli.errors import NumericError
 from bnncli.inference.draw_stores import DrawStore, MemoryDraws
 from bnncli.inference.target_learner import TargetLearner
-from bnncli.inference.whitened_target import WhiteCoordinates, WhitenedTarget
+from bnncli.inference.white_coordinates import WhiteCoordinates, WhitenedLogJoint
 from bnncli.names import counted
 from bnncli.numerics.seeds import on_device
 from bnncli.progress import SILENT, Progress
-from bnncli.targets.target import Target
+from bnncli.targets.target import LogJoint, Target
 from bnncli.training.adam import Adam
 from bnncli.training.course import Course
 from bnncli.training.learner import num_batches
@@ -164,7 +164,7 @@ class _Chains(TargetLearner):
         self.whitening = whitening
         self.theta = (start if whitening is None else whitening.z(start)).to(target.dtype, copy=True)
         super().__init__(
-            target if whitening is None else WhitenedTarget(target, whitening),
+            target,
             Adam([[self.theta]], target.device),
             generator,
             batch_size=plan.batch_size,
@@ -201,6 +201,11 @@ class _Chains(TargetLearner):
         shape = (num_steps, *self.theta.shape)
         noise = self.theta.new_zeros(shape) if is_silent else self.normal(num_steps, *self.theta.shape)
         return noise, self.theta.new_full((num_steps, 1), float(is_exploring))
+
+    def joint(self, *examples: Tensor) -> LogJoint:
+        """As a step's batch tells it, in the coordinates that the chains move in."""
+        found = super().joint(*examples)
+        return found if self.whitening is None else WhitenedLogJoint(found, self.whitening)
 
     @torch.no_grad()
     def update(self, *parts: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bnncli.inference.whitened_target import WhiteCoordinates
+from bnncli.inference.white_coordinates import WhiteCoordinates
 from bnncli.targets.network import NetworkTarget
 from bnncli.targets.target import CurvedTarget
 

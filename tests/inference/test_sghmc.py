@@ -17,7 +17,7 @@ from bnncli.errors import Interrupted, NumericError
 from bnncli.inference.draw_stores import MemoryDraws
 from bnncli.inference.sghmc import SghmcPlan, inflation, preconditioner, sample_sghmc
 from bnncli.inference.stiffness import largest_curvature, mean_square
-from bnncli.inference.whitened_target import WhiteCoordinates
+from bnncli.inference.white_coordinates import WhiteCoordinates
 from bnncli.posteriors.gaussian import Gaussian
 from bnncli.progress import SilentProgress
 from bnncli.targets.last_layer import LastLayerTarget

@@ -16,7 +16,7 @@ from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence
 from bnncli.inference.sghmc import SghmcPlan, SghmcRun, inflation, preconditioner, sample_sghmc
 from bnncli.inference.stiffness import curvature_passes, largest_curvature, mean_square
-from bnncli.inference.whitened_target import WhiteCoordinates
+from bnncli.inference.white_coordinates import WhiteCoordinates
 from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
 from bnncli.options import FitSghmcOptions
@@ -147,9 +147,7 @@ def _bearable_reach(options: FitSghmcOptions, num_batches: float, *, is_whitened
     reach = ALLOWED / (1 + ALLOWED) * 2 * (2 - decay) / last
     if not is_whitened:
         return min(reach, 2 - decay)  # no more than half of what is stable, while exploring
-    if (
-        num_batches > 1 and options.temperature > 0
-    ):  # all directions are the stiffest: all have its noise of minibatches
+    if num_batches > 1 and options.temperature > 0:  # all directions are the stiffest, with its noise of minibatches
         reach = min(reach, ALLOWED * 2 * decay * options.temperature / (num_batches - 1) / last)
     return min(reach, 0.25 * (2 - decay))  # they stiffen far from the base
 
