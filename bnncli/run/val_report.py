@@ -63,22 +63,16 @@ def measure_on_val(
         method: laplace, refine, ...: tells the default integrator.
         others: further posteriors to compare with, by name, by their default integrator (the base of a flow).
     """
-    from bnncli.evaluation.excess import FALSE_ALARM, excesses, score
+    from bnncli.evaluation.excess import score
     from bnncli.posteriors.point import Point
 
     assert val.content.labels is not None
-    labels, head = val.content.labels, val.head()
+    labels = val.content.labels
     name = default_integrator_of(method, is_last_layer=val.is_last_layer)
     chosen, how = _predicted(run, posterior, val, name)
     found = {method: score(method, chosen, labels)}
-    facts: dict[str, dict[str, Any]] = {method: how}
-    references: dict[str, Scored] = {}
-    if head is not None:
-        network = Point(head.to(run.device), posterior.layout)
-        references["network"] = score("network", _predicted(run, network, val, "plug-in")[0], labels)
-        best = _at_best_temperature(run, network, val, "temperature")
-        if best is not None:
-            references["temperature"], facts["temperature"] = best
+    references, facts = _network_on_val(run, val)
+    facts[method] = how
     for other in OTHER_INTEGRATORS:
         if other != name and _supports(other, posterior, val):
             references[other] = score(other, _predicted(run, posterior, val, other)[0], labels)
@@ -91,16 +85,64 @@ def measure_on_val(
         best = _at_best_temperature(run, centre, val, "plug-in-temperature")
         if best is not None:
             found["plug-in-temperature"], facts["plug-in-temperature"] = best
-    gaps = excesses(found[method], list(references.values()))
-    entries = {key: {**one.to_json(), **facts.get(key, {})} for key, one in (references | found).items()}
+    return _comparison(found[method], references, others=found, facts=facts, integrator=name)
+
+
+def measure_probs_on_val(
+    run: Run, probs: NDArray, val: Split, *, method: str, integrator: str, num_draws: int | None
+) -> dict[str, Any]:
+    """The same as measure_on_val of predictions that are there already, beside the network as trained and at its best temperature.
+
+    Args:
+        probs: (N, C) of the classes, of val's examples.
+        val: labelled, features with the network's head.
+        integrator, num_draws: what gave them.
+    """
+    from bnncli.evaluation.excess import score
+
+    assert val.content.labels is not None
+    found = score(method, probs, val.content.labels)
+    references, facts = _network_on_val(run, val)
+    facts[method] = {"integrator": integrator, "samples": num_draws}
+    return _comparison(found, references, others={}, facts=facts, integrator=integrator)
+
+
+def _network_on_val(run: Run, val: Split) -> tuple[dict[str, Scored], dict[str, dict[str, Any]]]:
+    """The network as trained and at its best temperature (held out), where there is one, with what is told of each beside its scores."""
+    from bnncli.posteriors.point import Point
+
+    head = val.head()
+    if head is None:
+        return {}, {}
+    network = Point(head.to(run.device), val.layout)
+    found = {"network": predictive_on_val(run, network, val, "plug-in", key="network")}
+    best = _at_best_temperature(run, network, val, "temperature")
+    if best is None:
+        return found, {}
+    return found | {"temperature": best[0]}, {"temperature": best[1]}
+
+
+def _comparison(
+    chosen: Scored,
+    references: Mapping[str, Scored],
+    *,
+    others: Mapping[str, Scored],
+    facts: Mapping[str, Mapping[str, Any]],
+    integrator: str,
+) -> dict[str, Any]:
+    """What measure_on_val gives, of the scores. others: that are told of without being compared with."""
+    from bnncli.evaluation.excess import FALSE_ALARM, excesses
+
+    gaps = excesses(chosen, list(references.values()))
+    told = {**references, **others, chosen.name: chosen}
     worse = [gap.reference for gap in gaps if gap.is_worse]
     better = [key for key in OTHER_INTEGRATORS if key in worse]
     return {
-        "val": entries,
+        "val": {key: {**one.to_json(), **facts.get(key, {})} for key, one in told.items()},
         "val_excess": {gap.reference: gap.to_json() for gap in gaps},
         "val_false_alarm": FALSE_ALARM,
-        "val_num_examples": len(labels),
-        "recommended_integrator": min(better, key=lambda key: references[key].nll) if better else name,
+        "val_num_examples": len(chosen.losses),
+        "recommended_integrator": min(better, key=lambda key: references[key].nll) if better else integrator,
     }
 
 

@@ -68,7 +68,7 @@ def test_predictions_are_the_mean_of_the_networks_own(cli: Cli) -> None:
     assert cli("extract-features", "0.pt", *OWN, *DATA).code == 0
     done = cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code")
     assert (done.code, done.stdout) == (0, "0.pt.bnn/posteriors/ensemble.safetensors\n")
-    assert "3 members" in done.stderr
+    assert ("3 members" in done.stderr, "predicts worse" in done.stderr) == (True, False)
     assert "up to date" in cli("fit-ensemble", "0.pt", "1.pt", "2.pt", "--trust-code").stderr
     made = cli("predict", "0.pt", "--posterior", "ensemble", "--split", "test", "--trust-code")
     assert made.code == 0, made.stderr
@@ -85,9 +85,26 @@ def test_predictions_are_the_mean_of_the_networks_own(cli: Cli) -> None:
     with torch.no_grad():
         each = torch.stack([network(seed)(inputs_of("test.npz")[held_out]).double().softmax(1) for seed in range(3)])
     nll = -each[:, range(10), labels[held_out]].log().mean(1)
-    assert header.meta["metrics"]["val_nll"]["members"] == pytest.approx(nll.tolist(), rel=1e-5)
+    assert header.meta["metrics"]["val_nll_members"] == pytest.approx(nll.tolist(), rel=1e-5)
     together = -each.mean(0)[range(10), labels[held_out]].log().mean()
-    assert header.meta["metrics"]["val_nll"]["ensemble"] == pytest.approx(float(together), rel=1e-5)
+    assert header.meta["metrics"]["val"]["ensemble"]["nll"] == pytest.approx(float(together), rel=1e-5)
+    assert header.meta["metrics"]["val"]["network"]["nll"] == pytest.approx(float(nll[0]), rel=1e-5)
+
+
+def test_members_that_spoil_the_first_network_are_warned_of(cli: Cli) -> None:
+    labels = network(0)(inputs_of("test.npz")).argmax(1).numpy()  # as the first network has them
+    np.savez("test.npz", x=inputs_of("test.npz").numpy(), y=labels)
+    spoilt = network(0)
+    with torch.no_grad():
+        spoilt[4].weight *= -30
+    save("spoilt.pt", spoilt)
+    half = (*DATA[:-1], "val=test:20")
+    assert cli("extract-features", "0.pt", *OWN, *half).code == 0
+    done = cli("fit-ensemble", "0.pt", "spoilt.pt", "--trust-code", "--json")
+    assert done.code == 0, done.stderr
+    assert done.json["metrics"]["val_excess"]["network"]["is_worse"]
+    assert "ensemble predicts worse on val than what is simpler" in done.stderr
+    assert "bnncli predict 0.pt --posterior map" in done.stderr
 
 
 @pytest.mark.long

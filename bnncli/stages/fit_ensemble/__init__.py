@@ -14,9 +14,10 @@ from bnncli.options.command import CKPT, COMPUTE, Argument, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.network_sources import network_sources
+from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report, posterior_request, produce_posterior
 from bnncli.run.session import Result, Run
-from bnncli.run.val_report import labeled_val
+from bnncli.run.val_report import labeled_val, val_line, warn_if_worse
 from bnncli.storage.freshness import is_same_file
 from bnncli.storage.provenance import Source
 
@@ -65,7 +66,7 @@ def run(run: Run, options: FitEnsembleOptions) -> Result:
 
         return work.fit(run, options, first, val, members)
 
-    return produce_posterior(run, request, fit, _report)
+    return produce_posterior(run, request, fit, lambda meta: _report(run, request, meta))
 
 
 def _check_apart(run: Run, members: list[Path]) -> None:
@@ -77,15 +78,14 @@ def _check_apart(run: Run, members: list[Path]) -> None:
                 raise UsageError(f"MEMBER: {path} is given twice; the members of an ensemble are different networks")
 
 
-def _report(meta: Mapping[str, Any]) -> Report:
+def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
+    warn_if_worse(run, request.target, metrics, method="ensemble")
     cost = metrics["gradient_passes"]
     lines = [
         f"{metrics['num_members']} members" + ("" if cost is None else f", trained in {cost} passes over the data")
     ]
-    if metrics["val_nll"] is not None:
-        own = ", ".join(f"{value:.4f}" for value in metrics["val_nll"]["members"])
-        lines.append(
-            f"val NLL and ECE: ensemble {metrics['val_nll']['ensemble']:.4f}, {metrics['val_ece']:.1%}; members' NLL {own}"
-        )
+    if metrics["val"] is not None:
+        own = ", ".join(f"{value:.4f}" for value in metrics["val_nll_members"])
+        lines += [f"val NLL and ECE: {val_line(metrics['val'])}", f"val NLL of the members: {own}"]
     return Report(metrics, lines)

@@ -18,6 +18,7 @@ from bnncli.run.network import Network
 from bnncli.run.network_splits import NetworkReader
 from bnncli.run.produce_posterior import Fitted
 from bnncli.run.session import Run
+from bnncli.run.val_report import measure_probs_on_val
 from bnncli.storage.trained import gradient_passes
 from bnncli.theta.module import STATE, ModuleLayout
 
@@ -42,7 +43,9 @@ def fit(run: Run, options: FitEnsembleOptions, first: Split, val: Split | None, 
                 )
             thetas.append(_theta(network.module, layout, path, run.checkpoint_path))
         posterior = Ensemble(torch.stack(thetas), layout)
-        scores = {"val_nll": None, "val_ece": None} if val is None else _scores(run, reader, posterior, val)
+        scores: dict[str, Any] = {"val": None, "val_excess": None, "val_nll_members": None}
+        if val is not None:
+            scores = _scores(run, reader, posterior, val)
     costs = [gradient_passes(path) for path in networks]
     known = [cost for cost in costs if cost is not None]
     metrics = {
@@ -82,7 +85,7 @@ def _theta(module: nn.Module, layout: ModuleLayout, path: Path, first: Path) -> 
 
 @torch.no_grad()
 def _scores(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) -> dict[str, Any]:
-    """NLL of each member and of the ensemble on val, and the ensemble's ECE."""
+    """What the ensemble is worth on val, beside the first network as trained and at its best temperature; and each member's NLL."""
     assert val.content.labels is not None
     inputs = reader.split(val, STATE).inputs
     layout, theta = posterior.layout, posterior.members.to(run.device)
@@ -96,6 +99,7 @@ def _scores(run: Run, reader: NetworkReader, posterior: Ensemble, val: Split) ->
             blocks.append(likelihood.class_probabilities(logits.double(), dim=1).cpu())
             task.advance(len(block))
         probs.append(torch.cat(blocks))
-    together = score("ensemble", torch.stack(probs).mean(dim=0).numpy(), val.content.labels)
+    together = torch.stack(probs).mean(dim=0).numpy()
     own = [score("member", one.numpy(), val.content.labels).nll for one in probs]
-    return {"val_nll": {"ensemble": together.nll, "members": own}, "val_ece": together.ece}
+    found = measure_probs_on_val(run, together, val, method="ensemble", integrator="mc", num_draws=len(probs))
+    return found | {"val_nll_members": own}
