@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bnncli.errors import DataError
+from bnncli.errors import DataError, MissingInput
+from bnncli.run.revisions import AUTO
 from bnncli.run.session import Run
 from bnncli.storage.metrics import read_metrics
 
@@ -15,6 +16,21 @@ class Recommended:
 
     posterior: str
     integrator: str
+
+
+def judged_before(run: Run) -> dict[str, bool]:
+    """Of posteriors, by their content's digest, whether the last recommendation found them good for their target.
+
+    Empty where it was made by other seeds or another version, or is damaged.
+    """
+    path = run.folder.recommended
+    try:
+        header = read_metrics(path)
+        made_alike = header.provenance["algo_rev"] == AUTO and header.provenance["params"]["seed"] == run.compute.seed
+        judged = header.meta["rows"][-1]["judged"] if made_alike else {}
+        return {str(digest): bool(is_good) for digest, is_good in judged.items()}
+    except (DataError, MissingInput, KeyError, IndexError, TypeError, AttributeError):
+        return {}
 
 
 def recommended(run: Run) -> Recommended | None:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from problems.command_line import Cli, new_run
 
+from bnncli.stages.auto import ladder
+from bnncli.storage.artifacts import read_header
 from bnncli.storage.metrics import read_metrics
 
 
@@ -71,6 +73,23 @@ def test_the_ladder_is_climbed_where_the_gaussian_is_no_good(cli: Cli, tmp_path:
     assert names["hmc"]
 
 
+def test_what_was_judged_is_not_judged_again_until_it_is_another(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(cli, tmp_path / "run", separable(200, 4, scale=3.0))
+    first = auto(cli, run)
+    asked: list[str] = []
+    judge = ladder._is_good
+    monkeypatch.setattr(ladder, "_is_good", lambda *arguments: asked.append(arguments[2]) or judge(*arguments))
+    again = auto(cli, run)
+    assert ([rung["is_good"] for rung in again["rungs"]], asked) == ([rung["is_good"] for rung in first["rungs"]], [])
+    auto(cli, run, "--prior-precision", 3)
+    assert asked[0] == "laplace-auto"
+    asked.clear()
+    auto(cli, run, "--force")
+    assert asked[0] == "laplace"
+
+
 def test_a_single_val_example_has_no_standard_error(cli: Cli, tmp_path: Path) -> None:
     arrays = separable(60, 4, scale=3.0)
     arrays |= {f"{kind}_val": arrays[f"{kind}_val"][:1] for kind in ("features", "labels")}
@@ -85,6 +104,14 @@ def test_another_prior_is_another_recommendation_without_force(cli: Cli, tmp_pat
     again = auto(cli, run, "--prior-precision", 30)
     assert (first["action"], again["action"]) == ("computed", "replaced")
     assert "laplace-auto" in {rung["posterior"] for rung in again["rungs"]}  # the first stays
+    first_file = (tmp_path / "run.bnn/posteriors/laplace.safetensors").read_bytes()
+    third = auto(cli, run, "--prior-precision", 300)
+    assert "laplace-auto" in {rung["posterior"] for rung in third["rungs"]}
+    assert (tmp_path / "run.bnn/posteriors/laplace.safetensors").read_bytes() == first_file
+    assert (
+        read_header(tmp_path / "run.bnn/posteriors/laplace-auto.safetensors").provenance["params"]["prior_precision"]
+        == 300
+    )
 
 
 def test_a_budget_that_is_spent_leaves_fits_out_and_says_so(cli: Cli, tmp_path: Path) -> None:

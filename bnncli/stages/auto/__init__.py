@@ -11,6 +11,7 @@ from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
 from bnncli.run.inputs import load_split
 from bnncli.run.produce import Request, produce
+from bnncli.run.recommendation import judged_before
 from bnncli.run.session import Result, Run, Table
 from bnncli.run.val_report import has_labeled_val
 from bnncli.stages.auto.budget import LimitedVoice
@@ -46,7 +47,13 @@ def run(run: Run, options: AutoOptions) -> Result:
     run.require_device()
     seconds = options.budget_seconds
     voice = LimitedVoice(run.console, None if seconds is None else time.monotonic() + seconds)
-    rungs = climb(run, voice, options=options, has_network=train.content.head_weight is not None)
+    rungs = climb(
+        run,
+        voice,
+        options=options,
+        has_network=train.content.head_weight is not None,
+        judged={} if run.write.force else judged_before(run),
+    )
     sources = [val.source, *(rung.source for rung in rungs if rung.source is not None)]
     request = Request(
         run.folder.recommended,

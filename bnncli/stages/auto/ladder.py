@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,15 @@ class Rung:
         }
 
 
-def climb(run: Run, voice: LimitedVoice, *, options: o.AutoOptions, has_network: bool) -> list[Rung]:
+def climb(
+    run: Run, voice: LimitedVoice, *, options: o.AutoOptions, has_network: bool, judged: Mapping[str, bool]
+) -> list[Rung]:
     """The rungs that were climbed, the network as trained first where there is one.
 
     Args:
         voice: ends fits when the budget is spent.
         options: `full` goes on where a posterior is good already; `prior_precision` is that of all fits.
+        judged: of posteriors, by their content's digest, whether they were found good before.
     """
     rungs = []
     if has_network:
@@ -63,22 +67,23 @@ def climb(run: Run, voice: LimitedVoice, *, options: o.AutoOptions, has_network:
         rungs.append(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
         # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
         unlimited = LimitedVoice(voice.console, None)
-        rungs.append(
-            _step(run, unlimited, "fit-temperature", o.FitTemperatureOptions(), "temperature", is_judged=False)
-        )
-    base = _step(run, voice, "fit-laplace", o.FitLaplaceOptions(prior_precision=options.prior_precision), "laplace")
+        rungs.append(_step(run, unlimited, "fit-temperature", o.FitTemperatureOptions(), "temperature", judged=None))
+    gaussian = o.FitLaplaceOptions(prior_precision=options.prior_precision)
+    base = _step(run, voice, "fit-laplace", gaussian, "laplace", judged=judged)
     rungs.append(base)
     if base.source is None or (base.is_good and not options.full):
         return rungs
-    refined = _step(run, voice, "refine", o.RefineOptions(base=base.posterior), "refine")
+    refined = _step(run, voice, "refine", o.RefineOptions(base=base.posterior), "refine", judged=judged)
     rungs.append(refined)
     if refined.is_good and not options.full:
         return rungs
-    rungs.append(_step(run, voice, "hmc", o.HmcOptions(base=base.posterior), "hmc"))
+    rungs.append(_step(run, voice, "hmc", o.HmcOptions(base=base.posterior), "hmc", judged=judged))
     return rungs
 
 
-def _as_command(run: Run, voice: LimitedVoice, command: str, options: Checked, *, name: str | None = None) -> Run:
+def _as_command(
+    run: Run, voice: LimitedVoice, command: str, options: Checked, *, name: str | None = None, force: bool = False
+) -> Run:
     """The run as another command sees it."""
     naming = o.NameOptions(name=name)
     line = CommandLine.of(command, str(run.arguments["ckpt"]), options, run.compute, naming, run.run_options)
@@ -87,14 +92,25 @@ def _as_command(run: Run, voice: LimitedVoice, command: str, options: Checked, *
         command=command,
         line=line,
         naming=naming,
-        write=replace(run.write, force=False),  # what somebody fitted stays: another is made beside it
+        write=replace(run.write, force=force),
         console=voice,
         started=time.monotonic(),
     )
 
 
-def _step(run: Run, voice: LimitedVoice, command: str, options: Checked, name: str, *, is_judged: bool = True) -> Rung:
-    """One command, and the judgement of what it left; a posterior of that name by other options stays, and another is made beside it."""
+def _step(
+    run: Run,
+    voice: LimitedVoice,
+    command: str,
+    options: Checked,
+    name: str,
+    *,
+    judged: Mapping[str, bool] | None,
+) -> Rung:
+    """One command, and the judgement of what it left, where one is asked for: as it was, or else made now.
+
+    A posterior of that name by other options stays, and another is made beside it.
+    """
     start = time.monotonic()
 
     def seconds() -> float:
@@ -104,7 +120,9 @@ def _step(run: Run, voice: LimitedVoice, command: str, options: Checked, name: s
         voice.check()
         path, name = _made(run, voice, command, options, name)
         source = posterior_source(run, path, name)[1]
-        is_good = _is_good(run, voice, name) if is_judged else None
+        is_good = None if judged is None else judged.get(source.content_digest)
+        if judged is not None and is_good is None:
+            is_good = _is_good(run, voice, name)
     except BudgetSpent as spent:
         hint = f": {spent.hint}" if spent.hint else ""
         return Rung(command, name, None, None, seconds(), f"left out, the budget is spent{hint}")
@@ -115,18 +133,22 @@ def _step(run: Run, voice: LimitedVoice, command: str, options: Checked, name: s
 
 
 def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: str) -> tuple[Path, str]:
-    """The posterior's file and its name."""
+    """The posterior's file and its name.
+
+    What somebody fitted by other options stays, and another is made beside it, which a later auto with other options replaces.
+    """
     stage = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}")
-    for tried in (None, f"{name}-auto"):
-        step = _as_command(run, voice, command, options, name=tried)
+    own = f"{name}-auto"
+    for tried, force in ((None, False), (own, False), (own, True)):
+        step = _as_command(run, voice, command, options, name=tried, force=force)
         try:
-            run.console.info("$ " + step.line.pasted())
+            run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
             result: Result = stage.run(step, options)
         except OutputExists:
-            if tried is not None:
+            if force:
                 raise
             continue
-        for text in result.summary:
+        for text in [] if result.action == "up_to_date" else result.summary:
             run.console.info("  " + text)
         return Path(result.outputs[0]["path"]), tried or name
     raise AssertionError("unreachable")
