@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any, TextIO
 
 from bnncli import registry
+from bnncli.cli import spread
 from bnncli.cli.build import parser
 from bnncli.cli.commands import COMMANDS, find_command
 from bnncli.cli.memory_advice import memory_advice
@@ -118,7 +119,7 @@ class _Invocation:
         """Build the options, run the stage, print the result."""
         self.command = command.name
         options: dict[type, Any] = {group: made(group, values) for group in command.groups}
-        common = options[CommonOptions]
+        common = spread.quiet(options[CommonOptions]) if spread.is_follower() else options[CommonOptions]
         self.is_json = common.json
         self.console = Console(command.name, common)
         if common.verbose >= 2:
@@ -128,6 +129,7 @@ class _Invocation:
         arguments = {argument.name: values[argument.name] for argument in command.arguments}
         if command.name == "config-show":
             arguments["resolved"] = resolve_named(arguments["of"], common.config)
+        compute = spread.own_device(options.get(ComputeOptions, ComputeOptions()))
         own = next((options[group] for group in command.groups if group not in _SHARED), None)
         run = Run(
             command=command.name,
@@ -136,7 +138,7 @@ class _Invocation:
             console=self.console,
             run_options=options.get(RunOptions, RunOptions()),
             write=options.get(WriteOptions, WriteOptions()),
-            compute=options.get(ComputeOptions, ComputeOptions()),
+            compute=compute,
             naming=options.get(NameOptions, NameOptions()),
             lock=options.get(LockOptions, LockOptions()),
             inputs=options.get(InputOptions, InputOptions()),
@@ -145,11 +147,13 @@ class _Invocation:
         )
         sys.stdout = sys.stderr  # a print in a library or in a user's factory must not mix with the result
         try:
-            result = registry.load_module("stages", command.name).run(run, own)
+            with spread.workers_joined(command.name, compute, self.console) as has_work:
+                result = registry.load_module("stages", command.name).run(run, own) if has_work else None
         finally:
             sys.stdout = self.results
         self.console.stop_bar()
-        self._print(run, result)
+        if result is not None and not spread.is_follower():
+            self._print(run, result)
 
     def _line(self, command: Command) -> CommandLine:
         """The command as it was given, with the options that came from elsewhere: a recorded command is complete."""
@@ -216,7 +220,11 @@ class _Invocation:
             known.hint = memory_advice(self._named_command(), is_gpu="cuda" in known.message.lower())
         self.console.stop_bar()
         self.code = known.exit
-        if self.is_json:
+        if spread.is_follower():
+            if known.code == "worker_lost" or known.exit not in (Exit.BUG, Exit.DEVICE, Exit.IO):
+                return  # who has ended says why, and of what was asked and given the first says the same
+            known.message = f"worker {os.environ['RANK']}: {known.message}"
+        elif self.is_json:
             self._print_json(
                 {
                     "schema": "bnncli.result/1",

@@ -10,6 +10,7 @@ from pathlib import Path
 from bnncli.errors import DeviceError
 from bnncli.lazy import torch
 from bnncli.machine.devices import available_memory
+from bnncli.machine.team import team
 
 SHARE = 0.7  # of what is free that a command may plan with; blocks of features and of logits take some of the rest
 
@@ -19,8 +20,12 @@ CPU_ACTIVATION_BYTES = 2**26  # of a network at once on a CPU: more than its cac
 
 
 def budget(device: torch.device | str) -> int:
-    """Bytes that a command may plan with on the device."""
-    return int(SHARE * available_memory(device))
+    """Bytes that a command may plan with on the device; the same for all workers that share it, of a CPU each has a part."""
+    others = team()
+    if others is None:
+        return int(SHARE * available_memory(device))
+    beside = 1 if str(device).startswith("cuda") else others.num_here
+    return int(others.told_by_leader(int(SHARE * available_memory(device)) // beside))
 
 
 def require(needed: int, device: torch.device | str, *, what: str, hint: str | None) -> None:

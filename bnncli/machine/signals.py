@@ -14,6 +14,7 @@ import threading
 from types import FrameType
 
 from bnncli.errors import Interrupted
+from bnncli.machine.team import is_leader
 
 _received: list[int] = []
 _abandoned: list[threading.Thread] = []
@@ -34,14 +35,17 @@ def forget_received() -> None:
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    if _received:
+    if _received and is_leader():
         os._exit(128 + signum)
     _received.append(signum)
 
 
 def raise_if_interrupted(where: str = "") -> None:
-    """Raise Interrupted when a signal has come; `where` says how far the work was."""
-    if _received:
+    """Raise Interrupted when a signal has come; `where` says how far the work was.
+
+    Of workers that share a command the first alone stops: the others follow it to where that is, and end with it.
+    """
+    if _received and is_leader():
         name = signal.Signals(_received[0]).name
         raise Interrupted(_received[0], f"interrupted by {name}" + (f" at {where}" if where else ""))
 

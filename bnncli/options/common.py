@@ -81,6 +81,14 @@ class ComputeOptions(Checked):
     device: str = option("auto", "auto (a GPU where there is one), cpu, cuda or cuda:N.", env_common=True)
     threads: int | None = option(None, "CPU threads; all cores by default.", minimum=1, maximum=1024, env_common=True)
     deterministic: bool = option(False, "Use deterministic kernels only.", env_common=True)
+    shards: int | None = option(
+        None,
+        "Parts of the examples whose sums are added in a fixed order: results are then the same for any number of workers. "
+        "64 under torchrun; otherwise one, unless asked.",
+        minimum=1,
+        maximum=4096,
+        env_common=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bnncli.errors import BnnError, DataError, OutputExists, UsageError
+from bnncli.errors import BnnError, DataError, NumericError, OutputExists, UsageError
 from bnncli.machine.memory import bytes_text, give_back_freed, resident_bytes
+from bnncli.machine.team import team
 from bnncli.options.declaration import spelled
 from bnncli.run.session import Result, Run, source_json
 from bnncli.storage.artifacts import read_header
@@ -126,7 +127,7 @@ def make(
 ) -> Result:
     """The result of one request whose lock is held; arguments and errors as those of `produce`."""
     remove_dead_temporaries(request.target.parent)
-    decision = _decide(run, request)
+    decision = _decided_together(run, request)
     if decision.action == "skip" and decision.header is not None:
         return _up_to_date(run, request, decision.header, when_fresh)
     request.require()
@@ -153,10 +154,31 @@ def make(
         warnings=[text.replace(str(run.checkpoint_path), run.checkpoint_path.name) for text in run.console.warnings],
     )
     _check_sources(request.sources)
-    digest = computed.publish(provenance, decision.action == "replace")
+    digest = _published_together(computed, provenance, may_replace=decision.action == "replace")
     run.followed.clear()
     action = "replaced" if decision.action == "replace" else "computed"
     return _result(request, action, digest, computed)
+
+
+def _decided_together(run: Run, request: Request) -> Decision:
+    """The first worker's decision, which holds the lock: before it, the others may see what is about to change."""
+    if (others := team()) is None:
+        return _decide(run, request)
+    told = others.told_by_leader(replace(_decide(run, request), header=None) if others.is_leader else None)
+    return replace(told, header=_decide(run, request).header) if told.action == "skip" else told
+
+
+def _published_together(computed: Computed, provenance: dict[str, Any], *, may_replace: bool) -> str:
+    """The digest of what was published. Raises NumericError where workers have not come to the same."""
+    digest = computed.publish(provenance, may_replace)
+    if (others := team()) is None:
+        return digest
+    if others.told_by_leader(digest) != digest:
+        raise NumericError(
+            f"worker {others.rank} has come to other numbers than the first: what is written is the first one's",
+            hint="workers must have the same kind of device and the same libraries",
+        )
+    return digest
 
 
 def expected(memory: int | None) -> str:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from bnncli.errors import BnnError, OutputExists, WriteError, resource_error
 from bnncli.machine import signals
+from bnncli.machine.team import is_leader
 
 SPARE_BYTES = 64 << 20
 _TEMPORARY = re.compile(r"^\.(.+)\.(\d+)\.[0-9a-f]{8}\.tmp$", re.DOTALL)
@@ -63,6 +64,8 @@ _WAITING: ContextVar[list[Waiting] | None] = ContextVar("waiting", default=None)
 def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, poll: bool = True) -> None:
     """Write a file through a temporary name and rename it into place; within `published_together`, at the block's end.
 
+    Of workers that share a command the first alone writes.
+
     Args:
         target: the final path; its folder is made when missing.
         write: writes the complete content to the path it is given.
@@ -74,6 +77,8 @@ def publish(target: Path, write: Callable[[Path], None], *, may_replace: bool, p
         WriteError: disk full, quota, input/output error: the old file is untouched; or only the folder could not be
             synced: the new file is in place, and the message says so.
     """
+    if not is_leader():
+        return
     temporary = target.with_name(f".{_stem(target)}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bnncli.errors import Locked, OutputExists, WriteError
+from bnncli.machine.team import is_leader
 from bnncli.storage.atomic import write_error
 
 POLL_SECONDS = 0.1
@@ -24,7 +25,7 @@ POLL_SECONDS = 0.1
 
 @contextmanager
 def artifact_lock(path: Path, *, wait: float, poll: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file `path` exclusively.
+    """Hold the lock file `path` exclusively; of workers that share a command the first does so for all.
 
     Args:
         path: the lock file, made when missing.
@@ -36,6 +37,9 @@ def artifact_lock(path: Path, *, wait: float, poll: Callable[[], None]) -> Itera
         OutputExists: the lock file cannot be written.
         WriteError: the file system has no locks.
     """
+    if not is_leader():
+        yield
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from bnncli.lazy import torch
+from bnncli.machine.team import team
 from bnncli.storage.atomic import sync, write_error
 from bnncli.storage.resume import remove_state, state_path, unusable
 
@@ -113,7 +115,7 @@ class RecordFile:
     """The records of the run that will make `artifact`; there is no file before the first batch or flush.
 
     Args:
-        path: of the raw file.
+        path: of the raw file; of workers that share a command each has its own, and the first has this.
         artifact: what the records are for; the state that counts them lies beside it.
         shape, dtype: of a record.
         what: the records, for messages.
@@ -130,7 +132,9 @@ class RecordFile:
         what: str,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        self.path = path
+        others = team()
+        self._leaders = path
+        self.path = path if others is None or others.is_leader else path.with_name(f".{others.rank}{path.name}")
         self._state = state_path(artifact)
         self.shape, self._dtype, self._what = shape, dtype, what
         self._record = dtype.itemsize * math.prod(shape)
@@ -155,6 +159,8 @@ class RecordFile:
         if num_records == 0:
             return
         try:
+            if self.path != self._leaders:
+                shutil.copyfile(self._leaders, self.path)
             stream = self._open(os.O_RDWR)
         except FileNotFoundError:
             raise unusable(self._state, f"its {self._what} ({self.path.name}) are gone") from None
@@ -249,4 +255,5 @@ class RecordFile:
     def remove(self) -> None:
         """Close the file and remove it; records that are mapped stay."""
         self.close()
-        remove_state(self.path)
+        with contextlib.suppress(OSError):
+            self.path.unlink()

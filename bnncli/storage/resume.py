@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DataError
 from bnncli.machine.input_files import reading
+from bnncli.machine.team import is_leader
 from bnncli.numerics.digests import canonical_json, tensor_digest
 from bnncli.storage.atomic import publish_bytes, published_at_once
 from bnncli.storage.headers import SCHEMA, with_digest
@@ -125,7 +126,9 @@ def read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor] | N
 
 
 def remove_state(path: Path) -> None:
-    """Remove a state (or raw draws or features); nothing when there is none."""
+    """Remove a state (or raw draws or features); nothing when there is none, or it is another worker's to remove."""
+    if not is_leader():
+        return
     with contextlib.suppress(OSError):
         path.unlink()
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from bnncli.errors import DeviceError
 from bnncli.lazy import torch
+from bnncli.machine.team import team
 from bnncli.targets.pinned_rows import PinnedRows
+from bnncli.targets.shards import gathered, shard_rows, summed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,31 +47,48 @@ class FeatureBlocks:
     _pinned: PinnedRows | None = field(default=None, init=False, repr=False, compare=False)
 
     def sum(self, work: Work, *, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The sums over all blocks of what `work` returns for each; arguments as for `map`."""
-        total: tuple[Tensor, ...] = ()
-        for parts in self.map(work, columns=columns, dtype=dtype):
-            total = tuple(sum_.add_(part) for sum_, part in zip(total, parts, strict=True)) if total else parts
-        return total
+        """The sums over all blocks of what `work` returns for each; arguments as for `map`.
 
-    def map(self, work: Work, *, columns: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
+        Of a team's shards, each worker's own, and then of all workers: the same for any number of them.
+        """
+
+        def sum_of(rows: slice) -> tuple[Tensor, ...]:
+            total: tuple[Tensor, ...] = ()
+            for parts in self.map(work, columns=columns, dtype=dtype, within=rows):
+                total = tuple(sum_.add_(part) for sum_, part in zip(total, parts, strict=True)) if total else parts
+            return total
+
+        everything = slice(0, self.features.shape[0])
+        if (others := team()) is None or not len(self.features):
+            return sum_of(everything)
+        rows = shard_rows(everything.stop, others.num_shards)
+        own = summed((shard, sum_of(rows[shard])) for shard in others.share(len(rows)))
+        shape_of = own.nodes[0][2] if own.nodes else sum_of(slice(0, 1))
+        return gathered(own, shape_of, len(rows), others)
+
+    def map(
+        self, work: Work, *, columns: int, dtype: torch.dtype, within: slice | None = None
+    ) -> Iterator[tuple[Tensor, ...]]:
         """What `work` returns for each block, in the order of the rows.
 
         Args:
             work: takes a slice of rows and their features (n, D); returns new tensors, and changes nothing else.
             columns: elements a row of its largest intermediate.
             dtype: precision that it takes features in.
+            within: the rows start..stop that are read; all by default.
 
         Raises:
             DeviceError: when not even one row fits in the device's memory.
             torch.OutOfMemoryError: when a block does not, in the capture of a graph.
         """
-        start, (num_rows, num_features) = 0, self.features.shape
+        num_rows, num_features = self.features.shape
+        start, stop = (0, num_rows) if within is None else (within.start, within.stop)
         if dtype != self.features.dtype or self.device.type != "cpu":  # the block is itself an intermediate, or travels
             columns = max(columns, num_features)
-        while start < num_rows:
+        while start < stop:
             size = max(1, BLOCK_ELEMENTS.get(self.device.type, 2**19) // columns // self.divisor)
             try:
-                for rows, block in self._blocks(start, size):
+                for rows, block in self._blocks(start, stop, size):
                     parts = work(rows, block.to(dtype))
                     start = rows.stop
                     yield parts
@@ -89,7 +108,7 @@ class FeatureBlocks:
 
     def read(self, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """All rows in order, at most `size` at a time, with their features (n, D), which the next ones may overwrite."""
-        for rows, block in self._blocks(0, size):
+        for rows, block in self._blocks(0, self.features.shape[0], size):
             yield rows, block.to(dtype)
 
     def gather(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,23 +126,23 @@ class FeatureBlocks:
             return self.features[rows].to(self.device, dtype)
         return self.features.index_select(0, rows.to(self.features.device)).to(self.device, dtype)
 
-    def _blocks(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of at most `size` rows from `start` on, with their features on the device."""
+    def _blocks(self, start: int, stop: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of at most `size` rows, start..stop together, with their features on the device."""
         if self.features.device == self.device:
-            for rows in slices(start, self.features.shape[0], size):
+            for rows in slices(start, stop, size):
                 yield rows, self.features[rows]
             return
-        for chunk, block in self._transfers(start, size):
+        for chunk, block in self._transfers(start, stop, size):
             for rows in slices(chunk.start, chunk.stop, size):
                 yield rows, block[rows.start - chunk.start : rows.stop - chunk.start]
 
-    def _transfers(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+    def _transfers(self, start: int, stop: int, size: int) -> Iterator[tuple[slice, Tensor]]:
         """Slices of `size` rows or a multiple of them and their features, copied to the GPU while the ones before are in use."""
-        num_rows, num_features = self.features.shape
+        num_features = self.features.shape[1]
         row_bytes = num_features * self.features.element_size()
         # Whole blocks, or they would end elsewhere than on the GPU.
         whole = TRANSFER_BYTES // self.divisor // row_bytes // size * size
-        length = min(max(size, whole), num_rows - start)
+        length = min(max(size, whole), stop - start)
         shape = (length, num_features)
         pinned = [torch.empty(shape, dtype=self.features.dtype, pin_memory=True) for _ in range(2)]
         on_device = [torch.empty(shape, dtype=self.features.dtype, device=self.device) for _ in range(2)]
@@ -132,7 +151,7 @@ class FeatureBlocks:
         copying.wait_stream(
             working
         )  # the buffers' memory may be in use by work queued before; it goes back the same way
-        for count, rows in enumerate(slices(start, num_rows, length)):
+        for count, rows in enumerate(slices(start, stop, length)):
             turn, here = count % 2, slice(0, rows.stop - rows.start)
             copied[turn].synchronize()  # the pinned buffer is free once its last copy is done
             pinned[turn][here].copy_(self.features[rows])

@@ -219,7 +219,7 @@ def test_pinned_buffers_bring_every_row_once_and_in_order(monkeypatch: pytest.Mo
     monkeypatch.setattr(stream, "TRANSFER_BYTES", 300 * 8)
     features = torch.arange(2002.0).view(1001, 2)
     blocks = FeatureBlocks(features, torch.device("cuda"))
-    got = [(rows, block.clone()) for rows, block in blocks._blocks(0, 70)]
+    got = [(rows, block.clone()) for rows, block in blocks._blocks(0, len(blocks.features), 70)]
     assert [rows for rows, _ in got] == list(stream.slices(0, 1001, 70))  # as where the features lie on the GPU
     assert torch.equal(torch.cat([block for _, block in got]), features)
 
