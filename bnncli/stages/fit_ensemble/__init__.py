@@ -9,6 +9,7 @@ from typing import Any
 from bnncli.checkpoints.shards import checkpoint_sha256
 from bnncli.errors import UsageError
 from bnncli.machine.input_files import open_regular
+from bnncli.names import percent
 from bnncli.options import FitEnsembleOptions, InputOptions, NameOptions
 from bnncli.options.command import CKPT, COMPUTE, Argument, Command
 from bnncli.run import revisions as _revisions
@@ -86,6 +87,6 @@ def _report(meta: Mapping[str, Any]) -> Report:
     if metrics["val_nll"] is not None:
         own = ", ".join(f"{value:.4f}" for value in metrics["val_nll"]["members"])
         lines.append(
-            f"val NLL and ECE: ensemble {metrics['val_nll']['ensemble']:.4f}, {metrics['val_ece']:.1%}; members' NLL {own}"
+            f"val NLL and ECE: ensemble {metrics['val_nll']['ensemble']:.4f}, {percent(metrics['val_ece'])}; members' NLL {own}"
         )
     return Report(metrics, lines)
