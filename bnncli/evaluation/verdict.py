@@ -16,6 +16,7 @@ from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
+from bnncli.names import percent
 from bnncli.theta.module import ALL
 from bnncli.theta.prior import Prior
 
@@ -178,7 +179,7 @@ def _doubts_of_chains(judged: Judged) -> list[str]:
     if judged.divergences:
         found.append(f"{judged.divergences} divergences")
     if judged.lowest_acceptance is not None and judged.lowest_acceptance < STUCK_ACCEPTANCE:
-        found.append(f"a chain accepts {judged.lowest_acceptance:.1%}")
+        found.append(f"a chain accepts {percent(judged.lowest_acceptance)}")
     if judged.lowest_bfmi is not None and judged.lowest_bfmi < LOW_BFMI:
         found.append(f"E-BFMI {judged.lowest_bfmi:.2f} (below {LOW_BFMI})")
     return found

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from bnncli.errors import MissingInput, UsageError
+from bnncli.names import percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -94,9 +95,8 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
         if gain is not None and gain["standard_error"] is not None:
             told += f" +- {gain['standard_error']:.4f}"
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
-        cells.append(
-            [f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", f"{shown['ece']:.1%}", told, good]
-        )
+        ece = percent(shown["ece"])
+        cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
     notes = [
         *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
         f"NLL and ECE of {len(labels)} examples of val; gain in NLL over the network at its best temperature (held out), paired; * recommended",

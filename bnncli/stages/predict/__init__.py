@@ -11,6 +11,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageErr
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._intervals import LEVEL
 from bnncli.likelihoods import has_exclusive_classes
+from bnncli.names import percent
 from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -133,7 +134,7 @@ def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
     for maker, output in by_maker.items():
         level = output["interval_level"]
         if level is not None and level < LEVEL:
-            lines.append(f"{maker}: too few draws for 95 %; its intervals hold {100 * level:.1f} %")
+            lines.append(f"{maker}: too few draws for 95 %; its intervals hold {percent(level)}")
     return lines
 
 

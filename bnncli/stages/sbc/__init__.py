@@ -7,6 +7,7 @@ from typing import Any
 
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.inference import memory
+from bnncli.names import percent
 from bnncli.options import ComputeOptions, InputOptions, SbcOptions
 from bnncli.options.command import READ, Command
 from bnncli.options.sbc import PRIOR
@@ -142,8 +143,8 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
             p_text(one.p_value),
             f"{one.mean_rank:.3f}",
             f"{one.spread:.2f}",
-            f"{one.coverage(0.5):.1%}",
-            f"{one.coverage(0.9):.1%}",
+            percent(one.coverage(0.5)),
+            percent(one.coverage(0.9)),
         ]
         for one in ranked
     ]
