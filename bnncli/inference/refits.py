@@ -89,7 +89,7 @@ class HmcRefit:
         num_params = targets[0].layout.num_params
         identity = torch.eye(num_params, dtype=torch.float64, device=targets[0].device)
         roots = torch.stack([one.covariance.unwhiten(identity).mT for one in gaussians])
-        many = ManyLabels(targets, torch.stack([one.mean for one in gaussians]), roots)
+        many = ManyLabels(targets, torch.stack([one.mean for one in gaussians]), roots.to(targets[0].dtype))
         each = -(-num_draws // self.num_chains)
         z = sample_hmc(
             many,

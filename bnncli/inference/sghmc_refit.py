@@ -67,8 +67,9 @@ class SghmcRefit:
         plan, (num_chains, each, in_turn) = chosen[0].plan, self._enough(targets, chosen, num_draws)
         rates = torch.tensor([one.plan.learning_rate for one in chosen], dtype=torch.float64, device=starts.device)
         scales = (rates / rates[0]).sqrt()
-        many = ManyLabels(targets, starts[:, 0], scales.view(-1, 1, 1) * _roots(starts, bases))
-        z = torch.linalg.solve(many.roots, (starts[:, :num_chains] - starts[:, :1]).mT).mT.transpose(0, 1).flatten(0, 1)
+        roots = scales.view(-1, 1, 1) * _roots(starts, bases)
+        many = ManyLabels(targets, starts[:, 0], roots.to(targets[0].dtype))
+        z = torch.linalg.solve(roots, (starts[:, :num_chains] - starts[:, :1]).mT).mT.transpose(0, 1).flatten(0, 1)
         square = None
         if plan.is_preconditioned:
             squares = [one.square for one in chosen if one.square is not None]

@@ -26,7 +26,7 @@ class ManyLabels:
     Args:
         targets: M, of the same features, layout and prior; their labels differ.
         means: (M, P) float64.
-        roots: (M, P, P) float64, L.
+        roots: (M, P, P), L, of the precision that products with it are to have: most of the time goes to reading them.
     """
 
     targets: Sequence[LastLayerTarget]
@@ -74,7 +74,8 @@ class ManyLabels:
 
     def theta(self, z: Tensor) -> Tensor:
         """theta (C, P) float64 at z (C, P)."""
-        return (self._means_of(z) + self._by_set(z) @ self.roots.mT).transpose(0, 1).reshape(z.shape)
+        moved = (self._by_set(z).to(self.roots.dtype) @ self.roots.mT).double()
+        return (self._means_of(z) + moved).transpose(0, 1).reshape(z.shape)
 
     def log_joint(self, theta: Tensor) -> Tensor:
         """(C,) float64 nats at z (C, P), called theta as targets have it."""
@@ -85,8 +86,8 @@ class ManyLabels:
         """The same with the gradient by z, (C, P)."""
         at = self.theta(theta)
         value, gradient = self.targets[0].log_joint_and_grad(at)
-        pulled = (self._by_set(gradient) + self._own_statistics.unsqueeze(1)) @ self.roots
-        return value + self._labels_term(at), pulled.transpose(0, 1).reshape(theta.shape)
+        own = self._by_set(gradient) + self._own_statistics.unsqueeze(1)
+        return value + self._labels_term(at), self._pulled(own).reshape(theta.shape)
 
     def examples(self, index: Tensor) -> tuple[Tensor, ...]:
         """Of the rows in index (B,): features (B, D) and label indicators of all sets (B, M, K), in the products' precision."""
@@ -105,7 +106,11 @@ class ManyLabels:
 
     def pull_back(self, gradient: Tensor) -> Tensor:
         """The gradient by z (C, P) float64 of one by theta (C, P)."""
-        return (self._by_set(gradient) @ self.roots).transpose(0, 1).reshape(gradient.shape)
+        return self._pulled(self._by_set(gradient)).reshape(gradient.shape)
+
+    def _pulled(self, gradient: Tensor) -> Tensor:
+        """The gradient by z of one by theta, (M, C / M, P), as (C / M, M, P) float64."""
+        return (gradient.to(self.roots.dtype) @ self.roots).double().transpose(0, 1)
 
     def _by_set(self, rows: Tensor) -> Tensor:
         """Rows (C, P) by their target, (M, C / M, P)."""
