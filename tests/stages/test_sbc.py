@@ -9,12 +9,15 @@ import pytest
 from problems.command_line import Cli
 from problems.long_run import long_but
 
+from bnncli.errors import UsageError
 from bnncli.inference.refits import GaussianRefit
 from bnncli.inference.sghmc import SghmcPlan
 from bnncli.inference.sghmc_refit import SghmcRefit
 from bnncli.options import SbcOptions
+from bnncli.stages import sbc
 from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
 from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 
 FEW = ("--simulations", 50, "--draws", 19, "--examples", 40)
 
@@ -129,6 +132,22 @@ def test_what_cannot_be_tried_is_refused(cli: Cli, small_run: Path, words: tuple
     done = cli("sbc", small_run, *words)
     assert done.code in (2, 66)
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"method": "ensemble"}, "it is by ensemble: of networks that were trained apart"),
+        ({"method": "lbbnn"}, "it is by lbbnn: under a prior of its own"),
+        ({"method": "sghmc", "layers": "all"}, "expected a posterior over the last layer.* it is over --layers all"),
+        ({"method": "sghmc"}, "it records no prior"),
+    ],
+)
+def test_a_fit_that_cannot_be_made_anew_is_refused_with_the_reason(meta: dict[str, str], message: str) -> None:
+    path = Path("it.nc")
+    with pytest.raises(UsageError, match=message) as caught:
+        sbc._check_can_be_tried(path, Header(path, "samples", "1.0", "", {}, meta))
+    assert "prior" in message or "--posterior laplace" in str(caught.value.hint)
 
 
 def test_a_fit_without_room_is_refused_before_it_begins(
