@@ -34,7 +34,7 @@ class MemoryDraws:
         return torch.stack(self._kept, dim=1).cpu()
 
 
-class ThinnedDraws:
+class SomeDraws:
     """Some draws of each chain kept in memory.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bnncli.inference.draw_stores import ThinnedDraws
+from bnncli.inference.draw_stores import SomeDraws
 from bnncli.inference.modes import mode_of
 from bnncli.inference.refits import GaussianRefit, TrainedRefit
 from bnncli.inference.sghmc import SghmcPlan, preconditioner, sample_sghmc
@@ -74,7 +74,7 @@ class SghmcRefit:
         if plan.is_preconditioned:
             squares = [one.square for one in chosen if one.square is not None]
             square = (torch.stack(squares) * scales.square().unsqueeze(1)).repeat(num_chains, 1)
-        store = ThinnedDraws(_kept_places(plan, len(z), each, in_turn, generator))
+        store = SomeDraws(_kept_places(plan, len(z), each, in_turn, generator))
         drawn = sample_sghmc(many, plan, start=z, generator=generator, square=square, store=store, progress=progress)
         return many.by_target(drawn.draws)[:, :num_draws]
 

@@ -11,7 +11,7 @@ from problems.seeds import seeded
 
 from bnncli.evaluation.rank_uniformity import RankLaw
 from bnncli.inference import sghmc_refit
-from bnncli.inference.draw_stores import ThinnedDraws
+from bnncli.inference.draw_stores import SomeDraws
 from bnncli.inference.refits import GaussianRefit
 from bnncli.inference.sghmc import SghmcPlan, SghmcRun, sample_sghmc
 from bnncli.inference.sghmc_rate import planned
@@ -144,7 +144,7 @@ def test_draws_are_kept_from_all_over_a_cycle() -> None:
 
 def test_a_store_keeps_the_draws_of_each_chain_whose_turn_it_is() -> None:
     draws, places = torch.randn(3, 5, 2, generator=seeded()), torch.tensor([[0, 1, 0], [4, 2, 3]])
-    store = ThinnedDraws(places)
+    store = SomeDraws(places)
     for turn in range(5):
         store.append(draws[:, turn])
     torch.testing.assert_close(store.draws(), draws.gather(1, places.T.unsqueeze(2).expand(-1, -1, 2)))
