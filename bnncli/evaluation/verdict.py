@@ -84,6 +84,9 @@ class Judged:
         return self.layers, self.target
 
 
+_USE_IT = ": use it"
+
+
 @dataclass(frozen=True)
 class Commands:
     """Commands to be pasted: predict with a posterior, sample the target of one, fit a Gaussian, tune the prior on val."""
@@ -156,6 +159,8 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
     where = f"{over}at prior precision {target}, " if len(aims) > 1 and target is not None else ""
     fit, command = _fit_clause([j for j in distributions if j.aim == aim], use, commands)
     prediction, is_worse = _prediction_clause(posteriors, use, best, commands)
+    if is_worse:
+        fit = fit.replace(_USE_IT, ": for what asks for the posterior itself")
     return Verdict(
         sentence=f"{where}{fit}; {prediction}",
         use=use.name if use else None,
@@ -230,7 +235,7 @@ def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Com
         numbers += f", MMD^2 to {use.reference} {use.mmd2:.4f}, {shown}"
         if use.mmd_p is not None and use.mmd_p > _SHOWN_P:
             close = "as close to the posterior as draws of it can show"
-    return f"{use.name} is {close} ({numbers}): use it, predict with mc ({predict})", predict
+    return f"{use.name} is {close} ({numbers}){_USE_IT}, predict with mc ({predict})", predict
 
 
 def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -> tuple[str, str]:

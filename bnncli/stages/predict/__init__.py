@@ -106,12 +106,16 @@ def run(run: Run, options: PredictOptions) -> Result:
 
 def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
     """The options with the posterior and the integrator that auto recommends, where neither they nor layers were named."""
+    if options.posterior == [ALL]:
+        return replace(options, posterior=[])
     if options.posterior or options.integrator or options.layers is not None:
         return options
     found = recommended(run)
     if found is None:
         return options
-    run.console.info(f"{found.posterior} by {found.integrator}, as auto recommends; --posterior NAME takes others")
+    run.console.info(
+        f"{found.posterior} by {found.integrator}, as auto recommends; \0posterior\0 NAME or all takes others"
+    )
     return replace(options, posterior=[found.posterior], integrator=[found.integrator])
 
 
