@@ -192,13 +192,16 @@ class _LogTask:
         is_last = self._total > 0 and self._done >= self._total
         share = (self._done - self._last_done) / self._total if self._total else 1.0
         is_first = self._last_time == self._start and now - self._start >= FIRST_LOG_SECONDS
-        is_due = is_first or (now - self._last_time >= LOG_EVERY_SECONDS and share >= LOG_EVERY_SHARE)
-        if not is_last and (not is_due or (self._total and not self._done)):
-            return  # of nothing that is done yet no end can be told
+        is_late, is_unbegun = now - self._last_time >= LOG_EVERY_SECONDS, self._total > 0 and not self._done
+        is_due = is_first or (is_late and (share >= LOG_EVERY_SHARE or is_unbegun))
+        if not is_last and (not is_due or (is_unbegun and not note)):
+            return
         elapsed = now - self._start
         if is_last and elapsed < FIRST_LOG_SECONDS:
             return  # too short a loop to be worth a line
         self._last_time, self._last_done = now, self._done
-        remaining = elapsed * (self._total - self._done) / self._done if self._total else 0.0
+        remaining = elapsed * (self._total - self._done) / self._done if self._total and self._done else 0.0
         tail = f"took={elapsed:.0f}s" if is_last else f"eta={remaining:.0f}s"
+        if is_unbegun:  # of nothing that is done yet no end can be told
+            tail = f"after={elapsed:.0f}s"
         self._console.info(f"{self._name} {self._done}/{self._total or '?'} {note + ' ' if note else ''}{tail}")

@@ -49,6 +49,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def percent(share: float, form: str = ".1f") -> str:
+    """A share, of which 1 is all, in percent: 0.117 as `11.7 %`, with the space of the SI.
+
+    Args:
+        form: of the number, as format() takes it.
+    """
+    return f"{100 * share:{form}} %"
+
+
 def with_article(word: str) -> str:
     """`a` or `an`, as the first letter has it, and the word."""
     return f"{'an' if word[:1].lower() in tuple('aeiou') else 'a'} {word}"

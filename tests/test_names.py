@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
+
+from bnncli.names import percent
 
 PACKAGE = Path(__file__).parents[1] / "bnncli"
 
@@ -38,3 +41,16 @@ def test_the_name_of_a_class_means_one_thing() -> None:
 def test_a_split_is_held_as_inputs_as_features_or_as_predictions() -> None:
     found = {name for name in classes() if name.endswith("Split")}
     assert found == {"InputSplit", "Split", "NetworkSplit", "PredictedSplit"}  # the inputs in the place of features
+
+
+def test_percentages_are_written_in_one_way() -> None:
+    assert [percent(0.117), percent(1), percent(0.00123, ".2g"), percent(-0.5, "+.0f")] == [
+        "11.7 %",
+        "100.0 %",
+        "0.12 %",
+        "-50 %",
+    ]
+    otherwise = re.compile(r"[0-9]%(?![0-9A-Za-z(])|:[+.0-9]*%\}")
+    for path in PACKAGE.rglob("*.py"):
+        found = otherwise.search(path.read_text())
+        assert found is None, f"{path}: {found}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bnncli.data._arrow_types import arrow_library, class_names_of, columns_of
+from bnncli.data._arrow_types import arrow_library, class_names_of, columns_of, listed_values, plain_numbers
 from bnncli.errors import DataError, DeviceError
 from bnncli.machine.input_files import is_failure, open_regular, read_error
 from bnncli.names import quoted
@@ -38,8 +38,8 @@ class Blocks(Protocol):
 class ParquetBlocks:
     """The row groups of a Parquet file."""
 
-    def __init__(self, path: Path, spelled: str) -> None:
-        library = arrow_library("pyarrow.parquet", spelled)
+    def __init__(self, path: Path, asked: str) -> None:
+        library = arrow_library("pyarrow.parquet", asked)
         self._file = library.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER)
         self.schema = self._file.schema_arrow
 
@@ -56,8 +56,8 @@ class ParquetBlocks:
 class ArrowBlocks:
     """The record batches of an Arrow file, or of a stream in a file as Hugging Face's datasets write, mapped into memory."""
 
-    def __init__(self, path: Path, spelled: str) -> None:
-        library = arrow_library("pyarrow", spelled)
+    def __init__(self, path: Path, asked: str) -> None:
+        library = arrow_library("pyarrow", asked)
         with open_regular(path) as stream:
             is_file = stream.read(6) == b"ARROW1"
         mapped = library.memory_map(str(path))
@@ -94,11 +94,25 @@ class BlockTable:
     """The rows of files of one schema, one file after the other."""
 
     def __init__(
-        self, path: Path, files: Sequence[Path], kind: type[ParquetBlocks] | type[ArrowBlocks], spelled: str
+        self,
+        path: Path,
+        files: Sequence[Path],
+        kind: type[ParquetBlocks] | type[ArrowBlocks],
+        spelled: str,
+        *,
+        asked: str | None = None,
     ) -> None:
-        """Raises MissingInput; DataError for damaged files or ones that differ in their columns; UsageError without pyarrow."""
+        """A table.
+
+        Args:
+            spelled: what its files are. asked: what the user gave that needs pyarrow; None: data of this kind.
+
+        Raises:
+            MissingInput, DataError: damaged files or ones that differ in their columns. UsageError: there is no pyarrow.
+        """
         self.path, self._files, self._kind, self._spelled = path, list(files), kind, spelled
-        arrow_library("pyarrow", spelled)
+        self._asked = asked or f"\0data\0 {spelled}"
+        arrow_library("pyarrow", self._asked)
         self.columns: dict[str, str] = {}
         self.class_names: Mapping[str, tuple[str, ...]] = {}
         self._spans: list[tuple[int, int]] = []  # file and block
@@ -108,7 +122,7 @@ class BlockTable:
         for number, file in enumerate(self._files):
             blocks = self._opened(number)
             with self._damage(file):
-                columns, counts = columns_of(blocks.schema, spelled, quoted(file, limit=300)), blocks.sizes()
+                columns, counts = columns_of(blocks.schema, self._asked, quoted(file, limit=300)), blocks.sizes()
             if number == 0:
                 self.columns, self.class_names = columns, class_names_of(blocks.schema.metadata)
             if columns.keys() != self.columns.keys():
@@ -131,8 +145,26 @@ class BlockTable:
             with self._damage(self._files[number]):
                 for batch in self._opened(number).batches(block, list(names)):
                     for column, name in zip(found, names, strict=True):
-                        column += batch.column(name).to_pylist()
+                        column += listed_values(batch.column(name))
         return int(self._starts[-1]), found
+
+    def numbers(self, names: Sequence[str]) -> np.ndarray | None:
+        """(N, columns) float64 of some columns, (N, L) of one of lists; None where some are no plain numbers."""
+        found, count = np.empty((0, 0)), 0
+        for number, block in self._spans:
+            with self._damage(self._files[number]):
+                for batch in self._opened(number).batches(block, list(names)):
+                    columns = [plain_numbers(batch.column(name)) for name in names]
+                    if any(one is None or (one.ndim == 2 and len(columns) > 1) for one in columns):
+                        return None
+                    part = np.column_stack([one for one in columns if one is not None])
+                    if count == 0:
+                        found = np.empty((int(self._starts[-1]), part.shape[1]))
+                    if part.shape[1] != found.shape[1]:
+                        return None
+                    found[count : count + len(part)] = part
+                    count += len(part)
+        return found if count else None
 
     def read(self, rows: np.ndarray, names: Sequence[str]) -> list[list[Any]]:
         """Values of columns in the rows (n,); in ascending order each batch of a block is unpacked once."""
@@ -146,7 +178,7 @@ class BlockTable:
             stop = place + 1
             while stop < len(rows) and first <= rows[stop] < first + batch.num_rows:
                 stop += 1
-            taken = batch.take(arrow_library("pyarrow", self._spelled).array(rows[place:stop] - first))
+            taken = batch.take(arrow_library("pyarrow", self._asked).array(rows[place:stop] - first))
             for column, name in zip(found, names, strict=True):
                 column += taken.column(name).to_pylist()
             place = stop
@@ -179,24 +211,24 @@ class BlockTable:
         if self._blocks is None or self._blocks[:2] != (os.getpid(), number):
             file = self._files[number]
             with open_regular(file), self._damage(file):
-                self._blocks = os.getpid(), number, self._kind(file, self._spelled)
+                self._blocks = os.getpid(), number, self._kind(file, self._asked)
         return self._blocks[2]
 
     def _damage(self, file: Path) -> _Damage:
-        return _Damage(file, self._spelled)
+        return _Damage(file, self._spelled, self._asked)
 
 
 class _Damage:
     """Errors of pyarrow inside the block, as ours."""
 
-    def __init__(self, file: Path, spelled: str) -> None:
-        self._file, self._spelled = file, spelled
+    def __init__(self, file: Path, spelled: str, asked: str) -> None:
+        self._file, self._spelled, self._asked = file, spelled, asked
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        library = arrow_library("pyarrow", self._spelled)
+        library = arrow_library("pyarrow", self._asked)
         shown = quoted(self._file, limit=300)
         if isinstance(error, MemoryError):
             raise DeviceError(f"not enough memory to read {shown}", code="out_of_memory") from error

@@ -8,16 +8,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bnncli.data._columns import FILE, LIST, OTHER, REAL, TEXT, WHOLE
 from bnncli.errors import DataError, UsageError
 from bnncli.names import by_number, is_split, listed, quoted
 
+_NUMBERS = {"float", "double", *(f"{kind}{size}" for kind in ("int", "uint") for size in (8, 16, 32, 64))}
 
-def arrow_library(module: str, spelled: str) -> Any:
+
+def arrow_library(module: str, asked: str) -> Any:
     """The module of pyarrow.
 
     Args:
-        spelled: the kind of data that needs it.
+        asked: what needs it, as the user gave it.
 
     Raises:
         UsageError: it is not installed, or cannot be imported.
@@ -26,13 +30,13 @@ def arrow_library(module: str, spelled: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         why = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({error})"
-        message = f"\0data\0 {spelled} needs pyarrow, which {why}"
+        message = f"{asked} needs pyarrow, which {why}"
         raise UsageError(message, code="missing_library", hint="pip install 'bnncli[parquet]'") from error
 
 
-def columns_of(schema: Any, spelled: str, where: str) -> dict[str, str]:
+def columns_of(schema: Any, asked: str, where: str) -> dict[str, str]:
     """What each column of a schema holds. Raises DataError where two have one name."""
-    types = arrow_library("pyarrow", spelled).types
+    types = arrow_library("pyarrow", asked).types
     names = list(schema.names)
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
@@ -56,6 +60,29 @@ def _held(kind: Any, types: Any) -> str:
     if types.is_struct(kind) and {"bytes", "path"} <= {kind.field(place).name for place in range(kind.num_fields)}:
         return FILE
     return OTHER
+
+
+def plain_numbers(column: Any) -> np.ndarray | None:
+    """The numbers (n,) of a column, (n, L) of one of lists of L; None where some are missing, or are no plain numbers."""
+    if column.null_count:
+        return None
+    if str(column.type) in _NUMBERS:
+        return np.from_dlpack(column)  # to_numpy imports pandas where that is installed
+    if not str(column.type).startswith(("list<", "large_list<", "fixed_size_list<")) or len(column) == 0:
+        return None
+    size = getattr(column.type, "list_size", None)
+    sizes = {size} if size is not None else {*np.diff(np.from_dlpack(column.offsets)).tolist()}
+    inner = plain_numbers(column.flatten())
+    if inner is None or inner.ndim != 1 or len(sizes) != 1 or not len(inner):
+        return None
+    return inner.reshape(len(column), -1)
+
+
+def listed_values(column: Any) -> list[Any]:
+    """The values of a column as Python has them, None for those that are missing."""
+    is_plain = str(column.type) in _NUMBERS and not column.null_count
+    found: list[Any] = np.from_dlpack(column).tolist() if is_plain else column.to_pylist()
+    return found
 
 
 def class_names_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:

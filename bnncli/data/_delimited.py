@@ -18,6 +18,7 @@ import numpy as np
 
 from bnncli.data._columns import REAL, TEXT, WHOLE
 from bnncli.data._lines import LineFile, decoded
+from bnncli.data._plain_text import number_parser, plain_rows, plain_text, texts_of
 from bnncli.errors import DataError
 from bnncli.names import listed, quoted
 from bnncli.progress import Progress
@@ -40,10 +41,11 @@ class DelimitedTable:
         self.path, self._lines = path, LineFile(path)
         self._where = quoted(path, limit=300)
         self._delimiter = delimiter
-        self._is_quoted = delimiter != "\t"
+        self._is_quoted, self._is_plain = delimiter != "\t", False
         self._starts = np.zeros(0, np.int64)
         self._header = self._read_header()
-        rows = [fields for _, fields in islice(self._rows(), _FIRST_ROWS)]
+        first = list(islice(self._rows(), _FIRST_ROWS))
+        self._first, rows = first[0][0] if first else None, [fields for _, fields in first]
         self.columns = {
             name: _held([fields[place] for fields in rows if place < len(fields)])
             for place, name in enumerate(self._header)
@@ -51,6 +53,9 @@ class DelimitedTable:
 
     def values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
         """How many rows there are, and all texts of some columns. Raises DataError for a damaged row, naming it."""
+        plain = self._plain_values(names)
+        if plain is not None:
+            return plain
         try:
             return self._all_values(names)
         except DataError:
@@ -62,6 +67,40 @@ class DelimitedTable:
             except DataError:
                 self._is_quoted = False
         return self._all_values(names)
+
+    def numbers(self, names: Sequence[str]) -> np.ndarray | None:
+        """(N, columns) float64 of some columns, once `values` has been asked for; None where only row by row it can be told.
+
+        They are the numbers nearest to the texts, as `float` has them.
+        """
+        if not self._is_plain or self._first is None:
+            return None
+        places, found = [self._header.index(name) for name in names], np.empty((len(self._starts) - 1, len(names)))
+        parse, count = number_parser(self._delimiter, len(self._header), places), 0
+        for _, raw in self._lines.runs(self._first):
+            text = plain_text(raw, self._delimiter)
+            numbers = None if text is None else parse(text)
+            if numbers is None or count + len(numbers) > len(found):
+                return None
+            found[count : count + len(numbers)] = numbers
+            count += len(numbers)
+        return found if count == len(found) else None
+
+    def _plain_values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]] | None:
+        """As `values`; None where there are no rows, or something is out of the ordinary."""
+        self._is_plain = False
+        if self._first is None:
+            return None
+        places, starts = [self._header.index(name) for name in names], [np.array([self._first])]
+        found: list[list[Any]] = [[] for _ in names]
+        for rows in plain_rows(self._lines, self._first, delimiter=self._delimiter, num_columns=len(self._header)):
+            if rows is None:
+                return None
+            starts.append(rows.starts[1:])
+            for column, texts in zip(found, texts_of(rows, places), strict=True):
+                column += texts
+        self._starts, self._is_plain = np.concatenate(starts), True
+        return len(self._starts) - 1, found
 
     def _all_values(self, names: Sequence[str]) -> tuple[int, list[list[Any]]]:
         places = [self._header.index(name) for name in names]

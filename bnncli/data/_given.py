@@ -14,11 +14,10 @@ import numpy as np
 
 from bnncli.data._arrays import npz_shapes, read_npz
 from bnncli.data._arrow_tables import BlockTable, ParquetBlocks
-from bnncli.data._columns import LIST, TEXT
+from bnncli.data._columns import TEXT
 from bnncli.data._delimited import DelimitedTable
 from bnncli.data._given_columns import (
     LABEL,
-    Chosen,
     called_as_predictions,
     divide,
     find_arrays,
@@ -27,15 +26,13 @@ from bnncli.data._given_columns import (
 )
 from bnncli.data._label_values import Labels, labels_of, several_labels
 from bnncli.data._labels import check_labels
-from bnncli.data._number_cells import check_cells, odd_number
-from bnncli.data._table import StoredTable
+from bnncli.data._number_cells import NumberTable, check_cells, numbers_of
 from bnncli.errors import DataError, Untrusted
 from bnncli.machine.input_files import is_failure, open_regular
 from bnncli.names import listed, quoted
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _ZIP_MAGIC, _NPY_MAGIC, _PARQUET_MAGIC, _GZIP_MAGIC = b"PK", b"\x93NUMPY", b"PAR1", b"\x1f\x8b"
-_BLOCK_VALUES = 1 << 20  # of a table, read at once
 _MUTUAL_INFO = "mutual_info"
 _CLASSES = "classes"  # an array of their names
 
@@ -135,9 +132,10 @@ def magic_of(path: Path) -> bytes:
     return found
 
 
-def _table(path: Path, magic: bytes) -> StoredTable:
+def _table(path: Path, magic: bytes) -> NumberTable:
     if magic.startswith(_PARQUET_MAGIC):
-        return BlockTable(path, [path], ParquetBlocks, "parquet")
+        asked = f"{quoted(path, limit=300)}: a Parquet file"
+        return BlockTable(path, [path], ParquetBlocks, "parquet", asked=asked)
     if b"\0" in magic and not magic.startswith(_GZIP_MAGIC):
         raise DataError(
             f"{quoted(path, limit=300)} is none of npz, npy, csv, Parquet or a prediction file of bnncli", path=path,
@@ -174,7 +172,7 @@ def _of_archive(path: Path, named: Mapping[str, str], wanted: str | None, *, has
     return GivenFile(path, name, values, chosen.holds, classes, own, _as_long(arrays.get(_MUTUAL_INFO), len(values)))
 
 
-def _of_table(table: StoredTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
+def _of_table(table: NumberTable, named: Mapping[str, str], wanted: str | None, *, has_labels: bool) -> GivenFile:
     where = quoted(table.path, limit=300)
     if not named.keys() - {LABEL}:
         check_cells(table, called_as_predictions(table.columns, TEXT), where)
@@ -188,13 +186,13 @@ def _of_table(table: StoredTable, named: Mapping[str, str], wanted: str | None, 
     num_rows, raw = table.values([*label_names, *further])
     if num_rows == 0:
         raise DataError(f"{where} has no rows", code="empty_split", path=table.path)
-    values = _numbers(table, chosen, num_rows, where)
+    values = numbers_of(table, chosen.names, num_rows, where)
     labels = _of_columns(table, label_names, raw[: len(label_names)], chosen.classes, where) if label_names else None
     mutual_info = _real(raw[-1]) if further else None
     return GivenFile(table.path, chosen.names[0], values, chosen.holds, chosen.classes, labels, mutual_info)
 
 
-def _check_one_origin(table: StoredTable, where: str) -> None:
+def _check_one_origin(table: NumberTable, where: str) -> None:
     """Raise DataError for a table of `predict` that has several predictions of one example."""
     names = [name for name in ("split", "posterior", "variant") if name in table.columns]
     if len(names) < 3:
@@ -208,25 +206,8 @@ def _check_one_origin(table: StoredTable, where: str) -> None:
         )  # fmt: skip
 
 
-def _numbers(table: StoredTable, chosen: Chosen, num_rows: int, where: str) -> np.ndarray:
-    """(N, C) float64 of columns of numbers, or of one column of lists."""
-    names, size = list(chosen.names), max(1, _BLOCK_VALUES // max(8, len(chosen.names)))
-    is_list = len(names) == 1 and table.columns[names[0]] == LIST
-    found = []
-    for start in range(0, num_rows, size):
-        columns = table.read(np.arange(start, min(start + size, num_rows)), names)
-        try:
-            block = np.array(columns[0] if is_list else columns, dtype=np.float64)
-        except (ValueError, TypeError):
-            raise odd_number(columns, names, start, where, is_list=is_list) from None
-        found.append(block if is_list else block.T)
-        if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
-            raise DataError(f"{where}: the lists of column {quoted(names[0])} differ in length", path=table.path)
-    return np.concatenate(found)
-
-
 def _of_columns(
-    table: StoredTable,
+    table: NumberTable,
     names: Sequence[str],
     values: Sequence[Sequence[Any]],
     classes: tuple[str, ...] | None,
@@ -242,11 +223,10 @@ def _of_columns(
 
 def _named_labels(values: Sequence[Any], classes: tuple[str, ...] | None, where: str) -> np.ndarray | None:
     """Labels out of texts or numbers: names where all are such, else numbers."""
-    kinds = {type(value) for value in values}
+    kinds = {*map(type, values)}
     texts = {str(value).strip() for value in {*values}} if kinds and kinds <= {str, int} else set()
     if classes is not None and texts and texts <= {*classes, ""}:
-        named = [str(value) if isinstance(value, int) else value for value in values]
-        return labels_of(named, classes, where=where).numbers
+        return labels_of(values if kinds == {str} else [*map(str, values)], classes, where=where).numbers
     found: Labels = labels_of(values, None, where=where)
     if found.classes is None:
         return found.numbers

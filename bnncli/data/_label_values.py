@@ -39,6 +39,19 @@ def labels_of(values: Sequence[Any], names: tuple[str, ...] | None, *, where: st
     Raises:
         DataError: some rows have no label, or values are not of one of these kinds.
     """
+    if {*map(type, values)} in ({str}, {int}):  # of which few differ: what each of them is, is found once
+        number_of = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        try:
+            numbers, classes = _labels_of(list(number_of), names, where)
+        except DataError:  # told below with the row that it has among all
+            pass
+        else:
+            places = np.fromiter(map(number_of.__getitem__, values), np.int64, len(values))
+            return Labels(None if numbers is None else numbers[places], classes)
+    return _labels_of(values, names, where)
+
+
+def _labels_of(values: Sequence[Any], names: tuple[str, ...] | None, where: str) -> Labels:
     values = [value.strip() if isinstance(value, str) else value for value in values]
     is_missing = [value is None or value == "" for value in values]
     texts = {value for value in values if isinstance(value, str)}

@@ -18,6 +18,7 @@ from bnncli.numerics.digests import file_sha256
 from bnncli.progress import Progress
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_RUN = 1 << 22  # bytes read at once
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -54,6 +55,24 @@ class LineFile:
         """Every line with what ends it, from the start of the text."""
         self._stream.seek(self.start)
         return iter(self._stream.readline, b"")
+
+    def runs(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Place and bytes of runs of whole lines from `start` on, some megabytes each; the last line need not end."""
+        parts: list[bytes] = []
+        place = end = start
+        while part := self._part(end):
+            end += len(part)
+            cut = part.rfind(b"\n") + 1
+            parts.append(part[:cut] if cut else part)
+            if cut:
+                yield place, b"".join(parts)
+                place, parts = end - len(part) + cut, [part[cut:]]
+        if place < end:
+            yield place, b"".join(parts)
+
+    def _part(self, start: int) -> bytes:
+        with reading(self.path):
+            return os.pread(self._stream.fileno(), _RUN, start)
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` up to `stop`. Raises DataError when the file has become shorter."""

@@ -1,15 +1,51 @@
-"""Cells of tables that must be numbers: which one is none, by its column and row."""
+"""Columns of tables that must be numbers: all of them at once where that can be, else block by block; and which cell is none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from bnncli.data._columns import LIST
 from bnncli.data._table import StoredTable
 from bnncli.errors import DataError
 from bnncli.names import quoted
+
+_BLOCK_VALUES = 1 << 20  # read at once, where that is row by row
+
+
+class NumberTable(StoredTable, Protocol):
+    """A table that gives columns of numbers as arrays."""
+
+    def numbers(self, names: Sequence[str]) -> np.ndarray | None:
+        """(N, columns) float64 of some columns, or of one of lists; None where they must be read row by row."""
+
+
+def numbers_of(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
+    """(N, C) float64 of columns of numbers, or of one column of lists.
+
+    Raises:
+        DataError: a cell is no number, or the lists differ in length.
+    """
+    found = table.numbers(names)
+    return found if found is not None and len(found) == num_rows else _by_rows(table, names, num_rows, where)
+
+
+def _by_rows(table: NumberTable, names: Sequence[str], num_rows: int, where: str) -> np.ndarray:
+    size = max(1, _BLOCK_VALUES // max(8, len(names)))
+    is_list = len(names) == 1 and table.columns[names[0]] == LIST
+    found = []
+    for start in range(0, num_rows, size):
+        columns = table.read(np.arange(start, min(start + size, num_rows)), names)
+        try:
+            block = np.array(columns[0] if is_list else columns, dtype=np.float64)
+        except (ValueError, TypeError):
+            raise _odd_number(columns, names, start, where, is_list=is_list) from None
+        found.append(block if is_list else block.T)
+        if found[-1].ndim != 2 or found[-1].shape[1] != found[0].shape[1]:
+            raise DataError(f"{where}: the lists of column {quoted(names[0])} differ in length", path=table.path)
+    return np.concatenate(found)
 
 
 def check_cells(table: StoredTable, names: Sequence[str], where: str) -> None:
@@ -25,7 +61,7 @@ def check_cells(table: StoredTable, names: Sequence[str], where: str) -> None:
         raise _no_number(where, row, names[place], columns[place][row])
 
 
-def odd_number(
+def _odd_number(
     columns: Sequence[Sequence[Any]], names: Sequence[str], start: int, where: str, *, is_list: bool
 ) -> DataError:
     """The error for the first value of a block of columns that is no number, or no list of as many numbers as the first.

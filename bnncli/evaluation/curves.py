@@ -14,11 +14,28 @@ from numpy.typing import NDArray
 
 from bnncli.evaluation.calibration import NUM_BINS, Reliability, reliability
 from bnncli.evaluation.example_statistics import ExampleStatistics
+from bnncli.evaluation.label_calibration import label_reliability
 
 MAX_POINTS = 200  # of a curve: a quarter of the pixels of a figure's width
 _DIGITS = 6
 
 Curve = dict[str, list[Any]]
+
+
+def reliability_of(probs: NDArray, examples: ExampleStatistics, *, num_bins: int = NUM_BINS) -> Curve | None:
+    """As reliability_curve, of several labels an example that of all their decisions; None without labels or examples.
+
+    Args:
+        probs: (N, C), what `examples` was made from; may be mapped from a file.
+    """
+    if len(examples) == 0:
+        return None
+    if examples.is_right is not None:
+        return reliability_curve(examples, num_bins=num_bins)
+    own = examples.of_labels
+    if own is None or own.labels is None:
+        return None
+    return curve_of_bins(label_reliability(probs, own.labels, num_bins=num_bins))
 
 
 def reliability_curve(examples: ExampleStatistics, *, num_bins: int = NUM_BINS) -> Curve:

@@ -54,16 +54,21 @@ def _score(name: str) -> ScoreForm:
 
 def _counted(members: list[ScoreForm], predicted: NDArray, labels: NDArray, *, num_classes: int) -> ScoreGroup:
     size = len(labels)
-    columns = np.concatenate(
-        [labels, predicted + num_classes, np.where(predicted == labels, labels + 2 * num_classes, 0)]
-    )
-    is_counted = np.concatenate([np.ones(2 * size), predicted == labels])
-    rows = np.tile(np.arange(size), 3)
-    counter = sparse.csr_array((is_counted, (rows, columns)), shape=(size, 3 * num_classes)).T.tocsr()
+    right = labels[predicted == labels]
+
+    @cache
+    def counter() -> sparse.csr_array:
+        """(3 C, N) what each example counts as."""
+        columns = np.concatenate([labels, predicted + num_classes, right + 2 * num_classes])
+        rows = np.concatenate([np.tile(np.arange(size), 2), np.flatnonzero(predicted == labels)])
+        return sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=(size, 3 * num_classes)).T.tocsr()
 
     def shares(weights: NDArray) -> list[Floats]:
         """Recall, F1 and precision (b, C) each; NaN of a class without labels, or without predictions for precision."""
-        found = (counter @ weights.T.astype(np.float64)).T.reshape(len(weights), 3, num_classes)
+        if _is_each_once(weights):
+            found = np.stack([np.bincount(part, minlength=num_classes) for part in (labels, predicted, right)])[None]
+        else:
+            found = (counter() @ weights.T.astype(np.float64)).T.reshape(len(weights), 3, num_classes)
         is_label, is_predicted, is_right = found[:, 0], found[:, 1], found[:, 2]
         absent = np.where(is_label > 0, 0.0, np.nan)
         recall = is_right / np.maximum(is_label, 1) + absent
@@ -89,7 +94,7 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
     def areas(weights: NDArray) -> list[Floats]:
         """AUROC and average precision (b, C); NaN of a class that has no examples, or all of them."""
         # Sorting is what takes long: with every example once it is done once for the mean and for every class.
-        return areas_of_all() if len(weights) == 1 and (weights == 1).all() else computed(weights)
+        return areas_of_all() if _is_each_once(weights) else computed(weights)
 
     def computed(weights: NDArray) -> list[Floats]:
         values = np.asarray(probs)
@@ -111,6 +116,8 @@ def _ranked(members: list[ScoreForm], probs: NDArray, labels: NDArray) -> ScoreG
 
 def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) -> Floats:
     """AUROC and average precision (2, b) of scores (N,) under weights (b, N); NaN where a side has no weight."""
+    if _is_each_once(weights):
+        return _areas_of_each_once(scores, is_positive)[:, None]
     order = np.argsort(-scores)  # tied scores in any order: the sums of whole weights at their end are exact
     ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # of tied scores
     sorted_weights = weights.take(order, axis=1).astype(np.float64)
@@ -124,6 +131,25 @@ def areas_under_curves(scores: NDArray, is_positive: NDArray, weights: NDArray) 
     is_defined = (positives > 0) & (negatives > 0)
     sizes = np.maximum(positives * negatives, 1), np.maximum(positives, 1)
     return np.stack([np.where(is_defined, part / n, np.nan) for part, n in zip((pairs, precision), sizes, strict=True)])
+
+
+def _areas_of_each_once(scores: NDArray, is_positive: NDArray) -> Floats:
+    """As areas_under_curves with every example once (2,): counts at the scores of the positives are all that is needed."""
+    every, positive = np.sort(scores), np.sort(scores[is_positive])
+    if len(positive) in (0, len(every)):
+        return np.full(2, np.nan)
+    starts = np.flatnonzero(np.append(True, np.diff(positive) != 0))  # of tied scores
+    gained = np.diff(starts, append=len(positive))
+    found = len(positive) - starts  # positives at least as high
+    below, until = (np.searchsorted(every, positive[starts], side=side) for side in ("left", "right"))
+    tied = until - below - gained  # negatives
+    pairs = (gained * (below - starts + tied / 2)).sum()
+    precision = (gained * found / (len(every) - below)).sum()
+    return np.array([pairs / (len(positive) * (len(every) - len(positive))), precision / len(positive)])
+
+
+def _is_each_once(weights: NDArray) -> bool:
+    return len(weights) == 1 and bool((weights == 1).all())
 
 
 def of_every_class(shares: Callable[[NDArray], list[Floats]], size: int) -> Callable[[], list[list[float | None]]]:

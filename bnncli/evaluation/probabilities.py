@@ -59,7 +59,8 @@ def _check_values(probs: NDArray, *, is_exclusive: bool) -> None:
     if smallest < -ROW_SUM_TOLERANCE or largest > 1 + ROW_SUM_TOLERANCE:
         hint = "these look like logits; apply the softmax first"
         if smallest >= 0 and largest <= 100:
-            hint = "these look like percentages; divide by 100"
+            are_percentages = np.abs(probs.sum(axis=1, dtype=np.float64) - 100).max() < 2
+            hint = "these look like percentages; divide by 100" if are_percentages else "rows of probabilities sum to 1"
         raise DataError(f"probs: expected values in [0, 1], got {smallest:g} to {largest:g}", hint=hint)
     if is_exclusive and worst > ROW_SUM_TOLERANCE:
         hint = "sigmoid outputs per class, or rows that lost a class, do not sum to 1"

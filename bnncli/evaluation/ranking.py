@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bnncli.evaluation.example_statistics import ExampleStatistics
 from bnncli.evaluation.probabilities import row_blocks
 from bnncli.evaluation.weighted_scores import NO_LABELS, Floats, ScoreForm, ScoreGroup, means
+from bnncli.lazy import torch
 from bnncli.numerics.top_k import cumulative_lengths
 
 NO_RANKING = "the predictions have no ranking (predict \0top_k\0 makes one)"

@@ -53,13 +53,13 @@ def recommend(candidates: Sequence[Predictive], baseline: Scored) -> Recommendat
     pays = any(gap.is_worse for gap in excesses(baseline, [one.scored for one in candidates]))
     eligible = [one for one in candidates if one.scored.nll <= baseline.nll]
     if not eligible:
-        return Recommendation(None, pays, "no posterior predicts val better than it")
+        return Recommendation(None, pays, "none of the posteriors fitted predicts val better than it")
     good = [one for one in eligible if one.is_good]
     if good:
         first, why = min(good, key=lambda one: one.rung), "the simplest posterior that is good for its target"
     else:
         first = min(eligible, key=_loss)
-        why = "the lowest loss on val; no posterior that predicts as well is good for its target"
+        why = "the lowest loss on val; none that predicts as well is known to be good for its target"
     others = [one for one in eligible if one is not first]
     gaps = excesses(first.scored, [one.scored for one in others])
     better = [other for other, gap in zip(others, gaps, strict=True) if gap.is_worse]

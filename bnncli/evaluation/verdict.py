@@ -16,6 +16,7 @@ from bnncli.evaluation.bfmi import LOW_BFMI
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE
 from bnncli.evaluation.excess import WORSE_SHARE
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, NUM_STANDARD_ERRORS
+from bnncli.names import percent
 from bnncli.theta.module import ALL
 from bnncli.theta.prior import Prior
 
@@ -81,6 +82,9 @@ class Judged:
     def aim(self) -> tuple[str | None, Prior | None]:
         """What it was fitted to: the log posterior of these parameters under this prior."""
         return self.layers, self.target
+
+
+_USE_IT = ": use it"
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,8 @@ def give_verdict(posteriors: Sequence[Judged], commands: Commands) -> Verdict:
     where = f"{over}at prior precision {target}, " if len(aims) > 1 and target is not None else ""
     fit, command = _fit_clause([j for j in distributions if j.aim == aim], use, commands)
     prediction, is_worse = _prediction_clause(posteriors, use, best, commands)
+    if is_worse:
+        fit = fit.replace(_USE_IT, ": for what asks for the posterior itself")
     return Verdict(
         sentence=f"{where}{fit}; {prediction}",
         use=use.name if use else None,
@@ -178,7 +184,7 @@ def _doubts_of_chains(judged: Judged) -> list[str]:
     if judged.divergences:
         found.append(f"{judged.divergences} divergences")
     if judged.lowest_acceptance is not None and judged.lowest_acceptance < STUCK_ACCEPTANCE:
-        found.append(f"a chain accepts {judged.lowest_acceptance:.1%}")
+        found.append(f"a chain accepts {percent(judged.lowest_acceptance)}")
     if judged.lowest_bfmi is not None and judged.lowest_bfmi < LOW_BFMI:
         found.append(f"E-BFMI {judged.lowest_bfmi:.2f} (below {LOW_BFMI})")
     return found
@@ -229,7 +235,7 @@ def _fit_clause(same_target: Sequence[Judged], use: Judged | None, commands: Com
         numbers += f", MMD^2 to {use.reference} {use.mmd2:.4f}, {shown}"
         if use.mmd_p is not None and use.mmd_p > _SHOWN_P:
             close = "as close to the posterior as draws of it can show"
-    return f"{use.name} is {close} ({numbers}): use it, predict with mc ({predict})", predict
+    return f"{use.name} is {close} ({numbers}){_USE_IT}, predict with mc ({predict})", predict
 
 
 def _nothing_good(same_target: Sequence[Judged], far: str, commands: Commands) -> tuple[str, str]:

@@ -6,6 +6,7 @@ Nothing here touches pyplot or its global state, and matplotlib is imported when
 from __future__ import annotations
 
 import io
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def render(figure: Figure, form: str) -> bytes:
     import matplotlib
 
     content = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": MARK}):
+    with matplotlib.rc_context({"svg.hashsalt": MARK}), warnings.catch_warnings():
+        # Letters of a user's names that the font lacks are boxes in the figure, where they are seen.
+        warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from font", UserWarning)
         # tight: an axes of fixed aspect beside a wide legend may be laid out past the edge
         figure.savefig(content, format=form, dpi=_DOTS_PER_INCH, metadata=_METADATA[form], bbox_inches="tight")
     return content.getvalue()

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bnncli.figures._lines import GREY, plain_axes
+from bnncli.names import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _BAR, _GAP = "#7fa8cf", "#c44601"
 _MOST_COLUMNS = 4
+_MOST_LETTERS = 32  # of a name: about as wide as its panel
 
 
 def draw(panels: Mapping[str, Mapping[str, Sequence[Any]]], *, split: str, errors: Mapping[str, float]) -> Figure:
@@ -42,7 +44,8 @@ def draw(panels: Mapping[str, Mapping[str, Sequence[Any]]], *, split: str, error
         lower = figure.add_subplot(grid[2 * row + 1, column], sharex=upper)
         _draw_accuracy(upper, curve)
         _draw_counts(lower, curve)
-        upper.set_title(f"{name}\nECE {errors[name]:.4f}", fontsize="medium")
+        shown = name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 1]}…"
+        upper.set_title(f"{printable(shown)}\nECE {errors[name]:.4f}", fontsize="medium", parse_math=False)
         lower.set_xlabel("confidence")
         if column == 0:
             upper.set_ylabel("accuracy")

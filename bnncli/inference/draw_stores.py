@@ -34,6 +34,32 @@ class MemoryDraws:
         return torch.stack(self._kept, dim=1).cpu()
 
 
+class SomeDraws:
+    """Some draws of each chain kept in memory.
+
+    Args:
+        places: (T', C), which of its draws, in rising order.
+    """
+
+    def __init__(self, places: Tensor) -> None:
+        self._places, self._num_seen = places, 0
+        self._kept: Tensor | None = None
+
+    def append(self, theta: Tensor) -> None:
+        """Keep one draw (C, P) of the chains whose turn it is."""
+        if self._kept is None:
+            self._kept = theta.new_empty(theta.shape[0], len(self._places), theta.shape[1])
+        turns, chains = (self._places == self._num_seen).nonzero(as_tuple=True)
+        self._num_seen += 1
+        turns, chains = turns.to(theta.device), chains.to(theta.device)
+        self._kept[chains, turns] = theta.index_select(0, chains)
+
+    def draws(self) -> Tensor:
+        """All of them, (C, T', P) on the CPU."""
+        assert self._kept is not None
+        return self._kept.cpu()
+
+
 class ResumeStore(Protocol):
     """Where the resume states of an unfinished run are kept; the draws are the store's."""
 

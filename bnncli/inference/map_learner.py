@@ -18,6 +18,7 @@ from bnncli.data import Augmentation
 from bnncli.errors import NumericError
 from bnncli.inference.stacked_networks import StackedNetworks
 from bnncli.likelihoods import Likelihood
+from bnncli.names import percent
 from bnncli.training.adam import Adam
 from bnncli.training.learner import num_batches
 from bnncli.training.optimizer import Optimizer
@@ -152,8 +153,8 @@ class MapLearner:
         if not self.history.loss:
             return ""
         last = self.history.last(0)
-        val = f", val {last['val_nll']:.4f}, {last['val_accuracy']:.2%}" if "val_nll" in last else ""
-        return f"loss {last['loss']:.4f}, accuracy {last['accuracy']:.2%}{val}"
+        val = f", val {last['val_nll']:.4f}, {percent(last['val_accuracy'], '.2f')}" if "val_nll" in last else ""
+        return f"loss {last['loss']:.4f}, accuracy {percent(last['accuracy'], '.2f')}{val}"
 
     def begin_epoch(self, order: Tensor | None) -> None:
         """Every network's order of the examples is drawn, what happens to each, and the seed of what networks draw themselves."""

@@ -5,7 +5,7 @@ Gaussians at the mode one after the other; hmc about all of these at once, as on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +47,13 @@ class GaussianRefit:
         progress: Progress = SILENT,
     ) -> Tensor:
         """(M, L, P) float64 for M targets and L draws."""
-        return torch.stack([one.sample(num_draws, generator).double() for one in self.gaussians(targets, progress)])
+        fitted = self.gaussians(targets, generator, progress)
+        return torch.stack([one.sample(num_draws, generator).double() for one in fitted])
 
-    def gaussians(self, targets: Sequence[LastLayerTarget], progress: Progress = SILENT) -> list[Gaussian]:
-        """At the mode of each."""
+    def gaussians(
+        self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress = SILENT
+    ) -> list[Gaussian]:
+        """At the mode of each; nothing is drawn."""
         start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64)
         task = progress.task("modes", len(targets))
         found = []
@@ -82,11 +85,11 @@ class HmcRefit:
         progress: Progress = SILENT,
     ) -> Tensor:
         """(M, L, P) float64 for M targets and L draws, thinned."""
-        gaussians = GaussianRefit().gaussians(targets, progress)
+        gaussians = GaussianRefit().gaussians(targets, generator, progress)
         num_params = targets[0].layout.num_params
         identity = torch.eye(num_params, dtype=torch.float64, device=targets[0].device)
         roots = torch.stack([one.covariance.unwhiten(identity).mT for one in gaussians])
-        many = ManyLabels(targets, torch.stack([one.mean for one in gaussians]), roots)
+        many = ManyLabels(targets, torch.stack([one.mean for one in gaussians]), roots.to(targets[0].dtype))
         each = -(-num_draws // self.num_chains)
         z = sample_hmc(
             many,
@@ -100,9 +103,7 @@ class HmcRefit:
             dynamics=self.dynamics,
             progress=progress,
         ).draws[:, _THINNING - 1 :: _THINNING]
-        theta = torch.stack([many.theta(some.to(many.device)) for some in z.unbind(dim=1)])  # (T, chains * M, P)
-        by_target = theta.unflatten(1, (self.num_chains, len(targets))).permute(2, 1, 0, 3)
-        return by_target.flatten(1, 2)[:, :num_draws]
+        return many.by_target(z)[:, :num_draws]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class FlowRefit:
         progress: Progress = SILENT,
     ) -> Tensor:
         """(M, L, P) float64 for M targets and L draws."""
-        gaussians = GaussianRefit(self.structure).gaussians(targets, progress)
+        gaussians = GaussianRefit(self.structure).gaussians(targets, generator, progress)
         found = []
         for target, base in zip(targets, gaussians, strict=True):
             flow = fit_flow(target, base, generator=generator, progress=progress, **self.options).posterior
@@ -151,6 +152,19 @@ class TrainedRefit:
         progress: Progress = SILENT,
     ) -> Tensor:
         """(M, L, P) float64 for M targets and L draws."""
-        start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64, device=targets[0].device)
-        fitted = (self.fit(target, start, generator, progress) for target in targets)
+        fitted = self._gaussians(targets, generator, progress)
         return torch.stack([one.sample(num_draws, generator).double() for one in fitted])
+
+    def gaussians(
+        self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress = SILENT
+    ) -> list[Gaussian]:
+        """As trained on each."""
+        return list(self._gaussians(targets, generator, progress))
+
+    def _gaussians(
+        self, targets: Sequence[LastLayerTarget], generator: torch.Generator, progress: Progress
+    ) -> Iterator[Gaussian]:
+        """One after the other: its draws may be made before the next is trained."""
+        start = torch.zeros(targets[0].layout.num_params, dtype=torch.float64, device=targets[0].device)
+        for target in targets:
+            yield self.fit(target, start, generator, progress)

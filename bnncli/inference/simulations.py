@@ -137,19 +137,22 @@ class _Within:
     progress: Progress
 
     def task(self, name: str, total: int) -> _Step:
-        return _Step(self.outer, name)
+        return _Step(self.outer, name, total)
 
     def warn(self, text: str) -> None:
         self.progress.warn(text)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
     outer: Task
     name: str
+    total: int
+    done: int = 0
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        self.outer.advance(0, self.name)
+        self.done += amount
+        self.outer.advance(0, f"{self.name} {self.done}/{self.total or '?'}")
 
 
 def simulated_labels(layout: HeadLayout, features: Tensor, theta: Tensor, generator: torch.Generator) -> Tensor:

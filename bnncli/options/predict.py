@@ -29,7 +29,7 @@ class PredictOptions(Checked):
 
     posterior: list[str] = option(
         [],
-        "Posterior to predict with, by name or file; all of the run by default. Repeatable.",
+        "Posterior to predict with, by name or file, or all; by default what auto recommends, all of the run where it has recommended nothing. Repeatable.",
         metavar="NAME|FILE",
         numeric=False,
     )

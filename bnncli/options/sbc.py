@@ -15,8 +15,8 @@ class SbcOptions(Checked):
 
     posterior: str = option(
         "laplace",
-        "Posterior whose fit is tried, by name or file: of fit-laplace, refine, hmc, fit-vi or fit-swag, over the last layer. Its method, options and prior "
-        "are taken, not its numbers; of hmc not the lengths of its chains.",
+        "Posterior whose fit is tried, by name or file: of fit-laplace, refine, hmc, fit-vi, fit-swag or fit-sghmc, over the last layer. Its method, options and prior "
+        "are taken, not its numbers; of hmc not the lengths of its chains; of fit-sghmc as many more chains as give \0draws\0 that are nearly independent.",
         metavar="NAME|FILE",
     )
     truth: str = option(

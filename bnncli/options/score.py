@@ -8,7 +8,7 @@ from typing import Any
 from bnncli import detectors
 from bnncli.errors import UsageError
 from bnncli.likelihoods import TASKS
-from bnncli.options.declaration import check_split_name, collected, option
+from bnncli.options.declaration import check_split_name, check_suffix, collected, option
 from bnncli.options.evaluate import DEFAULT_SCORE, ShownScores
 from bnncli.options.of_scores import of_predicted_scores
 
@@ -68,8 +68,15 @@ class ScoreOptions(ShownScores):
     )
     seed: int = option(0, "Seed of the bootstrap.", minimum=0, env_common=True)
 
+    plot: str | None = option(
+        None, "Draw a reliability diagram, and one of each group, as .png, .svg or .pdf.", metavar="FILE"
+    )
+    force: bool = option(False, "Let \0plot\0 replace a file that is no figure of bnncli.", short="-f")
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.plot is not None:
+            check_suffix(self.plot, "\0plot\0", ("png", "svg", "pdf"))
         self.check_intervals(self.bootstrap)
         if self.logits and self.probabilities:
             raise UsageError("\0logits\0 and \0probabilities\0 exclude each other: give one")

@@ -7,6 +7,7 @@ from typing import Any
 
 from bnncli.errors import DataError
 from bnncli.likelihoods import recorded_name
+from bnncli.names import percent
 from bnncli.options import EvaluateOptions, ScoreOptions
 from bnncli.scores import declared
 
@@ -53,7 +54,7 @@ def legend(
         )
     if options.intervals:
         lines.append(
-            f"[low, high]: {100 * options.level:g} % intervals by a bootstrap over examples ({replicates} replicates); "
+            f"[low, high]: {percent(options.level, 'g')} intervals by a bootstrap over examples ({replicates} replicates); "
             "those of ECE, from inverted tests, and of MCE are of the error without the floor, and may lie below the value"
         )
     return lines

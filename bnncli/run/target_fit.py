@@ -109,6 +109,19 @@ def produce_fit(
     return produce_posterior(run, request, lambda: job.fit(request), lambda meta: report(request, meta))
 
 
+def weaker_prior(meta: Mapping[str, Any]) -> list[str]:
+    """What may help a posterior over a network that predicts worse than it, in words; nothing over the last layer.
+
+    A precision that was chosen for predictions of the linearised network, as fit-laplace does, may be far too large for draws of it.
+    """
+    precision = meta["metrics"].get("prior_precision")
+    if meta.get("layers") is None or precision is None:
+        return []
+    return [
+        f"the same with a weaker prior than \0prior_precision\0 {precision:.3g}, which may suit the linearised network alone"
+    ]
+
+
 @dataclass(frozen=True)
 class _Job:
     """One request, its inputs loaded."""

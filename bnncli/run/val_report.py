@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bnncli.integrators import load_integrator, supports
 from bnncli.lazy import torch
-from bnncli.names import counted
+from bnncli.names import counted, percent
 from bnncli.run.inputs import Split, load_split
 from bnncli.run.integrator_choice import default_integrator_of
 from bnncli.run.session import Run
@@ -178,7 +178,7 @@ def _warning(
     found = [_against(metrics, reference) for reference in worse]
     share = f"{100 * metrics['val_false_alarm']:g} times in 100"
     return (
-        f"{name} predicts worse on val than what is simpler: NLL {own['nll']:.4f}, ECE {own['ece']:.1%} ({own['integrator']}{_draws(own)}), "
+        f"{name} predicts worse on val than what is simpler: NLL {own['nll']:.4f}, ECE {percent(own['ece'])} ({own['integrator']}{_draws(own)}), "
         f"against {'; '.join(found)} ({metrics['val_num_examples']} examples, paired; such a warning is false at most {share}). "
         f"Run {' or '.join([*_remedies(run, metrics, worse, name=name, own=own['nll']), *also])}"
     )
@@ -190,7 +190,7 @@ def val_line(entries: Mapping[str, Mapping[str, Any]]) -> str:
     for key, entry in sorted(entries.items(), key=lambda item: float(item[1]["nll"])):
         by = f" at {entry['temperature']:.3g}" if "temperature" in entry else ""
         by = f" ({entry['integrator']}{_draws(entry)})" if "integrator" in entry else by
-        found.append(f"{key}{by} {entry['nll']:.4f}, {entry['ece']:.1%}")
+        found.append(f"{key}{by} {entry['nll']:.4f}, {percent(entry['ece'])}")
     return "; ".join(found)
 
 
@@ -215,7 +215,7 @@ def _against(metrics: Mapping[str, Any], reference: str) -> str:
     words = _WORDS.get(reference, reference)
     if "temperature" in entry:
         words += f", {entry['temperature']:.3g}"
-    return f"{entry['nll']:.4f}, {entry['ece']:.1%} of {words} (worse by {gap['value']:.4f} +- {gap['standard_error']:.4f})"
+    return f"{entry['nll']:.4f}, {percent(entry['ece'])} of {words} (worse by {gap['value']:.4f} +- {gap['standard_error']:.4f})"
 
 
 def _remedies(run: Run, metrics: Mapping[str, Any], worse: Sequence[str], *, name: str, own: float) -> list[str]:

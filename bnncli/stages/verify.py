@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def run(run: Run, options: Any) -> Result:
         except (DeviceError, Interrupted):
             raise
         except BnnError as error:
+            beside = path.with_name(f"{path.name}.bnn")
+            if error.hint is None and beside.is_dir():
+                error.hint = f"{path.name} is the checkpoint of a run: bnncli verify {shlex.quote(str(beside))}"
             entries.append({"path": str(path), "kind": None, "is_valid": False, "problem": error.message})
             failure = failure or type(error)(error.message, hint=error.hint, code=error.code, path=path)
     rows = [

@@ -192,7 +192,7 @@ class LastLayerTarget:
     def minibatch(self, *examples: Tensor) -> MinibatchTarget:
         """The target as some examples tell it, the likelihood scaled by N / B: unbiased for the whole."""
         features, indicators = examples
-        return MinibatchTarget(self, features, indicators.T)
+        return MinibatchTarget(self, features, indicators.T.unsqueeze(1))
 
     def with_prior(self, prior: Prior) -> LastLayerTarget:
         """The same data under another prior."""
@@ -262,7 +262,7 @@ class MinibatchTarget:
     Args:
         target: of all examples.
         features: (B, D), in theta's precision.
-        indicators: (K, B), the likelihood's of their labels.
+        indicators: (K, 1, B), the likelihood's of their labels, or (K, S, B) where each of S theta has labels of its own.
     """
 
     target: LastLayerTarget
@@ -279,7 +279,7 @@ class MinibatchTarget:
 
     def log_likelihood_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Log likelihood (S,) of these examples alone and its gradient (S, P), in theta's precision, for theta (S, P)."""
-        layout, indicators = self.target.layout, self.indicators.unsqueeze(1)
+        layout, indicators = self.target.layout, self.indicators
         logits = block_logits(self.features, theta, layout)
         label_term = (logits * indicators).sum(dim=(0, 2))
         normalizers, probabilities = layout.likelihood.normalize_(logits)

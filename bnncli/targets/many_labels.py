@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bnncli.shapes import check_shapes
-from bnncli.targets.last_layer import LastLayerTarget
+from bnncli.targets.last_layer import LastLayerTarget, MinibatchTarget
 from bnncli.theta.head import HeadLayout
 
 
@@ -26,7 +26,7 @@ class ManyLabels:
     Args:
         targets: M, of the same features, layout and prior; their labels differ.
         means: (M, P) float64.
-        roots: (M, P, P) float64, L.
+        roots: (M, P, P), L, of the precision that products with it are to have: most of the time goes to reading them.
     """
 
     targets: Sequence[LastLayerTarget]
@@ -74,7 +74,8 @@ class ManyLabels:
 
     def theta(self, z: Tensor) -> Tensor:
         """theta (C, P) float64 at z (C, P)."""
-        return (self._means_of(z) + self._by_set(z) @ self.roots.mT).transpose(0, 1).reshape(z.shape)
+        moved = (self._by_set(z).to(self.roots.dtype) @ self.roots.mT).double()
+        return (self._means_of(z) + moved).transpose(0, 1).reshape(z.shape)
 
     def log_joint(self, theta: Tensor) -> Tensor:
         """(C,) float64 nats at z (C, P), called theta as targets have it."""
@@ -85,8 +86,31 @@ class ManyLabels:
         """The same with the gradient by z, (C, P)."""
         at = self.theta(theta)
         value, gradient = self.targets[0].log_joint_and_grad(at)
-        pulled = (self._by_set(gradient) + self._own_statistics.unsqueeze(1)) @ self.roots
-        return value + self._labels_term(at), pulled.transpose(0, 1).reshape(theta.shape)
+        own = self._by_set(gradient) + self._own_statistics.unsqueeze(1)
+        return value + self._labels_term(at), self._pulled(own).reshape(theta.shape)
+
+    def examples(self, index: Tensor) -> tuple[Tensor, ...]:
+        """Of the rows in index (B,): features (B, D) and label indicators of all sets (B, M, K), in the products' precision."""
+        features, dtype = self.targets[0].rows(index), self.dtype
+        indicators = [one.likelihood.indicators(one.labels[index], dtype) for one in self.targets]
+        return features, torch.stack(indicators).permute(2, 0, 1)
+
+    def minibatch(self, *examples: Tensor) -> ManyMinibatches:
+        """The targets as some examples tell them, the likelihood scaled by N / B: unbiased for the whole."""
+        return ManyMinibatches(self, *examples)
+
+    def by_target(self, z: Tensor) -> Tensor:
+        """theta (M, C / M * T, P) float64 of each target, chain after chain, at T draws of every row, z (C, T, P)."""
+        theta = torch.stack([self.theta(some.to(self.device)) for some in z.unbind(dim=1)])
+        return theta.unflatten(1, (-1, len(self.targets))).permute(2, 1, 0, 3).flatten(1, 2)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """The gradient by z (C, P) float64 of one by theta (C, P)."""
+        return self._pulled(self._by_set(gradient)).reshape(gradient.shape)
+
+    def _pulled(self, gradient: Tensor) -> Tensor:
+        """The gradient by z of one by theta, (M, C / M, P), as (C / M, M, P) float64."""
+        return (gradient.to(self.roots.dtype) @ self.roots).double().transpose(0, 1)
 
     def _by_set(self, rows: Tensor) -> Tensor:
         """Rows (C, P) by their target, (M, C / M, P)."""
@@ -99,3 +123,25 @@ class ManyLabels:
         """What the sets' own labels add to the log joint of the first's, (C,), at theta (C, P)."""
         terms = (self._by_set(theta) * self._own_statistics.unsqueeze(1)).sum(dim=2)
         return terms.transpose(0, 1).reshape(-1)
+
+
+@dataclass(frozen=True)
+class ManyMinibatches:
+    """What some examples tell of many targets.
+
+    Args:
+        many: of all examples.
+        features: (B, D), in the products' precision.
+        indicators: (B, M, K), the likelihood's of their labels in each set.
+    """
+
+    many: ManyLabels
+    features: Tensor
+    indicators: Tensor
+
+    def log_joint_and_grad(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """(C,) float64 nats and its gradient (C, P) float64 at z (C, P), called theta as targets have it."""
+        at = self.many.theta(theta).to(self.features.dtype)
+        by_row = self.indicators.permute(2, 1, 0).repeat(1, len(at) // len(self.many.targets), 1)
+        value, gradient = MinibatchTarget(self.many.targets[0], self.features, by_row).log_joint_and_grad(at)
+        return value, self.many.pull_back(gradient)

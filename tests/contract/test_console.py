@@ -77,6 +77,17 @@ def test_a_loop_of_slow_steps_reports_at_most_every_thirty_seconds(
     assert len(run_loop(clock, 10, 10.0, capsys)) == 4
 
 
+def test_a_loop_whose_first_step_is_long_says_what_it_is_at(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    task = Console("sbc", CommonOptions()).task("simulations", 60)
+    for number in range(10):
+        clock.now += 10.0
+        task.advance(0, f"modes {number}/60")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("simulations ")[2] for line in lines] == [
+        f"0/60 modes {number}/60 after={10 * (number + 1)}s" for number in (0, 3, 6, 9)
+    ]
+
+
 def test_lines_have_a_time_a_level_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     import re
 

@@ -140,6 +140,8 @@ LINES = (
     "predict v --samples 6 --posterior refine --posterior hmc --posterior lbbnn --split test",
     "auto s",
     "sbc s --simulations 20 --draws 9 --posterior laplace --truth hmc",
+    "sbc s --simulations 20 --draws 9 --posterior sghmc",
+    "sbc s --simulations 20 --draws 9 --posterior whole-sghmc",
     "integrals --mean 1,2,0 --variance 1,1,1 --samples 9",
     "integrals --grid-size 2 --samples 9",
 )

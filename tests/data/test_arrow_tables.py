@@ -17,8 +17,10 @@ from PIL import Image
 from problems.transforms import Halved, WordLengths
 
 from bnncli.data import InputSplit, Preprocess, load_split
+from bnncli.data._arrow_tables import BlockTable, ParquetBlocks
 from bnncli.data._arrow_types import names_of_features
 from bnncli.data._label_values import zeros_and_ones
+from bnncli.data._number_cells import numbers_of
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 pa = pytest.importorskip("pyarrow")
@@ -377,3 +379,60 @@ def test_folders_of_the_library_itself_are_read(tmp_path: Path) -> None:
         assert split.labels is not None
         assert split.labels.tolist() == list(chosen["label"])
         assert split.classes == (None if kind in ("csv", "jsonl") else tuple(NAMES)), spec
+
+
+PLAIN = {
+    "doubles": [[1.5, -0.0, 5e-324], [float("nan"), 1e308, 0.1]],
+    "floats": [pa.array([0.1, 2, 3], pa.float32()), pa.array([1, -2, 127], pa.int8())],
+    "large whole numbers": [pa.array([2**64 - 1, 2**53 + 1, 0], pa.uint64()), pa.array([-(2**63), 2**53 + 3, 7])],
+    "lists": [[[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]]],
+    "lists of a size": [pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2))],
+    "large lists": [pa.array([[1, 2], [3, 4], [5, 6]], pa.large_list(pa.int64()))],
+}
+OTHER: dict[str, list[Any]] = {
+    "missing": [[0.5, None, 1.0], [1.0, 2.0, 3.0]],
+    "truth values": [[True, False, True], [0.5, 0.5, 0.5]],
+    "texts": [["0.5", " 1e3", "1_0"]],
+    "half floats": [pa.array(np.array([0.1, 2, 3], np.float16))],
+    "a missing number in a list": [[[0.25, None], [0.5, 0.5], [1.0, 0.0]]],
+}
+
+
+@pytest.mark.parametrize("case", [*PLAIN, *OTHER])
+def test_numbers_at_once_are_those_of_single_rows(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {f"c{k}": values for k, values in enumerate((PLAIN | OTHER)[case])}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
+    assert (found.numbers(list(columns)) is not None) == (case in PLAIN)
+    fast = numbers_of(found, list(columns), 3, "here")
+    monkeypatch.setattr(found, "numbers", lambda names: None)
+    slow = numbers_of(found, list(columns), 3, "here")
+    assert fast.shape == slow.shape
+    assert np.array_equal(fast, slow, equal_nan=True)
+    assert np.array_equal(np.signbit(fast), np.signbit(slow))
+
+
+def test_lists_of_several_lengths_and_other_cells_are_told_with_their_row(tmp_path: Path) -> None:
+    cases: dict[str, list[Any]] = {
+        "row 2: column 'c' has 1 numbers, the first row 2": [[0.25, 0.75], [0.5, 0.5], [1.0]],
+        "row 1, column 'c': expected a number, got 'x'": ["0.5", "x", "1"],
+    }
+    for message, values in cases.items():
+        pq.write_table(pa.table({"c": values}), tmp_path / "a.parquet")
+        found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet")
+        with pytest.raises(DataError, match=f"here: {message}"):
+            numbers_of(found, ["c"], 3, "here")
+
+
+def test_values_are_those_of_the_library(tmp_path: Path) -> None:
+    columns = {
+        "a": [1, None, 3],
+        "b": [0.5, 1.5, None],
+        "c": ["x", None, "é"],
+        "d": [True, False, None],
+        "e": [1, 2, 3],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    found = BlockTable(tmp_path, [tmp_path / "a.parquet"], ParquetBlocks, "parquet").values(list(columns))
+    assert found == (3, list(columns.values()))
+    assert [type(value) for value in found[1][4]] == [int] * 3

@@ -16,6 +16,7 @@ from PIL import Image
 from problems.transforms import Halved, WordLengths
 
 from bnncli.data import InputSplit, Preprocess, hold_out, load_split, matched_to
+from bnncli.data._label_values import labels_of as numbers_of_labels
 from bnncli.errors import BnnError, DataError, MissingInput, UsageError
 
 # What breaks readers: quotation marks, delimiters, line ends of all kinds, other scripts, spaces, long texts.
@@ -285,6 +286,30 @@ def labels_matrix(split: InputSplit) -> np.ndarray:
     found = np.concatenate([np.asarray(batch.labels) for batch in split.batches(2)])
     assert np.array_equal(found, np.asarray(split.labels))
     return found
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["1", "1", "0", "0", ""], "row 4 has no label"),
+        (["1", "0", "1", "x"], "row 3"),
+        ([0, 0, 1, 1, -3], "row 4 has -3"),
+    ],
+)
+def test_the_first_bad_label_is_told_by_its_row_among_all(values: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        numbers_of_labels(values, ("0", "1") if "x" in values else None, where="here")
+
+
+def test_labels_that_repeat_are_what_each_of_them_is() -> None:
+    chosen = np.random.default_rng(0).integers(4, size=100)
+    for names in (["b", " a", "d", "a "], ["7", "07", "0", " 3"], [5, 0, 2, 3]):
+        found = numbers_of_labels([names[k] for k in chosen], None, where="here")
+        places = [sorted({str(name).strip() for name in names}).index(str(name).strip()) for name in names]
+        expected = places if isinstance(names[0], str) and names[0] == "b" else [int(name) for name in names]
+        assert found.numbers is not None
+        assert found.numbers.tolist() == [expected[k] for k in chosen]
+        assert found.numbers.dtype == np.int64
 
 
 def test_spaces_around_labels_are_no_part_of_them(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def judge(*posteriors: Judged) -> Verdict:
         (CHAINS, {"r_hat": None}, "R-hat undefined"),
         (CHAINS, {"ess_tail": 399.0}, "ESS 399 (below 400)"),
         (CHAINS, {"divergences": 1}, "1 divergences"),
-        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts 1.0%"),
+        (CHAINS, {"lowest_acceptance": 0.01}, "a chain accepts 1.0 %"),
         (CHAINS, {"lowest_bfmi": 0.2}, "E-BFMI 0.20 (below 0.3)"),
         (CHAINS, {"lowest_bfmi": None, "divergences": None, "lowest_acceptance": None}, None),
         (POINT, {}, "a point is no distribution"),

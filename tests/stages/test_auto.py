@@ -11,6 +11,7 @@ import pytest
 from problems.command_line import Cli, new_run
 
 from bnncli.stages.auto import ladder
+from bnncli.stages.auto.budget import BudgetSpent
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.metrics import read_metrics
 
@@ -69,8 +70,8 @@ def test_the_ladder_is_climbed_where_the_gaussian_is_no_good(cli: Cli, tmp_path:
     )  # a weak prior, as the user wants it
     found = auto(cli, run, "--full")
     names = {rung["posterior"]: rung["is_good"] for rung in found["rungs"]}
-    assert {"laplace-auto", "refine", "hmc"} <= names.keys()  # what the user fitted stays
-    assert names["hmc"]
+    assert {"laplace-auto", "refine-auto", "hmc-auto"} <= names.keys()  # what the user fitted stays
+    assert names["hmc-auto"]
 
 
 def test_what_was_judged_is_not_judged_again_until_it_is_another(
@@ -84,7 +85,7 @@ def test_what_was_judged_is_not_judged_again_until_it_is_another(
     again = auto(cli, run)
     assert ([rung["is_good"] for rung in again["rungs"]], asked) == ([rung["is_good"] for rung in first["rungs"]], [])
     auto(cli, run, "--prior-precision", 3)
-    assert asked[0] == "laplace-auto"
+    assert asked[0] == "laplace-prior3"
     asked.clear()
     auto(cli, run, "--force")
     assert asked[0] == "laplace"
@@ -103,15 +104,59 @@ def test_another_prior_is_another_recommendation_without_force(cli: Cli, tmp_pat
     first = auto(cli, run, "--prior-precision", 3)
     again = auto(cli, run, "--prior-precision", 30)
     assert (first["action"], again["action"]) == ("computed", "replaced")
-    assert "laplace-auto" in {rung["posterior"] for rung in again["rungs"]}  # the first stays
+    assert "laplace-prior30" in {rung["posterior"] for rung in again["rungs"]}  # the first stays
     first_file = (tmp_path / "run.bnn/posteriors/laplace.safetensors").read_bytes()
     third = auto(cli, run, "--prior-precision", 300)
-    assert "laplace-auto" in {rung["posterior"] for rung in third["rungs"]}
+    assert "laplace-prior300" in {rung["posterior"] for rung in third["rungs"]}
     assert (tmp_path / "run.bnn/posteriors/laplace.safetensors").read_bytes() == first_file
     assert (
-        read_header(tmp_path / "run.bnn/posteriors/laplace-auto.safetensors").provenance["params"]["prior_precision"]
-        == 300
+        read_header(tmp_path / "run.bnn/posteriors/laplace-prior30.safetensors").provenance["params"]["prior_precision"]
+        == 30
     )
+
+
+@pytest.mark.long
+def test_a_posterior_whose_judgement_the_budget_ends_is_no_less_there(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+
+    def judge(run: object, voice: object, name: str) -> bool:
+        raise BudgetSpent
+
+    monkeypatch.setattr(ladder, "_is_good", judge)
+    found = auto(cli, run)
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    assert (rungs["fit-laplace"]["is_there"], rungs["fit-laplace"]["is_good"]) == (True, None)
+    assert "fitted, but not judged" in rungs["fit-laplace"]["note"]
+    assert {row["posterior"] for row in found["rows"]} >= {"laplace"}
+    assert "no posterior was fitted" not in found["metrics"]["sentence"]
+
+
+@pytest.mark.long
+def test_what_is_made_from_a_posterior_of_its_own_name_has_that_too_and_others_are_named(
+    cli: Cli, tmp_path: Path
+) -> None:
+    run = new_run(cli, tmp_path / "run", separable(40, 6, scale=3.0, seed=1))
+    assert cli("fit-laplace", run, "--prior-precision", 0.02).code == 0
+    assert cli("fit-vi", run, "--epochs", 1).code == 0
+    done = cli("auto", run, "--full", "--prior-precision", 0.5)
+    assert done.code == 0, done.stderr
+    names = {path.stem for path in (tmp_path / "run.bnn/posteriors").iterdir()}
+    assert {"laplace", "laplace-prior0p5", "refine-prior0p5", "hmc-prior0p5"} <= names
+    told = " ".join(done.stdout.split())
+    assert "other posteriors of the run are not looked at: laplace, vi;" in told
+    assert "chosen on the same val split" not in told
+    assert "chosen on the same val split" in " ".join(cli("auto", run).stdout.split())
+
+
+def test_predict_takes_all_posteriors_where_all_are_asked_for(cli: Cli, tmp_path: Path) -> None:
+    run = new_run(cli, tmp_path / "run", separable(300, 4, scale=3.0))
+    auto(cli, run)
+    done = cli("predict", run, "--split", "test", "--posterior", "all")
+    assert done.code == 0, done.stderr
+    made = {path.name.partition(".")[0] for path in (tmp_path / "run.bnn/predictions").iterdir()}
+    assert made == {path.stem for path in (tmp_path / "run.bnn/posteriors").iterdir()}
 
 
 def test_a_budget_that_is_spent_leaves_fits_out_and_says_so(cli: Cli, tmp_path: Path) -> None:

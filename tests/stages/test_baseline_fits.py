@@ -15,6 +15,7 @@ from problems.command_line import Cli
 
 from bnncli.inference.laplace import fit_gaussian
 from bnncli.run.inputs import open_posterior, open_samples
+from bnncli.run.target_fit import weaker_prior
 from bnncli.storage.artifacts import read_header
 from bnncli.storage.samples import read_samples
 from bnncli.targets.last_layer import LastLayerTarget
@@ -95,6 +96,12 @@ def test_minibatches_of_whitened_chains_add_little_as_their_rate_falls(cli: Cli,
     assert (whole["excess_by_batches"], parts["excess_by_batches"]) == (0, pytest.approx(0.05))
     assert plain["excess_by_batches"] > 1
     assert parts["learning_rate"] < whole["learning_rate"]
+
+
+@pytest.mark.parametrize(("layers", "is_said"), [("all", True), (None, False)])
+def test_a_network_that_predicts_worse_may_have_too_strong_a_prior(layers: str | None, is_said: bool) -> None:
+    (text,) = weaker_prior({"layers": layers, "metrics": {"prior_precision": 56.4}}) or ("",)
+    assert ("weaker prior" in text, "56.4" in text) == (is_said, is_said)
 
 
 @pytest.mark.parametrize("num_draws", [19, 20])

@@ -165,7 +165,7 @@ def test_text_is_tables_of_at_most_100_columns_and_one_sentence(
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines[:-1]) <= 100
     assert lines[-1] == diagnosed["verdict"]["sentence"]
-    assert "use it, predict with mc" in lines[-1] or "run bnncli hmc" in lines[-1]
+    assert "predict with mc" in lines[-1] or "run bnncli hmc" in lines[-1]
 
 
 def test_the_command_of_the_verdict_runs(cli: Cli, small_run: Path) -> None:

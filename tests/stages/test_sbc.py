@@ -7,9 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from problems.command_line import Cli
+from problems.long_run import long_but
 
+from bnncli.errors import UsageError
+from bnncli.inference.refits import GaussianRefit
+from bnncli.inference.sghmc import SghmcPlan
+from bnncli.inference.sghmc_refit import SghmcRefit
 from bnncli.options import SbcOptions
+from bnncli.stages import sbc
 from bnncli.stages.sbc.judged import RankedQuantity, verdict_of
+from bnncli.storage.artifacts import read_header
+from bnncli.storage.headers import Header
 
 FEW = ("--simulations", 50, "--draws", 19, "--examples", 40)
 
@@ -46,12 +54,70 @@ def test_trained_gaussians_are_tried_with_their_own_plans(cli: Cli, small_run: P
     assert not done.json["verdict"]["is_calibrated"]  # four epochs are too few
 
 
+@pytest.mark.parametrize("preconditioner", long_but(["base", "rmsprop", "none"], "base"))
+def test_chains_of_stochastic_gradients_are_tried_as_hot_as_they_were(
+    cli: Cli, small_run: Path, preconditioner: str
+) -> None:
+    plan = ("--epochs", 30, "--chains", 2, "--preconditioner", preconditioner)
+    assert cli("fit-sghmc", small_run, *plan, "--temperature", 0.1).code == 0
+    done = cli("sbc", small_run, "--posterior", "sghmc", "--simulations", 20, "--draws", 9, "--examples", 30, "--json")
+    assert done.code == 0, done.stdout
+    assert not done.json["verdict"]["is_calibrated"]
+    joint = done.json["quantities"][0]
+    assert (joint["name"], joint["fault"]) == ("log joint", "too high")
+
+
+def test_a_fit_whose_preconditioner_is_gone_is_refused(cli: Cli, small_run: Path) -> None:
+    assert cli("fit-laplace", small_run, "--prior-precision", 1, "--name", "other").code == 0
+    plan = ("--epochs", 4, "--chains", 2)
+    assert cli("fit-sghmc", small_run, *plan, "--base", "other", "--name", "gone").code == 0
+    (small_run.with_name("small.bnn") / "posteriors" / "other.safetensors").unlink()
+    stale = cli("sbc", small_run, "--posterior", "gone", *FEW)
+    assert (stale.code, "gone.nc is stale: base" in stale.stderr) == (65, True)
+    gone = cli("sbc", small_run, "--posterior", "gone", *FEW, "--allow-stale")
+    assert gone.code == 65
+    assert "--posterior: gone is preconditioned by other, whose fit is made anew as well" in gone.stderr
+    assert "there is nothing\nhint: run fit-sghmc again" in gone.stderr
+
+
+def test_a_fit_that_flies_away_is_named_with_what_helps(cli: Cli, small_run: Path) -> None:
+    plan = ("--epochs", 100, "--chains", 2, "--preconditioner", "none", "--momentum-decay", 1)
+    assert cli("fit-sghmc", small_run, *plan, "--learning-rate", 50, "--name", "far").code == 0
+    flown = cli("sbc", small_run, "--posterior", "far", *FEW)
+    assert flown.code == 70, flown.stdout
+    assert "the fit of far, made anew to simulated labels: the chains leave all bounds" in flown.stderr
+    assert "make the posterior with other options: use a --learning-rate below 50" in flown.stderr
+
+
+def test_the_options_of_chains_are_read_as_they_were_recorded(cli: Cli, small_run: Path) -> None:
+    from bnncli.stages.sbc.fits import refit_of
+
+    plan = ("--sampler", "cyclical", "--epochs", 40, "--cycles", 2, "--draws", 3, "--exploration", 0.5, "--chains", 3)
+    more = (
+        "--batch-size",
+        20,
+        "--learning-rate",
+        0.02,
+        "--momentum-decay",
+        0.4,
+        "--temperature",
+        0.5,
+        "--start",
+        "init",
+    )
+    assert cli("fit-sghmc", small_run, *plan, *more).code == 0
+    header = read_header(small_run.with_name("small.bnn") / "posteriors" / "sghmc.nc")
+    assert refit_of(header) == SghmcRefit(
+        SghmcPlan(40, 2, 3, 10, 20, 0.02, 0.4, 0.5), 3, is_given=True, from_initialisation=True, base=GaussianRefit()
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
             ("--posterior", "map"),
-            "--posterior: expected a posterior by one of laplace, refine, hmc, vi, swag; map is by map",
+            "--posterior: expected a posterior by one of laplace, refine, hmc, vi, swag, sghmc; map is by map: a point",
         ),
         (("--posterior", "beside"), "--posterior: beside is centred on the checkpoint's weights"),
         (("--truth", "map"), "--truth: expected prior, or a posterior over the last layer"),
@@ -66,6 +132,22 @@ def test_what_cannot_be_tried_is_refused(cli: Cli, small_run: Path, words: tuple
     done = cli("sbc", small_run, *words)
     assert done.code in (2, 66)
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"method": "ensemble"}, "it is by ensemble: of networks that were trained apart"),
+        ({"method": "lbbnn"}, "it is by lbbnn: under a prior of its own"),
+        ({"method": "sghmc", "layers": "all"}, "expected a posterior over the last layer.* it is over --layers all"),
+        ({"method": "sghmc"}, "it records no prior"),
+    ],
+)
+def test_a_fit_that_cannot_be_made_anew_is_refused_with_the_reason(meta: dict[str, str], message: str) -> None:
+    path = Path("it.nc")
+    with pytest.raises(UsageError, match=message) as caught:
+        sbc._check_can_be_tried(path, Header(path, "samples", "1.0", "", {}, meta))
+    assert "prior" in message or "--posterior laplace" in str(caught.value.hint)
 
 
 def test_a_fit_without_room_is_refused_before_it_begins(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +309,29 @@ def test_probabilities_that_are_taken_for_logits_are_warned_of(cli: Cli, folder:
     assert said not in cli("score", "l.npz", "--logits", *QUICK).stderr
     np.savez("called.npz", logits=np.load("p.npz")["probs"])
     assert said not in cli("score", "called.npz", "--logits", *QUICK).stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("p.parquet",), ("p.npz", "--ood", "far=p.parquet"), ("p.npz", "--labels", "p.parquet")]
+)
+def test_parquet_without_its_library_is_told_by_the_file(
+    cli: Cli, folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("p.parquet").write_bytes(b"PAR1" + bytes(20) + b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = cli("score", *words, *QUICK)
+    lines = done.stderr.splitlines()
+    assert done.code == 2
+    assert lines == [
+        "error: 'p.parquet': a Parquet file needs pyarrow, which is not installed",
+        "hint: pip install 'bnncli[parquet]'",
+    ]
+
+
+@pytest.mark.long
+def test_probabilities_are_scored_without_torch(folder: Path) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "bnncli", "score", "p.npz", *QUICK]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert done.returncode == 0
+    assert not loaded & {"torch", "pyro", "sklearn", "pandas", "matplotlib"}

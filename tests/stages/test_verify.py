@@ -33,3 +33,9 @@ def test_a_layout_that_does_not_fit_the_tensors_is_bad(cli: Cli, small_run: Path
     assert done.code == 65
     said = "'param_layout' is not what it should be" if wrong == "text" else "its tensors do not fit its layout"
     assert said in done.stderr
+
+
+def test_the_checkpoint_of_a_run_is_told_from_a_damaged_artifact(cli: Cli, small_run: Path) -> None:
+    small_run.write_bytes(b"a checkpoint")
+    done = cli("verify", small_run)
+    assert (done.code, f"bnncli verify {small_run}.bnn" in done.stderr) == (65, True)

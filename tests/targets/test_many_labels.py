@@ -38,6 +38,29 @@ def test_each_row_is_of_its_own_target(layout: HeadLayout) -> None:
         torch.testing.assert_close(gradient[row], slope[0] @ target.roots[own])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_each_row_of_a_minibatch_is_of_its_own_targets(layout: HeadLayout) -> None:
+    target, rows = many(layout), torch.tensor([7, 0, 3, 10])
+    z = torch.randn(6, layout.num_params, generator=seeded(4), dtype=torch.float64)
+    value, gradient = target.minibatch(*target.examples(rows)).log_joint_and_grad(z)
+    for row in range(6):
+        own = target.targets[row % 3]
+        theta = target.theta(z)[row].unsqueeze(0)
+        joint, slope = own.minibatch(*own.examples(rows)).log_joint_and_grad(theta)
+        torch.testing.assert_close(value[row], joint[0])
+        torch.testing.assert_close(gradient[row], slope[0] @ target.roots[row % 3])
+
+
+def test_draws_are_told_apart_by_their_target() -> None:
+    target = many(LAYOUTS[0])
+    z = torch.randn(6, 4, LAYOUTS[0].num_params, generator=seeded(4), dtype=torch.float64)
+    found = target.by_target(z)
+    assert found.shape == (3, 8, LAYOUTS[0].num_params)
+    for own in range(3):  # rows own and own + 3, four draws each
+        expected = torch.cat([z[own], z[own + 3]]) @ target.roots[own].T + target.means[own]
+        torch.testing.assert_close(found[own], expected)
+
+
 def test_targets_of_other_features_are_refused() -> None:
     one, other = many(LAYOUTS[0]), many(LAYOUTS[0])
     with pytest.raises(ValueError, match="features of their own"):

@@ -168,6 +168,7 @@ def test_what_knows_the_last_layer_is_named(room: str) -> None:
         "row_space_draws",
         "predictive_convergence",
         "refits",
+        "sghmc_refit",
         "simulations",
     }
     for path in (ROOM.parent / room).glob("*.py"):

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from bnncli.errors import MissingInput, UsageError
+from bnncli.names import percent
 from bnncli.options import AutoOptions, InputOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -71,15 +72,17 @@ def run(run: Run, options: AutoOptions) -> Result:
     result = produce(run, request, lambda: judged.compute(run, request, rungs, val), when_fresh=judged.when_fresh)
     rows = result.metrics.pop("rows")
     result.extra |= {"rungs": [rung.to_json() for rung in rungs], "rows": rows, **result.metrics}
-    result.tables = [_table(rungs, rows, val.content.labels)]
+    names = {rung.posterior for rung in rungs if rung.source is not None}
+    others = [path.stem for path in run.folder.posteriors() if path.stem not in names]
+    result.tables = [_table(rungs, rows, val.content.labels, others)]
     result.lines = [str(result.metrics["sentence"])]
     took = ", ".join(f"{rung.name} {rung.seconds:.1f} s" for rung in rungs if rung.seconds)
     result.summary = [f"took: {took}"]
     return result
 
 
-def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
-    """A row for each rung by its best integrator."""
+def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any, others: list[str]) -> Table:
+    """A row for each rung by its best integrator; others: posteriors of the run that are no rung."""
     cells = []
     for rung in rungs:
         own = [row for row in rows if row["posterior"] == rung.posterior]
@@ -94,14 +97,18 @@ def _table(rungs: list[Rung], rows: list[dict[str, Any]], labels: Any) -> Table:
         if gain is not None and gain["standard_error"] is not None:
             told += f" +- {gain['standard_error']:.4f}"
         good = "-" if rung.is_good is None else "yes" if rung.is_good else "no"
-        cells.append(
-            [f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", f"{shown['ece']:.1%}", told, good]
-        )
+        ece = percent(shown["ece"])
+        cells.append([f"{rung.posterior}{mark}", shown["integrator"], f"{shown['nll']:.4f}", ece, told, good])
+    tuned = any(rung.criterion == "val" for rung in rungs)
     notes = [
         *(f"{rung.name}: {rung.note}" for rung in rungs if rung.note),
         f"NLL and ECE of {len(labels)} examples of val; gain in NLL over the network at its best temperature (held out), paired; * recommended",
-        "good: whether the posterior is good for its target, as diagnose judges; the prior precision was chosen on the same val split, "
-        "which favours posteriors a little",
+        "good: whether the posterior is good for its target, as diagnose judges"
+        + (
+            "; the prior precision was chosen on the same val split, which favours posteriors a little" if tuned else ""
+        ),
     ]
+    if others:
+        notes.append(f"other posteriors of the run are not looked at: {', '.join(others)}; compare has them all")
     columns = ["posterior", "integrator", "NLL", "ECE", "gain", "good"]
     return Table(columns, cells, notes=notes)

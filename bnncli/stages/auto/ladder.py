@@ -30,6 +30,7 @@ class Rung:
         is_good: for its target; None where that was not asked.
         seconds: that the step took, the judgement with it.
         note: why there is no posterior, or no more of it is known.
+        criterion: that chose the prior precision: val or marglik; None where none did.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Rung:
     is_good: bool | None
     seconds: float
     note: str = ""
+    criterion: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As --json has it."""
@@ -49,6 +51,26 @@ class Rung:
             "seconds": round(self.seconds, 3),
             "note": self.note,
         }
+
+
+@dataclass
+class Suffix:
+    """What the names of posteriors end with where others have their plain names: those of one prior belong together.
+
+    Attributes:
+        is_needed: whether the base has it, and so what is made from it.
+    """
+
+    text: str
+    is_needed: bool = False
+
+    @classmethod
+    def of(cls, options: o.AutoOptions) -> Suffix:
+        """-auto, -val, -marglik, or -prior3 of a number."""
+        given = options.prior_precision
+        if given in ("auto", "val", "marglik"):
+            return cls(f"-{given}")
+        return cls(f"-prior{float(given):g}".replace(".", "p").replace("+", ""))
 
 
 def climb(
@@ -67,17 +89,27 @@ def climb(
         rungs.append(Rung("network", "map", posterior_source(run, network, "map")[1], None, 0.0))
         # It takes a moment, and nothing is recommended that is worse: the budget is for what comes after it.
         unlimited = LimitedVoice(voice.console, None)
-        rungs.append(_step(run, unlimited, "fit-temperature", o.FitTemperatureOptions(), "temperature", judged=None))
-    gaussian = o.FitLaplaceOptions(prior_precision=options.prior_precision)
-    base = _step(run, voice, "fit-laplace", gaussian, "laplace", judged=judged)
+        rungs.append(
+            _step(
+                run,
+                unlimited,
+                "fit-temperature",
+                o.FitTemperatureOptions(),
+                "temperature",
+                judged=None,
+                suffix=Suffix("-auto"),
+            )
+        )
+    gaussian, suffix = o.FitLaplaceOptions(prior_precision=options.prior_precision), Suffix.of(options)
+    base = _step(run, voice, "fit-laplace", gaussian, "laplace", judged=judged, suffix=suffix)
     rungs.append(base)
     if base.source is None or (base.is_good and not options.full):
         return rungs
-    refined = _step(run, voice, "refine", o.RefineOptions(base=base.posterior), "refine", judged=judged)
+    refined = _step(run, voice, "refine", o.RefineOptions(base=base.posterior), "refine", judged=judged, suffix=suffix)
     rungs.append(refined)
     if refined.is_good and not options.full:
         return rungs
-    rungs.append(_step(run, voice, "hmc", o.HmcOptions(base=base.posterior), "hmc", judged=judged))
+    rungs.append(_step(run, voice, "hmc", o.HmcOptions(base=base.posterior), "hmc", judged=judged, suffix=suffix))
     return rungs
 
 
@@ -106,6 +138,7 @@ def _step(
     name: str,
     *,
     judged: Mapping[str, bool] | None,
+    suffix: Suffix,
 ) -> Rung:
     """One command, and the judgement of what it left, where one is asked for: as it was, or else made now.
 
@@ -116,38 +149,44 @@ def _step(
     def seconds() -> float:
         return time.monotonic() - start
 
+    source, is_good, note, criterion = None, None, "", None
     try:
         voice.check()
-        path, name = _made(run, voice, command, options, name)
-        source = posterior_source(run, path, name)[1]
+        path, name = _made(run, voice, command, options, name, suffix)
+        header, source = posterior_source(run, path, name)
+        criterion = header.meta.get("criterion")
         is_good = None if judged is None else judged.get(source.content_digest)
         if judged is not None and is_good is None:
             is_good = _is_good(run, voice, name)
     except BudgetSpent as spent:
         hint = f": {spent.hint}" if spent.hint else ""
-        return Rung(command, name, None, None, seconds(), f"left out, the budget is spent{hint}")
+        what = "left out" if source is None else "fitted, but not judged for its target"
+        note = f"{what}, the budget is spent{hint}"
     except (NumericError, DeviceError) as error:
         run.console.warn(f"{command} is left out: {error.message}{error.advice}")
         return Rung(command, name, None, None, seconds(), f"left out: {error.message}")
-    return Rung(command, name, source, is_good, seconds())
+    return Rung(command, name, source, is_good, seconds(), note, criterion)
 
 
-def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: str) -> tuple[Path, str]:
+def _made(run: Run, voice: LimitedVoice, command: str, options: Checked, name: str, suffix: Suffix) -> tuple[Path, str]:
     """The posterior's file and its name.
 
-    What somebody fitted by other options stays, and another is made beside it, which a later auto with other options replaces.
+    What somebody fitted by other options stays, and another is made beside it under a name of its own.
     """
     stage = importlib.import_module(f"bnncli.stages.{command.replace('-', '_')}")
-    own = f"{name}-auto"
-    for tried, force in ((None, False), (own, False), (own, True)):
-        step = _as_command(run, voice, command, options, name=tried, force=force)
+    own = name + suffix.text
+    for tried in (own,) if suffix.is_needed else (None, own):
+        step = _as_command(run, voice, command, options, name=tried, force=run.write.force and tried is not None)
         try:
-            run.console.info("$ " + step.line.pasted() + (" --force" if force else ""))
+            run.console.info("$ " + step.line.pasted())
             result: Result = stage.run(step, options)
-        except OutputExists:
-            if force:
+        except OutputExists as error:
+            if tried == own:
+                error.hint = "add \0force\0 to replace it"
                 raise
+            run.console.info(f"  {name} was made with other options: it stays, and this is {own}")
             continue
+        suffix.is_needed = tried == own
         for text in [] if result.action == "up_to_date" else result.summary:
             run.console.info("  " + text)
         return Path(result.outputs[0]["path"]), tried or name

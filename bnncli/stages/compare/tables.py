@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bnncli.evaluation.paired import Difference, Sample
 from bnncli.evaluation.standings import Standing
-from bnncli.names import posterior_title
+from bnncli.names import percent, posterior_title
 from bnncli.run.cost import HEAD, NETWORK, TotalCost
 from bnncli.run.score_table import score_title
 from bnncli.run.session import Table
@@ -129,12 +129,12 @@ class Comparison:
                 *self._about_cost(),
                 *self._unknown(),
                 "marked: the best of its column and all that are not significantly worse than another; those whose true "
-                f"scores are the best are all marked but for a chance of {100 * self.alpha:g} % in each column ({test}, all pairs "
+                f"scores are the best are all marked but for a chance of {percent(self.alpha, 'g')} in each column ({test}, all pairs "
                 "together, stepwise)",
             ]
         name = self.names[self.baseline].folder
         return [
-            f"{shown} for {name}; for the others the difference from it, with its {100 * (1 - self.alpha):g} % interval and p-value",
+            f"{shown} for {name}; for the others the difference from it, with its {percent(1 - self.alpha, 'g')} interval and p-value",
             *self._about_cost(),
             *self._unknown(),
             f"marked: significantly different ({test}; intervals and p-values of each alone, marks by Holm, alpha {self.alpha:g})",

@@ -42,8 +42,7 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bi
     `reliability` and `risk_coverage` are None without labels, the latter of several labels an example too; `roc` has a curve for each out-of-distribution split. A split
     without examples has none of them.
     """
-    from bnncli.evaluation.curves import curve_of_bins, reliability_curve, risk_coverage_curve, roc_curve
-    from bnncli.evaluation.label_calibration import label_reliability
+    from bnncli.evaluation.curves import reliability_of, risk_coverage_curve, roc_curve
 
     outside = [PredictedSplit(header) for header in group.splits(is_ood=True).values()]
     latent = group.posterior_path if is_latent(group.posterior_path) else None
@@ -54,15 +53,10 @@ def curves_of(run: Run, group: PredictionGroup, splits: Sequence[str], *, num_bi
         run.console.poll(f"curves of {group.name}")
         split = PredictedSplit(header)
         examples = split.examples
-        is_labeled = examples.is_right is not None and len(examples) > 0
-        curves: Row = {"reliability": None, "risk_coverage": None, "roc": {}}
-        if is_labeled and examples.is_right is not None:
-            curves["reliability"] = reliability_curve(examples, num_bins=num_bins)
+        reliability = reliability_of(split.file.probs, examples, num_bins=num_bins)
+        curves: Row = {"reliability": reliability, "risk_coverage": None, "roc": {}}
+        if examples.is_right is not None and len(examples) > 0:
             curves["risk_coverage"] = risk_coverage_curve(examples.confidence, examples.is_right)
-        own = examples.of_labels
-        if own is not None and own.labels is not None and len(examples):
-            bins = label_reliability(split.file.probs, own.labels, num_bins=num_bins)
-            curves["reliability"] = curve_of_bins(bins)
         for other in outside:
             if len(examples) and len(other.examples):
                 curves["roc"][other.name] = roc_curve(examples.confidence, other.examples.confidence)

@@ -13,7 +13,7 @@ from bnncli.extraction import padding
 from bnncli.extraction.features import Extracted, Head
 from bnncli.extraction.head import check_link
 from bnncli.models import Published, SavedModel
-from bnncli.names import listed
+from bnncli.names import listed, percent
 from bnncli.options import ExtractFeaturesOptions
 from bnncli.run.network import Network
 from bnncli.run.produce import Request
@@ -175,7 +175,7 @@ class NetworkFeatures:
         if whole.padding is not None and whole.padding > padding.MUCH:
             console.warn(
                 f"{split.name}: padding changes what the network makes of a text: the features of one differ by "
-                f"{100 * whole.padding:.2g} % from those that it has alone (\0batch_size\0 1 pads least)"
+                f"{percent(whole.padding, '.2g')} from those that it has alone (\0batch_size\0 1 pads least)"
             )
 
 

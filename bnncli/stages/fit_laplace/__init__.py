@@ -10,6 +10,7 @@ from typing import Any
 from bnncli.errors import UsageError, WriteError
 from bnncli.inference import memory
 from bnncli.inference.costs import NUM_DRAWS
+from bnncli.names import percent
 from bnncli.options import FitLaplaceOptions, NameOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.registry import declaring
@@ -189,8 +190,8 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         )
     if "captured_trace" in metrics:
         lines.append(
-            f"the {metrics['rank']} largest eigenvalues have {metrics['captured_trace']:.1%} of the trace of the curvature "
-            f"(+- {metrics['captured_trace_standard_error']:.1%}); other directions keep the prior's variance"
+            f"the {metrics['rank']} largest eigenvalues have {percent(metrics['captured_trace'])} of the trace of the curvature "
+            f"(+- {percent(metrics['captured_trace_standard_error'])}); other directions keep the prior's variance"
         )
     if "solver_steps" in metrics:
         lines.append(

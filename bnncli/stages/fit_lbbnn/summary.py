@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.evaluation.input_selection import THRESHOLD
+from bnncli.names import percent
 
 _NAMED = 20  # inputs in a line for people
 
@@ -21,11 +22,11 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     if metrics.get("log_likelihood_of_shares") is not None:
         lines[0] += f"; log likelihood of the classes' shares alone {metrics['log_likelihood_of_shares']:.1f}"
     if metrics.get("rise") is not None:
-        lines.append(f"change of the bound over the last tenth of the epochs: {100 * metrics['rise']:+.1f} %")
-    layers = ", ".join(f"{100 * share:.1f} %" for share in metrics["density_by_layer"])
+        lines.append(f"change of the bound over the last tenth of the epochs: {percent(metrics['rise'], '+.1f')}")
+    layers = ", ".join(percent(share) for share in metrics["density_by_layer"])
     lines.append(
-        f"density {100 * metrics['density']:.1f} % (by layer {layers}); of the median probability model "
-        f"{100 * metrics['median_density']:.1f} %"
+        f"density {percent(metrics['density'])} (by layer {layers}); of the median probability model "
+        f"{percent(metrics['median_density'])}"
     )
     if "inputs" in metrics:
         lines.append(_inputs_line(metrics["inputs"]))

@@ -11,6 +11,7 @@ from torch import Tensor
 from bnncli.latent.fit import Plan
 from bnncli.latent.history import History
 from bnncli.latent.scaling import Scaling
+from bnncli.names import percent
 from bnncli.options import FitLbbnnOptions
 
 STEEP = 0.1  # of the bound, by which it rises over the last tenth of the epochs where it is far from its end
@@ -90,4 +91,4 @@ def still_rising(share: float | None, schedule: str) -> str | None:
     """What to say of a bound that rises steeply at the end of a fit at a constant learning rate; None of another."""
     if share is None or share < STEEP or schedule != "constant":
         return None
-    return f"the bound still rose by {100 * share:.0f} % of itself over the last tenth of the epochs: use more --epochs"
+    return f"the bound still rose by {percent(share, '.0f')} of itself over the last tenth of the epochs: use more --epochs"

@@ -13,7 +13,7 @@ from bnncli.run import revisions as _revisions
 from bnncli.run.produce import Request
 from bnncli.run.produce_posterior import Fitted, Report
 from bnncli.run.session import Result, Run
-from bnncli.run.target_fit import Fitting, TargetFit, produce_fit
+from bnncli.run.target_fit import Fitting, TargetFit, produce_fit, weaker_prior
 from bnncli.run.val_report import warn_if_worse
 from bnncli.stages.fit_sghmc.report import summary
 
@@ -70,5 +70,5 @@ def run(run: Run, options: FitSghmcOptions) -> Result:
 
 def _report(run: Run, request: Request, meta: Mapping[str, Any]) -> Report:
     metrics = meta["metrics"]
-    warn_if_worse(run, request.target, metrics, method="sghmc")
+    warn_if_worse(run, request.target, metrics, method="sghmc", also=weaker_prior(meta))
     return Report(metrics, summary(metrics))

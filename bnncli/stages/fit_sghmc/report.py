@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bnncli.evaluation.convergence import GOOD_RHAT, deciding
+from bnncli.names import percent
 from bnncli.run.chain_report import deciding_line, other_lines
 from bnncli.run.given_rate import LEAVE_OUT
 from bnncli.run.val_report import val_line
@@ -60,4 +61,4 @@ def _shorter(metrics: dict[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "without bound" if value is None else f"{value:.2g} times" if value >= 1 else f"{100 * value:.2g} %"
+    return "without bound" if value is None else f"{value:.2g} times" if value >= 1 else percent(value, ".2g")

@@ -14,8 +14,8 @@ import torch
 from bnncli import __version__
 from bnncli.errors import UsageError
 from bnncli.evaluation.convergence import Convergence
-from bnncli.inference.sghmc import SghmcPlan, SghmcRun, inflation, preconditioner, sample_sghmc
-from bnncli.inference.stiffness import curvature_passes, largest_curvature, mean_square
+from bnncli.inference.sghmc import SghmcPlan, SghmcRun, sample_sghmc
+from bnncli.inference.sghmc_rate import Planned, planned
 from bnncli.inference.white_coordinates import WhiteCoordinates
 from bnncli.names import counted
 from bnncli.numerics.seeds import stream_seed
@@ -37,7 +37,6 @@ from bnncli.storage.samples import SampleFile, write_samples
 from bnncli.theta.initial import initial_theta
 
 MIN_SIZED_DRAWS = 20  # a chain: of fewer no effective sample size is told
-ALLOWED = 0.05  # by which the length of steps may make the variance too large, where no learning rate is given
 
 
 def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
@@ -47,7 +46,7 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
     if options.start == "init":
         start = initial_theta(fitting.train.layout, options.chains, stream_seed(run.compute.seed, "fit-sghmc/start"))
     whitening = _whitening(fitting, options)
-    plan, square, told, passes = _planned(fitting, options, start[0].to(run.device), whitening)
+    chosen, told = _planned(fitting, options, start[0].to(run.device), whitening)
     store = DrawFile(fitting.request.target, num_chains=options.chains, num_params=target.layout.num_params)
     resumable = resumable_training(run, fitting.request, resume=options.resume, save_every=options.save_every)
     resume = ResumableDraws(resumable, store)
@@ -55,10 +54,10 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
         with resumable.hint(), chosen_instead(options.learning_rate):
             drawn = sample_sghmc(
                 target,
-                plan,
+                chosen.plan,
                 start=start,
                 generator=run.stream("fit-sghmc/chains"),
-                square=square,
+                square=chosen.square,
                 whitening=whitening,
                 store=store,
                 state=resume.restore(),
@@ -67,8 +66,9 @@ def fit(fitting: Fitting, options: FitSghmcOptions) -> Fitted:
             )
     finally:
         resume.close()
-    metrics = _metrics(fitting, options, drawn, plan) | told
-    metrics |= Cost.of_fit(plan.epochs * options.chains + passes, is_last_layer=fitting.is_last_layer).to_metrics()
+    metrics = _metrics(fitting, options, drawn, chosen.plan) | told
+    passes = chosen.plan.epochs * options.chains + chosen.passes
+    metrics |= Cost.of_fit(passes, is_last_layer=fitting.is_last_layer).to_metrics()
     for text in warnings(metrics):
         run.console.warn(text)
     if fitting.val is not None:
@@ -97,59 +97,43 @@ def _whitening(fitting: Fitting, options: FitSghmcOptions) -> WhiteCoordinates |
 
 def _planned(
     fitting: Fitting, options: FitSghmcOptions, theta: torch.Tensor, whitening: WhiteCoordinates | None
-) -> tuple[SghmcPlan, torch.Tensor | None, dict[str, Any], float]:
-    """How chains move, RMSprop's start, what is told of both, and the gradient passes that finding them took."""
+) -> tuple[Planned, dict[str, Any]]:
+    """How chains move, and what is told of it."""
     run, target = fitting.run, fitting.target
-    places = [theta, *_center_of_base(fitting)]
-    num_examples, passes, square = target.num_examples, len(places) * curvature_passes(target), None
-    batch_size = min(options.examples_a_step, num_examples)
-    if options.preconditioner == RMSPROP:
-        square, more = mean_square(
-            target, theta, _squared_batch(batch_size, num_examples), run.stream("fit-sghmc/squares")
+
+    def plan_at(learning_rate: float) -> SghmcPlan:
+        return SghmcPlan(
+            options.num_epochs,
+            options.num_cycles,
+            options.num_draws,
+            options.num_exploring,
+            min(options.examples_a_step, target.num_examples),
+            learning_rate,
+            options.decay(is_whitened=whitening is not None),
+            options.temperature,
+            is_cyclical=options.is_cyclical,
+            is_preconditioned=options.preconditioner == RMSPROP,
         )
-        passes += more
-    scale = None if square is None else preconditioner(square)
-    # A network that is sure of its labels has little curvature where chains start, and more where they go.
-    generator = run.stream("fit-sghmc/stiffness")
-    stiffness = max(largest_curvature(target, place, generator, scale, whitening=whitening) for place in places)
-    decay, last = options.decay(is_whitened=whitening is not None), _rate_share(options)
-    rate = options.learning_rate
-    if rate is None:
-        rate = _bearable_reach(options, num_examples / batch_size, is_whitened=whitening is not None)
-        rate *= num_examples / stiffness
-    plan = SghmcPlan(
-        options.num_epochs,
-        options.num_cycles,
-        options.num_draws,
-        options.num_exploring,
-        batch_size,
-        rate,
-        decay,
-        options.temperature,
-        is_cyclical=options.is_cyclical,
-        is_preconditioned=square is not None,
+
+    chosen = planned(
+        target,
+        plan_at,
+        places=[theta, *_center_of_base(fitting)],
+        learning_rate=options.learning_rate,
+        whitening=whitening,
+        squares=run.stream("fit-sghmc/squares"),
+        generator=run.stream("fit-sghmc/stiffness"),
     )
-    by_steps, by_batches = (_finite(one) for one in inflation(plan, stiffness, num_examples, last * rate))
+    by_steps, by_batches = (_finite(one) for one in chosen.excess)
     told = {
-        "learning_rate": rate,
+        "learning_rate": chosen.plan.learning_rate,
         "learning_rate_by": "given" if options.learning_rate is not None else "stiffness",
-        "stiffness": stiffness,
+        "stiffness": chosen.stiffness,
         "excess_by_steps": by_steps,
         "excess_by_batches": by_batches,
         "preconditioner": BASE if whitening is not None else options.preconditioner or NONE,
     }
-    return plan, square, told, passes
-
-
-def _bearable_reach(options: FitSghmcOptions, num_batches: float, *, is_whitened: bool) -> float:
-    """The learning rate of each cycle's start where none is given, in stiffest directions: eta times their curvature."""
-    decay, last = options.decay(is_whitened=is_whitened), _rate_share(options)
-    reach = ALLOWED / (1 + ALLOWED) * 2 * (2 - decay) / last
-    if not is_whitened:
-        return min(reach, 2 - decay)  # no more than half of what is stable, while exploring
-    if num_batches > 1 and options.temperature > 0:  # all directions are the stiffest, with its noise of minibatches
-        reach = min(reach, ALLOWED * 2 * decay * options.temperature / (num_batches - 1) / last)
-    return min(reach, 0.25 * (2 - decay))  # they stiffen far from the base
+    return chosen, told
 
 
 def _center_of_base(fitting: Fitting) -> list[torch.Tensor]:
@@ -157,16 +141,6 @@ def _center_of_base(fitting: Fitting) -> list[torch.Tensor]:
     if fitting.base is None or not fitting.base.is_gaussian:
         return []
     return [open_posterior(fitting.base.path)[0].mean.to(fitting.run.device)]
-
-
-def _squared_batch(batch_size: int, num_examples: int) -> int:
-    """Examples of the batches that RMSprop starts from: a whole split has no gradient at its mode."""
-    return min(batch_size, max(1, num_examples // 32))
-
-
-def _rate_share(options: FitSghmcOptions) -> float:
-    """The learning rate where draws begin to be kept, of that at the start."""
-    return 0.5 * (1 + math.cos(math.pi * options.num_exploring / options.cycle_length)) if options.is_cyclical else 1.0
 
 
 def _finite(value: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.names import counted
+from bnncli.names import counted, percent
 from bnncli.run.given_rate import LEAVE_OUT
 from bnncli.run.val_report import val_line
 
@@ -25,8 +25,8 @@ def summary(metrics: dict[str, Any]) -> list[str]:
     ]
     scale = "" if metrics["scale"] == 1 else f", scale {metrics['scale']:g}"
     lines.append(
-        f"covariance half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has {100 * metrics['median_share_of_prior']:.3g} % of the "
-        f"prior's variance, the largest {100 * metrics['largest_share_of_prior']:.3g} %; the learning rate sets them"
+        f"covariance half diagonal, half of rank {metrics['rank']}{scale}; the median parameter has {percent(metrics['median_share_of_prior'], '.3g')} of the "
+        f"prior's variance, the largest {percent(metrics['largest_share_of_prior'], '.3g')}; the learning rate sets them"
     )
     lines.append(
         f"log joint {metrics['log_joint_start']:.2f} nats at the start, {metrics['log_joint_mean']:.2f} at the mean of the iterates"
@@ -42,7 +42,7 @@ def warnings(metrics: dict[str, Any]) -> list[str]:
     slower = LEAVE_OUT if metrics["learning_rate_by"] == "given" else f"use a --learning-rate below {rate}"
     if metrics["share_wider_than_prior"] > 0:
         found.append(
-            f"{100 * metrics['share_wider_than_prior']:.3g} % of the parameters have a larger variance than their prior, which data cannot give them "
+            f"{percent(metrics['share_wider_than_prior'], '.3g')} of the parameters have a larger variance than their prior, which data cannot give them "
             f"on average: {slower}, or use a smaller --scale"
         )
     if metrics["median_share_of_prior"] < TOO_NARROW:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bnncli.names import counted
+from bnncli.names import counted, percent
 from bnncli.run.val_report import val_line
 
 
@@ -25,7 +25,7 @@ def summary(metrics: dict[str, Any]) -> list[str]:
         lines.append(
             f"the divergence to the prior had weight {metrics['kl_weight']:g}, not 1: this is no approximation of the target, and not what maximises its ELBO"
         )
-    lines.append(f"the median parameter has {100 * metrics['median_share_of_prior']:.3g} % of the prior's variance")
+    lines.append(f"the median parameter has {percent(metrics['median_share_of_prior'], '.3g')} of the prior's variance")
     if metrics.get("val") is not None:
         lines.append(f"val NLL and ECE: {val_line(metrics['val'])}")
     return lines

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bnncli.errors import CheckFailed
 from bnncli.evaluation.bfmi import LOW_BFMI, lowest_bfmi
 from bnncli.evaluation.convergence import GOOD_RHAT, STUCK_ACCEPTANCE, Convergence, deciding
+from bnncli.names import percent
 from bnncli.options import HmcOptions
 from bnncli.options.until import unmet
 from bnncli.run.chain_report import deciding_line, other_lines, parameter_metrics, prediction_metrics
@@ -92,7 +93,7 @@ def hmc_warnings(metrics: dict[str, Any]) -> list[str]:
         found.append(f"the chains do not agree: largest R-hat{of} {r_hat:.3f} (above {GOOD_RHAT}); {_remedy(metrics)}")
     if metrics["lowest_chain_acceptance"] < STUCK_ACCEPTANCE:
         lowest = metrics["lowest_chain_acceptance"]
-        found.append(f"a chain is stuck: it accepts {lowest:.1%} of its moves; {_remedy(metrics)}")
+        found.append(f"a chain is stuck: it accepts {percent(lowest)} of its moves; {_remedy(metrics)}")
     if metrics["divergences"]:
         found.append(f"{metrics['divergences']} trajectories diverged; try a higher --target-accept")
     if metrics["min_bfmi"] is not None and metrics["min_bfmi"] < LOW_BFMI:

@@ -11,6 +11,7 @@ from bnncli.errors import BnnError, DataError, MissingInput, Untrusted, UsageErr
 from bnncli.integrators._groups import NUM_GROUPS, num_kept_rows
 from bnncli.integrators._intervals import LEVEL
 from bnncli.likelihoods import has_exclusive_classes
+from bnncli.names import percent
 from bnncli.options import InputOptions, NameOptions, PredictOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.run import revisions as _revisions
@@ -105,12 +106,16 @@ def run(run: Run, options: PredictOptions) -> Result:
 
 def _as_recommended(run: Run, options: PredictOptions) -> PredictOptions:
     """The options with the posterior and the integrator that auto recommends, where neither they nor layers were named."""
+    if options.posterior == [ALL]:
+        return replace(options, posterior=[])
     if options.posterior or options.integrator or options.layers is not None:
         return options
     found = recommended(run)
     if found is None:
         return options
-    run.console.info(f"{found.posterior} by {found.integrator}, as auto recommends; --posterior NAME takes others")
+    run.console.info(
+        f"{found.posterior} by {found.integrator}, as auto recommends; \0posterior\0 NAME or all takes others"
+    )
     return replace(options, posterior=[found.posterior], integrator=[found.integrator])
 
 
@@ -133,7 +138,7 @@ def _about_draws(outputs: list[dict[str, Any]]) -> list[str]:
     for maker, output in by_maker.items():
         level = output["interval_level"]
         if level is not None and level < LEVEL:
-            lines.append(f"{maker}: too few draws for 95 %; its intervals hold {100 * level:.1f} %")
+            lines.append(f"{maker}: too few draws for 95 %; its intervals hold {percent(level)}")
     return lines
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from bnncli.checkpoints.sniff import sniff
 from bnncli.errors import OutputExists, UsageError
 from bnncli.machine.input_files import open_regular
+from bnncli.names import percent
 from bnncli.options import InputOptions, NameOptions, PruneOptions
 from bnncli.options.command import COMPUTE, Command
 from bnncli.posteriors import LATENT_BINARY
@@ -94,7 +95,7 @@ def _summary(metrics: dict[str, Any]) -> list[str]:
         return []
     kept, size = metrics["weights_kept"], metrics["bytes"]
     lines = [
-        f"{kept} of {metrics['num_weights']} weights stay ({100 * metrics['density']:.2f} %): {_bytes(size['sparse'])}, dense "
+        f"{kept} of {metrics['num_weights']} weights stay ({percent(metrics['density'], '.2f')}): {_bytes(size['sparse'])}, dense "
         f"{_bytes(size['dense'])}"
     ]
     if metrics.get("repeats", 1) > 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bnncli.evaluation.example_statistics import examples_of
 from bnncli.integrators.plug_in import PlugIn
+from bnncli.names import percent
 from bnncli.options import PruneOptions
 from bnncli.posteriors.latent_binary import LatentBinary
 from bnncli.posteriors.sparse import Sparse
@@ -110,7 +111,7 @@ def _lost_accuracy(run: Run, metrics: dict[str, Any], path: Path) -> str | None:
         return f"{said}: keep more weights, with --rule density and a --density above {density:.2g}"
     posterior, name = None if path.stem == "lbbnn" else path.stem, f"{path.stem}-dense"
     command = run.suggest("prune", posterior=posterior, rule="density", density=f"{expected:.2g}", name=name)
-    shares = f"{100 * expected:.2g} % of the weights are in at any time and {100 * density:.2g} % were kept"
+    shares = f"{percent(expected, '.2g')} of the weights are in at any time and {percent(density, '.2g')} were kept"
     return f"{said}: {shares}; to keep as many: {command}"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from bnncli.evaluation.gain import NEGLIGIBLE_NATS, reach
 from bnncli.evaluation.verdict import CLOSE_LOG_WEIGHT_SD
+from bnncli.names import percent
 from bnncli.run.val_report import val_line, worse_than
 
 FAR_LOG_WEIGHT_SD = 5.0
@@ -51,7 +52,7 @@ def _subspace(inside: dict[str, Any]) -> list[str]:
     """In how many directions the flow acts, and what the data say of them."""
     least, most = inside["share_of_prior"]
     lines = [
-        f"the flow acts in {inside['dimensions']} directions, in which the base has {100 * least:.3g} % to {100 * most:.3g} % of the prior's variance"
+        f"the flow acts in {inside['dimensions']} directions, in which the base has {percent(least, '.3g')} to {percent(most, '.3g')} of the prior's variance"
     ]
     if least > NEARLY_ALL:
         lines.append("the data say next to nothing of them: a larger --subspace has some of which they say more")

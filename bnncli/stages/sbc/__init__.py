@@ -7,6 +7,7 @@ from typing import Any
 
 from bnncli.errors import CheckFailed, UsageError
 from bnncli.inference import memory
+from bnncli.names import percent
 from bnncli.options import ComputeOptions, InputOptions, SbcOptions
 from bnncli.options.command import READ, Command
 from bnncli.options.sbc import PRIOR
@@ -31,7 +32,17 @@ COMMAND = Command(
     place=115,
 )
 
-METHODS = ("laplace", "refine", "hmc", "vi", "swag")
+METHODS = ("laplace", "refine", "hmc", "vi", "swag", "sghmc")
+_ANOTHER = "name one over the last layer that can be fitted anew, as --posterior laplace or --posterior hmc"
+_WHITENED = ("hmc", "sghmc")  # by roots of their own, whatever the structure of the base
+_POINT = "a point, which has no draws to rank a truth among"
+_NO_FIT = {  # by method, why not; it may have another name
+    "map": _POINT,
+    "temperature": _POINT,
+    "prune": _POINT,
+    "ensemble": "of networks that were trained apart, which labels simulated for the last layer do not train again",
+    "lbbnn": "under a prior of its own, of weights that are out or in, by which no labels are simulated yet",
+}
 
 
 def run(run: Run, options: SbcOptions) -> Result:
@@ -89,12 +100,16 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
     """Raise UsageError for a posterior whose fit cannot be made anew from labels and features alone."""
     method = header.meta.get("method")
     if method not in METHODS:
+        why = f": {_NO_FIT[method]}" if method in _NO_FIT else ""
         raise UsageError(
-            f"--posterior: expected a posterior by one of {', '.join(METHODS)}; {path.stem} is by {method}"
+            f"--posterior: expected a posterior by one of {', '.join(METHODS)}; {path.stem} is by {method}{why}",
+            hint=_ANOTHER,
         )
     if header.meta.get("layers") is not None:
         raise UsageError(
-            f"--posterior: {path.stem} is over --layers {header.meta['layers']}; sbc tries fits of the last layer"
+            f"--posterior: expected a posterior over the last layer, whose fit is made anew from features alone; {path.stem} is over "
+            f"--layers {header.meta['layers']}",
+            hint=_ANOTHER,
         )
     if header.meta.get("center") == "checkpoint":
         raise UsageError(
@@ -106,9 +121,8 @@ def _check_can_be_tried(path: Path, header: Header) -> None:
 
 
 def _require_room(run: Run, options: SbcOptions, train: Split, header: Header) -> None:
-    """Pass where one fit has room. Raises DeviceError otherwise; hmc is whitened by the full covariance."""
-    method = header.meta["method"]
-    structure = "full" if method == "hmc" else str(header.meta.get("structure"))
+    """Pass where one fit has room. Raises DeviceError otherwise; chains move in coordinates with a root of all parameters."""
+    structure = "full" if header.meta["method"] in _WHITENED else str(header.meta.get("structure"))
     if structure in memory.structures():
         needed = memory.fit_bytes(structure, train.layout, num_draws=options.draws)
         what = f"a fit of {train.layout.num_params} parameters with a {structure} covariance"
@@ -129,7 +143,7 @@ def _check_is_truth(run: Run, path: Path, truth: Header, posterior: tuple[str, H
             f"--truth: {path.stem} has the prior {recorded_prior(truth)}, the posterior tried has {recorded_prior(tried)}",
             hint=run.suggest("hmc", base=name, name="truth"),
         )
-    if truth.meta.get("type") != "samples":
+    if truth.meta.get("method") != "hmc":
         run.console.warn(
             f"--truth {path.stem} is an approximation: ranks of an exact fit are not uniform where it is not exact; take hmc"
         )
@@ -142,8 +156,8 @@ def _table(ranked: list[RankedQuantity], options: SbcOptions) -> Table:
             p_text(one.p_value),
             f"{one.mean_rank:.3f}",
             f"{one.spread:.2f}",
-            f"{one.coverage(0.5):.1%}",
-            f"{one.coverage(0.9):.1%}",
+            percent(one.coverage(0.5)),
+            percent(one.coverage(0.9)),
         ]
         for one in ranked
     ]

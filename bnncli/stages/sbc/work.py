@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from bnncli.errors import NumericError
 from bnncli.evaluation.rank_uniformity import RankLaw
-from bnncli.inference.refits import FlowRefit, GaussianRefit, HmcRefit, Refit, TrainedRefit
 from bnncli.inference.simulations import Problem, quantities, ranks_of
-from bnncli.inference.swag import SwagPlan, fit_swag
-from bnncli.inference.vi import ViPlan, fit_vi
 from bnncli.options import SbcOptions
-from bnncli.posteriors.gaussian import Gaussian
-from bnncli.progress import Progress
 from bnncli.run.inputs import Split, load_split, open_posterior, recorded_prior
 from bnncli.run.session import Run
+from bnncli.stages.sbc.fits import refit_of
 from bnncli.stages.sbc.judged import RankedQuantity
 from bnncli.storage.headers import Header
-from bnncli.targets.last_layer import LastLayerTarget
-
-_OF_FLOWS = ("length", "epochs", "batch_size", "learning_rate", "num_draws", "patience")
 
 
 def ranked(run: Run, options: SbcOptions, train: Split, header: Header, truth: Path | None) -> list[RankedQuantity]:
@@ -41,15 +35,16 @@ def ranked(run: Run, options: SbcOptions, train: Split, header: Header, truth: P
     else:
         thetas = _truths(truth, options.simulations, generator)
     chosen = quantities(layout, _held_out(run, train, rows), run.stream("sbc/quantities"))
-    ranks = ranks_of(
-        problem,
-        thetas,
-        refit_of(header),
-        ranked=chosen,
-        num_draws=options.draws,
-        generator=generator,
-        progress=run.console,
-    )
+    with _named(header):
+        ranks = ranks_of(
+            problem,
+            thetas,
+            refit_of(header),
+            ranked=chosen,
+            num_draws=options.draws,
+            generator=generator,
+            progress=run.console,
+        )
     law = RankLaw(options.simulations, options.draws)
     return [
         RankedQuantity(quantity.name, one, options.draws, law.p_value(one))
@@ -57,51 +52,15 @@ def ranked(run: Run, options: SbcOptions, train: Split, header: Header, truth: P
     ]
 
 
-def refit_of(header: Header) -> Refit:
-    """What makes a posterior's fit anew, with its own options."""
-    meta, params = header.meta, header.provenance.get("params", {})
-    if meta["method"] == "hmc":
-        return HmcRefit(dynamics=str(params.get("dynamics", "split")))
-    if meta["method"] in _TRAINED:
-        return TrainedRefit(_TRAINED[meta["method"]](meta["metrics"]))
-    structure = str(meta.get("structure", "full"))
-    if meta["method"] == "laplace":
-        return GaussianRefit(structure)
-    given: dict[str, Any] = {name: params[name] for name in _OF_FLOWS}
-    given |= {"flow": meta["flow"], "space": meta["space"], "settings": meta["settings"]}
-    return FlowRefit(structure, given)
-
-
-def _vi(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
-    """Mean-field variational inference as the posterior's, to the end of its epochs."""
-
-    def fit(target: LastLayerTarget, start: Tensor, generator: torch.Generator, progress: Progress) -> Gaussian:
-        plan = ViPlan(
-            metrics["epochs"],
-            min(metrics["batch_size"], target.num_examples),
-            **{name: metrics[name] for name in ("learning_rate", "num_draws", "estimator", "optimizer", "kl_weight")},
-        )
-        return fit_vi(target, plan, start=start, generator=generator, progress=progress).gaussian
-
-    return fit
-
-
-def _swag(metrics: dict[str, Any]) -> Callable[..., Gaussian]:
-    """SWAG as the posterior's, at its learning rate."""
-
-    def fit(target: LastLayerTarget, start: Tensor, generator: torch.Generator, progress: Progress) -> Gaussian:
-        plan = SwagPlan(
-            warmup=metrics["warmup"],
-            epochs=metrics["iterates"],
-            batch_size=min(metrics["batch_size"], target.num_examples),
-            **{name: metrics[name] for name in ("rank", "learning_rate", "momentum", "scale")},
-        )
-        return fit_swag(target, plan, start=start, generator=generator, progress=progress).gaussian
-
-    return fit
-
-
-_TRAINED = {"vi": _vi, "swag": _swag}
+@contextmanager
+def _named(header: Header) -> Iterator[None]:
+    """A fit inside the block that fails says whose it is: the options that help are those of the posterior."""
+    try:
+        yield
+    except NumericError as error:
+        error.message = f"the fit of {header.path.stem}, made anew to simulated labels: {error.message}"
+        error.hint = "make the posterior with other options" + (f": {error.hint}" if error.hint else "")
+        raise
 
 
 def _truths(path: Path, num: int, generator: torch.Generator) -> Tensor:

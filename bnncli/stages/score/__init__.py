@@ -1,4 +1,4 @@
-"""score: predictions that anybody made in, every score of evaluate out; no checkpoint, no run, nothing is written."""
+"""score: predictions that anybody made in, every score of evaluate out; no checkpoint, no run, nothing is written but a figure."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from bnncli.run.score_rows import detection_rows, rare_class_warnings, split_row
 from bnncli.run.score_table import score_table
 from bnncli.run.session import Result, Run
 from bnncli.run.shown_scores import legend, with_metrics
+from bnncli.stages.score.plot import Panel, check_labelled, check_plot, draw_plot
 
 if TYPE_CHECKING:
     from bnncli.evaluation.bootstrap import Bootstrap
@@ -42,12 +43,13 @@ COMMAND = Command(
     "found by their names (probs, logits, columns p_NAME or logit_NAME), so are labels (label, y, target); "
     "FILE:probs=COLUMN,label=COLUMN names them (several columns joined by +, or prefix*), FILE:ARRAY one array of an npz. "
     "One column is the probability, or the logit, of class 1 of two. Scores are those of evaluate, to the last bit, and so "
-    "are assertions; a group is named as a split is (accuracy@GROUP>=0.8).",
+    "are assertions; a group is named as a split is (accuracy@GROUP>=0.8). Nothing is written but --plot.",
     (ScoreOptions, CommonOptions),
     (
         "bnncli score predictions.npz",
         "bnncli score logits.npy --labels test.csv:label --ood far=far.npy --logits",
         "bnncli score predictions.csv --groups hospital --assert 'accuracy@north>=0.8' --assert 'ece<=0.02'",
+        "bnncli score predictions.csv --plot reliability.png",
     ),
     (Argument("file", "The predictions: FILE, FILE:ARRAY, or FILE:probs=COLUMN,label=COLUMN."),),
     place=105,
@@ -61,7 +63,9 @@ def run(run: Run, options: ScoreOptions) -> Result:
     """Read, score, print."""
     said = Said(LOGITS if options.logits else PROBS if options.probabilities else None, options.task)
     place = str(run.arguments["file"])
+    check_plot(options, place)
     given = _opened(place, said, options)
+    check_labelled(options, given)
     outside = _outside(given, said, options)
     groups = _groups(given, place, options)
     names = [_described(given), *({**_described(given), "split": name} for name in groups)]
@@ -80,6 +84,7 @@ def run(run: Run, options: ScoreOptions) -> Result:
     rows = spelled([{**_described(given), "metrics": metrics}])
     of_groups = [_group_row(run, options, given, name, members) for name, members in groups.items()]
     checks = hold_against(options.assertions, [*rows, *({**row, "split": row["group"]} for row in of_groups)])
+    drawn = _drawn(options, given, groups, (rows[0], of_groups))
     rows, of_groups = (_shown(options, given, some) for some in (rows, of_groups))
     result = Result(extra={"rows": rows, **({"groups": of_groups} if of_groups else {}), "checks": checks})
     notes = legend(rows, options, options.shown_scores, 0 if bootstrap is None else bootstrap.num_replicates)
@@ -89,9 +94,27 @@ def run(run: Run, options: ScoreOptions) -> Result:
         result.tables.append(score_table(of_groups, notes, **shown, first=_OF_GROUPS, head=_group_head))
     of_classes = class_table(rows, first=_FIRST[:2], head=lambda row: _head(row)[:2]) if options.per_class else None
     result.tables += [] if of_classes is None else [of_classes]
+    if drawn is not None:
+        result.outputs, result.action = [drawn[0]], "computed"
+        result.tables[-1].notes.append(drawn[1])
     failed = failure_text(checks)
     result.failure = CheckFailed(failed, code="assertion_failed") if failed else None
     return result
+
+
+def _drawn(
+    options: ScoreOptions, given: GivenPredictions, groups: Mapping[str, Any], rows: tuple[Row, list[Row]]
+) -> tuple[Row, str] | None:
+    """The figure, published, as an output and in words; None where there is to be none."""
+    if options.plot is None:
+        return None
+    row, of_groups = rows
+    panels = [
+        Panel(name, given.of_rows(groups[name], f"{given.name}/{name}"), own["metrics"])
+        for name, own in zip(groups, of_groups, strict=True)
+    ]
+    whole = Panel(given.name if groups else _head(row)[1], given, row["metrics"])  # as no group is called
+    return draw_plot(Path(options.plot), whole, panels, num_bins=options.settings["bins"])
 
 
 def _opened(place: str, said: Said, options: ScoreOptions) -> GivenPredictions:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bnncli.names import counted
+from bnncli.names import counted, percent
 from bnncli.options import TrainOptions
 from bnncli.options.command_line import pasted
 from bnncli.registry import own_names
@@ -20,10 +20,11 @@ def summary_of(path: Path, meta: Mapping[str, Any]) -> list[str]:
     train = metrics["splits"]["train"]
     others = {name: scores for name, scores in metrics["splits"].items() if name != "train"}
     lines = [
-        f"{path.name}: {counted(passes, 'epoch')}, train NLL {train['nll']:.4f}, accuracy {train['accuracy']:.2%}{averaged}"
+        f"{path.name}: {counted(passes, 'epoch')}, train NLL {train['nll']:.4f}, accuracy {percent(train['accuracy'], '.2f')}{averaged}"
     ]
     lines += [
-        f"  {name}: NLL {scores['nll']:.4f}, accuracy {scores['accuracy']:.2%}" for name, scores in others.items()
+        f"  {name}: NLL {scores['nll']:.4f}, accuracy {percent(scores['accuracy'], '.2f')}"
+        for name, scores in others.items()
     ]
     if metrics["prior_precision"] is not None:
         lines.append(f"  its weight decay is a Gaussian prior of precision {metrics['prior_precision']:g}")
