@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnncli.errors import DeviceError
 from bnncli.lazy import torch
+from bnncli.machine.heartbeats import Heartbeats, leave_at_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,7 @@ class Team:
 
 
 _team: list[Team] = []
+_beats: list[Heartbeats] = []
 _sent = [0]
 
 
@@ -92,13 +94,19 @@ def join(team: Team, device: torch.device) -> None:
     if team.size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with _speaking():
-            torch.distributed.init_process_group(backend, timeout=PATIENCE)
+            store, _, _ = next(torch.distributed.rendezvous("env://", timeout=PATIENCE))
+            torch.distributed.init_process_group(
+                backend, store=store, rank=team.rank, world_size=team.size, timeout=PATIENCE
+            )
+        _beats[:] = [Heartbeats(store, team.rank, team.size, leave_at_once)]
+        _beats[0].start()
     _team[:] = [team]
 
 
 def leave() -> None:
     """Part from the others: whoever still waits for this process is told that it is gone."""
     if _team and _team.pop().size > 1:
+        _beats.pop().stop()
         torch.distributed.destroy_process_group()
 
 

@@ -118,3 +118,26 @@ def test_an_interrupted_sampler_goes_on_with_another_number_of_workers(cli: Cli,
     done = run_workers(size, "hmc", runs[1], *words, "--resume", "--json", cwd=tmp_path)[0]
     assert done.code == 0, done.stderr
     assert done.json["outputs"][0]["content_digest"] == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_hangs_or_is_killed_ends_all(cli: Cli, tmp_path: Path, stop: signal.Signals) -> None:
+    run = new_run(cli, tmp_path / "run", problem(211))
+    assert cli("fit-laplace", run, "--prior-precision", 3).code == 0
+    words = ("hmc", run, "--chains", 4, "--warmup", 50, "--draws", 100_000, "--save-every", 0)
+    started = start_workers(2, words, cwd=tmp_path)
+    state = tmp_path / "run.bnn/posteriors/.hmc.resume.safetensors"
+    while not state.exists() and started[0].poll() is None:
+        time.sleep(0.05)
+    started[1].send_signal(stop)
+    before = time.monotonic()
+    said = started[0].communicate(timeout=120)[1]
+    assert time.monotonic() - before < 60
+    assert started[0].returncode == 69, said
+    started[1].kill()
+    started[1].communicate(timeout=60)
+    expected = "worker 1 has given no sign of life" if stop is signal.SIGSTOP else "has lost the others"
+    assert expected in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run.bnn/posteriors/hmc.nc").exists()
