@@ -17,7 +17,7 @@ class SbcOptions(Checked):
         "laplace",
         "Posterior whose fit is tried, by name or file: of fit-laplace, refine, hmc, fit-vi, fit-swag, fit-sghmc or fit-lbbnn, over the last layer. Its method, options and prior "
         "are taken, not its numbers; of hmc not the lengths of its chains; of fit-sghmc as many more chains as give \0draws\0 that are nearly independent; "
-        "of fit-lbbnn a slab that val chose as well, and epochs that it chose itself anew for as many examples. It takes about half a second a simulation, by default.",
+        "of fit-lbbnn a slab that val chose as well, and epochs that it chose itself anew for as many examples. By default one of those takes a core 0.4 s a simulation of 18 parameters, 1.7 s of 850.",
         metavar="NAME|FILE",
     )
     truth: str = option(
